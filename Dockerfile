@@ -1,9 +1,9 @@
 # foretoken on the CPU. docs/operations.md tells how to run it.
-#   docker build --build-arg TORCH_INDEX=URL -t foretoken .
-# TORCH_INDEX: a package index with CPU builds of torch; without it torch comes with CUDA, gigabytes of it.
+#   docker build -t foretoken .
+# TORCH_INDEX: a package index with CPU builds of torch; empty for the usual one, whose torch is for CUDA, gigabytes of it.
 
 FROM python:3.11-slim AS build
-ARG TORCH_INDEX=
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/foretoken/bin:$PATH
 RUN python -m venv /opt/foretoken
 WORKDIR /src
@@ -23,6 +23,9 @@ RUN apt-get update \
 COPY --from=build /opt/foretoken /opt/foretoken
 ENV PATH=/opt/foretoken/bin:$PATH \
     FORETOKEN_CACHE=/var/cache/foretoken \
+    FORETOKEN_HOST=0.0.0.0 \
+    FORETOKEN_LOG_FORMAT=json \
+    FORETOKEN_DUMP_DIR=/var/lib/foretoken/dumps \
     PYTHONUNBUFFERED=1
 USER 10001
 WORKDIR /var/lib/foretoken
@@ -31,4 +34,4 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 # Not through a shell: SIGTERM must reach the server, which then drains.
-ENTRYPOINT ["foretoken", "serve", "--host", "0.0.0.0", "--port", "8000", "--log-format", "json", "--dump-dir", "/var/lib/foretoken/dumps"]
+ENTRYPOINT ["foretoken", "serve"]

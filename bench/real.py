@@ -44,16 +44,21 @@ from ..core.execution.model_runner import ModelRunner
 from ..core.interface.request import Request, Usage
 from ..core.interface.speculator import GuardedSpeculator, Speculator, guarded
 from ..core.interface.step import SamplingMetadata
-from ..core.model.families import read_config
+from ..core.model.opening import read_config
 from ..draft.control.acceptance import AcceptanceModel
 from ..draft.control.controller import Controller
 from ..draft.speculator import DraftSpeculator
-from .drafting import chain, tree
-from .real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts
-from .replay import ReplayRunner
-from .report import Spread, command, machine, table, write_json
-from .shapes import qwen3_06b
+from .common.drafting import chain, tree
+from .common.real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts
+from .common.replay import ReplayRunner
+from .common.report import Spread, heading, table, write_json
+from .common.shapes import qwen3_06b
 
+ABOUT = (
+    "Measure speculation on real text: tokens per second by task, number of requests and "
+    "temperature, without drafts, at fixed depths and with auto. Answers must be equal in all "
+    "settings."
+)
 SETTINGS = ("off", "1", "2", "4", "8", "16", "auto")
 LOOK_UPS = "look-ups"
 DRAFT_SETTINGS = (
@@ -425,7 +430,7 @@ def _setting(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(prog="foretoken bench real", description=__doc__)
+    parser = argparse.ArgumentParser(prog="foretoken bench real", description=ABOUT)
     parser.add_argument(
         "--model", default="smollm2", help=f"model, as for `foretoken serve`, or {RANDOM}"
     )
@@ -479,7 +484,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.settings = list(DRAFT_SETTINGS if draft.model else SETTINGS)
     if draft.model is None and any(each.startswith(("chain-", "tree-")) for each in args.settings):
         parser.error("chain-N and tree-N need a draft model or head: name one with --draft")
-    report: dict[str, object] = {"command": command(), "machine": machine()}
+    report: dict[str, object] = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
     report["cells"] = asyncio.run(_main(args))
     write_json(args.out, report)

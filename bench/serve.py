@@ -15,17 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..api.cli.flags import Parser
+from .common.report import heading, write_json
+from .common.roofline import Roofline, measured_roofline
 from .load.cli import parsed, run
 from .load.corpus import chat_corpus, id_corpus
 from .load.generator import Job, Load, Piece
 from .load.http import Failure, Http
 from .load.openai import PATHS, OpenAIDriver
-from .load.report import busy_note, heading, out_path, show
+from .load.report import busy_note, out_path, show
 from .load.server import first_model, own_server, sampled, server_encode, wait_healthy
 from .load.workloads import Scene, above_zero, natural, positive
-from .report import write_json
-from .roofline import Roofline, measured_roofline
 
+ABOUT = (
+    "Measure an OpenAI-compatible server over HTTP under a workload: latency, throughput and cache "
+    "hits. Without --url a foretoken server is started for the run, with the flags that follow --."
+)
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 HEALTHY_SECONDS = 300.0
 
@@ -147,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables, write the JSON; 1 where nothing was served."""
     given = list(argv or [])
     at = given.index("--") if "--" in given else len(given)
-    runs = parsed("foretoken bench serve", __doc__ or "", given[:at], _own_flags)
+    runs = parsed("foretoken bench serve", ABOUT, given[:at], _own_flags)
     server_args = given[at + 1 :]
     if runs[0].url is not None and server_args:
         raise SystemExit(

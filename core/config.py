@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal
 
 from .errors import InvalidRequest, shown
 from .interface.sampling_params import RECOMMENDED, TokenSamplingParams
+from .interface.settings import SIZE, check_settings, setting, settings_of
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-_LOWEST = {
-    "kv_tokens": 1,
-    "page_size": 1,
-    "max_model_len": 2,
-    "max_batch_tokens": 2,
-    "max_running": 1,
-    "max_queued": 0,
-    "max_priority": 0,
-    "threads": 1,
-}
-_SHARES = ("pin_quota", "cache_quota")
-_SECONDS = ("aging_seconds", "step_timeout", "ready_step_seconds")
-_OPTIONAL = {
-    "kv_tokens", "max_model_len", "threads", "page_size", "max_batch_tokens", "max_running",
-}  # fmt: skip
-_HIGHEST = 2**40
 OVERRIDES = "override_generation_config"
+TEMPLATE_KWARGS = "default_chat_template_kwargs"
 REJECTION_WANTS_DEPTH = (
     "rejection needs a fixed depth, --speculation K: a depth chosen by the drafts biases the "
     "output of rejection sampling"
@@ -54,111 +39,171 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Engine options, with the names of the command line's flags.
+    """Options of the engine: each is a setting, with the name of its flag and the flag's help.
 
     A field that is None gets a value that suits the model and the device.
-
-    - ``draft``: auto, none, or a comma list of look-up sources (auto: radix and suffix) and the
-      path of one draft model or trained head.
-    - ``draft_temperature``: temperature of a draft model: the request's (same), or a multiple of it
-      tuned by acceptance rates (tuned).
-    - ``speculation``: auto, off, or a fixed number of draft tokens for each step.
-    - ``verify``: coupled, or rejection sampling at a fixed depth, for comparison.
-    - ``exact``: bitwise equality of logits: with and without drafts (spec), in any batch too
-      (batch), or not guaranteed (off).
-    - ``device``: auto is cuda where torch sees one, else cpu.
-    - ``backend``: auto is native kernels on the CPU and Triton's on cuda, or torch where these are
-      not available.
-    - ``kv_cache_dtype``: auto is the model's; int8 and fp8 (e4m3, on a GPU) have a scale for each
-      token and head.
-    - ``kv_tokens`` or ``kv_memory`` ("4GiB"): size of the KV pool.
-    - ``pin_quota``: share of the pool that one cache salt may pin; all may pin twice as much.
-    - ``cache_quota``: share of the pool beyond which one cache salt's pages are evicted first; 1:
-      never.
-    - ``max_slowdown``: largest factor by which prompt chunks may lengthen the steps of running
-      answers; a larger one brings first tokens sooner and slows running streams.
-    - ``overlap``: launch a step before the tokens of the step before it are read, where each
-      request only decodes; auto is on for a GPU.
-    - ``aging_seconds``: seconds of waiting that count as one priority.
-    - ``max_priority``: priorities of requests are from minus this to this; 0: none allowed.
-    - ``step_timeout``: seconds after which the engine gives up a step and ends; 0: no limit.
-    - ``ready_step_seconds``: seconds of a step beyond which the server is not ready.
-    - ``dump_dir``: folder for crash dumps; None is the system's temporary folder.
-    - ``model_impl``: own is foretoken's decoder, transformers is transformers' modules on its pages
-      and kernels; auto is own for models that it supports.
-    - ``generation_config``: temperature, top_p, top_k, min_p and repetition_penalty of requests
-      that leave them out: the values that the model recommends (model), or OpenAI's (none).
-    - ``override_generation_config``: values in place of the model's and of OpenAI's, as a mapping
-      or the text of a JSON object.
     """
 
-    draft: str = "auto"
-    draft_temperature: Literal["same", "tuned"] = "same"
-    speculation: Literal["auto", "off"] | int = "auto"
-    verify: Literal["coupled", "rejection"] = "coupled"
-    exact: Literal["spec", "batch", "off"] = "spec"
-    backend: Literal["auto", "native", "triton", "torch"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantize: Literal["none", "int8", "int4"] = "none"
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    kv_memory: str | int | None = None
-    kv_tokens: int | None = None
-    page_size: int | None = None
-    pin_quota: float = 0.25
-    cache_quota: float = 0.5
-    max_model_len: int | None = None
-    max_batch_tokens: int | None = None
-    max_slowdown: float = 2.0
-    overlap: Literal["auto", "on", "off"] = "auto"
-    max_running: int | None = None
-    max_queued: int = 256
-    aging_seconds: float = 10.0
-    max_priority: int = 10
-    threads: int | None = None
-    step_timeout: float = 120.0
-    ready_step_seconds: float = 10.0
-    dump_dir: str | None = None
-    load_format: Literal["auto", "random"] = "auto"
-    model_impl: Literal["auto", "own", "transformers"] = "auto"
-    generation_config: Literal["model", "none"] = "model"
-    override_generation_config: str | Mapping[str, float] | None = None
+    draft: str = setting(
+        "auto",
+        "drafters: auto, none, or a comma list of auto, radix, suffix, ngram, oracle:P and one of "
+        "self (the model itself in 4 bits) and the PATH of a draft model or trained head",
+        "SPEC",
+        group="speculation",
+        is_basic=True,
+    )
+    draft_temperature: Literal["same", "tuned"] = setting(
+        "same",
+        "temperature of a draft model: the request's (same), or a multiple of it tuned by "
+        "acceptance rates (tuned)",
+    )
+    speculation: Literal["auto", "off"] | int = setting(
+        "auto",
+        "draft tokens in each step: chosen by cost and acceptance (auto), none (off), or always K",
+        "auto|off|K",
+        is_basic=True,
+    )
+    verify: Literal["coupled", "rejection"] = setting(
+        "coupled",
+        "verification of drafts: coupled keeps the tokens of plain decoding, rejection only their "
+        "distribution and needs --speculation K",
+    )
+    exact: Literal["spec", "batch", "off"] = setting(
+        "spec",
+        "bitwise equality of logits: with and without drafts (spec), in any batch too (batch), or "
+        "not guaranteed (off)",
+        group="model",
+    )
+    backend: Literal["auto", "native", "triton", "torch"] = setting(
+        "auto",
+        "kernels to use; auto: native on the CPU, triton on cuda, torch where neither runs",
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "device of the model; auto: cuda where there is one", is_basic=True
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "data type of weights and activations", is_basic=True
+    )
+    quantize: Literal["none", "int8", "int4"] = setting(
+        "none", "quantization of the weights; int4 on the CPU only", is_basic=True
+    )
+    load_format: Literal["auto", "random"] = setting(
+        "auto", "weights to use: those of the checkpoint (auto), or seeded random ones (random)"
+    )
+    model_impl: Literal["auto", "own", "transformers"] = setting(
+        "auto",
+        "implementation of the layers: foretoken's decoder (own) or transformers' modules on its "
+        "KV pages and kernels; auto: own where it supports the model",
+    )
+    threads: int | None = setting(
+        None,
+        "number of CPU threads for the model (all; with the torch backend all but one)",
+        least=1,
+        is_basic=True,
+    )
+    generation_config: Literal["model", "none"] = setting(
+        "model",
+        "sampling values of requests that leave them out: those that the model recommends (model), "
+        "or OpenAI's (none)",
+    )
+    override_generation_config: str | Mapping[str, float] | None = setting(
+        None,
+        "sampling values in place of the model's, as a JSON object of temperature, top_p, top_k, "
+        "min_p and repetition_penalty; values of a request go first",
+        "JSON",
+    )
+    chat_template: str | None = setting(
+        None,
+        "jinja file of a chat template, in place of the model's",
+        "FILE",
+        group="conversations",
+        is_basic=True,
+    )
+    default_chat_template_kwargs: str | Mapping[str, Any] | None = setting(
+        None,
+        "options of the chat template, as a JSON object, for requests that leave them out",
+        "JSON",
+    )
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
+        "auto",
+        "data type of the KV pool; int8, or fp8 (e4m3) on a GPU, holds twice the tokens",
+        group="KV cache",
+    )
+    kv_memory: str | int | None = setting(
+        None,
+        "size of the KV pool, e.g. 4GiB (a quarter of free memory, 2GiB at most; on cuda 9/10)",
+        SIZE,
+        least=1,
+        is_basic=True,
+    )
+    kv_tokens: int | None = setting(
+        None, "size of the KV pool in tokens, in place of --kv-memory", least=1
+    )
+    page_size: int | None = setting(None, "tokens of one KV page (16, on cuda 32)", least=1)
+    pin_quota: float = setting(
+        0.25, "largest share of the KV pool that one cache_salt may pin", "SHARE", most=1
+    )
+    cache_quota: float = setting(
+        0.5,
+        "share of the KV pool beyond which a cache_salt's pages are evicted first; 1: never",
+        "SHARE",
+        most=1,
+    )
+    max_model_len: int | None = setting(
+        None,
+        "limit on prompt and answer together, in tokens (the model's)",
+        least=2,
+        group="scheduling",
+        is_basic=True,
+    )
+    max_batch_tokens: int | None = setting(
+        None, "limit on the tokens of one step (256, on cuda 2048)", least=2
+    )
+    max_running: int | None = setting(
+        None, "limit on the requests in one step (64, on cuda 256)", least=1, is_basic=True
+    )
+    max_queued: int = setting(256, "limit on waiting requests; more get 429")
+    max_slowdown: float = setting(
+        2.0,
+        "largest factor by which chunks of prompts may lengthen the steps of running answers",
+        least=1,
+        most=inf,
+    )
+    overlap: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "launch of a step before the tokens of the step before it are read; auto: on for a GPU",
+    )
+    aging_seconds: float = setting(
+        10.0, "raise the priority of a waiting request by one every S seconds", "S", least=0.001
+    )
+    max_priority: int = setting(
+        10, "largest priority of a request, from -N to N; 0: no request may have one"
+    )
+    step_timeout: float = setting(
+        120.0,
+        "exit if one step takes longer than S seconds; 0: no limit",
+        "S",
+        group="supervision",
+    )
+    ready_step_seconds: float = setting(
+        10.0, "return 503 from /ready while a step takes longer than S seconds", "S"
+    )
+    dump_dir: str | None = setting(
+        None, "folder for crash dumps (the system's temporary folder)", "DIR"
+    )
 
     def __post_init__(self) -> None:
         """Check every option; a bad one raises `InvalidRequest` naming it."""
-        for name, hint in get_type_hints(EngineConfig).items():
-            self._check_choice(name, get_args(hint))
-        for name, lowest in _LOWEST.items():
-            if name not in _OPTIONAL or getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), lowest)
-        for name in _SHARES:
-            _check_share(name, getattr(self, name))
-        for name in _SECONDS:
-            _check_seconds(name, getattr(self, name))
+        check_settings(self)
         _require(self.dump_dir != "", "dump_dir", "must not be empty")
-        _check_slowdown(self.max_slowdown)
-        _require(
-            self.aging_seconds >= 0.001,
-            "aging_seconds",
-            f"must be at least 0.001 s, not {self.aging_seconds}",
-        )
-        _require(isinstance(self.draft, str), "draft", "must be a string")
-        if self.speculation not in ("auto", "off"):
-            _check_integer("speculation", self.speculation, 0)
-        if self.kv_memory is not None:
-            parse_size(self.kv_memory)
+        has_one_size = self.kv_memory is None or self.kv_tokens is None
+        _require(has_one_size, "kv_tokens", "cannot be combined with kv_memory")
         if self.override_generation_config is not None:
             object.__setattr__(self, OVERRIDES, parse_overrides(self.override_generation_config))
+        if self.default_chat_template_kwargs is not None:
+            found = _parse_object(TEMPLATE_KWARGS, self.default_chat_template_kwargs)
+            object.__setattr__(self, TEMPLATE_KWARGS, found)
         self._check_supported()
-
-    def _check_choice(self, name: str, args: tuple[object, ...]) -> None:
-        value = getattr(self, name)
-        if name != "speculation" and args and all(isinstance(a, str) for a in args):
-            _require(
-                value in args,
-                name,
-                f"must be one of {', '.join(map(str, args))}, not {shown(value)}",
-            )
 
     def _check_supported(self) -> None:
         # Rejection sampling is exact only if the depth does not follow from what was drafted.
@@ -189,19 +234,7 @@ class EngineConfig:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The options there are."""
-        return tuple(f.name for f in fields(cls))
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of a size such as 4GiB, 512MB or 1000000."""
-    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
-        return text
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([KMG]I?)?B?\s*", str(text).upper())
-    _require(found is not None, "kv_memory", f"must be a size such as 4GiB, not {shown(text)}")
-    assert found is not None  # for the type checker; _require raised otherwise
-    size = int(float(found[1]) * _UNITS[found[2] or ""])
-    _require(size > 0, "kv_memory", f"must be above 0, not {shown(text)}")
-    return size
+        return tuple(settings_of(cls))
 
 
 def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
@@ -211,15 +244,7 @@ def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
     """
     if given is None:
         return {}
-    found: object = given
-    if isinstance(given, str):
-        try:
-            found = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{OVERRIDES} must be JSON: {error}", param=OVERRIDES) from None
-    if not isinstance(found, Mapping):
-        message = f"{OVERRIDES} must be a JSON object, not {shown(found)}"
-        raise InvalidRequest(message, param=OVERRIDES)
+    found = _parse_object(OVERRIDES, given)
     for name in found:
         known = f"has no field {shown(name)}; its fields are {', '.join(RECOMMENDED)}"
         _require(name in RECOMMENDED, OVERRIDES, known)
@@ -227,6 +252,19 @@ def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
         TokenSamplingParams(**found)
     except InvalidRequest as error:
         raise InvalidRequest(f"{OVERRIDES}: {error}", param=OVERRIDES) from None
+    return found
+
+
+def _parse_object(name: str, given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping, or the text of a JSON object. Raises `InvalidRequest` naming the option."""
+    found: object = given
+    if isinstance(given, str):
+        try:
+            found = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{name} must be JSON: {error}", param=name) from None
+    if not isinstance(found, Mapping):
+        raise InvalidRequest(f"{name} must be a JSON object, not {shown(found)}", param=name)
     return dict(found)
 
 
@@ -236,31 +274,6 @@ def format_size(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"
     return f"{num_bytes} bytes"
-
-
-def _check_integer(name: str, value: object, lowest: int) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int, name, f"must be an integer, not {shown(value)}")
-    _require(value >= lowest, name, f"must be at least {lowest}, not {value}")  # type: ignore[operator]
-    _require(value <= _HIGHEST, name, f"must be at most {_HIGHEST}, not {shown(value)}")  # type: ignore[operator]
-
-
-def _check_share(name: str, value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = is_number and 0 <= value <= 1  # type: ignore[operator]
-    _require(fits, name, f"must be from 0 to 1, not {shown(value)}")
-
-
-def _check_seconds(name: str, value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = is_number and 0 <= value <= _HIGHEST  # type: ignore[operator]
-    _require(fits, name, f"must be a number of seconds, 0 or more, not {shown(value)}")
-
-
-def _check_slowdown(value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = is_number and value >= 1  # type: ignore[operator]
-    _require(fits, "max_slowdown", f"must be at least 1, not {shown(value)}")
 
 
 def _require(holds: bool, param: str, message: str) -> None:

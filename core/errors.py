@@ -11,7 +11,13 @@ ForetokenError
 
 from __future__ import annotations
 
-_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED")
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "bad_alloc",
+    "out of memory",
+    "ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(failure: BaseException) -> bool:

@@ -24,8 +24,11 @@ from collections import deque
 class Stack:
     """Last in, first out."""
 
+    def __init__(self):
+        self.items = deque()
+
     def push(self, item):
-'''
+        self.items'''
 ROUNDS, N, TOKENS = 3, 4, 24
 
 
@@ -46,7 +49,7 @@ def main(url: str) -> None:
                 prompt=text,
                 n=N,
                 max_tokens=TOKENS,
-                temperature=0.8,
+                temperature=0.5,
                 logprobs=0,
                 seed=number,
             )

@@ -40,7 +40,7 @@ def main(url: str) -> None:
         api_key="none",
         model=served,
         max_tokens=128,
-        seed=7,
+        temperature=0,
         stream_usage=True,
         extra_body={"speculation": "auto"},  # what foretoken adds goes here
     )

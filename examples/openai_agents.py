@@ -40,7 +40,7 @@ async def main(url: str) -> None:
         instructions="Tell the guests about the weather.",
         model=OpenAIResponsesModel(served, openai_client=client),
         model_settings=ModelSettings(
-            tool_choice="look_outside", parallel_tool_calls=False, max_tokens=256
+            tool_choice="look_outside", parallel_tool_calls=False, max_tokens=256, temperature=0
         ),
         tools=[look_outside],
         tool_use_behavior="stop_on_first_tool",

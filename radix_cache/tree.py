@@ -105,11 +105,16 @@ class RadixTree:
     def insert(
         self,
         tokens: array[int],
-        page_ids: array[int],
+        page_ids: array[int] | None = None,
         *,
         namespace: str | None = None,
     ) -> array[int]:
-        """`insert_below` the namespace's root; nothing stays held. O(len(tokens) + log n)."""
+        """`insert_below` the namespace's root; nothing stays held. O(len(tokens) + log n).
+
+        Without ``page_ids``, for a tree of tokens alone, the id of every page is 0.
+        """
+        if page_ids is None:
+            page_ids = array("q", bytes(ITEM_SIZE * (len(tokens) // self.page_size)))
         lock = self.lock(self.match(array("q"), namespace=namespace))
         try:
             return self.insert_below(lock, tokens, page_ids)

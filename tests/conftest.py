@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from support.browser import MISSING
 
 settings.register_profile("untimed", deadline=None)  # a busy machine breaks no promise
 settings.load_profile("untimed")
@@ -30,3 +33,11 @@ def pytest_configure() -> None:
     )
 
     keep_rows_exact("spec")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say aloud that the page was not tested in a browser."""
+    skipped = [str(each.longrepr) for each in terminalreporter.getreports("skipped")]
+    if count := sum(MISSING in each for each in skipped):
+        terminalreporter.section("the live page was not tested", red=True, bold=True)
+        terminalreporter.line(f"{MISSING}: {count} tests of it were skipped", red=True)

@@ -11,16 +11,34 @@ from typing import Literal
 
 import msgspec
 
-from ..runtime.chat_types import Call, TurnDelta
-from ..types.results import Body
+from ..types.results import CallDelta, TextDelta
+from .protocol import (
+    Addition,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    InputAddition,
+    SignatureAddition,
+    TextAddition,
+    TextContent,
+    ThinkingAddition,
+    ThinkingContent,
+    ToolUseContent,
+)
 
-SIGNATURE = "unsigned"  # clients send no thought back that has none
+BlockEvent = BlockStart | BlockDelta | BlockStop
+
+SIGNATURE = "unsigned"  # clients send no reasoning back that has none
 INVALID = "INVALID_JSON"  # what Anthropic calls arguments that are no object
 
 
 @dataclass(slots=True)
-class Part:
-    """One content block. ``text``: its text, its thinking, or its arguments as JSON text."""
+class BlockBuilder:
+    """One content block while it grows.
+
+    ``text``: its text, its thinking, or its arguments as JSON text.
+    """
 
     kind: Literal["thinking", "text", "tool_use"]
     text: str = ""
@@ -28,26 +46,26 @@ class Part:
     name: str = ""
 
     @property
-    def opening(self) -> Body:
+    def opening(self) -> ContentBlock:
         """The empty block, as ``content_block_start`` carries it."""
         match self.kind:
             case "thinking":
-                return {"type": "thinking", "thinking": "", "signature": ""}
+                return ThinkingContent()
             case "text":
-                return {"type": "text", "text": ""}
+                return TextContent()
             case "tool_use":
-                return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
+                return ToolUseContent(id=self.id, name=self.name)
 
     @property
-    def body(self) -> Body:
+    def content(self) -> ContentBlock:
         """The complete block, as an answer that is not streamed carries it."""
         match self.kind:
             case "thinking":
-                return {**self.opening, "thinking": self.text, "signature": SIGNATURE}
+                return ThinkingContent(thinking=self.text, signature=SIGNATURE)
             case "text":
-                return {**self.opening, "text": self.text}
+                return TextContent(text=self.text)
             case "tool_use":
-                return {**self.opening, "input": read_arguments(self.text)}
+                return ToolUseContent(id=self.id, name=self.name, input=read_arguments(self.text))
 
 
 class Blocks:
@@ -58,89 +76,82 @@ class Blocks:
     """
 
     def __init__(self, *, shows_thoughts: bool = True) -> None:
-        self.parts: list[Part] = []
+        self.builders: list[BlockBuilder] = []
         self._is_open = False
         self._held = ""
         self._shows_thoughts = shows_thoughts
 
-    def take(self, delta: TurnDelta) -> list[Body]:
+    def take(self, delta: TextDelta) -> list[BlockEvent]:
         """Return the events of a delta."""
-        events: list[Body] = []
-        # What goes on with a call came before the words, which came before the next call.
-        going_on = [call for call in delta.calls if not call.id]
+        events: list[BlockEvent] = []
+        # What goes on with a call came before the text, which came before the next call.
+        going_on = [call for call in delta.tool_calls if not call.id]
         for call in going_on:
             self._add_arguments(call, events)
-        self._add_thoughts(delta.reasoning, events)
-        self._add_words(delta.words, events)
-        for call in delta.calls[len(going_on) :]:
-            self._open(Part("tool_use", id=tool_use_id(call.id), name=call.name), events)
+        self._add_reasoning(delta.reasoning, events)
+        self._add_text(delta.text, events)
+        for call in delta.tool_calls[len(going_on) :]:
+            self._open(BlockBuilder("tool_use", id=tool_use_id(call.id), name=call.name), events)
             self._add_arguments(call, events)
         return events
 
-    def end(self) -> list[Body]:
+    def end(self) -> list[BlockEvent]:
         """Return the events that end the last block; white space alone becomes a text block."""
-        events: list[Body] = []
-        if self._held and not self.parts:
+        events: list[BlockEvent] = []
+        if self._held and not self.builders:
             self._show(events)
         self._close(events)
         return events
 
-    def _add_thoughts(self, thought: str, events: list[Body]) -> None:
-        if not thought:
+    def _add_reasoning(self, reasoning: str, events: list[BlockEvent]) -> None:
+        if not reasoning:
             return
         if not self._goes_on("thinking"):
-            self._open(Part("thinking"), events)
+            self._open(BlockBuilder("thinking"), events)
         if self._shows_thoughts:
-            self._grow(thought, {"type": "thinking_delta", "thinking": thought}, events)
+            self._grow(reasoning, ThinkingAddition(thinking=reasoning), events)
 
-    def _add_words(self, words: str, events: list[Body]) -> None:
-        self._held += words
+    def _add_text(self, text: str, events: list[BlockEvent]) -> None:
+        self._held += text
         if self._held and (self._goes_on("text") or not self._held.isspace()):
             self._show(events)
 
-    def _show(self, events: list[Body]) -> None:
-        words, self._held = self._held, ""
+    def _show(self, events: list[BlockEvent]) -> None:
+        text, self._held = self._held, ""
         if not self._goes_on("text"):
-            self._open(Part("text"), events)
-        self._grow(words, {"type": "text_delta", "text": words}, events)
+            self._open(BlockBuilder("text"), events)
+        self._grow(text, TextAddition(text=text), events)
 
-    def _add_arguments(self, call: Call, events: list[Body]) -> None:
+    def _add_arguments(self, call: CallDelta, events: list[BlockEvent]) -> None:
         if call.arguments:
-            piece: Body = {"type": "input_json_delta", "partial_json": call.arguments}
-            self._grow(call.arguments, piece, events)
+            self._grow(call.arguments, InputAddition(partial_json=call.arguments), events)
         if call.is_done:
             self._close(events)
 
     def _goes_on(self, kind: str) -> bool:
-        return self._is_open and self.parts[-1].kind == kind
+        return self._is_open and self.builders[-1].kind == kind
 
-    def _open(self, part: Part, events: list[Body]) -> None:
+    def _open(self, block: BlockBuilder, events: list[BlockEvent]) -> None:
         self._close(events)
         self._held = ""
-        self.parts.append(part)
+        self.builders.append(block)
         self._is_open = True
-        events.append(
-            {
-                "type": "content_block_start",
-                "index": len(self.parts) - 1,
-                "content_block": part.opening,
-            }
-        )
+        events.append(BlockStart(index=len(self.builders) - 1, content_block=block.opening))
 
-    def _grow(self, text: str, delta: Body, events: list[Body]) -> None:
-        self.parts[-1].text += text
+    def _grow(self, text: str, delta: Addition, events: list[BlockEvent]) -> None:
+        self.builders[-1].text += text
         events.append(self._delta(delta))
 
-    def _close(self, events: list[Body]) -> None:
+    def _close(self, events: list[BlockEvent]) -> None:
         if not self._is_open:
             return
         self._is_open = False
-        if self.parts[-1].kind == "thinking":
-            events.append(self._delta({"type": "signature_delta", "signature": SIGNATURE}))
-        events.append({"type": "content_block_stop", "index": len(self.parts) - 1})
+        if self.builders[-1].kind == "thinking":
+            events.append(self._delta(SignatureAddition(signature=SIGNATURE)))
+        events.append(BlockStop(index=len(self.builders) - 1))
 
-    def _delta(self, delta: Body) -> Body:
-        return {"type": "content_block_delta", "index": len(self.parts) - 1, "delta": delta}
+    def _delta(self, delta: Addition) -> BlockDelta:
+        return BlockDelta(index=len(self.builders) - 1, delta=delta)
 
 
 def tool_use_id(call_id: str) -> str:

@@ -1,8 +1,8 @@
 """cache_control: the parts of a prompt to pin in the cache, and how many tokens that wrote.
 
 A breakpoint stands behind a block, and blocks are text. Its place among the tokens is found by
-rendering the conversation up to there (`placing.Placer`): what the two have in common is what later
-prompts can share.
+rendering the conversation up to there (`BreakpointLocator`): what the two have in common is what
+later prompts can share.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from ...core.errors import InvalidRequest
-from ..runtime.chat_types import Ask
+from ..runtime.chat_input import ChatInput
 from ..runtime.tools import named_choice
 from ..types.results import Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
@@ -35,10 +35,10 @@ ALLOWED = {
 EFFORTS = {"xhigh": "high", "max": "high"}  # templates know three
 
 
-def conversation_ask(body: CountRequest) -> Ask:
+def read_conversation(body: CountRequest) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
     messages, tools = plain_conversation(body), read_tools(body.tools)
-    return Ask(
+    return ChatInput(
         messages=messages,
         params=SamplingParams(),
         tools=tools,

@@ -7,7 +7,7 @@ from starlette.types import Scope
 
 from ..serving.errors import ApiError, JsonResponse
 from ..types.request_context import note_error
-from ..types.results import Body
+from .protocol import MessageError, MessageErrorParts
 
 PATH = "/v1/messages"
 KINDS = {
@@ -27,11 +27,11 @@ def is_messages(path: str) -> bool:
     return path == PATH or path.startswith(f"{PATH}/")
 
 
-def error_body(error: ApiError, request_id: str | None) -> Body:
+def error_body(error: ApiError, request_id: str | None) -> MessageError:
     """Anthropic's error object: the kind follows from the status."""
     kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    told = {"type": kind, "message": str(error)}
-    return {"type": "error", "error": told, "request_id": request_id}
+    parts = MessageErrorParts(type=kind, message=str(error))
+    return MessageError(error=parts, request_id=request_id)
 
 
 def error_response(scope: Scope, error: ApiError) -> Response:

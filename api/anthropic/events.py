@@ -7,40 +7,43 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-import msgspec
 from msgspec import UNSET
+from msgspec.structs import asdict, replace
 
 from ...core.interface.request import Usage
-from ..openai.shapes import refuse_aborted, speculation_body
-from ..openai.wire_dialects import MessageUsage
+from ..protocol.answers import Free, refuse_aborted, speculation_body
 from ..runtime.cache_diagnostics import anthropic_diagnostics
-from ..runtime.chat import Turn
-from ..runtime.chat_types import TurnDelta
+from ..runtime.chat import ChatAnswer
 from ..serving.errors import ApiError
 from ..serving.serving_context import Service
-from ..serving.sse import Reply
-from ..types.results import Body
+from ..serving.sse import ReadyReply, Reply, named_event
+from ..types.results import TextDelta
 from .blocks import Blocks
 from .breakpoints import TTL, Breakpoints
 from .errors import error_body
+from .protocol import (
+    ContentBlock,
+    Ending,
+    MessageAnswer,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    StreamEvent,
+)
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "max_tokens"}
-WARMED: Body = {"stop_reason": "max_tokens", "stop_sequence": None}
+WARMED = Ending(stop_reason="max_tokens")
 CONTEXT_FULL = "model_context_window_exceeded"
 
 
-def event(body: Body) -> bytes:
-    """One server-sent event; clients ignore events whose type is not in both places."""
-    name = str(body["type"]).encode()
-    return b"event: " + name + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
-
-
-PING = event({"type": "ping"})
+PING = named_event(Ping())
 
 
 def error_event(error: ApiError, request_id: str | None) -> bytes:
     """An error inside a stream, after the HTTP status was sent."""
-    return event(error_body(error, request_id))
+    return named_event(error_body(error, request_id))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,90 +64,84 @@ class MessageWriter:
 
     # -- whole ----------------------------------------------------------------------------------
 
-    async def whole(self, turn: Turn) -> Body:
+    async def whole(self, answer: ChatAnswer) -> MessageAnswer:
         """The answer in one body."""
-        blocks, last = self._blocks(), TurnDelta()
-        async with aclosing(turn.deltas()) as deltas:
+        blocks, last = self._blocks(), TextDelta()
+        async with aclosing(answer.deltas()) as deltas:
             async for last in deltas:
-                self._take(turn, last, blocks)
+                self._take(answer, last, blocks)
         blocks.end()
-        message = self._message(turn.usage)
-        message["content"] = [part.body for part in blocks.parts]
-        return message | self._end(turn, last) | {"usage": self.usage(turn.usage)}
+        content = [block.content for block in blocks.builders]
+        return self._ended(self._end(answer, last), answer.usage, content)
 
     # -- streamed -------------------------------------------------------------------------------
 
-    async def events(self, turn: Turn) -> AsyncGenerator[bytes]:
+    async def events(self, answer: ChatAnswer) -> AsyncGenerator[bytes]:
         """The answer as events; the first waits for a step, since it reports cached tokens."""
-        blocks, last = self._blocks(), TurnDelta()
+        blocks, last = self._blocks(), TextDelta()
         is_first = True
-        async with aclosing(turn.deltas()) as deltas:
+        async with aclosing(answer.deltas()) as deltas:
             async for last in deltas:
-                events = self._take(turn, last, blocks)
+                events = self._take(answer, last, blocks)
                 if is_first:
                     is_first = False
-                    start = self._message(turn.usage)
-                    events = [{"type": "message_start", "message": start}, *events]
+                    events = [MessageStart(message=self._message(answer.usage)), *events]
                 if events:
-                    yield b"".join([event(each) for each in events])
-        ending = self._ending(self._end(turn, last), turn.usage)
-        yield b"".join([event(each) for each in [*blocks.end(), *ending]])
+                    yield b"".join([named_event(each) for each in events])
+        ending = self._ending(self._end(answer, last), answer.usage)
+        yield b"".join([named_event(each) for each in [*blocks.end(), *ending]])
 
     # -- of nothing -----------------------------------------------------------------------------
 
-    def warm(self, usage: Usage) -> Body:
+    def warmed(self, usage: Usage) -> Reply:
         """The answer without content, for a prompt that was only cached."""
-        return self._message(usage) | WARMED | {"usage": self.usage(usage)}
-
-    async def warm_events(self, usage: Usage) -> AsyncGenerator[bytes]:
-        """The same answer as events."""
-        start: Body = {"type": "message_start", "message": self._message(usage)}
-        yield b"".join([event(each) for each in [start, *self._ending(WARMED, usage)]])
+        events = [MessageStart(message=self._message(usage)), *self._ending(WARMED, usage)]
+        return ReadyReply(self._ended(WARMED, usage, []), map(named_event, events))
 
     # -- both -----------------------------------------------------------------------------------
 
     def _blocks(self) -> Blocks:
         return Blocks(shows_thoughts=self.shows_thoughts)
 
-    def _take(self, turn: Turn, delta: TurnDelta, blocks: Blocks) -> list[Body]:
+    def _take(self, answer: ChatAnswer, delta: TextDelta, blocks: Blocks) -> list[StreamEvent]:
         if delta.finish_reason is not None:
-            refuse_aborted(self.service, delta.finish_reason, turn.num_tokens(delta.index))
-        return blocks.take(delta)
+            refuse_aborted(self.service, delta.finish_reason, answer.num_tokens(delta.index))
+        return [*blocks.take(delta)]
 
-    def _ending(self, end: Body, usage: Usage) -> list[Body]:
-        told: Body = {"type": "message_delta", "delta": end, "usage": self.usage(usage)}
-        return [told, {"type": "message_stop"}]
+    def _ending(self, end: Ending, usage: Usage) -> list[StreamEvent]:
+        return [MessageDelta(delta=end, usage=self.usage(usage)), MessageStop()]
 
-    def _diagnosis(self) -> Body | None:
+    def _diagnosis(self) -> Free | None:
         """The reason for the cache miss; known once the first tokens are computed."""
         if self.previous_id is None:
             return None
         found = self.service.llm.explain(self.id, previous_id=self.previous_id)
         return anthropic_diagnostics(found)
 
-    def _message(self, usage: Usage) -> Body:
+    def _message(self, usage: Usage) -> MessageAnswer:
         """The message without content, as ``message_start`` carries it."""
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.service.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "diagnostics": self._diagnosis(),
-            "usage": self.usage(usage, is_start=True),
-        }
+        return MessageAnswer(
+            id=self.id,
+            model=self.service.model,
+            diagnostics=self._diagnosis(),
+            usage=self.usage(usage, is_start=True),
+        )
 
-    def _end(self, turn: Turn, last: TurnDelta) -> Body:
+    def _ended(self, end: Ending, usage: Usage, content: list[ContentBlock]) -> MessageAnswer:
+        """The whole message."""
+        return replace(
+            self._message(usage), **asdict(end), content=content, usage=self.usage(usage)
+        )
+
+    def _end(self, answer: ChatAnswer, last: TextDelta) -> Ending:
         """Stop reason and stop sequence of a choice."""
         reason, sequence = last.finish_reason or "", None
         stopped = REASONS.get(reason, "tool_use")
         if reason == "stop" and isinstance(last.stop_reason, str):
             stopped, sequence = "stop_sequence", last.stop_reason
-        elif reason == "length" and turn.num_tokens(0) < self.max_tokens:
+        elif reason == "length" and answer.num_tokens(0) < self.max_tokens:
             stopped = CONTEXT_FULL
-        return {"stop_reason": stopped, "stop_sequence": sequence}
+        return Ending(stop_reason=stopped, stop_sequence=sequence)
 
     def usage(self, usage: Usage, *, is_start: bool = False) -> MessageUsage:
         """``usage``: prompt tokens read from the cache, written to it, and all others."""
@@ -168,32 +165,17 @@ class MessageWriter:
 class MessageReply(Reply):
     """The answer to one conversation."""
 
-    def __init__(self, writer: MessageWriter, turn: Turn) -> None:
-        self._writer, self._turn = writer, turn
+    def __init__(self, writer: MessageWriter, answer: ChatAnswer) -> None:
+        self._writer, self._answer = writer, answer
 
     async def whole(self) -> object:
         """In one body."""
-        return await self._writer.whole(self._turn)
+        return await self._writer.whole(self._answer)
 
     def events(self) -> AsyncGenerator[bytes]:
         """As events."""
-        return self._writer.events(self._turn)
+        return self._writer.events(self._answer)
 
     def close(self) -> None:
         """Abort what still runs."""
-        self._turn.close()
-
-
-class WarmedMessage(Reply):
-    """The answer to a prompt that was only cached (``max_tokens`` 0)."""
-
-    def __init__(self, writer: MessageWriter, usage: Usage) -> None:
-        self._writer, self._usage = writer, usage
-
-    async def whole(self) -> object:
-        """In one body."""
-        return self._writer.warm(self._usage)
-
-    def events(self) -> AsyncGenerator[bytes]:
-        """As events."""
-        return self._writer.warm_events(self._usage)
+        self._answer.close()

@@ -8,20 +8,26 @@ from functools import partial
 from typing import TypeVar
 
 from ...core.errors import InvalidRequest, PromptTooLong
-from ..openai.schema import decoder, refuse_unsupported, sampling_params
-from ..openai.shapes import is_prewarm, prewarm
-from ..runtime.chat_types import Ask
-from ..runtime.tools import read_cache
+from ..protocol.answers import prewarm
+from ..protocol.sampling import (
+    cache_options,
+    decoder,
+    is_prewarm,
+    refuse_unsupported,
+    sampling_params,
+)
+from ..runtime.chat_input import ChatInput
 from ..serving.errors import ApiError
-from ..serving.serve import Count, Dialect
+from ..serving.serve import Dialect
 from ..serving.serving_context import ANTHROPIC_TEMPERATURE, Service
-from ..serving.sse import Reply
+from ..serving.sse import ReadyReply, Reply
 from ..types.request_context import CONTEXT
 from ..types.sampling_params import SamplingParams
+from .breakpoint_locator import BreakpointLocator
 from .breakpoints import Breakpoints, Mark, read_marks
-from .conversation import conversation_ask
-from .events import PING, MessageReply, MessageWriter, WarmedMessage, error_event
-from .placing import Placer
+from .conversation import read_conversation
+from .events import PING, MessageReply, MessageWriter, error_event
+from .protocol import TokenCount
 from .schema import CountRequest, MessagesRequest
 
 C = TypeVar("C", bound=CountRequest)
@@ -30,7 +36,7 @@ decode_count = decoder(CountRequest)
 NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format", "prompt": "messages"}
 
 
-class Conversing(Dialect[C]):
+class MessagesDialect(Dialect[C]):
     """What the two routes share: decoding, checks and the form of errors."""
 
     most_temperature = ANTHROPIC_TEMPERATURE
@@ -49,7 +55,7 @@ class Conversing(Dialect[C]):
             error.param = NAMES[name]
 
 
-class MessagesCount(Conversing[CountRequest]):
+class MessagesCount(MessagesDialect[CountRequest]):
     """Count the tokens of a conversation."""
 
     can_stream = False
@@ -64,16 +70,16 @@ class MessagesCount(Conversing[CountRequest]):
 
     async def open(self, body: CountRequest) -> Reply:
         """Count the tokens of a conversation."""
-        ask = await self.service.apart(partial(conversation_ask, body))
-        return Count({"input_tokens": len(await self.service.turns.render(ask))})
+        chat = await self.service.apart(partial(read_conversation, body))
+        return ReadyReply(TokenCount(input_tokens=len(await self.service.chat.render(chat))))
 
 
-class MessagesRoute(Conversing[MessagesRequest]):
+class MessagesRoute(MessagesDialect[MessagesRequest]):
     """Answer one conversation, whole or as a stream."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        self._placer = Placer(service.turns, normalizes=service.settings.normalize)
+        self._locator = BreakpointLocator(service.chat, normalizes=service.settings.normalize)
 
     def decode(self, data: bytes) -> MessagesRequest:
         """A body; raises `ApiError` 400."""
@@ -81,18 +87,16 @@ class MessagesRoute(Conversing[MessagesRequest]):
 
     async def open(self, body: MessagesRequest) -> Reply:
         """Render, find the breakpoints and submit; with ``max_tokens`` 0 only cache the prompt."""
-        turns = self.service.turns
-        marks, ask = await self.service.apart(lambda: (read_marks(body), read_ask(body)))
-        prompt_ids = await turns.render(ask)
-        ask, breakpoints = await self._placed(marks, ask, prompt_ids)
+        client = self.service.chat
+        marks, chat = await self.service.apart(lambda: (read_marks(body), read_chat(body)))
+        prompt_ids = await client.render(chat)
+        chat, breakpoints = await self._with_pins(marks, chat, prompt_ids)
         writer = self._writer(body, breakpoints)
         if body.max_tokens == 0:
-            return WarmedMessage(
-                writer,
-                await prewarm(self.service, ask, request_id=writer.id, prompt_ids=prompt_ids),
-            )
-        turn = await turns.open(ask, request_id=writer.id, prompt_ids=prompt_ids)
-        return MessageReply(writer, turn)
+            usage = await prewarm(self.service, chat, request_id=writer.id, prompt_ids=prompt_ids)
+            return writer.warmed(usage)
+        answer = await client.open(chat, request_id=writer.id, prompt_ids=prompt_ids)
+        return MessageReply(writer, answer)
 
     def _writer(self, body: MessagesRequest, breakpoints: Breakpoints) -> MessageWriter:
         asked = body.diagnostics
@@ -105,19 +109,19 @@ class MessagesRoute(Conversing[MessagesRequest]):
             explains=bool(body.explain_cache),
         )
 
-    async def _placed(
-        self, marks: Sequence[Mark], ask: Ask, prompt_ids: Sequence[int]
-    ) -> tuple[Ask, Breakpoints]:
+    async def _with_pins(
+        self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int]
+    ) -> tuple[ChatInput, Breakpoints]:
         """The chat request with its breakpoints as pins; none where cache writes are off."""
-        if not marks or not ask.cache.write:
-            return ask, Breakpoints()
-        breakpoints = await self._placer.place(marks, ask, prompt_ids)
+        if not marks or not chat.cache.write:
+            return chat, Breakpoints()
+        breakpoints = await self._locator.locate(marks, chat, prompt_ids)
         breakpoints = replace(breakpoints, page_size=self.service.llm.page_size)
-        pins = (*ask.cache.pins, *breakpoints.pins)
-        return replace(ask, cache=replace(ask.cache, pins=pins)), breakpoints
+        pins = (*chat.cache.pins, *breakpoints.pins)
+        return replace(chat, cache=replace(chat.cache, pins=pins)), breakpoints
 
 
-def read_ask(body: MessagesRequest) -> Ask:
+def read_chat(body: MessagesRequest) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
     refuse_unsupported(body)
     if body.n not in (None, 1):
@@ -129,16 +133,20 @@ def read_ask(body: MessagesRequest) -> Ask:
         )
     if body.mcp_servers:
         raise InvalidRequest("mcp_servers is not supported", param="mcp_servers")
-    cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
-    ask = conversation_ask(body)
-    return replace(ask, params=read_params(body), cache=cache, cache_key=body.prompt_cache_key)
+    return replace(
+        read_conversation(body),
+        params=read_params(body),
+        cache=cache_options(body),
+        cache_key=body.prompt_cache_key,
+    )
 
 
 def read_params(body: MessagesRequest) -> SamplingParams:
     """Sampling parameters; ``max_tokens`` 0 is left out, since the engine needs at least 1."""
-    params = sampling_params(body, max_tokens=body.max_tokens or 1, logprobs=None)
-    if body.stop_sequences is not None:
-        params = replace(params, stop=body.stop_sequences)
-    if body.format is not None:
-        params = replace(params, json_schema=body.format.schema)
-    return params
+    return sampling_params(
+        body,
+        guess=body.prediction,
+        max_tokens=body.max_tokens or 1,
+        stop=body.stop_sequences,
+        json_schema=None if body.format is None else body.format.schema,
+    )

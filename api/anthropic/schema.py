@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..openai.schema import Count, Guess, One, Prediction, Sampling, StopTexts
+from ..protocol.sampling import Count, Guess, One, Prediction, Sampling, StopTexts
 
 
 class CacheControl(Struct, kw_only=True):

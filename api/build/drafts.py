@@ -18,8 +18,8 @@ from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
 from ...draft.control.profiler import profile_step
-from ...draft.models.heads.head_proposer import HeadProposer
-from ...draft.models.vocab_check import check_same_tokens
+from ...draft.heads.proposer import HeadProposer
+from ...draft.proposers.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
 from ...draft.sources.oracle import OracleSource
 from ...draft.sources.prediction import PredictionSource
@@ -27,14 +27,14 @@ from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
-from ..text.gguf_tokenizer import load_gguf_tokenizer
+from ..text.tokenizer_cache import load_tokenizer
 
 FREE: dict[str, Callable[[], Source]] = {
     "radix": PrefixSource,
     "suffix": SuffixSource,
     "ngram": partial(SuffixSource, own_only=True),
 }
-SELF = "self"
+SELF = "self"  # the target in 4 bits
 AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
 
 
@@ -78,6 +78,12 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
         raise InvalidRequest(
             f"draft takes one model, not {len(models)}: {', '.join(models)}", param="draft"
         )
+    if models == [SELF] and config.verify == "rejection":
+        message = "draft 'self' draws with the noise of --verify coupled, not of rejection"
+        raise InvalidRequest(message, param="draft")
+    if models == [SELF] and config.quantize != "none":
+        message = f"draft 'self' rounds weights of 16 or 32 bits, not those of --quantize {config.quantize}"
+        raise InvalidRequest(message, param="draft")
     return DraftSpec(sources, models[0] if models else None)
 
 
@@ -164,6 +170,6 @@ def check_compatible(path: Path, draft: Decoder, target_path: Path, target: Deco
 def tokenizer_json(path: Path) -> str | None:
     """The text of a model's tokenizer.json; for a GGUF file, of the tokenizer made from it."""
     if path.suffix.lower() == ".gguf":
-        return str(load_gguf_tokenizer(path).backend_tokenizer.to_str())
+        return str(load_tokenizer(path).backend_tokenizer.to_str())
     file = path / "tokenizer.json"
     return file.read_text(encoding="utf-8") if file.is_file() else None

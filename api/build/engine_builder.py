@@ -17,12 +17,13 @@ from ...core.config import EngineConfig, Sizes, format_size
 from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
 from ...core.execution.model_runner import ModelRunner
+from ...core.execution.proposer import Proposer
 from ...core.execution.warm_up import warm_up
-from ...core.model.checkpoint import open_checkpoint
 from ...core.model.decoder import Decoder
 from ...core.model.loader import load_decoder
-from ...core.model.rough_copy import rough_weights
+from ...core.model.opening import open_model
 from ...core.model.report import weight_files
+from ...core.model.rough_copy import rough_decoder
 from ...core.model.shapes import LM_HEAD
 from ...core.ops.base import Ops
 from ...core.ops.batch import Taps
@@ -33,12 +34,12 @@ from ...core.ops.native.native_ops import NativeOps
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
-from ...draft.models.draft_model import LmProposer
-from ...draft.models.heads.head_files import head_kind
-from ...draft.models.heads.head_proposer import HeadProposer
-from ...draft.models.heads.joined_head import JoinedHead, load_head
-from ...draft.models.self_draft import SelfProposer
-from ...draft.models.tree_growth import NUM_BEST
+from ...draft.heads.joined import JoinedHead, load_head
+from ...draft.heads.kinds import head_kind
+from ...draft.heads.proposer import HeadProposer
+from ...draft.proposers.lm_proposer import LmProposer
+from ...draft.proposers.self_draft import SelfProposer
+from ...draft.proposers.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 from .drafts import SELF, check_compatible, make_speculator, measure_costs, parse_draft
@@ -84,13 +85,16 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
-    proposer: LmProposer | HeadProposer | None = None
+    proposer: Proposer | None = None
     measured: _Model | HeadProposer | None = None  # its passes have a price
-    if isinstance(draft, Decoder):
-        measured = (draft, pool if is_self else draft_pools[0])
-        proposer = SelfProposer(*measured) if is_self else _lm_proposer(measured, config)
-    elif draft is not None:
+    if isinstance(draft, JoinedHead):
         measured = proposer = draft.proposer(draft_pools[0], independent=by_rejection)
+    elif is_self and draft is not None:
+        measured = (draft, pool)
+        proposer = SelfProposer(*measured)
+    elif draft is not None:
+        measured = (draft, draft_pools[0])
+        proposer = _lm_proposer(measured, config)
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
@@ -200,13 +204,15 @@ def _warn_of_short_memory(path: Path, device: torch.device) -> None:
 def _load_models(
     path: Path, draft: str | None, config: EngineConfig, device: torch.device
 ) -> tuple[Decoder, Decoder | JoinedHead | None]:
-    """The target and the model that drafts, if there is one, on the same device."""
+    """The target and the model that drafts, if there is one, on the same device.
+
+    For `SELF` that is a rough copy of the target.
+    """
     target = _load(path, config, device)
     if draft is None:
         return target, None
     if draft == SELF:
-        rough = rough_weights(target.weights, target.ops.rough_copy)
-        return target, Decoder(target.config, rough, target.ops)
+        return target, rough_decoder(target)
     draft_path = find_model(draft).path
     if head_kind(draft_path) is not None:
         return target, load_head(draft_path, target, partial(_output_matrix, path))
@@ -217,14 +223,14 @@ def _load_models(
 
 def _output_matrix(path: Path) -> torch.Tensor:
     """The output layer of a checkpoint, [vocab, hidden]."""
-    found = open_checkpoint(path).read(LM_HEAD)
+    found = open_model(path).checkpoint.read(LM_HEAD)
     return found if isinstance(found, torch.Tensor) else found.dequantize()
 
 
 def _say_what_computes(
     target: Decoder, drafts: Sequence[Decoder | JoinedHead], pool: KVPool
 ) -> None:
-    models = [target, *(draft for draft in drafts if isinstance(draft, Decoder))]
+    models = [target, *(draft for draft in drafts if not isinstance(draft, JoinedHead))]
     by = " and ".join(type(decoder.ops).__name__ for decoder in models)
     num_tokens = pool.num_pages * pool.page_size
     logger.info("%s on %s, KV of %d tokens", by, pool.data.device, num_tokens)

@@ -8,8 +8,9 @@ from typing import Protocol
 
 import torch
 
-from ...core.config import EngineConfig, Sizes, format_size, parse_size
+from ...core.config import EngineConfig, Sizes, format_size
 from ...core.errors import InvalidRequest, ModelLoadError, is_out_of_memory
+from ...core.interface.settings import parse_size
 from ...core.model.decoder import Decoder
 from ...core.ops.device import free_memory
 from ...core.ops.kv_pool import KvDtype, KVPool

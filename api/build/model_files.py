@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...core.config import format_size
 from ...core.errors import ModelLoadError
+from ...core.model.formats.files import gguf_file
 from ..types.sampling_params import SamplingDefaults
 
 BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin"
@@ -67,8 +68,6 @@ def _in_folder(folder: Path) -> Path:
     """The GGUF file of a folder that has one in place of a config, else the folder."""
     if (folder / "config.json").exists():
         return folder
-    from ...core.model.checkpoint import gguf_file
-
     return gguf_file(folder) or folder
 
 
@@ -96,17 +95,48 @@ def checked_smollm2() -> Path:
     return file
 
 
+def name_and_bytes(model: str | None) -> tuple[str, int] | None:
+    """Name and size of the weights of a model that is on this machine, without reading them.
+
+    None for a model that is not there, and for one of the hub.
+    """
+    smollm2 = smollm2_file()
+    if smollm2 is not None and model in (None, SMOLLM2):
+        return SMOLLM2, smollm2.stat().st_size
+    path = BUILTIN / "target" if model in (None, "builtin") else Path(model).expanduser()
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    name = BUILTIN_NAME if path == BUILTIN / "target" else path.resolve().name
+    return (name, sum(file.stat().st_size for file in files)) if files else None
+
+
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        cause = str(error).strip().partition("\n")[0]
-        message = f"{hub_id}: no such folder, and not to be had from the hub: {cause}"
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        message = f"{hub_id}: no such folder, and not to be had from the hub: {_cause(error)}"
         raise ModelLoadError(message) from error
+
+
+def _cause(error: Exception) -> str:
+    """Why the hub did not give a model, and what to do about it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return "it is gated: accept its licence on its page, and set HF_TOKEN to a token of yours"
+    if isinstance(error, RepositoryNotFoundError):
+        return "it has no such model; for a private one set HF_TOKEN to a token that may read it"
+    if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, and the cache does not have the model"
+    return str(error).strip().partition("\n")[0]
 
 
 # -- what can be served ---------------------------------------------------------------------------
@@ -142,7 +172,7 @@ def _problem(model: str) -> str:
 
 
 def _families() -> list[str]:
-    from ...core.model.families import MODEL_FAMILIES
+    from ...core.model.families.registry import MODEL_FAMILIES
 
     return sorted(MODEL_FAMILIES)
 

@@ -11,8 +11,8 @@ from typing import Any
 from ...core.config import EngineConfig, parse_overrides
 from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.interface.sampling_params import RECOMMENDED
-from ...core.model.checkpoint import GGUF
 from ...core.model.fields import read_json
+from ...core.model.formats.files import GGUF
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 from .model_files import ModelSource
 
@@ -58,7 +58,7 @@ def model_sampling(source: ModelSource) -> SamplingDefaults:
 
 
 def _of_gguf(file: Path) -> SamplingDefaults:
-    from ...core.model.formats.gguf import read_values
+    from ...core.model.formats.gguf_metadata import read_values
 
     found = read_values(file, GGUF_NAMES.values())
     values = {name: _as_written(found.get(key)) for name, key in GGUF_NAMES.items()}

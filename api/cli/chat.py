@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from json import dumps, loads
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...core.errors import ForetokenError, InvalidRequest
-from ...core.ops.native.build import cache_folder
+from ...core.ops.cache_folder import cache_folder
 from ..sdk.async_llm import AsyncLLM
 from ..types.sampling_params import LeftOut, SamplingParams
 from .flags import SAMPLING_FLAGS
+from .progress import watch_loading
 from .remote import ServerModel
 from .terminal import Palette, palette, show
 
@@ -38,6 +39,7 @@ class Partner(Protocol):
     """Answers conversations: a model in this process, or a server."""
 
     name: str
+    sampling: Mapping[str, Any]  # values of parameters that are left out, by name
 
     async def answer(
         self, messages: list[dict[str, str]], params: SamplingParams, texts: list[str]
@@ -51,6 +53,7 @@ class LocalModel:
     def __init__(self, llm: AsyncLLM, colours: Palette | None) -> None:
         self._llm, self._colours = llm, colours
         self.name = llm.built.name
+        self.sampling: Mapping[str, Any] = llm.built.sampling_defaults.in_force
 
     async def answer(
         self, messages: list[dict[str, str]], params: SamplingParams, texts: list[str]
@@ -71,7 +74,9 @@ def chat(
     """Hold a conversation with a model: a turn for each message of stdin, until stdin ends."""
 
     async def hold() -> None:
-        async with AsyncLLM(model, **options) as llm:
+        llm = AsyncLLM(model, **options)
+        await watch_loading(model, llm.start())
+        async with llm:
             partner = LocalModel(llm, palette(show_drafts=show_drafts))
             await Conversation(partner, params, system).hold()
 
@@ -182,17 +187,22 @@ class Conversation:
         if not name:
             for each in SAMPLING_FLAGS:
                 value = getattr(self._params, each)
-                is_left_out = isinstance(value, LeftOut)
-                print(each, "(the model's own)" if is_left_out else json.dumps(value))
+                print(each, self._left_out(each) if isinstance(value, LeftOut) else dumps(value))
             return
         if name not in SAMPLING_FLAGS:
             known = ", ".join(SAMPLING_FLAGS)
             raise InvalidRequest(f"{name} is not one of {known}", param=name)
         try:
-            given = json.loads(value)
+            given = loads(value)
         except ValueError:
             given = value
         self._params = replace(self._params, **{name: given})
+
+    def _left_out(self, name: str) -> str:
+        """The value of a parameter that is left out, where it is known."""
+        if name not in self._partner.sampling:
+            return "(the model's own)"
+        return f"(the model's own: {dumps(self._partner.sampling[name])})"
 
     def _clear(self, _text: str) -> None:
         self._messages = [each for each in self._messages if each["role"] == "system"]
@@ -200,7 +210,7 @@ class Conversation:
     def _save(self, text: str) -> None:
         if not text:
             raise InvalidRequest("/save needs the name of a file", param="file")
-        document = json.dumps(self._messages, ensure_ascii=False, indent=2)
+        document = dumps(self._messages, ensure_ascii=False, indent=2)
         Path(text).expanduser().write_text(document + "\n", "utf-8")
 
 

@@ -9,29 +9,27 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 from ..._version import __version__
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
-from .flags import (
-    Parser,
-    add_engine_flags,
-    add_model,
-    add_observing_flags,
-    add_sampling_flags,
-    add_server_flags,
-    add_show_drafts,
-    engine_options,
-    given_keys,
-    observing,
-    sampling_params,
-    server_settings,
-)
+from ...core.interface.settings import settings_of
+from ..serving.limits import Limits
+from ..serving.settings import Listen, ObservingOptions, Settings
+from ..types.sampling_params import SamplingParams
+from .config import SERVE, TERMINAL, Chosen, Given
+from .flags import Parser, add_show_drafts, engine_options
 from .train_draft import add_flags as add_train_draft_flags
 from .train_draft import train_draft
 
 BENCHMARKS = ("offline", "phases", "real", "serve")
 """Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
+EPILOG = (
+    "--help-all shows all flags. Each may also be set by a variable FORETOKEN_<FLAG> or in the "
+    "file of --config; a flag goes before a variable, a variable before the file."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,28 +80,40 @@ def _parser() -> Parser:
 
 
 def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
-    serve = commands.add_parser("serve", help="serve an OpenAI- and Anthropic-compatible HTTP API")
+    serve = commands.add_parser(
+        "serve",
+        help="serve an OpenAI- and Anthropic-compatible HTTP API",
+        usage="%(prog)s [MODEL] [flags]",
+        epilog=EPILOG,
+    )
     serve.set_defaults(run=_serve, parser=serve)
-    add_model(serve)
-    add_engine_flags(serve)
-    add_server_flags(serve)
-    add_observing_flags(serve)
+    _add_model(serve)
+    serve.add_settings(*SERVE)
 
 
 def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
-    run = commands.add_parser("run", help="print one completion as it is generated")
+    run = commands.add_parser(
+        "run",
+        help="print one completion as it is generated",
+        usage="%(prog)s PROMPT [MODEL] [flags]",
+        epilog=EPILOG,
+    )
     run.set_defaults(run=_run, parser=run)
     run.add_argument("prompt", metavar="PROMPT", help="text to continue")
-    add_model(run)
+    _add_model(run)
     add_show_drafts(run)
-    add_sampling_flags(run)
-    add_engine_flags(run)
+    run.add_settings(*TERMINAL)
 
 
 def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
-    chat = commands.add_parser("chat", help="hold a conversation in the terminal")
+    chat = commands.add_parser(
+        "chat",
+        help="hold a conversation in the terminal",
+        usage="%(prog)s [MODEL] [flags]",
+        epilog=EPILOG,
+    )
     chat.set_defaults(run=_chat, parser=chat)
-    add_model(chat)
+    _add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     chat.add_argument(
         "--url", metavar="URL", help="server to talk to, in place of a model in this process"
@@ -115,8 +125,12 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
         help="API key of that server (FORETOKEN_API_KEY)",
     )
     add_show_drafts(chat)
-    add_sampling_flags(chat)
-    add_engine_flags(chat)
+    chat.add_settings(*TERMINAL)
+
+
+def _add_model(parser: Parser) -> None:
+    model = settings_of(Chosen)["model"]
+    parser.add_argument("model", metavar=model.metavar, nargs="?", help=model.help)
 
 
 def _add_models(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -147,43 +161,65 @@ def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    options = engine_options(parsed)
-    EngineConfig(**options)  # before the slow imports
+    given = Given(parsed, SERVE)
+    model, options = _model_options(given)
+    listen, observed = listen_options(given), given.make(ObservingOptions)
     from ..sdk.async_llm import AsyncLLM
-    from ..server.prewarm import read_prewarm
-    from ..server.process import Listen, run
+    from ..server.logs import configure
+    from ..server.observability import make_observing
+    from ..server.process import run
 
-    listen = Listen(
-        host=parsed.host,
-        port=parsed.port,
-        uds=parsed.uds,
-        log_level=parsed.log_level,
-        log_format=parsed.log_format,
-        drain_seconds=parsed.drain_seconds,
-        prewarm=read_prewarm(parsed.prewarm) if parsed.prewarm else (),
-        settings=server_settings(parsed),
-        observing=observing(parsed),
+    configure(listen.log_level, listen.log_format)
+    given.warn_of_unknown_variables()
+    return run(AsyncLLM(model, **options), listen, make_observing(observed, listen))
+
+
+def listen_options(given: Given) -> Listen:
+    """Where and how to listen, with the options of the HTTP side."""
+    from ..server.foreign_pages import is_loopback
+
+    address = given.make(Listen)
+    settings = given.make(
+        Settings,
+        limits=given.make(Limits),
+        loopback_only=address.uds is None and is_loopback(address.host),
     )
-    return run(AsyncLLM(parsed.model, **options), listen)
+    return replace(address, settings=settings)
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    given = _given_in_terminal(parsed)
+    params, (model, options) = given.make(SamplingParams), _model_options(given)
     from .terminal import run
 
-    params, options = sampling_params(parsed), engine_options(parsed)
-    return run(parsed.prompt, parsed.model, params, options, show_drafts=parsed.show_drafts)
+    return run(parsed.prompt, model, params, options, show_drafts=parsed.show_drafts)
 
 
 def _chat(parsed: argparse.Namespace) -> int:
+    given = _given_in_terminal(parsed)
+    params = given.make(SamplingParams)
+    if parsed.url is None:
+        model, options = _model_options(given)
     from .chat import chat, chat_with_server
 
-    params, options = sampling_params(parsed), engine_options(parsed)
     if parsed.url is None:
-        return chat(parsed.model, params, options, parsed.system, show_drafts=parsed.show_drafts)
-    if parsed.model is not None or options or parsed.show_drafts:
+        return chat(model, params, options, parsed.system, show_drafts=parsed.show_drafts)
+    if parsed.model is not None or engine_options(parsed) or parsed.show_drafts:
         parsed.parser.error("--url talks to a server: its own command has the model and its flags")
-    key = next(iter(given_keys(parsed, "api_key")), None)
+    key = next(iter(given.make(Settings).api_keys), None)
     return chat_with_server(parsed.url, key, params, parsed.system)
+
+
+def _given_in_terminal(parsed: argparse.Namespace) -> Given:
+    given = Given(parsed, TERMINAL)
+    given.warn_of_unknown_variables()
+    return given
+
+
+def _model_options(given: Given) -> tuple[str | None, dict[str, Any]]:
+    """The model and the engine's options, which are checked before the slow imports."""
+    given.make(EngineConfig)
+    return given.make(Chosen).model, given.options(EngineConfig)
 
 
 def _models(parsed: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import sys
@@ -18,14 +17,17 @@ import msgspec.structs
 from ...core import errors
 from ...core.config import EngineConfig
 from ...core.interface.request import Usage
+from ...core.interface.settings import settings_of
 from ..sdk.async_llm import AsyncLLM
 from ..sdk.llm import LLM
 from ..server.app import _routes
 from ..server.openapi import EVENTS, JSON, describe
-from ..serving.serving_context import Service, Settings
+from ..serving.serving_context import Service
+from ..serving.settings import Settings
 from ..types.results import Choice, Completion, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
-from .flags import Parser, add_engine_flags, add_server_flags
+from .config import SERVE
+from .flags import help_of
 
 HEAD = """# API reference
 
@@ -77,11 +79,14 @@ def _doc(thing: object) -> str:
 
 def _fields_table(owner: Any) -> Iterator[str]:  # noqa: ANN401 - a dataclass or a struct
     yield f"### {owner.__name__}\n\n{_doc(owner)}\n"
-    yield _row("field", "type", "default")
-    yield _row("---", "---", "---")
+    settings = settings_of(owner) if owner is EngineConfig else {}  # named as its fields
+    meaning = ["meaning"] if settings else []
+    yield _row("field", "type", "default", *meaning)
+    yield _row("---", "---", "---", *(["---"] * len(meaning)))
     for each in _fields(owner):
         type_name = each.type if isinstance(each.type, str) else owner.__annotations__[each.name]
-        yield _row(f"`{each.name}`", f"`{type_name}`", _default(each))
+        help = [settings[each.name].help] if settings else []
+        yield _row(f"`{each.name}`", f"`{type_name}`", _default(each), *help)
     yield ""
 
 
@@ -100,22 +105,16 @@ def _default(each: Any) -> str:  # noqa: ANN401 - a field of either
 
 
 def _flags() -> Iterator[str]:
-    parser = Parser(prog="foretoken serve", add_help=False)
-    add_engine_flags(parser)
-    add_server_flags(parser)
     yield "## Flags of `foretoken serve`\n"
+    yield "Each is also a variable `FORETOKEN_<FLAG>` and a key of the file of `--config`: "
+    yield "[configuration](server.md#configuration).\n"
     yield _row("flag", "meaning")
     yield _row("---", "---")
-    for action in parser._actions:
-        yield _row(f"`{_usage(action)}`", action.help or "")
+    for each in (each for kind in SERVE for each in settings_of(kind).values()):
+        value = "" if each.is_switch else f" {each.metavar}"
+        name = each.metavar if each.name == "model" else f"{each.flag}{value}"
+        yield _row(f"`{name}`", help_of(each))
     yield ""
-
-
-def _usage(action: argparse.Action) -> str:
-    value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else None)
-    if action.nargs == 0:
-        return action.option_strings[0]
-    return f"{action.option_strings[0]} {value or action.dest.upper()}"
 
 
 # -- HTTP ---------------------------------------------------------------------------------------

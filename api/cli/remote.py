@@ -24,17 +24,20 @@ LEFT_OUT = SamplingParams()  # fields that are as here are not sent: the server'
 class ServerModel:
     """The first model of an OpenAI-compatible server."""
 
-    def __init__(self, url: str, key: str | None, name: str) -> None:
-        self.name = name
+    def __init__(self, url: str, key: str | None) -> None:
+        self.name = ""
+        self.sampling: Mapping[str, Any] = {}
         self._url, self._key = url, key
 
     @classmethod
     async def connect(cls, url: str, key: str | None) -> Self:
         """Ask the server for its model. Raises `ForetokenError` where it does not answer."""
-        found = cls(_checked(url), key, "")
+        found = cls(_checked(url), key)
         body = b"".join([piece async for piece in found._pieces("GET", "/v1/models")])
         try:
-            found.name = json.loads(body)["data"][0]["id"]
+            model = json.loads(body)["data"][0]
+            found.name = model["id"]
+            found.sampling = dict(model.get("default_sampling_params") or {})  # foretoken's own
         except (ValueError, LookupError, TypeError):
             raise ForetokenError(f"{found._url} has no list of models at /v1/models") from None
         return found

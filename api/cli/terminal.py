@@ -17,6 +17,7 @@ from ..runtime.preprocess import Prompt
 from ..sdk.async_llm import AsyncLLM
 from ..types.results import TextDelta
 from ..types.sampling_params import SamplingParams
+from .progress import watch_loading
 
 COLOURS = {"green": 32, "cyan": 36, "magenta": 35, "yellow": 33, "blue": 34, "red": 31}
 RESET = "\x1b[0m"
@@ -101,18 +102,20 @@ def run(
 ) -> int:
     """Complete one prompt: text on stdout, cost on stderr."""
     colours = palette(show_drafts=show_drafts)
-    return asyncio.run(_run(AsyncLLM(model, **options), prompt, params, colours))
+
+    async def answer() -> None:
+        llm = AsyncLLM(model, **options)
+        await watch_loading(model, llm.start())
+        async with llm:
+            await show(llm, prompt, params, colours, [])
+
+    asyncio.run(answer())
+    return 0
 
 
 def palette(*, show_drafts: bool) -> Palette | None:
     """The colours of drafters, if they are to be shown."""
     return Palette(coloured=wants_colour(sys.stdout)) if show_drafts else None
-
-
-async def _run(llm: AsyncLLM, prompt: str, params: SamplingParams, colours: Palette | None) -> int:
-    async with llm:
-        await show(llm, prompt, params, colours, [])
-    return 0
 
 
 async def show(

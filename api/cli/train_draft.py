@@ -232,6 +232,7 @@ def _options(parsed: argparse.Namespace) -> TrainOptions:
 
 
 def _load_target(parsed: argparse.Namespace) -> Target:
+    from ...core.model.decoder import OwnDecoder
     from ...core.model.loader import load_decoder
     from ...core.ops.device import choose_device
     from ...draft.training.new_drafts import Target
@@ -240,7 +241,8 @@ def _load_target(parsed: argparse.Namespace) -> Target:
 
     path = find_model(parsed.target).path
     device = choose_device(parsed.device)
-    decoder = load_decoder(path, dtype=parsed.dtype, device=device, backend="auto")
+    decoder = load_decoder(path, dtype=parsed.dtype, device=device, backend="auto", impl="own")
+    assert isinstance(decoder, OwnDecoder)  # whose weights drafts begin with
     return Target(decoder, path, tokenizer_json(path))
 
 

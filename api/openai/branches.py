@@ -19,18 +19,7 @@ from msgspec.structs import asdict, replace
 
 from ...core.errors import InvalidRequest, PromptTooLong
 from ..parsing.output_parser import PlainParser
-from ..runtime.chat import Turn
-from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
-from ..runtime.generation import each_of, merge
-from ..serving.serve import Dialect
-from ..serving.sse import Reply
-from ..types.results import batch_usage
-from .chat import ChatWriter, read_ask
-from .completions import completion_params, open_text, read_prompts, refuse
-from .schema import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
+from ..protocol.sampling import (
     Positive,
     Probability,
     Seed,
@@ -39,9 +28,19 @@ from .schema import (
     TopK,
     TopP,
     decoder,
+    is_prewarm,
 )
-from .shapes import Head, is_prewarm, usage_body
-from .wire import BranchBody, BranchesBody, UsageBody
+from ..runtime.chat import ChatAnswer
+from ..runtime.chat_input import ChatInput
+from ..runtime.generation import each_of, merge
+from ..serving.serve import Dialect
+from ..serving.sse import Reply
+from ..types.results import Choice, TextDelta, batch_usage
+from .chat import ChatWriter, read_chat
+from .completions import completion_params, open_text, read_prompts, refuse
+from .protocol import BranchBody, BranchesBody, UsageBody
+from .schema import ChatRequest, CompletionRequest, Message
+from .writer import Head, usage_body
 
 MAX_BRANCHES = 64
 Text = str | list[int]
@@ -215,21 +214,21 @@ class BranchesRoute(Dialect[Forks]):
         try:
             for fork, name in zip(body.forks, writer.prompt_ids, strict=True):
                 with fork.naming():
-                    reply.turns.append(await self._open_one(fork.body, name))
+                    reply.answers.append(await self._open_one(fork.body, name))
         except BaseException:
             reply.close()
             raise
         return reply
 
-    async def _open_one(self, body: AnyBody, name: str) -> Turn:
+    async def _open_one(self, body: AnyBody, name: str) -> ChatAnswer:
         if isinstance(body, ChatRequest):
-            ask = await self.service.apart(partial(read_ask, body))
-            return await self.service.turns.open(ask, request_id=name)
+            chat = await self.service.apart(partial(read_chat, body))
+            return await self.service.chat.open(chat, request_id=name)
         refuse(body)
         [prompt] = read_prompts(body.prompt)
-        ask = Ask(messages=(), params=completion_params(body))
-        answer = await open_text(self.service, body, prompt, ask.params, name)
-        return Turn(self.service.llm, answer, ask, [PlainParser()])
+        chat = ChatInput(messages=(), params=completion_params(body))
+        answer = await open_text(self.service, body, prompt, chat.params, name)
+        return ChatAnswer(self.service.llm, answer, chat, [PlainParser()])
 
 
 class BranchReply(Reply):
@@ -237,66 +236,66 @@ class BranchReply(Reply):
 
     def __init__(self, writer: BranchWriter) -> None:
         self._writer = writer
-        self.turns: list[Turn] = []
+        self.answers: list[ChatAnswer] = []
 
     async def whole(self) -> object:
         """All branches in one body."""
-        branches = await each_of([turn.collect() for turn in self.turns])
+        branches = await each_of([answer.collect() for answer in self.answers])
         choices = [
             replace(choice, index=index)
             for index, branch in enumerate(branches)
             for choice in branch
         ]
-        return self._writer.branches(self.turns, choices)
+        return self._writer.branches(self.answers, choices)
 
     def events(self) -> AsyncGenerator[bytes]:
         """All branches as events, interleaved."""
-        return self._writer.branch_events(self.turns)
+        return self._writer.branch_events(self.answers)
 
     def close(self) -> None:
         """Abort what still runs."""
-        for turn in self.turns:
-            turn.close()
+        for answer in self.answers:
+            answer.close()
 
 
 class BranchWriter(ChatWriter):
     """Encodes branches like the choices of a chat, each with its own usage."""
 
-    def branches(self, turns: Sequence[Turn], choices: Sequence[TurnChoice]) -> BranchesBody:
+    def branches(self, answers: Sequence[ChatAnswer], choices: Sequence[Choice]) -> BranchesBody:
         """All branches in one body."""
         written = [
-            BranchBody(**asdict(self.choice(choice)), usage=self._branch_usage(turn, name))
-            for turn, choice, name in zip(turns, choices, self.prompt_ids, strict=True)
+            BranchBody(**asdict(self.choice(choice)), usage=self._branch_usage(answer, name))
+            for answer, choice, name in zip(answers, choices, self.prompt_ids, strict=True)
         ]
-        usage = self.usage(batch_usage([turn.usage for turn in turns]))
+        usage = self.usage(batch_usage([answer.usage for answer in answers]))
         return BranchesBody(**self._head.fields("branches"), usage=usage, branches=written)
 
-    def _branch_usage(self, turn: Turn, name: str) -> UsageBody:
-        spent = usage_body(turn.usage)
+    def _branch_usage(self, answer: ChatAnswer, name: str) -> UsageBody:
+        spent = usage_body(answer.usage)
         found = self._service.llm.explain(name) if self._explains else None
         if found is not None:
             spent.cache_explanation = found.body()
         return spent
 
-    async def branch_events(self, turns: Sequence[Turn]) -> AsyncGenerator[bytes]:
+    async def branch_events(self, answers: Sequence[ChatAnswer]) -> AsyncGenerator[bytes]:
         """The branches as one stream of chat chunks, told apart by their index."""
-        sources = [_numbered(turn, index) for index, turn in enumerate(turns)]
+        sources = [_numbered(answer, index) for index, answer in enumerate(answers)]
         opened = False
         async with aclosing(merge(sources)) as deltas:
             async for delta in deltas:
                 if delta.finish_reason is not None:
-                    self.refuse_aborted(delta.finish_reason, turns[delta.index].num_tokens(0))
+                    self.refuse_aborted(delta.finish_reason, answers[delta.index].num_tokens(0))
                 if not opened:
                     opened = True
-                    for index in range(len(turns)):
+                    for index in range(len(answers)):
                         yield self.opening(index)
                 for chunk in self._chunks(delta):
                     yield chunk
-        for last in self.end(batch_usage([turn.usage for turn in turns])):
+        for last in self.end(batch_usage([answer.usage for answer in answers])):
             yield last
 
 
-async def _numbered(turn: Turn, index: int) -> AsyncGenerator[TurnDelta]:
-    async with aclosing(turn.deltas()) as deltas:
+async def _numbered(answer: ChatAnswer, index: int) -> AsyncGenerator[TextDelta]:
+    async with aclosing(answer.deltas()) as deltas:
         async for delta in deltas:
             yield replace(delta, index=index)

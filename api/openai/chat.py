@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -12,34 +11,30 @@ from msgspec import UNSET, Struct
 
 from ...core.errors import InvalidRequest
 from ...core.interface.step import TokenLogprob
-from ..runtime.chat import Turn
-from ..runtime.chat_types import Ask, Call, TurnChoice, TurnDelta
-from ..runtime.tools import read_cache, read_choice, read_tools
+from ..protocol.answers import prewarm
+from ..protocol.sampling import cache_options, decoder, is_prewarm, sampling_params
+from ..runtime.chat import ChatAnswer
+from ..runtime.chat_input import ChatInput
+from ..runtime.tools import format_schema, read_choice, read_tools
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
-from ..text.tokenizer import Tokenizer
-from ..types.results import Body
+from ..types.results import CallDelta, Choice, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
-from .schema import (
-    AnyRequest,
-    ChatRequest,
-    decoder,
-    plain_messages,
-    refuse_unsupported_chat,
-    sampling_params,
-)
-from .shapes import Head, Warmed, Writer, chat_logprobs, is_prewarm, prewarm, reason_body
-from .wire import (
+from .protocol import (
     CallBody,
     ChatBody,
     ChatChoiceBody,
+    ChatLogprobs,
     ChunkBody,
     ChunkChoiceBody,
     DeltaBody,
     FunctionBody,
     MessageBody,
 )
+from .schema import AnyRequest, ChatRequest, plain_messages, refuse_unsupported_chat
+from .token_pieces import TokenPieces
+from .writer import Head, Writer, reason_body, token_infos
 
 decode = decoder(ChatRequest)
 OPENING = DeltaBody(role="assistant", content="")
@@ -54,13 +49,13 @@ class ChatRoute(Dialect[ChatRequest]):
 
     async def open(self, body: ChatRequest) -> Reply:
         """Render and submit."""
-        ask = await self.service.apart(partial(read_ask, body))
-        self.service.check_room(1, ask.params.n)
+        chat = await self.service.apart(partial(read_chat, body))
+        self.service.check_room(1, chat.params.n)
         head = Head(prefix="chatcmpl", model=self.service.model)
         writer = ChatWriter(self.service, head, body)
         if is_prewarm(body):
-            return Warmed(writer, [await prewarm(self.service, ask, request_id=head.id)])
-        return ChatReply(writer, await self.service.turns.open(ask, request_id=head.id))
+            return writer.warmed([await prewarm(self.service, chat, request_id=head.id)])
+        return ChatReply(writer, await self.service.chat.open(chat, request_id=head.id))
 
     def rename(self, error: InvalidRequest, body: ChatRequest) -> None:
         """The name of a field in the body: response_format where the schema came from there."""
@@ -71,34 +66,34 @@ class ChatRoute(Dialect[ChatRequest]):
 class ChatReply(Reply):
     """The answer to one chat request."""
 
-    def __init__(self, writer: ChatWriter, turn: Turn) -> None:
-        self._writer, self._turn = writer, turn
+    def __init__(self, writer: ChatWriter, answer: ChatAnswer) -> None:
+        self._writer, self._answer = writer, answer
 
     async def whole(self) -> object:
         """The n choices in one body."""
-        return self._writer.whole(self._turn, await self._turn.collect())
+        return self._writer.whole(self._answer, await self._answer.collect())
 
     def events(self) -> AsyncGenerator[bytes]:
         """The n choices as events, interleaved."""
-        return self._writer.events(self._turn)
+        return self._writer.events(self._answer)
 
     def close(self) -> None:
         """Abort what still runs."""
-        self._turn.close()
+        self._answer.close()
 
 
-def read_ask(body: ChatRequest) -> Ask:
+def read_chat(body: ChatRequest) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
     refuse_unsupported_chat(body)
     tools = read_tools(body.tools)
     parallel = body.parallel_tool_calls is not False
-    return Ask(
+    return ChatInput(
         messages=plain_messages(body.messages),
         params=chat_params(body),
         tools=tools,
         tool_choice=read_choice(body.tool_choice, tools, parallel=parallel),
         template=template_options(body),
-        cache=read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options),
+        cache=cache_options(body),
         cache_key=body.prompt_cache_key,
     )
 
@@ -108,8 +103,12 @@ def chat_params(body: ChatRequest) -> SamplingParams:
     asked = body.max_completion_tokens
     return sampling_params(
         body,
+        guess=body.prediction,
+        n=body.n,
+        stop=body.stop,
         max_tokens=body.max_tokens if asked is None else asked,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        json_schema=format_schema(body.response_format),
     )
 
 
@@ -135,33 +134,33 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
         super().__init__(service, head, body)
         self._tells_sources = bool(getattr(body, "token_sources", None))
         self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # by choice
-            lambda: TokenPieces(service.llm.tokenizer)
+            lambda: TokenPieces(service.llm.tokenizer, service.chat.syntax.thinking)
         )
 
     # -- whole ----------------------------------------------------------------------------------
 
-    def whole(self, turn: Turn, choices: Sequence[TurnChoice]) -> Struct:
+    def whole(self, answer: ChatAnswer, choices: Sequence[Choice]) -> Struct:
         """The answer in one body."""
-        return self.answer([self.choice(each) for each in choices], turn.usage)
+        return self.answer([self.choice(each) for each in choices], answer.usage)
 
     def nothing(self, index: int) -> ChatChoiceBody:
         """The empty choice, for a prompt that was only cached."""
-        return self.choice(TurnChoice(index=index, finish_reason="length"))
+        return self.choice(Choice(index=index, finish_reason="length"))
 
     def nothing_chunks(self, index: int) -> list[bytes]:
         """The same as events."""
-        ending = TurnDelta(index=index, finish_reason="length")
+        ending = TextDelta(index=index, finish_reason="length")
         return [self.opening(index), *self._chunks(ending)]
 
-    def choice(self, choice: TurnChoice) -> ChatChoiceBody:
+    def choice(self, choice: Choice) -> ChatChoiceBody:
         """One of the n answers."""
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
-        message = MessageBody(content=choice.words)
+        message = MessageBody(content=choice.text)
         if choice.reasoning:
             message.reasoning_content = choice.reasoning
-        if choice.calls:
-            message.content = choice.words or None
-            message.tool_calls = [_whole_call(call) for call in choice.calls]
+        if choice.tool_calls:
+            message.content = choice.text or None
+            message.tool_calls = [_whole_call(call) for call in choice.tool_calls]
         return ChatChoiceBody(
             index=choice.index,
             message=message,
@@ -174,95 +173,73 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
         """The first chunk of a choice."""
         return self.chunk(ChunkChoiceBody(index=index, delta=OPENING))
 
-    def _logprobs(self, logprobs: list[TokenLogprob] | None) -> Body | None:
-        return None if logprobs is None else chat_logprobs(self._service.llm.tokenizer, logprobs)
+    def _logprobs(self, logprobs: list[TokenLogprob] | None) -> ChatLogprobs | None:
+        if logprobs is None:
+            return None
+        return ChatLogprobs(content=token_infos(self._service.llm.tokenizer, logprobs))
 
     # -- streamed -------------------------------------------------------------------------------
 
-    async def events(self, turn: Turn) -> AsyncGenerator[bytes]:
+    async def events(self, answer: ChatAnswer) -> AsyncGenerator[bytes]:
         """The answer as events."""
         opened = False
-        async with aclosing(turn.deltas()) as deltas:
+        async with aclosing(answer.deltas()) as deltas:
             async for delta in deltas:
                 if delta.finish_reason is not None:
-                    self.refuse_aborted(delta.finish_reason, turn.num_tokens(delta.index))
+                    self.refuse_aborted(delta.finish_reason, answer.num_tokens(delta.index))
                 if not opened:
                     # Clients number the choices by the order in which they first see them.
                     opened = True
-                    for index in range(turn.num_choices):
+                    for index in range(answer.num_choices):
                         yield self.opening(index)
                 for chunk in self._chunks(delta):
                     yield chunk
-        for last in self.end(turn.usage):
+        for last in self.end(answer.usage):
             yield last
 
-    def _chunks(self, delta: TurnDelta) -> list[bytes]:
+    def _chunks(self, delta: TextDelta) -> list[bytes]:
         """The chunks of a delta: one for its content, and one for the end."""
         chunks = []
         content = _delta_body(delta)
-        if self._tells_sources and content is None and not delta.logprobs:
-            self._pieces[delta.index].hold(delta)
+        pieces = self._pieces[delta.index] if self._tells_sources else None
+        if pieces is not None:
+            pieces.hold(delta)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         if content is not None or logprobs:
             choice = ChunkChoiceBody(
                 index=delta.index, delta=content or DeltaBody(content=""), logprobs=logprobs
             )
-            if self._tells_sources:
-                choice.token_sources = self._pieces[delta.index].read(delta)
+            if pieces is not None:
+                choice.token_sources = pieces.read(delta)
             chunks.append(self.chunk(choice))
         if delta.finish_reason is not None:
             reason = reason_body(delta.finish_reason)
             last = ChunkChoiceBody(index=delta.index, delta=DeltaBody(), finish_reason=reason)
             if delta.stop_reason is not None:
                 last.stop_reason = delta.stop_reason
+            if pieces is not None:
+                last.token_sources = pieces.rest()
             chunks.append(self.chunk(last))
         return chunks
 
 
-class TokenPieces:
-    """The text of each token of a choice, and its draft source; "" is the target model.
-
-    The tokens of one character are one piece: it stands at the last of them.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._waiting: list[tuple[int, str]] = []  # tokens that no chunk has told yet
-
-    def hold(self, delta: TurnDelta) -> None:
-        """Tokens whose text comes with a later chunk."""
-        self._waiting += zip(delta.token_ids, delta.sources, strict=False)
-
-    def read(self, delta: TurnDelta) -> list[tuple[str, str]]:
-        """The pieces of a step, and of those before it that added no text."""
-        self.hold(delta)
-        special, told = self._tokenizer.special_ids, []
-        for token_id, source in self._waiting:
-            if token_id not in special:
-                text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
-                told += [(text, source)] if text else []
-        self._waiting = []
-        return told
-
-
-def _whole_call(call: Call) -> CallBody:
+def _whole_call(call: ToolCall | CallDelta) -> CallBody:
     function = FunctionBody(name=call.name, arguments=call.arguments)
     return CallBody(id=call.id, type="function", function=function)
 
 
-def _delta_body(delta: TurnDelta) -> DeltaBody | None:
+def _delta_body(delta: TextDelta) -> DeltaBody | None:
     """The delta of a chunk; None if a step adds nothing."""
-    if not (delta.reasoning or delta.words or delta.calls):
+    if not (delta.reasoning or delta.text or delta.tool_calls):
         return None
     return DeltaBody(
         reasoning_content=delta.reasoning or UNSET,
-        content=delta.words or UNSET,
-        tool_calls=[_call_delta(call) for call in delta.calls] or UNSET,
+        content=delta.text or UNSET,
+        tool_calls=[_call_delta(call) for call in delta.tool_calls] or UNSET,
     )
 
 
-def _call_delta(call: Call) -> CallBody:
+def _call_delta(call: CallDelta) -> CallBody:
     if not call.id:
         function = FunctionBody(arguments=call.arguments)
         return CallBody(index=call.index, function=function)

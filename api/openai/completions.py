@@ -11,25 +11,26 @@ from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.step import TokenLogprob
+from ..protocol.answers import warm_usage
+from ..protocol.sampling import (
+    cache_options,
+    decoder,
+    is_prewarm,
+    refuse_unsupported,
+    sampling_params,
+)
 from ..runtime.generation import Answer, each_of, merge
 from ..runtime.preprocess import Prompt, warm_params
 from ..runtime.prompt_history import PromptNote, text_parts
-from ..runtime.tools import read_cache
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..text.tokenizer import Tokenizer
-from ..types.results import Body, Choice, Completion, TextDelta, batch_usage
+from ..types.results import Choice, Completion, TextDelta, batch_usage
 from ..types.sampling_params import SamplingParams
-from .schema import (
-    COMPLETION_TOKENS,
-    CompletionRequest,
-    decoder,
-    refuse_unsupported,
-    sampling_params,
-)
-from .shapes import Head, Warmed, Writer, finite, is_prewarm, reason_body, token_name, warm_usage
-from .wire import TextBody, TextChoiceBody
+from .protocol import TextBody, TextChoiceBody, TextLogprobs
+from .schema import COMPLETION_TOKENS, CompletionRequest
+from .writer import Head, Writer, finite, reason_body, token_name
 
 decode = decoder(CompletionRequest)
 
@@ -75,15 +76,15 @@ class LegacyLogprobs:
         self._prompt_offsets = echo_offsets(tokenizer, echoed_ids, echoed or "")
         self._offset = len(echoed or "")
 
-    def body(self, entries: Sequence[TokenLogprob | None]) -> Body:
+    def body(self, entries: Sequence[TokenLogprob | None]) -> TextLogprobs:
         """The lists for the next tokens; an entry without a value is the prompt's first token."""
         ids = [self._first_id if each is None else each.token_id for each in entries]
-        return {
-            "tokens": [token_name(self._tokenizer, token_id) for token_id in ids],
-            "token_logprobs": [None if each is None else finite(each.logprob) for each in entries],
-            "top_logprobs": [None if each is None else self._top(each) for each in entries],
-            "text_offset": [self._step(token_id) for token_id in ids],
-        }
+        return TextLogprobs(
+            tokens=[token_name(self._tokenizer, token_id) for token_id in ids],
+            token_logprobs=[None if each is None else finite(each.logprob) for each in entries],
+            top_logprobs=[None if each is None else self._top(each) for each in entries],
+            text_offset=[self._step(token_id) for token_id in ids],
+        )
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         pairs = [*entry.top, (entry.token_id, entry.logprob)]
@@ -155,7 +156,7 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
 
     def _whole_logprobs(
         self, completion: Completion, choice: Choice, echoed: str | None
-    ) -> Body | None:
+    ) -> TextLogprobs | None:
         if choice.logprobs is None:
             return None
         entries = [*(completion.prompt_logprobs or ()), *choice.logprobs]
@@ -225,7 +226,7 @@ class _ChoiceWriter:
                 choice.stop_reason = delta.stop_reason
             yield self._writer.chunk(choice)
 
-    def _logprobs(self, delta: TextDelta) -> Body | None:
+    def _logprobs(self, delta: TextDelta) -> TextLogprobs | None:
         entries = [*self._lead, *(delta.logprobs or ())]
         self._lead = []
         return self._legacy.body(entries) if entries else None
@@ -256,7 +257,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
         writer.prompt_ids = prompt_ids(head, len(prompts))
         if is_prewarm(body):
             reply = TextReply(writer, await self._open(head, prompts, warm_params(params), body))
-            return Warmed(writer, [warm_usage(self.service, each) for each in await reply.read()])
+            return writer.warmed([warm_usage(self.service, each) for each in await reply.read()])
         return TextReply(writer, await self._open(head, prompts, params, body))
 
     async def _echoed(self, prompts: list[Prompt]) -> list[str]:
@@ -292,8 +293,9 @@ async def open_text(
     if isinstance(prompt, str):
         special = body.add_special_tokens is not False
         prompt = await service.llm.tokenizer.encode(prompt, add_special_tokens=special)
-    cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
-    return await service.llm.open(prompt, params, request_id=name, cache=cache, note=note)
+    return await service.llm.open(
+        prompt, params, request_id=name, cache=cache_options(body), note=note
+    )
 
 
 class TextReply(Reply):
@@ -345,6 +347,9 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     """Sampling parameters of the body."""
     return sampling_params(
         body,
+        guess=body.prediction,
+        n=body.n,
+        stop=body.stop,
         max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,

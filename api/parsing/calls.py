@@ -20,11 +20,11 @@ from .output_parser import (
     CallArguments,
     CallBegin,
     CallEnd,
+    Content,
     Cut,
     Malformed,
     Reading,
     Source,
-    Words,
     collected,
 )
 
@@ -143,7 +143,7 @@ def attempt(call: CallState, read: CallReader, *, end: str = "", before: str = "
         yield from call.source.literal(end)
         call.is_open = False
     elif not is_whole and (text := ("" if call.has_begun else before) + kept):
-        yield Words(text)
+        yield Content(text)
     return is_whole
 
 
@@ -160,8 +160,8 @@ def _to_mark(source: Source, mark: str, *, behind_call: bool) -> Reading[str | N
     if (yield from source.ahead(mark)):
         return space
     if space and not (behind_call and not (yield from source.peek())):
-        yield Words(space)
-    return "" if (yield from source.until(mark, Words)) else None
+        yield Content(space)
+    return "" if (yield from source.until(mark, Content)) else None
 
 
 ARGUMENT_KEYS = ("arguments", "parameters")

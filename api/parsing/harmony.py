@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..structured.grammar_text import lark_text
 from .calls import CallState, attempt, object_text
 from .grammars import Lark, arguments
-from .output_parser import CallArguments, Event, Malformed, Reading, Source, Thought, Words
+from .output_parser import CallArguments, Content, Event, Malformed, Reading, Reasoning, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ def read_harmony(source: Source, *, has_tools: bool) -> Reading[None]:
     while (yield from source.peek()):
         header = yield from _header(source)
         if header is None:
-            yield from _body(source, Words)
+            yield from _body(source, Content)
             continue
         channel, recipient = _NAMED.search(header), _RECIPIENT.search(header)
         is_analysis = channel is not None and channel[1] == "analysis"
@@ -60,7 +60,7 @@ def read_harmony(source: Source, *, has_tools: bool) -> Reading[None]:
         ):  # fmt: skip
             yield from _call(source, recipient[1].removeprefix(_FUNCTIONS))
         else:
-            yield from _body(source, Thought if is_analysis else Words)
+            yield from _body(source, Reasoning if is_analysis else Content)
 
 
 def _header(source: Source) -> Reading[str | None]:

@@ -15,13 +15,13 @@ from typing import Protocol, TypeAlias, TypeVar
 from msgspec import Struct
 
 
-class Thought(Struct, frozen=True):
+class Reasoning(Struct, frozen=True):
     """Text between the marks of thinking, without them."""
 
     text: str
 
 
-class Words(Struct, frozen=True):
+class Content(Struct, frozen=True):
     """Text for the user."""
 
     text: str
@@ -43,7 +43,7 @@ class CallEnd(Struct, frozen=True):
     """The call is complete."""
 
 
-Event = Thought | Words | CallBegin | CallArguments | CallEnd
+Event = Reasoning | Content | CallBegin | CallArguments | CallEnd
 
 
 class OutputParser(Protocol):
@@ -65,7 +65,7 @@ class PlainParser:
 
     def feed(self, text: str) -> Sequence[Event]:
         """The text."""
-        return [Words(text)] if text else []
+        return [Content(text)] if text else []
 
     def end(self) -> Sequence[Event]:
         """Nothing is held back."""
@@ -231,7 +231,7 @@ def collected(reading: Reading[object]) -> Reading[str]:
         if event is None:
             yield None
         else:
-            assert isinstance(event, (Words, CallArguments))
+            assert isinstance(event, (Content, CallArguments))
             pieces.append(event.text)
     return "".join(pieces)
 
@@ -268,7 +268,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
     """The same with neighbours of one kind put together."""
     together: list[Event] = []
     for kind, group in groupby(events, type):
-        if kind in (Words, Thought, CallArguments):
+        if kind in (Content, Reasoning, CallArguments):
             text = "".join(event.text for event in group)  # type: ignore[union-attr]
             together.append(kind(text))
         else:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Container
 
 from .calls import CallState, attempt, marked_calls
-from .output_parser import CallArguments, Cut, Malformed, Reading, Source, Words
+from .output_parser import CallArguments, Content, Cut, Malformed, Reading, Source
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 64  # lists within lists
@@ -35,8 +35,8 @@ def read_pythonic(source: Source, names: Container[str]) -> Reading[None]:
     yield from attempt(CallState(source, names), _calls)
     space = yield from source.white()
     if space and (yield from source.peek()):
-        yield Words(space)
-    yield from source.rest(Words)
+        yield Content(space)
+    yield from source.rest(Content)
 
 
 def read_marked_pythonic(source: Source, begin: str, end: str) -> Reading[None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
-from .output_parser import Event, OutputParser, ReaderParser, Reading, Source, Thought
+from .output_parser import Event, OutputParser, ReaderParser, Reading, Reasoning, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def _read(source: Source, *, marks: Thinking, is_open: bool, inner: OutputParser
     space = "" if is_open else (yield from source.white())
     if is_open or (yield from source.literal(marks.begin + marks.label)):
         yield from _line_breaks(source)
-        if (yield from source.until(marks.end, Thought)):
+        if (yield from source.until(marks.end, Reasoning)):
             yield from source.literal(marks.end)
             yield from _line_breaks(source)
         space = ""

@@ -10,7 +10,7 @@ from collections.abc import Container
 from functools import partial
 
 from .calls import CallState, JsonCall, attempt, marked_calls, object_text
-from .output_parser import Cut, Malformed, Reading, Source, Words
+from .output_parser import Content, Cut, Malformed, Reading, Source
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -56,7 +56,7 @@ def read_llama3(source: Source, names: Container[str]) -> Reading[None]:
     is_first = True
     while (yield from attempt(call, partial(_llama3_call, names=names, is_first=is_first))):
         is_first = False
-    yield from source.rest(Words)
+    yield from source.rest(Content)
 
 
 def _llama3_call(call: CallState, *, names: Container[str], is_first: bool) -> Reading[None]:

@@ -9,11 +9,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ...core.config import EngineConfig
+from ...core.config import TEMPLATE_KWARGS, EngineConfig
 from ...core.errors import EngineDead, InvalidRequest
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
 from ...core.ops.host_memory import keep_freed_memory
 from ..structured.compiler import Grammars
+from ..text.chat_template import check_options, read_template
 from ..text.detokenizer import AnswerText
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import arrival, note_answer, random_id, seconds_left
@@ -79,12 +80,14 @@ class EngineClient:
             self._check_open()
             if self._tokenizer is not None:
                 return
+            template, options = _template_of(self.config)  # before the slow part
             if self._built is None:
                 keep_freed_memory()  # from here: in a thread it would come too late for others
                 self._built = await asyncio.to_thread(_build, self._model, self.config)
             tokenizer = await asyncio.to_thread(
                 Tokenizer.load, self._built.path, max_model_len=self._built.max_model_len
             )
+            tokenizer.use_template(template, options)
             await self._built.engine.start()
             built = self._built
             self._grammars = Grammars(tokenizer, built.vocab_size, built.eos_token_ids)
@@ -318,6 +321,15 @@ class EngineClient:
         request.deadline = deadline
         stream = ended_stream(request) if answer.aborted else submit(self.engine, request)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
+
+
+def _template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
+    """The chat template of the options, "" for the model's own, and its arguments by default."""
+    text = "" if config.chat_template is None else read_template(config.chat_template)
+    options = config.default_chat_template_kwargs or {}
+    assert not isinstance(options, str)  # parsed when it was checked
+    check_options(options, TEMPLATE_KWARGS)
+    return text, options
 
 
 def _build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:

@@ -13,7 +13,6 @@ from typing import Any, Self, TypeVar
 from ...core.engine.inbox import TokenStream
 from ...core.errors import ForetokenError
 from ...core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
-from ...core.interface.step import TokenLogprob
 from ..structured.matcher import Grammar, GrammarMatcher
 from ..text.detokenizer import AnswerText
 from ..types.results import Choice, Completion, TextDelta, total_usage
@@ -161,61 +160,31 @@ class Answer:
 
     async def collect(self) -> Completion:
         """Read the whole answer; the first choice that fails raises."""
-        parts = await each_of([_Part.read(generation) for generation in self.generations])
+        choices = await each_of([_read(generation) for generation in self.generations])
+        return self.completion(choices)
+
+    def completion(self, choices: list[Choice]) -> Completion:
+        """These choices, which are all that it has, with the prompt and the usage."""
+        prompt_logprobs = None
+        if self.params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *choices[0].prompt_logprobs]
         return Completion(
             request_id=self.request_id,
             prompt_token_ids=list(self.prompt_token_ids),
-            choices=[part.choice(index) for index, part in enumerate(parts)],
+            choices=choices,
             usage=self.usage,
-            prompt_logprobs=self._prompt_logprobs(parts[0].prompt_logprobs),
+            prompt_logprobs=prompt_logprobs,
         )
 
-    def _prompt_logprobs(self, found: list[TokenLogprob]) -> list[TokenLogprob | None] | None:
-        return None if self.params.prompt_logprobs is None else [None, *found]
 
-
-class _Part:
-    """A choice that is being assembled."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] | None = None
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self._last: TextDelta | None = None
-
-    @classmethod
-    async def read(cls, generation: Generation) -> Self:
-        """Read one to its end."""
-        part = cls()
-        async for delta in generation:
-            part.add(delta)
-        return part
-
-    def add(self, delta: TextDelta) -> None:
-        """Append a delta."""
-        self._texts.append(delta.text)
-        self._token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            if self._logprobs is None:
-                self._logprobs = []
-            self._logprobs += delta.logprobs
-        self.prompt_logprobs += delta.prompt_logprobs
-        self._last = delta
-
-    def choice(self, index: int) -> Choice:
-        """The complete choice; every stream ends with a reason or raises."""
-        last = self._last
-        if last is None or last.finish_reason is None:
-            raise RuntimeError("a stream ended without a terminal event")
-        return Choice(
-            index=index,
-            text="".join(self._texts),
-            token_ids=self._token_ids,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            logprobs=self._logprobs,
-        )
+async def _read(generation: Generation) -> Choice:
+    """Read one choice to its end; every stream ends with a reason or raises."""
+    choice = Choice(index=generation.index)
+    async for delta in generation:
+        choice.add(delta)
+    if not choice.finish_reason:
+        raise RuntimeError("a stream ended without a terminal event")
+    return choice
 
 
 async def each_of(readings: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .chat import Turns
-from .chat_types import Ask
+from .chat import ChatClient
+from .chat_input import ChatInput
 
 LINE = re.MULTILINE | re.IGNORECASE
 # Marks of a list, a quotation or an emphasis. Bounded and of one line: a pattern that could go on
@@ -62,12 +62,12 @@ RULES = (
 )
 
 
-class SteadyTurns(Turns):
-    """`Turns` with normalized system prompts, for every API."""
+class NormalizingChatClient(ChatClient):
+    """`ChatClient` with normalized system prompts, for every API."""
 
-    async def render(self, ask: Ask) -> list[int]:
+    async def render(self, chat: ChatInput) -> list[int]:
         """Token ids of the normalized conversation."""
-        return await super().render(replace(ask, messages=normalized(ask.messages)))
+        return await super().render(replace(chat, messages=normalized(chat.messages)))
 
 
 def normalized(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -143,7 +143,10 @@ def read_choice(
     """``tool_choice`` and ``parallel_tool_calls``; raises `InvalidRequest`."""
     if isinstance(choice, NamedChoice):
         if choice.allowed_tools is not None:
-            return _allowed_choice(choice.allowed_tools, tools, parallel=parallel)
+            specs = choice.allowed_tools.tools
+            names = {spec.function.name for spec in specs if spec.function is not None}
+            mode = choice.allowed_tools.mode
+            return allowed_choice(names, tools, mode=mode, parallel=parallel)
         if choice.function is None:
             raise InvalidRequest("tool_choice must name a function", param="tool_choice")
         return named_choice(choice.function.name, tools, parallel=parallel)
@@ -152,11 +155,17 @@ def read_choice(
     return ToolChoice(mode=choice or "auto", parallel=parallel)
 
 
-def _allowed_choice(allowed: AllowedTools, tools: Sequence[Tool], *, parallel: bool) -> ToolChoice:
-    names = {spec.function.name for spec in allowed.tools if spec.function is not None}
+def allowed_choice(
+    names: Collection[str],
+    tools: Sequence[Tool],
+    *,
+    mode: Literal["auto", "required"],
+    parallel: bool,
+) -> ToolChoice:
+    """A choice of some tools; raises `InvalidRequest` where one of these names has none."""
     for name in names:
         named_choice(name, tools, parallel=parallel)
-    return ToolChoice(mode=allowed.mode, parallel=parallel, allowed=frozenset(names))
+    return ToolChoice(mode=mode, parallel=parallel, allowed=frozenset(names))
 
 
 def named_choice(name: str, tools: Sequence[Tool], *, parallel: bool) -> ToolChoice:
@@ -181,25 +190,24 @@ def read_cache(
     return CacheOptions(read=spec.read, write=spec.write, pins=pins)
 
 
-def structured_output_of(
-    format: ResponseFormat | None, outputs: StructuredOutputs | None
-) -> dict[str, object]:
-    """The structured output of a body, as fields of `SamplingParams`."""
-    given: dict[str, object] = {}
-    if outputs is not None:
-        is_object = ANY_OBJECT if outputs.json_object else None
-        given = {
-            "json_schema": is_object if outputs.json is None else outputs.json,
-            "regex": outputs.regex,
-            "choice": outputs.choice,
-            "grammar": outputs.grammar,
-        }
-    if format is not None and format.type != "text":
-        given["json_schema"] = _schema(format)
-    return {name: value for name, value in given.items() if value is not None}
+def structured_outputs(given: StructuredOutputs | None) -> dict[str, object]:
+    """vLLM's form of structured output as fields of `SamplingParams`."""
+    if given is None:
+        return {}
+    is_object = ANY_OBJECT if given.json_object else None
+    found = {
+        "json_schema": is_object if given.json is None else given.json,
+        "regex": given.regex,
+        "choice": given.choice,
+        "grammar": given.grammar,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _schema(format: ResponseFormat) -> Mapping[str, object]:
+def format_schema(format: ResponseFormat | None) -> Mapping[str, object] | None:
+    """The JSON schema of a ``response_format``; raises `InvalidRequest`."""
+    if format is None or format.type == "text":
+        return None
     if format.type == "json_object":
         return ANY_OBJECT
     if format.json_schema is None or format.json_schema.schema is None:

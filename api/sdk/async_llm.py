@@ -11,9 +11,8 @@ from typing import Any, Literal, TypeVar, overload
 import msgspec
 
 from ...core.errors import InvalidRequest, QueueFull
-from ...core.interface.step import TokenLogprob
-from ..runtime.chat import Turn, Turns
-from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
+from ..runtime.chat import ChatAnswer, ChatClient
+from ..runtime.chat_input import ChatInput
 from ..runtime.engine_client import EngineClient
 from ..runtime.generation import Answer
 from ..runtime.preprocess import (
@@ -28,7 +27,7 @@ from ..runtime.preprocess import (
     one_params,
 )
 from ..runtime.tools import NamedChoice, Tools, plain_call, read_choice, read_tools
-from ..types.results import CallDelta, Choice, Completion, TextDelta, Tool, ToolCall, ToolChoice
+from ..types.results import Completion, TextDelta, Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -42,7 +41,7 @@ GivenChoice = Literal["auto", "none", "required"] | Mapping[str, Any] | None
 """``tool_choice`` likewise."""
 
 
-class Asking:
+class ChatOptions:
     """The options of `chat` besides the conversation; raises `InvalidRequest`."""
 
     def __init__(
@@ -51,10 +50,10 @@ class Asking:
         self._tools = _tools(tools)
         self._choice = _choice(choice, self._tools, is_parallel=is_parallel)
 
-    def ask(self, messages: Conversation, params: SamplingParams) -> Ask:
+    def chat_input(self, messages: Conversation, params: SamplingParams) -> ChatInput:
         """The chat request."""
         is_one_conversation(messages)  # for its errors
-        return Ask(
+        return ChatInput(
             messages=[_plain(message) for message in messages],
             params=params,
             tools=self._tools,
@@ -85,58 +84,6 @@ def _plain(message: Message) -> Message:
 
     calls = [plain_call(call, "messages") for call in message["tool_calls"]]
     return {**message, "tool_calls": calls}
-
-
-async def completion_of(turn: Turn) -> Completion:
-    """Read a whole turn and close it."""
-    choices = await turn.collect()
-    answer = turn.answer
-    return Completion(
-        request_id=answer.request_id,
-        prompt_token_ids=list(answer.prompt_token_ids),
-        choices=[_whole(choice) for choice in choices],
-        usage=turn.usage,
-        prompt_logprobs=_prompt_logprobs(answer.params, choices[0].prompt_logprobs),
-    )
-
-
-def _prompt_logprobs(
-    params: SamplingParams, found: list[TokenLogprob]
-) -> list[TokenLogprob | None] | None:
-    return None if params.prompt_logprobs is None else [None, *found]
-
-
-def _whole(choice: TurnChoice) -> Choice:
-    calls = [ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in choice.calls]
-    return Choice(
-        index=choice.index,
-        text=choice.words,
-        token_ids=choice.token_ids,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-        logprobs=choice.logprobs,
-        reasoning=choice.reasoning,
-        tool_calls=calls,
-    )
-
-
-def text_delta(delta: TurnDelta) -> TextDelta:
-    """One step of a turn."""
-    calls = [
-        CallDelta(index=c.index, id=c.id, name=c.name, arguments=c.arguments) for c in delta.calls
-    ]
-    return TextDelta(
-        text=delta.words,
-        token_ids=delta.token_ids,
-        sources=delta.sources,
-        index=delta.index,
-        finish_reason=delta.finish_reason,
-        stop_reason=delta.stop_reason,
-        logprobs=delta.logprobs,
-        prompt_logprobs=delta.prompt_logprobs,
-        reasoning=delta.reasoning,
-        tool_calls=calls,
-    )
 
 
 class AsyncLLM(EngineClient):
@@ -215,14 +162,15 @@ class AsyncLLM(EngineClient):
         ``tools`` and ``tool_choice`` have the form of OpenAI's API; tool calls are in the
         completion's ``tool_calls``.
         """
-        asking = Asking(tools, tool_choice, is_parallel=parallel_tool_calls)
+        options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
         if is_one_conversation(messages):
-            ask = asking.ask(messages, one_params(params))
-            return await completion_of(await self._open_turn(ask, one_id(request_id)))
-        talks: Sequence[Conversation] = messages  # type: ignore[assignment]
-        each = zip(talks, many_params(params, len(talks)), strict=True)
-        asks = [asking.ask(talk, own_params) for talk, own_params in each]
-        return await self._answer_all(asks, many_ids(request_id, len(asks)))
+            chat = options.chat_input(messages, one_params(params))
+            answer = await self._open_chat(chat, one_id(request_id))
+            return await answer.completion()
+        conversations: Sequence[Conversation] = messages  # type: ignore[assignment]
+        pairs = zip(conversations, many_params(params, len(conversations)), strict=True)
+        chats = [options.chat_input(each, own_params) for each, own_params in pairs]
+        return await self._answer_all(chats, many_ids(request_id, len(chats)))
 
     async def stream(
         self,
@@ -252,34 +200,34 @@ class AsyncLLM(EngineClient):
         parallel_tool_calls: bool = True,
     ) -> AsyncGenerator[TextDelta]:
         """The next message, step by step, as content, reasoning and calls. Leaving early aborts."""
-        asking = Asking(tools, tool_choice, is_parallel=parallel_tool_calls)
-        ask = asking.ask(messages, one_params(params))
-        turn = await self._open_turn(ask, one_id(request_id))
+        options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
+        chat = options.chat_input(messages, one_params(params))
+        answer = await self._open_chat(chat, one_id(request_id))
         try:
-            async with aclosing(turn.deltas()) as deltas:
+            async with aclosing(answer.deltas()) as deltas:
                 async for delta in deltas:
-                    yield text_delta(delta)
+                    yield delta
         finally:
-            turn.close()
+            answer.close()
 
-    async def _open_turn(self, ask: Ask, request_id: str | None) -> Turn:
+    async def _open_chat(self, chat: ChatInput, request_id: str | None) -> ChatAnswer:
         await self.start()
-        return await self._turns.open(ask, request_id=request_id)
+        return await self._chat_client.open(chat, request_id=request_id)
 
     @cached_property
-    def _turns(self) -> Turns:
-        return Turns(self)
+    def _chat_client(self) -> ChatClient:
+        return ChatClient(self)
 
     async def _answer_all(
-        self, asks: Sequence[Ask], request_ids: Sequence[str | None]
+        self, chats: Sequence[ChatInput], request_ids: Sequence[str | None]
     ) -> list[Completion]:
         """Submit in order, as the queue has room, and wait for all; one failure ends the rest."""
         tasks: list[asyncio.Task[Completion]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                for ask, own_id in zip(asks, request_ids, strict=True):
-                    turn = await self._patiently(partial(self._open_turn, ask, own_id))
-                    tasks.append(group.create_task(completion_of(turn)))
+                for chat, own_id in zip(chats, request_ids, strict=True):
+                    answer = await self._patiently(partial(self._open_chat, chat, own_id))
+                    tasks.append(group.create_task(answer.completion()))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]

@@ -20,24 +20,29 @@ from ..._version import __version__
 from ...core.errors import ForetokenError, InvalidRequest
 from ..anthropic.errors import error_response
 from ..anthropic.route import MessagesCount, MessagesRoute
-from ..openai import wire
 from ..openai.branches import BranchesRoute
 from ..openai.chat import ChatRoute
 from ..openai.completions import CompletionsRoute
 from ..openai.responses.route import KeptResponses, ResponsesCount, ResponsesRoute
 from ..openai.responses.store import ResponseStore
-from ..openai.schema import DetokenizeRequest, TokenizeRequest, decoder, plain_messages
+from ..openai.schema import DetokenizeRequest, TokenizeRequest, plain_messages
+from ..protocol.sampling import decoder
 from ..runtime.engine_client import EngineClient
-from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable
+from ..serving.errors import ApiError, ClientGone, JsonResponse, logged_api_error, unavailable
 from ..serving.serve import Dialect, Serve
-from ..serving.serving_context import Service, Settings
-from .auth import Gate
+from ..serving.serving_context import Service
+from ..serving.settings import Settings
+from . import protocol
+from .auth import AuthMiddleware
 from .cache_routes import CacheRoutes
 from .dashboard import Dashboard
 from .observability import Observing
 from .openapi import OpenApi
 from .request_log import CLIENT_CLOSED
+from .static_page import ApiViewer
+from .under_path import UnderPath
 
+PATHS = ("dump_dir", "chat_template")  # options that are names of files of this machine
 decode_tokenize = decoder(TokenizeRequest)
 decode_detokenize = decoder(DetokenizeRequest)
 
@@ -50,26 +55,29 @@ class ModelRoutes:
         self._created = datetime.now(UTC)
 
     async def index(self, _request: Request) -> Response:
-        """The list of models, which has one entry."""
-        entry = self._entry()
-        return JsonResponse(wire.ModelList(data=[entry], first_id=entry.id, last_id=entry.id))
+        """The model, once by each of its names."""
+        names = self.service.names
+        entries = [self._entry(name) for name in names]
+        return JsonResponse(protocol.ModelList(data=entries, first_id=names[0], last_id=names[-1]))
 
     async def retrieve(self, request: Request) -> Response:
         """The model, by any name that requests may use; it may contain slashes."""
-        self.service.check_model(request.path_params["name"])
-        return JsonResponse(self._entry())
+        name = request.path_params["name"]
+        self.service.check_model(name)
+        names = self.service.names
+        return JsonResponse(self._entry(name if name in names else names[0]))
 
-    def _entry(self) -> wire.Model:
+    def _entry(self, name: str) -> protocol.Model:
         built = self.service.llm.built
-        return wire.Model(
-            id=self.service.model,
+        return protocol.Model(
+            id=name,
             created=int(self._created.timestamp()),
             max_model_len=built.max_model_len,
             exact=built.exact,
             model_path=built.model_path,
-            display_name=self.service.model,
+            display_name=name,
             created_at=self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            tool_parser=self.service.turns.syntax.tool_parser,
+            tool_parser=self.service.chat.syntax.tool_parser,
             default_sampling_params=_default_sampling(self.service),
         )
 
@@ -92,7 +100,7 @@ class TokenRoutes:
             names = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in token_ids]
         most = self.service.llm.built.max_model_len
         return JsonResponse(
-            wire.Tokens(
+            protocol.Tokens(
                 count=len(token_ids), max_model_len=most, tokens=token_ids, token_strs=names
             )
         )
@@ -115,7 +123,7 @@ class TokenRoutes:
         llm = self.service.llm
         llm.tokenizer.check_ids(body.tokens, llm.built.vocab_size, "tokens")
         text = llm.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return JsonResponse(wire.Detokenized(prompt=text))
+        return JsonResponse(protocol.Detokenized(prompt=text))
 
 
 class OperatorRoutes:
@@ -127,14 +135,16 @@ class OperatorRoutes:
     async def health(self, _request: Request) -> Response:
         """200 while the engine lives, however long a step takes."""
         alive = self.service.llm.engine.alive
-        return JsonResponse(wire.Status(status="ok" if alive else "dead"), 200 if alive else 503)
+        return JsonResponse(
+            protocol.Status(status="ok" if alive else "dead"), 200 if alive else 503
+        )
 
     async def ready(self, _request: Request) -> Response:
         """200 while the server should receive new requests, else 503."""
         reason = self.service.unready
         if reason is not None:
             raise unavailable(reason)
-        return JsonResponse(wire.Status(status="ready"))
+        return JsonResponse(protocol.Status(status="ready"))
 
     async def audit(self, _request: Request) -> Response:
         """Owners of all KV pages, and the violated rule, if any; 200 in either case."""
@@ -142,12 +152,12 @@ class OperatorRoutes:
 
     async def version(self, _request: Request) -> Response:
         """The version of foretoken."""
-        return JsonResponse(wire.Version(version=__version__))
+        return JsonResponse(protocol.Version(version=__version__))
 
     async def server_info(self, _request: Request) -> Response:
         """The model, its default sampling parameters, and the settings in force."""
         built = self.service.llm.built
-        info = wire.ServerInfo(
+        info = protocol.ServerInfo(
             version=__version__,
             model=self.service.model,
             model_path=built.model_path,
@@ -166,13 +176,13 @@ class OperatorRoutes:
         return Response(body, headers={"content-type": content_type})
 
 
-def _default_sampling(service: Service) -> wire.SamplingValues:
-    return wire.SamplingValues(**service.llm.built.sampling_defaults.in_force)
+def _default_sampling(service: Service) -> protocol.SamplingValues:
+    return protocol.SamplingValues(**service.llm.built.sampling_defaults.in_force)
 
 
 def _without_paths(settings: Mapping[str, object]) -> dict[str, object]:
     """The engine's options for callers, to whom folders of the server's machine are of no use."""
-    known = {name: value for name, value in settings.items() if name != "dump_dir"}
+    known = {name: value for name, value in settings.items() if name not in PATHS}
     if isinstance(draft := known.get("draft"), str):
         known["draft"] = ",".join(each.rpartition("/")[2] for each in draft.split(","))
     return known
@@ -196,13 +206,15 @@ def create_app(
     )
     # A redirect would be built from the Host header.
     app.router.redirect_slashes = False
-    gate = Gate(app, settings)
-    outermost = _with_cors(gate, settings.cors_origins) if settings.cors_origins else gate
-    return observing.around(outermost, service)
+    guarded = AuthMiddleware(app, settings)
+    outermost = _with_cors(guarded, settings.cors_origins) if settings.cors_origins else guarded
+    observed = observing.around(outermost, service)
+    root_path = settings.root_path
+    return UnderPath(observed, root_path) if root_path else observed
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Let pages of these origins call. Outside of `Gate`, since a preflight has no API key."""
+    """Let pages of these origins call. Outside of the keys' check: a preflight has no API key."""
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -246,12 +258,13 @@ def _routes(service: Service) -> list[Route]:
         Route("/cache/explain", cache.explain, methods=["GET"]),
         Route("/cache/flush", cache.flush, methods=["POST"]),
         *Dashboard(service).routes,
-        Route("/openapi.json", OpenApi().show, methods=["GET"]),
+        *(ApiViewer().routes if service.settings.ui else []),
+        Route("/openapi.json", OpenApi(service.settings.root_path).show, methods=["GET"]),
     ]
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    return error_response(request.scope, told(request, error))
+    return error_response(request.scope, logged_api_error(request, error))
 
 
 async def _say_nothing(_request: Request, _error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Gate: checks of every request before its route: protocol, connections, key, origin, content."""
+"""AuthMiddleware: checks each request before its route: protocol, connections, key, origin."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..anthropic.errors import error_response
 from ..serving.errors import ApiError
-from ..serving.serving_context import Settings
+from ..serving.settings import Settings
 from ..types.request_context import CONTEXT, NOBODY, caller_of, header
-from .foreign_pages import PAGE_PATH, foreign_page
+from .foreign_pages import PAGE_PATHS, foreign_page
 
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
 IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
@@ -23,7 +23,7 @@ CLOSE = {"connection": "close"}
 FIELD_BYTES = 4  # of a header field beside its name and value: ": " and the end of the line
 
 
-class Gate:
+class AuthMiddleware:
     """Refuses callers without a key and pages of other origins; notes the caller of each request.
 
     Every path needs the key unless it is named in ``OPEN_PATHS``; the path
@@ -81,8 +81,8 @@ class Gate:
         if IS_SPARE in scope["state"]:
             return self._full()
         refusal = foreign_page(scope, self._settings)
-        if refusal is not None or (path == PAGE_PATH and self._has_page):
-            return refusal  # the page holds nothing but itself, and asks for the key
+        if refusal is not None or (path in PAGE_PATHS and self._has_page):
+            return refusal  # a page holds nothing but itself, and asks for the key
         is_operators = path in OPERATOR_PATHS or path.startswith(OPERATOR_PREFIX)
         needs_admin = is_operators and not self._all_are_admins
         if known is None and (self._needs_key or needs_admin):

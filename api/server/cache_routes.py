@@ -11,13 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...core.errors import InvalidRequest
-from ..openai.schema import Message, decoder, plain_messages
-from ..openai.wire import Flushed
+from ..openai.schema import Message, plain_messages
+from ..protocol.sampling import decoder
 from ..runtime.cache_diagnostics import Explanation
 from ..serving.errors import ApiError, JsonResponse
 from ..serving.serving_context import Service
 from ..types.request_context import owner_of
 from .auth import needs_admin_key
+from .protocol import Flushed
 
 
 class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):

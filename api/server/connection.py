@@ -79,8 +79,9 @@ class Connection(H11Protocol):
         self.conn = QuickSends(h11.SERVER, self.limits.max_header_bytes)
         self.logger = _http_logger
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
-        # Else up to 64 KiB that the client does not read would pass for written.
-        transport.set_write_buffer_limits(0)
+        # Else up to 64 KiB that the client does not read passes for written, as still under TLS.
+        # Not 0: TLS would then pause with nothing to write.
+        transport.set_write_buffer_limits(high=1, low=0)
         num_beyond = len(self.connections) - self.limits.max_connections
         if num_beyond > NUM_SPARE:
             transport.abort()
@@ -97,7 +98,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     async def _refuse_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request: 503 by `Gate` since the server is full, except health checks."""
+        """Answer one request: 503 since the server is full, except health checks."""
         scope["headers"] = [*scope["headers"], (b"connection", b"close")]
         scope["state"][IS_SPARE] = True
         await self.config.loaded_app(scope, receive, send)
@@ -172,14 +173,14 @@ class Connection(H11Protocol):
         """Answer invalid HTTP with a JSON body; nothing behind it is read."""
         error = sys.exception()  # uvicorn calls this while it handles it
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
-            told = ApiError(431, f"the header is longer than {self._max_header()}")
+            refusal = ApiError(431, f"the header is longer than {self._max_header()}")
         elif isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 501:
-            told = ApiError(501, "only the transfer coding chunked is supported")
+            refusal = ApiError(501, "only the transfer coding chunked is supported")
         else:
-            told = ApiError(400, "the request is not valid HTTP/1.1")
-        self._refuse(told)
+            refusal = ApiError(400, "the request is not valid HTTP/1.1")
+        self._refuse(refusal)
 
-    def _refuse(self, told: ApiError) -> None:
+    def _refuse(self, refusal: ApiError) -> None:
         """Answer and close; only close if an answer has begun."""
         if self.cycle is not None:
             self.cycle.disconnected = True
@@ -188,26 +189,27 @@ class Connection(H11Protocol):
             self.transport.abort()
             return
         begun = self.conn.our_state is h11.SEND_RESPONSE  # a request whose path is known
-        answer = self._broken_off(told) if begun else told.response()
+        answer = self._broken_off(refusal) if begun else refusal.response()
         headers = [*answer.raw_headers, (b"connection", b"close")]
         events = (
-            h11.Response(status_code=told.status, headers=headers),
+            h11.Response(status_code=refusal.status, headers=headers),
             h11.Data(data=bytes(answer.body)),
             h11.EndOfMessage(),
         )
         for event in events:
             self.transport.write(self.conn.send(event))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
         self._is_refused = True
         self._forget_body()
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
-    def _broken_off(self, told: ApiError) -> Response:
+    def _broken_off(self, refusal: ApiError) -> Response:
         """The answer to a request whose body is invalid HTTP; notes it in the request's context."""
         scope = cast("Scope", self.scope)
-        scope["state"][BROKEN_OFF] = told
+        scope["state"][BROKEN_OFF] = refusal
         # Outside of any context: the one at hand may be that of the request before.
-        return Context().run(refusal_of, scope, told)
+        return Context().run(refusal_of, scope, refusal)
 
     def _max_header(self) -> str:
         return f"{self.limits.named('max_header_bytes')} bytes"

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 from starlette.types import Scope
 
 from ..serving.errors import ApiError
-from ..serving.serving_context import Settings
+from ..serving.settings import Settings
 from ..types.request_context import header
 
-PAGE_PATH = "/"  # a link on any page may lead here
+PAGE_PATHS = frozenset({"/", "/docs"})  # a link on any page may lead here
 # Docker's name for the host of a container, whose loopback it reaches, and names of loopback
 LOCAL_SUFFIXES = (".localhost", "host.docker.internal")
 OTHER_SITES = ("cross-site", "same-site")  # another port of this machine is the same site
@@ -81,5 +81,5 @@ def _is_foreign(scope: Scope, host: str, allowed: tuple[str, ...]) -> bool:
     if origin:
         is_own = origin.lower() in (f"http://{host}".lower(), f"https://{host}".lower())
         return not is_own and origin not in allowed
-    opens_page = header(scope, b"sec-fetch-mode") == "navigate" and scope["path"] == PAGE_PATH
+    opens_page = header(scope, b"sec-fetch-mode") == "navigate" and scope["path"] in PAGE_PATHS
     return site in OTHER_SITES and not (opens_page and scope["method"] == "GET")

@@ -1,4 +1,4 @@
-"""Keeper: ends a server on a signal, when its engine is dead, or when its event loop hangs.
+"""Supervisor: ends a server on a signal, when its engine is dead, or when its event loop hangs.
 
 A `LoopGuard` is the thread that notices the last.
 """
@@ -27,7 +27,7 @@ BEAT_SECONDS = 1.0  # of the event loop
 LAST_SECONDS = 5.0  # for what a process does last: its exit, or its dump where it stands still
 
 
-class Keeper:
+class Supervisor:
     """Drains on the first signal and exits on the second; exits when the engine is dead.
 
     A thread watches the event loop itself: while that is stuck no other code runs.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
@@ -16,7 +18,8 @@ from ...core.telemetry.metrics import EngineObserver
 from ..runtime.engine_client import EngineClient
 from ..serving.metrics import ServerMetrics
 from ..serving.serving_context import Service
-from ..types.request_context import caller
+from ..serving.settings import Listen, ObservingOptions
+from ..types.request_context import caller, caller_of
 from .logs import log_request
 from .request_log import RequestLog, no_span
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from ...core.interface.request import Delta, Request
     from ...draft.training.traffic import TrafficRecorder
     from .tracing import Telemetry
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +83,44 @@ class _Recording(EngineObserver):
             self._recorder.finish(request, delta)
 
 
-def make_telemetry(endpoint: str | None, *, step_rate: float) -> Telemetry:
-    """Traces over OTLP, to ``endpoint`` or to where OpenTelemetry's own variables say.
+def make_observing(options: ObservingOptions, listen: Listen) -> Observing:
+    """The observers that the options name.
 
-    Raises `InvalidRequest` where the extra is not installed.
+    Callers with API keys opt in to be recorded, each by its key. Raises `InvalidRequest` where the
+    extra for traces is missing or no collector is known.
     """
+    return Observing(
+        access_log=options.access_log or listen.log_level == "debug",
+        telemetry=_telemetry(options),
+        recorder=_recorder(options, has_keys=bool(listen.settings.api_keys)),
+    )
+
+
+def _recorder(options: ObservingOptions, *, has_keys: bool) -> TrafficRecorder | None:
+    if options.record_traffic is None:
+        return None
+    from ...draft.training.traffic import DEFAULT_BYTES, TrafficRecorder
+
+    keys = {caller_of(key) for key in options.record_keys}
+    return TrafficRecorder(
+        Path(options.record_traffic),
+        max_bytes=options.record_bytes or DEFAULT_BYTES,
+        callers=keys if keys or has_keys else None,
+    )
+
+
+def _telemetry(options: ObservingOptions) -> Telemetry | None:
+    """Traces over OTLP, to the endpoint or to where OpenTelemetry's own variables say."""
+    if options.otlp_endpoint is None and not options.tracing:
+        return None
+    if options.otlp_endpoint is None and not any(name in os.environ for name in ENDPOINTS):
+        message = f"--tracing needs {ENDPOINTS[1]}, or else --otlp-endpoint"
+        raise InvalidRequest(message, param="tracing")
     try:
         telemetry = importlib.import_module(".tracing", __package__)
     except ModuleNotFoundError as error:
         message = f"tracing needs the extra otel: pip install 'foretoken[otel]' ({error})"
         raise InvalidRequest(message, param="tracing") from None
-    made: Telemetry = telemetry.Telemetry(telemetry.otlp_provider(endpoint), step_rate=step_rate)
+    provider = telemetry.otlp_provider(options.otlp_endpoint)
+    made: Telemetry = telemetry.Telemetry(provider, step_rate=options.trace_steps)
     return made

@@ -20,24 +20,25 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ..._version import __version__
+from ..anthropic import protocol as messages
 from ..anthropic.errors import is_messages
 from ..anthropic.schema import CountRequest, MessagesRequest
-from ..openai import wire
-from ..openai import wire_dialects as dialects
+from ..openai import protocol as openai
 from ..openai.branches import MAX_BRANCHES, Branch, Text
+from ..openai.responses import protocol as responses
 from ..openai.responses.route import MAX_PAGE
 from ..openai.responses.schema import ResponsesRequest
 from ..openai.schema import (
-    REFUSED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Message,
-    One,
-    Sampling,
     TokenizeRequest,
 )
+from ..protocol.sampling import REFUSED, One, Sampling
+from ..serving.errors import ErrorBody
 from ..types.results import Body
+from . import protocol
 from .cache_routes import FlushRequest
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
@@ -138,55 +139,65 @@ class BranchesRequest(ChatRequest, kw_only=True):
 STORED = ("cache_salt",)
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
-        body=ChatRequest, answer=wire.ChatBody, events=wire.ChunkBody, errors=GENERATES
+        body=ChatRequest, answer=openai.ChatBody, events=openai.ChunkBody, errors=GENERATES
     ),
     ("POST", "/v1/completions"): Operation(
-        body=CompletionRequest, answer=wire.TextBody, events=wire.TextBody, errors=GENERATES
+        body=CompletionRequest, answer=openai.TextBody, events=openai.TextBody, errors=GENERATES
     ),
     ("POST", "/v1/branches"): Operation(
-        body=BranchesRequest, answer=wire.BranchesBody, events=wire.ChunkBody, errors=GENERATES
+        body=BranchesRequest, answer=openai.BranchesBody, events=openai.ChunkBody, errors=GENERATES
     ),
     ("POST", "/v1/responses"): Operation(
-        body=ResponsesRequest, answer=dialects.ResponseBody, events=Any, errors=GENERATES
+        body=ResponsesRequest,
+        answer=responses.ResponseBody,
+        events=responses.StreamEvent,
+        errors=GENERATES,
     ),
     ("POST", "/v1/responses/input_tokens"): Operation(
-        body=ResponsesRequest, answer=dialects.InputTokens, errors=READS
+        body=ResponsesRequest, answer=responses.InputTokens, errors=READS
     ),
     ("GET", "/v1/responses/{id}"): Operation(
-        answer=dialects.ResponseBody, query=STORED, errors=(404,)
+        answer=responses.ResponseBody, query=STORED, errors=(404,)
     ),
     ("DELETE", "/v1/responses/{id}"): Operation(
-        answer=dialects.Deleted, query=STORED, errors=(404,)
+        answer=responses.Deleted, query=STORED, errors=(404,)
     ),
     ("GET", "/v1/responses/{id}/input_items"): Operation(
-        answer=dialects.ItemList, query=("limit", "after", "order", *STORED), errors=(404,)
+        answer=responses.ItemList, query=("limit", "after", "order", *STORED), errors=(404,)
     ),
     ("POST", "/v1/messages"): Operation(
-        body=MessagesRequest, answer=dialects.MessageAnswer, events=Any, errors=GENERATES
+        body=MessagesRequest,
+        answer=messages.MessageAnswer,
+        events=messages.StreamEvent,
+        errors=GENERATES,
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
-        body=CountRequest, answer=dialects.InputTokens, errors=READS
+        body=CountRequest, answer=messages.TokenCount, errors=READS
     ),
-    ("GET", "/v1/models"): Operation(answer=wire.ModelList),
-    ("GET", "/v1/models/{name}"): Operation(answer=wire.Model, errors=(404,)),
-    ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=wire.Tokens, errors=READS),
+    ("GET", "/v1/models"): Operation(answer=protocol.ModelList),
+    ("GET", "/v1/models/{name}"): Operation(answer=protocol.Model, errors=(404,)),
+    ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=protocol.Tokens, errors=READS),
     ("POST", "/detokenize"): Operation(
-        body=DetokenizeRequest, answer=wire.Detokenized, errors=READS
+        body=DetokenizeRequest, answer=protocol.Detokenized, errors=READS
     ),
-    ("GET", "/health"): Operation(answer=wire.Status, errors=(503,), outage=wire.Status),
-    ("GET", "/ready"): Operation(answer=wire.Status, errors=(503,)),
-    ("GET", "/version"): Operation(answer=wire.Version),
-    ("GET", "/server_info"): Operation(answer=wire.ServerInfo),
+    ("GET", "/health"): Operation(answer=protocol.Status, errors=(503,), outage=protocol.Status),
+    ("GET", "/ready"): Operation(answer=protocol.Status, errors=(503,)),
+    ("GET", "/version"): Operation(answer=protocol.Version),
+    ("GET", "/server_info"): Operation(answer=protocol.ServerInfo),
     ("GET", "/metrics"): Operation(media=TEXT),
-    ("GET", "/cache"): Operation(answer=dialects.CacheBody, query=STORED, errors=(403,)),
+    ("GET", "/cache"): Operation(answer=protocol.CacheBody, query=STORED, errors=(403,)),
     ("GET", "/cache/explain"): Operation(
         query=("response_id!", "previous_id", *STORED), errors=(404,)
     ),
     ("POST", "/cache/flush"): Operation(
-        body=FlushRequest, answer=wire.Flushed, is_body_needed=False, errors=(403, 408, 413, 503)
+        body=FlushRequest,
+        answer=protocol.Flushed,
+        is_body_needed=False,
+        errors=(403, 408, 413, 503),
     ),
-    ("POST", "/debug/audit"): Operation(answer=wire.Audit, errors=(403, 503)),
+    ("POST", "/debug/audit"): Operation(answer=protocol.Audit, errors=(403, 503)),
     ("GET", "/"): Operation(media=HTML),
+    ("GET", "/docs"): Operation(media=HTML),
     ("GET", "/ui/events"): Operation(media=EVENTS, errors=(403,)),
     ("GET", "/openapi.json"): Operation(),
 }
@@ -196,13 +207,17 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 class OpenApi:
     """The document of an application, made when it is first asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, root_path: str = "") -> None:
+        self._root_path = root_path
         self._document: bytes | None = None
 
     async def show(self, request: Request) -> Response:
         """The OpenAPI description of all routes."""
         if self._document is None:
-            self._document = msgspec.json.encode(describe(request.app.routes))
+            document = describe(request.app.routes)
+            if self._root_path:
+                document["servers"] = [{"url": self._root_path}]
+            self._document = msgspec.json.encode(document)
         return Response(self._document, media_type=JSON)
 
 
@@ -244,12 +259,12 @@ class _Shapes:
 
     def __init__(self) -> None:
         named = (s for each in OPERATIONS.values() for s in (each.body, each.answer, each.events))
-        errors = (wire.ErrorBody, dialects.MessageError)
-        structs = dict.fromkeys(s for s in (*named, *errors) if inspect.isclass(s))
+        errors = (ErrorBody, messages.MessageError)
+        structs = dict.fromkeys(s for s in (*named, *errors) if s is not None)
         found, self.components = msgspec.json.schema_components(structs, ref_template=REF)
         self._refs: dict[Any, Body] = dict(zip(structs, found, strict=True))
         for struct in structs:
-            if issubclass(struct, Sampling):
+            if inspect.isclass(struct) and issubclass(struct, Sampling):
                 self._drop_refused(struct.__name__)
         self._say_the_rest()
 
@@ -300,7 +315,7 @@ def _responses(path: str, known: Operation, shapes: _Shapes) -> Body:
 
 
 def _failure(path: str, status: int, known: Operation, shapes: _Shapes) -> Body:
-    failure = dialects.MessageError if is_messages(path) else wire.ErrorBody
+    failure = messages.MessageError if is_messages(path) else ErrorBody
     struct = (status == 503 and known.outage) or failure
     headers = _headers(path)
     if status in RETRIED and known.outage is None:

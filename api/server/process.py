@@ -11,24 +11,25 @@ import importlib
 import logging
 import os
 import socket
+import ssl
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from ..._version import __version__
+from ...core.errors import InvalidRequest
 from ..runtime.engine_client import EngineClient
-from ..serving.serving_context import Settings
+from ..serving.settings import Listen
 from .app import create_app
 from .connection import connection_class, reserve_files
-from .lifecycle import STUCK, Keeper
-from .logs import LogFormat, announcement, configure
+from .lifecycle import STUCK, Supervisor
+from .logs import announcement
 from .observability import Observing
-from .prewarm import Warm, prewarm
+from .prewarm import Warm, prewarm, read_prewarm
 
 logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 5  # for answers that are complete but not all sent
@@ -36,31 +37,19 @@ SOCKET_MODE = 0o600  # other users of the machine have no business here
 STDERR = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listen:
-    """Address, log level, and time for running requests after SIGTERM (seconds)."""
+def run(llm: EngineClient, listen: Listen, observing: Observing | None = None) -> int:
+    """Serve until a signal; the process's exit code. Blocking.
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    log_level: str = "info"
-    log_format: LogFormat = "text"
-    drain_seconds: float = 30.0
-    prewarm: Sequence[Warm] = ()  # computed before it listens
-    settings: Settings = field(default_factory=Settings)
-    observing: Observing = field(default_factory=Observing)
-
-
-def run(llm: EngineClient, listen: Listen) -> int:
-    """Serve until a signal; the process's exit code. Blocking."""
-    configure(listen.log_level, listen.log_format)
+    Raises `InvalidRequest` for a file of the options that cannot be read.
+    """
     faulthandler.enable(file=STDERR)
-    keeper = Keeper(llm, drain_seconds=listen.drain_seconds)
+    supervisor = Supervisor(llm, drain_seconds=listen.drain_seconds)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            code = runner.run(_serve(llm, listen, keeper))
+            serving = _serve(llm, listen, observing or Observing(), supervisor)
+            code = runner.run(serving)
     finally:
-        keeper.close()
+        supervisor.close()
     if code == STUCK:  # a thread that never ends would be waited for, or be torn to pieces
         logging.shutdown()
         os._exit(code)
@@ -76,9 +65,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-async def _serve(llm: EngineClient, listen: Listen, keeper: Keeper) -> int:
+async def _serve(
+    llm: EngineClient, listen: Listen, observing: Observing, supervisor: Supervisor
+) -> int:
+    warms = read_prewarm(listen.prewarm) if listen.prewarm else ()
     reserve_files(listen.settings.limits)
-    config = uvicorn_config(llm, listen)
+    config = uvicorn_config(llm, listen, observing)
     try:
         sock = _bind(config)  # a port that is taken shows before the model is loaded
     except OSError as error:
@@ -87,10 +79,11 @@ async def _serve(llm: EngineClient, listen: Listen, keeper: Keeper) -> int:
     try:
         await llm.start()
         gc.freeze()  # what is loaded stays: to look through it took 0.1 s again and again
-        async with listen.observing.serving(llm, _name(llm, listen)):
+        async with observing.serving(llm, _name(llm, listen)):
             server = _Server(config, lambda address: _announce(llm, listen, address))
-            await _serve_on(sock, server, llm, listen, keeper)
-            return keeper.exit_code
+            observing.metrics.num_connections = lambda: len(server.server_state.connections)
+            await _serve_on(sock, server, llm, warms, supervisor)
+            return supervisor.exit_code
     finally:
         _unbind(sock, listen.uds)
 
@@ -142,23 +135,32 @@ def _is_stale(path: Path) -> bool:
 
 
 async def _serve_on(
-    sock: socket.socket, server: _Server, llm: EngineClient, listen: Listen, keeper: Keeper
+    sock: socket.socket,
+    server: _Server,
+    llm: EngineClient,
+    warms: Sequence[Warm],
+    supervisor: Supervisor,
 ) -> None:
-    listen.observing.metrics.num_connections = lambda: len(server.server_state.connections)
     try:
-        with keeper.watching(server):
-            await prewarm(llm, listen.prewarm)
+        with supervisor.watching(server):
+            await prewarm(llm, warms)
             await server.serve([sock])
     finally:
-        await keeper.end()
+        await supervisor.end()
         await llm.close()
 
 
-def uvicorn_config(llm: EngineClient, listen: Listen) -> uvicorn.Config:
-    """The app behind uvicorn, with every limit on what a client may hold."""
+def uvicorn_config(
+    llm: EngineClient, listen: Listen, observing: Observing | None = None
+) -> uvicorn.Config:
+    """The app behind uvicorn, with every limit on what a client may hold.
+
+    Raises `InvalidRequest` for a certificate or a key that cannot be used.
+    """
     settings = listen.settings
+    context = None if listen.ssl_certfile is None else _tls(listen.ssl_certfile, listen.ssl_keyfile)
     return uvicorn.Config(
-        create_app(llm, settings, listen.observing),
+        create_app(llm, settings, observing),
         host=listen.host,
         port=listen.port,
         uds=listen.uds,
@@ -172,7 +174,27 @@ def uvicorn_config(llm: EngineClient, listen: Listen) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
+        ssl_context_factory=None if context is None else lambda _config, _default: context,
     )
+
+
+def _tls(certfile: str, keyfile: str | None) -> ssl.SSLContext:
+    """What the server proves itself by. Raises `InvalidRequest` naming the file."""
+    for name, file in (("ssl_certfile", certfile), ("ssl_keyfile", keyfile or certfile)):
+        try:
+            Path(file).read_bytes()
+        except OSError as error:
+            raise InvalidRequest(f"{name}: {file}: {error.strerror}", param=name) from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a password OpenSSL would read one from the terminal.
+        context.load_cert_chain(certfile, keyfile, password=lambda: "")
+    except ssl.SSLError as error:
+        reason = (error.reason or "no PEM").lower().replace("_", " ")
+        files = certfile if keyfile is None else f"{certfile} with {keyfile}"
+        message = f"ssl_certfile: {files}: {reason}; the key must have no password"
+        raise InvalidRequest(message, param="ssl_certfile") from None
+    return context
 
 
 def _announce(llm: EngineClient, listen: Listen, address: str) -> None:
@@ -185,7 +207,7 @@ def _announce(llm: EngineClient, listen: Listen, address: str) -> None:
 
 
 def _name(llm: EngineClient, listen: Listen) -> str:
-    return listen.settings.served_name or llm.built.name
+    return next(iter(listen.settings.served_names), llm.built.name)
 
 
 class _Server(uvicorn.Server):
@@ -197,7 +219,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: `Keeper` handles signals."""
+        """Do nothing: `Supervisor` handles signals."""
         yield
 
     async def startup(self, sockets: Any = None) -> None:  # noqa: ANN401 - uvicorn's signature
@@ -210,4 +232,5 @@ class _Server(uvicorn.Server):
         if self.config.uds:
             return f"unix:{self.config.uds}"
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if self.config.is_ssl else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

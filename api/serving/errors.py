@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,6 +28,21 @@ INTERNAL = "internal error"
 MAX_MESSAGE_CHARS = 1024  # a message may quote what it was sent
 _PATH = re.compile(r"`\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"(missing required|unknown) field `(?P<name>[^`]{1,256})`")
+
+
+class ErrorParts(Struct, kw_only=True):
+    """The error; ``param`` names the field that is wrong."""
+
+    message: str
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(Struct, kw_only=True):
+    """The body of every answer with a status of 400 or more."""
+
+    error: ErrorParts
 
 
 class JsonResponse(Response):
@@ -61,15 +77,10 @@ class ApiError(Exception):
         self.headers = headers
 
     @property
-    def body(self) -> dict[str, object]:
+    def body(self) -> ErrorBody:
         """OpenAI's error object."""
-        error = {
-            "message": str(self),
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": error}
+        error = ErrorParts(message=str(self), type=self.kind, param=self.param, code=self.code)
+        return ErrorBody(error=error)
 
     def response(self) -> JsonResponse:
         """The whole answer."""
@@ -154,7 +165,7 @@ def _from_starlette(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, code=code, headers=headers)
 
 
-def told(request: Request, error: Exception) -> ApiError:
+def logged_api_error(request: Request, error: Exception) -> ApiError:
     """The error for the client of this request; an unexpected one is logged for the operator."""
     answer = to_api_error(error)
     if answer.status == 500:

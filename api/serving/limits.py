@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from dataclasses import dataclass
 
 from ...core.errors import InvalidRequest
 from ...core.interface.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
+from ...core.interface.settings import SIZE, check_settings, setting
 from ..parsing.output_format import MAX_TOOLS
 from ..types.sampling_params import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
 
-T = TypeVar("T", int, float)
 MAX_COUNT = 2**31 - 1
 MAX_SECONDS = 1e6
 LISTED = {  # field of a body -> the limit on its entries
@@ -25,16 +24,18 @@ NUMBERS = {"n": "max_n", "logprobs": "max_top_logprobs", "top_logprobs": "max_to
 STOPS = ("stop", "stop_sequences")
 
 
-def _limit(default: T, help: str, least: T, most: T) -> T:
-    return field(default=default, metadata={"help": help, "least": least, "most": most})
+def _count(
+    default: int, help: str, *, least: int = 1, most: int = MAX_COUNT, group: str = ""
+) -> int:
+    return setting(default, help, least=least, most=most, group=group)
 
 
-def _count(default: int, help: str, *, least: int = 1, most: int = MAX_COUNT) -> int:
-    return _limit(default, help, least, most)
+def _seconds(default: float, help: str, *, least: float = 0.001) -> float:
+    return setting(default, help, "S", least=least, most=MAX_SECONDS)
 
 
-def _seconds(default: float, help: str) -> float:
-    return _limit(default, help, 0.001, MAX_SECONDS)
+def _bytes(default: int, help: str, *, least: int = 1) -> int:
+    return setting(default, help, SIZE, least=least, most=MAX_COUNT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +48,9 @@ class Limits:
 
     # a connection
     max_connections: int = _count(
-        1024, "open connections; further ones get 503, except for /health"
+        1024, "open connections; further ones get 503, except for /health", group="limits"
     )
-    max_header_bytes: int = _count(64 * 2**10, "size of a request line and its header", least=1024)
+    max_header_bytes: int = _bytes(64 * 2**10, "size of a request line and its header", least=1024)
     max_header_fields: int = _count(100, "header fields of a request", least=8)
     header_seconds: float = _seconds(10.0, "time for a header to arrive")
     body_seconds: float = _seconds(30.0, "time for a body to arrive")
@@ -57,12 +58,12 @@ class Limits:
     write_seconds: float = _seconds(30.0, "time that a client may read nothing of its answer")
     ping_seconds: float = _seconds(10.0, "time between keep-alive comments of a stream")
     max_request_seconds: float = _seconds(600.0, "time for a request, from its arrival to its end")
-    resume_seconds: float = _limit(
-        0.0, "time to resume a broken stream with Last-Event-ID; 0: off", 0.0, MAX_SECONDS
+    resume_seconds: float = _seconds(
+        0.0, "time to resume a broken stream with Last-Event-ID; 0: off", least=0
     )
     store_seconds: float = _seconds(3600.0, "time that a response is kept after its last use")
     # a body
-    max_body_bytes: int = _count(4 * 2**20, "size of a body")
+    max_body_bytes: int = _bytes(4 * 2**20, "size of a body")
     max_json_depth: int = _count(64, "nesting of arrays and objects in a body", least=8, most=500)
     max_json_containers: int = _count(2**16, "arrays and objects in a body")
     max_json_values: int = _count(2**19, "values in a body; each token id of a prompt is one")
@@ -81,11 +82,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check each against its range."""
-        for each in fields(self):
-            value, allowed = getattr(self, each.name), each.metadata
-            if not allowed["least"] <= value <= allowed["most"]:  # also for nan
-                message = f"{each.name} must be from {allowed['least']:g} to {allowed['most']:.12g}"
-                raise InvalidRequest(message, param=each.name)
+        check_settings(self)
 
     def named(self, name: str) -> str:
         """A limit as an error message names it: value and flag."""

@@ -13,7 +13,7 @@ from .serving_context import OPENAI_TEMPERATURE, Service
 from .sse import PING, EventStream, Reply, error_event
 
 
-class Body(Protocol):
+class RequestBody(Protocol):
     """What every decoded body has."""
 
     @property
@@ -29,18 +29,7 @@ class Body(Protocol):
         """Milliseconds until the answer is cut short."""
 
 
-B = TypeVar("B", bound=Body)
-
-
-class Count(Reply):
-    """The answer to a request that counts tokens."""
-
-    def __init__(self, body: object) -> None:
-        self._body = body
-
-    async def whole(self) -> object:
-        """The body."""
-        return self._body
+B = TypeVar("B", bound=RequestBody)
 
 
 class Dialect(Generic[B]):

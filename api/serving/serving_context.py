@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -12,15 +11,16 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from ...core.errors import InvalidRequest
-from ..runtime.chat import Turns
+from ..runtime.chat import ChatClient
 from ..runtime.engine_client import EngineClient
-from ..runtime.normalize import SteadyTurns
+from ..runtime.normalize import NormalizingChatClient
 from ..types.request_context import arrival, header, note_arrival, origin, seconds_left
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .json_depth import Excess, find_excess
 from .limits import Limits
 from .metrics import ServerMetrics
 from .resume import ResumableStreams
+from .settings import Settings
 from .sse import UnlessGone
 
 T = TypeVar("T")
@@ -34,27 +34,6 @@ EXCESS: Mapping[Excess, str] = {
 SHUTTING_DOWN = "the server is shutting down"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Options of the HTTP side. Without ``api_keys`` every caller is served.
-
-    With ``admin_keys`` actions that concern all callers need one of them; they open all routes.
-    """
-
-    api_keys: tuple[str, ...] = ()
-    admin_keys: tuple[str, ...] = ()
-    served_name: str | None = None  # None: the model's own
-    tool_parser: str = "auto"  # by the model's chat template, or one of `TOOL_PARSERS`
-    reasoning_parser: str = "auto"
-    ui: bool = True  # serve a page at / that shows the engine and talks to the model
-    strict: bool = False  # refuse what is outside the ranges of OpenAI's and Anthropic's APIs
-    normalize: bool = False  # leave out what clients change in their system text, see its rules
-    cors_origins: tuple[str, ...] = ()  # of pages that may call; "*" is any
-    loopback_only: bool = False  # without keys, serve only requests for this machine's own names
-    allowed_hosts: tuple[str, ...] = ()  # and for these names; "*" is any
-    limits: Limits = field(default_factory=Limits)
-
-
 class Service:
     """The model behind the routes."""
 
@@ -64,8 +43,8 @@ class Service:
         self.llm = llm
         llm.max_request_seconds = settings.limits.max_request_seconds
         self.metrics = metrics or ServerMetrics()
-        make_turns = SteadyTurns if settings.normalize else Turns
-        self.turns = make_turns(
+        make_client = NormalizingChatClient if settings.normalize else ChatClient
+        self.chat = make_client(
             llm, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
         )
         self.settings = settings
@@ -75,12 +54,17 @@ class Service:
     @property
     def model(self) -> str:
         """The name that answers carry."""
-        return self.settings.served_name or self.llm.built.name
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that the model is listed by."""
+        return self.settings.served_names or (self.llm.built.name,)
 
     def check_model(self, name: str | None) -> None:
         """Raise 404 for an unknown model; a body without one means the served one."""
         built = self.llm.built
-        if name is not None and name not in {self.model, built.name, *built.aliases}:
+        if name is not None and name not in {*self.names, built.name, *built.aliases}:
             raise unknown_model(name, self.model)
 
     @property

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
 import msgspec
+from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -32,6 +33,12 @@ HEADERS = {
 def event(payload: object) -> bytes:
     """One event that carries JSON."""
     return b"data: %b\n\n" % encode(payload)
+
+
+def named_event(payload: Struct) -> bytes:
+    """One event whose name is the tag of a struct; some clients ignore events without a name."""
+    name = str(payload.__struct_config__.tag).encode()
+    return b"event: %b\ndata: %b\n\n" % (name, encode(payload))
 
 
 def error_event(error: ApiError) -> bytes:
@@ -97,6 +104,22 @@ class Reply:
 
     def close(self) -> None:
         """Abort what still runs; may be called twice."""
+
+
+class ReadyReply(Reply):
+    """An answer that is complete before it is sent; ``events``: the same as a stream."""
+
+    def __init__(self, body: object, events: Iterable[bytes] = ()) -> None:
+        self._body, self._events = body, events
+
+    async def whole(self) -> object:
+        """The body."""
+        return self._body
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The events."""
+        for each in self._events:
+            yield each
 
 
 class EventStream(Response):

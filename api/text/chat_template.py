@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextvars import ContextVar
 from datetime import datetime
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, UndefinedError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, UndefinedError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -82,26 +83,23 @@ BUDGET: ContextVar[Budget] = ContextVar("budget", default=UNBOUNDED)
 
 
 class ChatTemplate:
-    """The chat template of a Hugging Face tokenizer, which may have none."""
+    """The chat template of a Hugging Face tokenizer, which may have none.
+
+    ``own``: a text in place of the tokenizer's.
+    """
 
     def __init__(self, hf: Any) -> None:  # noqa: ANN401 - transformers is untyped
         self._hf = hf
+        self.own = ""
 
     @property
     def text(self) -> str:
         """The text of the chat template, "" without one."""
-        template = getattr(self._hf, "chat_template", None) or ""
+        template = self.own or getattr(self._hf, "chat_template", None) or ""
         if isinstance(template, str):
             return template
         # Several by name; transformers takes this one for tools.
         return str(template.get("tool_use", template.get("default", "")))
-
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` for a reserved name."""
-        for name in options:
-            if name in RESERVED:
-                message = f"chat_template_kwargs must not contain {name}"
-                raise InvalidRequest(message, param="chat_template_kwargs")
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], budget: Budget
@@ -395,6 +393,30 @@ def _inside(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()
+
+
+def check_options(options: Mapping[str, Any], param: str = "chat_template_kwargs") -> None:
+    """Raise `InvalidRequest` for a reserved name."""
+    for name in options:
+        if name in RESERVED:
+            raise InvalidRequest(f"{param} must not contain {name}", param=param)
+
+
+def read_template(path: str) -> str:
+    """The text of a file. Raises `InvalidRequest` if it cannot be read or is no jinja."""
+    try:
+        text = Path(path).read_text("utf-8")
+        _compiled(text)
+        problem = "" if text.strip() else "the file is empty"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except TemplateSyntaxError as error:
+        problem = f"line {error.lineno}: {error.message}"
+    except (ValueError, RecursionError) as error:  # no UTF-8; nested too deeply
+        problem = str(error)
+    if problem:
+        raise InvalidRequest(f"chat_template: {path}: {problem}", param="chat_template")
+    return text
 
 
 def template_error(error: Exception) -> str:

@@ -52,7 +52,7 @@ def load_gguf_tokenizer(file: Path) -> Any:  # noqa: ANN401 - transformers is un
 def _split_as_named(backend: Any, file: Path) -> None:  # noqa: ANN401 - tokenizers is untyped
     from tokenizers import Regex, pre_tokenizers
 
-    from ...core.model.formats.gguf import read_text
+    from ...core.model.formats.gguf_metadata import read_text
 
     name = read_text(file, "tokenizer.ggml.pre")
     if name in SINGLE_DIGITS:
@@ -66,14 +66,24 @@ def _split_as_named(backend: Any, file: Path) -> None:  # noqa: ANN401 - tokeniz
         splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[name]]
         pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pieces])
-    elif (
-        read_text(file, "tokenizer.ggml.model") == "gpt2"
-        and name not in _LIKE_GPT2
-        and "Split(" not in repr(backend.pre_tokenizer)  # transformers found none, either
-    ):
+    elif not splits_as_named(backend, file):
         logger.warning(
             "%s: how its tokenizer splits texts (tokenizer.ggml.pre %r) is not known: they are "
             "split as GPT-2 does, and some may become other tokens than in training",
             file.name,
             name,
         )
+
+
+def splits_as_named(backend: Any, file: Path) -> bool:  # noqa: ANN401 - tokenizers is untyped
+    """Whether a tokenizer splits texts as the file says: false for a name that is not known."""
+    from ...core.model.formats.gguf_metadata import read_text
+
+    name = read_text(file, "tokenizer.ggml.pre")
+    return (
+        name in SPLITS
+        or name in SINGLE_DIGITS
+        or name in _LIKE_GPT2
+        or read_text(file, "tokenizer.ggml.model") != "gpt2"
+        or "Split(" in repr(backend.pre_tokenizer)  # transformers knows it
+    )

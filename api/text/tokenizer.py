@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model folder. transformers is imported on first use."""
+"""Text to token ids and back, for one model folder or GGUF file."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from .chat_template import (
     ChatTemplate,
     TooLong,
     check_messages,
+    check_options,
     count_chars,
     template_error,
 )
@@ -35,7 +36,7 @@ from .detokenizer import (
     is_byte_level,
 )
 from .executor import Worker
-from .gguf_tokenizer import load_gguf_tokenizer
+from .tokenizer_cache import load_tokenizer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._template = ChatTemplate(hf)
+        self._template_options: dict[str, Any] = {}  # of requests that leave them out
         self.max_model_len = max_model_len
         # Two, so that no short conversation waits for a long text.
         self._short, self._long = Worker("foretoken-template"), Worker("foretoken-tokenizer")
@@ -73,7 +75,7 @@ class Tokenizer:
     def load(cls, path: Path, *, max_model_len: int) -> Tokenizer:
         """From a local folder or a GGUF file; raises `ModelLoadError`."""
         try:
-            hf = _load_hf(path)
+            hf = load_tokenizer(path)
         except Exception as error:  # any of the files may be damaged in any way
             raise ModelLoadError(f"{path}: the tokenizer does not load: {error}") from error
         return cls(hf, max_model_len=max_model_len)
@@ -207,6 +209,11 @@ class Tokenizer:
         """The text of the chat template, "" without one."""
         return self._template.text
 
+    def use_template(self, text: str, options: Mapping[str, Any]) -> None:
+        """Render with this template, if it is not "", and with these options by default."""
+        self._template.own = text
+        self._template_options = dict(options)
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -221,8 +228,10 @@ class Tokenizer:
         if not self._template.text:
             raise InvalidRequest("the model has no chat template", param="messages")
         check_messages(messages)
-        self._template.check_options(options)
-        settings = {**options, "tools": list(tools)} if tools else options
+        check_options(options)
+        settings = {**self._template_options, **options}
+        if tools:
+            settings["tools"] = list(tools)
         text = await self._rendered(messages, settings)
         return await self.encode(text, add_special_tokens=False)
 
@@ -337,11 +346,3 @@ class Tokenizer:
     def _byte_values(self) -> dict[int, int]:
         names = {f"<0x{value:02X}>": value for value in range(256)}
         return {self.vocab[name]: value for name, value in names.items() if name in self.vocab}
-
-
-def _load_hf(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
-    if path.suffix.lower() == ".gguf":
-        return load_gguf_tokenizer(path)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

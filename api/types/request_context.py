@@ -81,7 +81,7 @@ class RequestContext:
     """The state of one HTTP request. Contains no text of prompts and answers."""
 
     scope: Scope
-    caller: bytes = NOBODY  # a hash of its key; the gate sets it
+    caller: bytes = NOBODY  # a hash of its key; the auth middleware sets it
     arrived: float | None = None  # when its body was there, of `time.monotonic`
     num_bytes: int = 0  # of its body
     request_id: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -19,8 +19,7 @@ K = TypeVar("K")
 Body = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
+class ToolCall(Struct, kw_only=True):
     """A tool call by the model."""
 
     id: str
@@ -58,16 +57,17 @@ def message_of(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str
     return message
 
 
-class CallDelta(Struct, frozen=True, kw_only=True):
+class CallDelta(Struct, kw_only=True):
     """An addition to a call; only its first delta has ``id`` and ``name``."""
 
-    index: int
+    index: int  # among the calls of its choice
     id: str = ""
     name: str = ""
     arguments: str = ""
+    is_done: bool = False  # the call is complete
 
 
-class TextDelta(Struct, frozen=True, kw_only=True):
+class TextDelta(Struct, kw_only=True):
     """The addition of one step to an answer, or of several steps to a slow reader.
 
     ``text`` may lag behind ``token_ids``: incomplete characters and possible beginnings of a stop
@@ -76,11 +76,11 @@ class TextDelta(Struct, frozen=True, kw_only=True):
     `Choice`.
     """
 
-    text: str
-    token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = []
     sources: list[str] = []
     index: int = 0
-    finish_reason: str | None = None  # "stop", "length" or "abort", in the last delta of a choice
+    finish_reason: str | None = None  # as in `Choice`, in its last delta
     stop_reason: int | str | None = None  # the stop token id or the stop string
     logprobs: list[TokenLogprob] | None = None  # one per token id, when asked for
     prompt_logprobs: list[TokenLogprob] = []
@@ -88,22 +88,40 @@ class TextDelta(Struct, frozen=True, kw_only=True):
     tool_calls: list[CallDelta] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Struct, kw_only=True):
     """One of the n answers to a prompt.
 
     The answer to a conversation is split: ``text`` is its content, ``reasoning`` is the
-    text before it, ``tool_calls`` has the calls.
+    text before it, ``tool_calls`` has the calls. ``finish_reason``: "stop", "length", "abort" or
+    "tool_calls".
     """
 
     index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: str = ""
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] = []  # of all prompt tokens but the first
     reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[ToolCall] = []
+
+    def add(self, delta: TextDelta) -> None:
+        """Append a delta."""
+        self.text += delta.text
+        self.reasoning += delta.reasoning
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
+        for call in delta.tool_calls:
+            if call.index == len(self.tool_calls):
+                self.tool_calls.append(ToolCall(id=call.id, name=call.name, arguments=""))
+            self.tool_calls[call.index].arguments += call.arguments
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     @property
     def message(self) -> dict[str, Any]:

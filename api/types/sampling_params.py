@@ -22,6 +22,7 @@ from ...core.interface.sampling_params import (
     require,
     with_defaults,
 )
+from ...core.interface.settings import setting
 
 MAX_N = 16
 MAX_STOP_STRINGS = 16
@@ -79,15 +80,40 @@ class SamplingParams(TokenSamplingParams):
     - ``deadline``: seconds after which the request is aborted.
     """
 
-    temperature: float = _ONE
-    top_p: float = _ONE
-    top_k: int = _OFF
-    min_p: float = _ZERO
-    repetition_penalty: float = _ONE
+    temperature: float = setting(
+        _ONE,
+        "sampling temperature (the model's, else 1; 0: greedy)",
+        "T",
+        group="sampling",
+        is_basic=True,
+    )
+    top_p: float = setting(
+        _ONE,
+        "probability mass of the most likely tokens to sample from (the model's, else 1)",
+        "P",
+        is_basic=True,
+    )
+    top_k: int = setting(
+        _OFF,
+        "number of most likely tokens to sample from (the model's, else 0: all)",
+        "K",
+        is_basic=True,
+    )
+    min_p: float = setting(
+        _ZERO,
+        "smallest probability to sample, relative to the most likely token's (the model's, else 0)",
+        "P",
+    )
+    repetition_penalty: float = setting(
+        _ONE,
+        "factor that makes tokens of prompt and answer less likely (the model's, else 1: none)",
+    )
     n: int = 1
-    stop: str | Sequence[str] = NO_TEXTS
-    ignore_eos: bool = False
-    seed: int | None = None
+    stop: str | Sequence[str] = setting(
+        NO_TEXTS, "text that ends the answer; repeatable", "TEXT", is_basic=True
+    )
+    ignore_eos: bool = setting(False, "continue after an end-of-sequence token")
+    seed: int | None = setting(None, "sampling seed; same seed, same answer", is_basic=True)
     bad_words: Sequence[str] = NO_TEXTS
     json_schema: Mapping[str, object] | str | None = None
     regex: str | None = None

@@ -19,8 +19,8 @@ from pathlib import Path
 from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
-from ..real_tasks import ADVERSARIAL
-from ..report import RESULTS, command, machine, table, write_json
+from ..common.real_tasks import ADVERSARIAL
+from ..common.report import RESULTS, command, heading, table, write_json
 from .recorded_steps import FILE, Recording, load
 from .regret import Run, new_request, speculator
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             line = {"task": kind, "cached tokens": num_cached, "the same agent": first}
             lines.append(line | {"another agent": second})
     print(command(), table(lines), sep="\n")
-    write_json(args.out, {"command": command(), "machine": machine(), "lines": lines})
+    write_json(args.out, {**heading(), "lines": lines})
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.interface.request import Request, Usage
 from ...core.interface.step import SamplingMetadata
-from ..machine import torch_read_bandwidth
-from ..report import Spread, command, machine, table, write_json
-from ..shapes import qwen3_06b, write_pair
+from ..common.machine import torch_read_bandwidth
+from ..common.report import Spread, heading, table, write_json
+from ..common.shapes import qwen3_06b, write_pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/engine.json"))
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    report: dict[str, object] = {"command": command(), "machine": machine()}
+    report: dict[str, object] = heading()
     report["read_gb_per_s"] = torch_read_bandwidth() / 1e9
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
     for name in MODELS if args.model == "all" else [args.model]:

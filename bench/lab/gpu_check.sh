@@ -8,7 +8,7 @@
 #   bench/lab/gpu_check.sh --pack        fetches the packages that a machine with PyTorch may lack into
 #                                    .gpu-wheels, to be carried to one that cannot install
 #
-# python -m foretoken.bench.lab.gpu.report --from gpu-check.json takes over what $OUT got elsewhere.
+# python -m foretoken.bench.lab.gpu.page --from gpu-check.json takes over what $OUT got elsewhere.
 #
 # Needs nothing but the repository and Python 3.12 with PyTorch, Triton and the few packages below.
 set -euo pipefail

@@ -4,8 +4,8 @@ Open questions about subjects (pictographs that `unicodedata` names, cities of `
 and topics of `pydoc`, everyday subjects of the list beside this file), and work on texts of the
 standard library: code to explain and to edit, passages to repeat and to sum up, JSON of a tool.
 
-No prompt of `bench.real_tasks` is among them: its questions' own words are no subjects here, and
-texts come from other modules than its texts do. One seed gives one file:
+No prompt of `bench.common.real_tasks` is among them: its questions' own words are no subjects
+here, and texts come from other modules than its texts do. One seed gives one file:
 
     python -m foretoken.bench.lab.head_prompts --out prompts.jsonl
 """
@@ -26,7 +26,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from .. import real_tasks
+from ..common import real_tasks
 
 OPEN_SHARE = 0.75  # of the prompts; the others are work on a text
 _PICTOGRAPHS = (

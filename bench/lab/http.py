@@ -16,24 +16,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..report import Spread, command, machine, table, write_json
-from .http_client import (
-    CHAT,
-    TEXT,
-    get,
-    http_request,
-    one_answer,
-    requests_per_second,
-    stream_times,
-)
+from ..common.report import Spread, command, machine, table, write_json
+from ..load.http import Http
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NUM_STREAMS = 32
 CONNECTIONS = 16
 MESSAGES = [{"role": "user", "content": "Say a word."}]
@@ -45,9 +40,13 @@ AIMS = {"added_chat_cpu_ms": " (aim: at most 0.35)", "added_token_cpu_us": " (ai
 class Target:
     """A running server."""
 
-    name: str
     port: int
     pid: int
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
 
     def cpu_seconds(self) -> float:
         """Processor time that it has used, on all its threads."""
@@ -63,7 +62,7 @@ def server(kind: str, *args: str) -> Iterator[Target]:
         child = [sys.executable, "-m", __spec__.name, "--serve", kind, "--fd", str(sock.fileno())]
         with subprocess.Popen([*child, *args], pass_fds=[sock.fileno()]) as process:
             try:
-                yield Target(kind, port, process.pid)
+                yield Target(port, process.pid)
             finally:
                 process.kill()
 
@@ -86,30 +85,76 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def requests() -> dict[str, bytes]:
-    """What is asked for: a chat, whose text is rendered and tokenised, and bare token ids."""
+    """Bodies by path: a chat, whose text is rendered and tokenised, and bare token ids."""
     from .null_engine import REPLY_TOKENS
 
     rest = {"max_tokens": REPLY_TOKENS, "temperature": 0}
     return {
-        CHAT: http_request(CHAT, {"messages": MESSAGES, **rest}),
-        TEXT: http_request(TEXT, {"prompt": TOKEN_IDS, **rest}),
+        CHAT: msgspec.json.encode({"messages": MESSAGES, **rest}),
+        TEXT: msgspec.json.encode({"prompt": TOKEN_IDS, **rest}),
     }
 
 
-def stream_request() -> bytes:
-    """A chat as a stream."""
+def streamed() -> bytes:
+    """The body of a chat as a stream."""
     from .null_engine import NUM_TICKS
 
     rest = {"max_tokens": NUM_TICKS, "temperature": 0, "stream": True}
-    return http_request(CHAT, {"messages": MESSAGES, **rest})
+    return msgspec.json.encode({"messages": MESSAGES, **rest})
 
 
-async def recorded(port: int, mark: bytes) -> bytes:
+async def recorded(target: Target, mark: bytes) -> bytes:
     """What ours says: whole answers, and one chunk of a stream, for the other to repeat."""
-    wholes = [await one_answer(port, request) for request in requests().values()]
-    _, text = await stream_times(port, stream_request(), NUM_STREAMS, mark)
-    chunk = next(line for line in text.split(b"\r\n") if line.startswith(b"data") and mark in line)
-    return b"\0".join([*wholes, chunk])
+    http = Http(target.url)
+    wholes = [await _whole(http, path, body) for path, body in requests().items()]
+    http.close()
+    _, text = await stream_times(target, mark)
+    chunk = next(event for event in text.split(b"\n\n") if mark in event)
+    return b"\0".join([*wholes, chunk + b"\n\n"])
+
+
+async def _whole(http: Http, path: str, body: bytes) -> bytes:
+    status, answer = await http.post_whole(path, body)
+    if status != HTTPStatus.OK:
+        raise RuntimeError(f"refused: {status} {answer[:300]!r}")
+    return answer
+
+
+async def answers(target: Target, path: str, body: bytes, seconds: float) -> tuple[int, float]:
+    """Answers, and seconds: on connections that are kept alive, each asks one after the other."""
+    http = Http(target.url)
+    await _whole(http, path, body)  # it may still be starting
+    start = time.monotonic()
+
+    async def ask_on() -> int:
+        count = 0
+        while time.monotonic() - start < seconds:
+            await _whole(http, path, body)
+            count += 1
+        return count
+
+    counts = await asyncio.gather(*(ask_on() for _ in range(CONNECTIONS)))
+    http.close()
+    return sum(counts), time.monotonic() - start
+
+
+async def stream_times(target: Target, mark: bytes) -> tuple[Sequence[Sequence[float]], bytes]:
+    """Seconds at which the tokens of each stream arrived, and the whole text of one stream."""
+    http, body = Http(target.url), streamed()
+    times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
+    text = bytearray()
+
+    async def listen(index: int) -> None:
+        def arrived(_: float, piece: bytes) -> None:  # of whole chunks, so no mark is cut
+            times[index] += [time.monotonic()] * piece.count(mark)
+            if index == 0:
+                text.extend(piece)
+
+        await http.post(CHAT, body, arrived)
+
+    await asyncio.gather(*(listen(index) for index in range(NUM_STREAMS)))
+    http.close()
+    return times, bytes(text)
 
 
 @dataclass(slots=True)
@@ -155,17 +200,19 @@ async def measure_rate(
 ) -> None:
     """One round of whole answers."""
     before = target.cpu_seconds()
-    rate = await requests_per_second(target.port, request, CONNECTIONS, seconds)
-    rounds.rates[path].append(rate)
-    rounds.cpu[path].append(1e3 * (target.cpu_seconds() - before) / (rate * seconds))
+    count, took = await answers(target, path, request, seconds)
+    rounds.rates[path].append(count / took)
+    rounds.cpu[path].append(1e3 * (target.cpu_seconds() - before) / count)
 
 
 async def measure_tokens(target: Target, mark: bytes, rounds: Rounds) -> None:
     """One round of streams: from a tick in the server to each token's arrival at the client."""
     before = target.cpu_seconds()
-    streams, _ = await stream_times(target.port, stream_request(), NUM_STREAMS, mark)
+    streams, _ = await stream_times(target, mark)
     used = target.cpu_seconds() - before
-    ticks = msgspec.json.decode(await get(target.port, "/ticks"), type=list[float])
+    http = Http(target.url)
+    ticks = msgspec.json.decode((await http.get("/ticks"))[1], type=list[float])
+    http.close()
     times = [
         1e3 * (arrived - ticked)
         for stream in streams
@@ -222,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     mark = f'"content":"{WORD}"'.encode()
     with tempfile.TemporaryDirectory() as folder, server("ours") as ours:
         said = Path(folder, "said")
-        said.write_bytes(asyncio.run(recorded(ours.port, mark)))
+        said.write_bytes(asyncio.run(recorded(ours, mark)))
         with server("bare", "--bytes", os.fspath(said)) as bare:
             ours_rounds, bare_rounds = asyncio.run(measure((ours, bare), options, mark))
     host, found = machine(), summary(ours_rounds, bare_rounds)

@@ -25,7 +25,7 @@ from ...core.ops.native.linear import linear, pack_linear
 from ...core.ops.native.products import bfloat16_products
 from ...core.ops.quantize import GROUP, SUPER, QuantizedWeight, WeightKind, quantize_weight
 from ...core.ops.torch.torch_ops import TorchOps
-from ..report import RESULTS, command, machine, table, write_json
+from ..common.report import RESULTS, heading, table, write_json
 
 SHAPES = {  # matrices of a layer, [out, in], and layers
     "smollm2": (((960, 576), (576, 576), (3072, 576), (576, 1536)), 30),
@@ -53,7 +53,7 @@ class Figure(msgspec.Struct, frozen=True):
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write JSON to ``--out``."""
     options = _parsed(argv)
-    print(command(), *(f"{key}: {value}" for key, value in machine().items()), sep="\n")
+    print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n")
     figures, limits = [], {}
     for variant in options.variant:
         library = native_library(variant)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for kind in options.kinds:
         figures += list(measured(options, kind, limits))
     print(table([_shown(figure) for figure in figures]))
-    report = {"command": command(), "machine": machine(), "threads": options.threads}
+    report = {**heading(), "threads": options.threads}
     write_json(options.out, {**report, "limits": limits, "figures": figures})
 
 

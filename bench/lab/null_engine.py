@@ -25,7 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...api.runtime.engine_client import EngineClient
-from ...api.server.process import Listen, uvicorn_config
+from ...api.server.process import uvicorn_config
+from ...api.serving.settings import Listen
 from ...api.text.tokenizer import Tokenizer
 from ...api.types.sampling_params import NO_DEFAULTS
 from ...core.engine.inbox import TokenStream

@@ -19,15 +19,15 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from ...api.cli.flags import Parser
+from ..common.report import heading, table, write_json
 from ..load.corpus import TextCorpus, id_corpus
 from ..load.figures import Record, percentile, summary
 from ..load.generator import Ask, Job, Load, Piece, Session, arrivals
 from ..load.http import Failure, Http
 from ..load.openai import OpenAIDriver
-from ..load.report import busy_note, heading, stall_note, stalls
+from ..load.report import busy_note, stall_note, stalls
 from ..load.server import first_model, own_server, server_encode
 from ..load.workloads import above_zero, positive
-from ..report import table, write_json
 
 OUT = Path("bench/results/overload.json")
 REFUSED = "HTTP 429"

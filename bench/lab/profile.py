@@ -29,8 +29,8 @@ from ...api.sdk.async_llm import AsyncLLM
 from ...api.types.sampling_params import SamplingParams
 from ...core.engine.engine import Engine
 from ...core.execution.model_runner import ModelRunner
-from ..report import command, machine, table, write_json
-from ..shapes import qwen3_06b, write_pair
+from ..common.report import heading, table, write_json
+from ..common.shapes import qwen3_06b, write_pair
 
 PROMPT_LEN = 32  # tokens, different for each stream
 
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("bench/results/profile.json"))
     args = parser.parse_args(argv)
-    report: dict[str, object] = {"command": command(), "machine": machine()}
+    report: dict[str, object] = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
     rows = _with_model(args, lambda model: asyncio.run(_run(args, model)))
     print(f"\nmilliseconds a round of {args.model}\n\n{table(rows)}", flush=True)

@@ -28,9 +28,9 @@ from ...core.execution.model_runner import ModelRunner
 from ...core.interface.speculator import GuardedSpeculator
 from ...core.interface.step import StepOutput, StepPlan
 from ...draft.control import profiler
+from ..common.real_tasks import ADVERSARIAL, KINDS, adversarial, prompts
+from ..common.report import command, write_json
 from ..real import Bench, Cell, Figures, streams
-from ..real_tasks import ADVERSARIAL, KINDS, adversarial, prompts
-from ..report import command, write_json
 
 FILE = Path(__file__).with_name("recorded_steps.json")
 LOADS = (1, 4, 16)  # requests at a time

@@ -41,7 +41,7 @@ from ...draft.control.controller import Allocation, Controller, StepCandidates, 
 from ...draft.control.cost_model import CostModel, FloatArray, IntArray, StepProfile
 from ...draft.sources.source import BUCKETS
 from ...draft.speculator import DraftSpeculator
-from ..report import RESULTS, command, machine, table, write_json
+from ..common.report import RESULTS, heading, table, write_json
 from .recorded_steps import FILE, LOADS, Prices, Recording, Text, load
 
 DEPTHS = (0, 1, 2, 4, 8, 16)
@@ -411,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.setdefault(prices.name, []).append(line)
     for name, found in lines.items():
         print(f"\n{name}\n{table(found)}")
-    write_json(args.out, {"command": command(), "machine": machine(), "cells": lines})
+    write_json(args.out, {**heading(), "cells": lines})
 
 
 if __name__ == "__main__":

@@ -42,11 +42,11 @@ from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
 from ...radix_cache import RadixTree
-from ..machine import torch_read_bandwidth
-from ..real_tasks import adversarial
-from ..replay import ReplayRunner
-from ..report import command, machine, table, write_json
-from ..roofline import file_bytes
+from ..common.machine import torch_read_bandwidth
+from ..common.real_tasks import adversarial
+from ..common.replay import ReplayRunner
+from ..common.report import heading, table, write_json
+from ..common.roofline import file_bytes
 from .speculation_load import Load, compare
 from .streams import KINDS, Stream, builtin_tokenizer, streams
 
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/speculation.json"))
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    report: dict[str, object] = {"command": command(), "machine": machine()}
+    report: dict[str, object] = heading()
     bandwidth = torch_read_bandwidth()
     num_bytes = file_bytes(find_model(args.model).path)
     report["read_gb_per_s"] = bandwidth / 1e9

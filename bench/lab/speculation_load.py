@@ -19,8 +19,8 @@ from ...api.build.engine_builder import Built
 from ...api.types.sampling_params import SamplingParams
 from ...core.interface.request import Request, Usage
 from ...core.interface.step import SamplingMetadata
-from ..replay import ReplayRunner
-from ..report import Spread
+from ..common.replay import ReplayRunner
+from ..common.report import Spread
 
 Stream = tuple[list[int], list[int]]  # prompt, answer
 

@@ -1,7 +1,9 @@
 """A small HTTP/1.1 client for load: bytes are looked at as they arrive, in the event loop itself.
 
 One connection serves one request at a time and is kept for the next, as clients do. Nothing is
-retried but a request on a kept connection that the server had closed in the meantime.
+retried but a request on a kept connection that the server had closed in the meantime. Answers are
+parsed here, not by h11: a chunk takes a quarter of its time and a whole answer far less, and a
+client that costs as much as the server would measure itself.
 """
 
 from __future__ import annotations
@@ -16,6 +18,14 @@ HEAD_END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 64 * 2**10
 OnBody = Callable[[float, bytes], None]
 """Told when a piece of the body came, and the piece."""
+
+
+def request_bytes(method: str, path: str, fields: Mapping[str, str], body: bytes | None) -> bytes:
+    """A well-formed request, as it goes over the wire; a body is JSON."""
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    if body is not None:
+        lines += ["content-type: application/json", f"content-length: {len(body)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + (body or b"")
 
 
 class Failure(Exception):  # noqa: N818 - it is counted, not handled
@@ -188,22 +198,21 @@ class Http:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._fields = f"host: {parts.netloc}\r\n"
+        self._fields = {"host": parts.netloc}
         if key is not None:
-            self._fields += f"authorization: Bearer {key}\r\n"
+            self._fields["authorization"] = f"Bearer {key}"
         self._idle: list[_Connection] = []
 
     async def post(self, path: str, body: bytes, on_body: OnBody) -> int:
         """Status of the answer; the body goes to ``on_body``. Raises `Failure`."""
-        kind = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        head = f"POST {self._base}{path} HTTP/1.1\r\n{self._fields}{kind}\r\n"
-        return await self._ask(head.encode() + body, on_body)
+        request = request_bytes("POST", f"{self._base}{path}", self._fields, body)
+        return await self._ask(request, on_body)
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body."""
         pieces: list[bytes] = []
-        head = f"GET {self._base}{path} HTTP/1.1\r\n{self._fields}\r\n"
-        status = await self._ask(head.encode(), lambda _, piece: pieces.append(piece))
+        request = request_bytes("GET", f"{self._base}{path}", self._fields, None)
+        status = await self._ask(request, lambda _, piece: pieces.append(piece))
         return status, b"".join(pieces)
 
     async def post_whole(self, path: str, body: bytes) -> tuple[int, bytes]:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from ..report import Spread
+from ..common.report import Spread
 from .figures import Record, by_round, gaps_between, percentile, token_gaps
 from .generator import Ask, Job, Piece, Session, at_once
 from .http import Failure

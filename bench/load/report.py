@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from ..report import command, machine, table
+from ..common.report import table
 from .figures import PERCENTILES, Record
 from .generator import Load
 
@@ -188,11 +188,6 @@ def beside_rows(found: Sequence[Figures]) -> list[dict[str, object]]:
         for each in found
         for name, title in BESIDE.items()
     ]
-
-
-def heading() -> dict[str, object]:
-    """Command and machine, which every report begins with."""
-    return {"command": command(), "machine": machine()}
 
 
 def show(name: str, figures: Figures, notes: Sequence[str]) -> None:

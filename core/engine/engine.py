@@ -20,8 +20,8 @@ from ..errors import EngineDead, InvalidRequest, QueueFull
 from ..interface.request import Request
 from ..interface.step import StepOutput, StepPlan
 from ..interface.step_runner import StepRunner
-from ..scheduling.leases import describe_cache
 from ..scheduling.scheduler import Scheduler
+from ..telemetry.cache_info import describe_cache
 from ..telemetry.metrics import EngineMetrics
 from ..telemetry.spec_decode_stats import EngineLog, Load
 from .audit import Auditor, AuditResult

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 from ..errors import InvalidRequest, shown
+from .settings import setting
 
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
@@ -49,13 +50,17 @@ class TokenSamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int | None = None
-    min_tokens: int = 0
+    max_tokens: int | None = setting(None, "longest answer, in tokens", is_basic=True)
+    min_tokens: int = setting(0, "shortest answer, in tokens")
     stop_token_ids: Sequence[int] = NO_IDS
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: float = setting(
+        0.0, "penalty on tokens that occur in the answer, from -2 to 2"
+    )
+    frequency_penalty: float = setting(
+        0.0, "penalty on tokens for each time they occur in the answer, from -2 to 2"
+    )
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None

@@ -1,9 +1,9 @@
-"""Decoder: the forward pass of every supported family over a ragged batch."""
+"""Decoder: what computes a model over ragged batches; OwnDecoder: every family of this engine's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..ops.batch import (
 )
 from ..ops.kv_pool import KvDtype, KVPool, bytes_per_mixed_page, make_pool
 from ..ops.layers import run_layers
+from ..sampling.sampler import Sampler
 from .config import DecoderConfig
 from .page_layout import PageLayout
 from .rope import RopeTable
@@ -28,12 +29,53 @@ from .rope import RopeTable
 ModelPath: TypeAlias = Literal["own", "transformers"]
 
 
-class Decoder:
-    """Token ids and pages in, logits out. Serves as target and as draft model alike.
+class Decoder(Protocol):
+    """Token ids and pages in, logits out; a target and a draft model alike.
 
-    ``path``: what computes the layers, these operations or transformers' modules. ``exact``:
-    whether a row's bits are the same in any batch.
+    ``path``: what computes the layers, the operations of the backend or transformers' modules.
+    ``exact``: whether a row's bits are the same in any batch. ``dtype``: of activations.
     """
+
+    path: ModelPath
+    config: DecoderConfig
+    ops: Ops
+    sampler: Sampler
+    dtype: torch.dtype
+    device: torch.device
+    exact: bool
+
+    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
+        """A KV pool of this decoder's shape and device; of its dtype unless another is given."""
+
+    def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
+        """Bytes of one page of `make_pool`'s."""
+
+    def batch(
+        self,
+        segments: Sequence[Segment],
+        *,
+        page_size: int,
+        device_tokens: DeviceTokens | None = None,
+    ) -> RaggedBatch:
+        """Lay out segments for this decoder's backend. Raises ValueError as `build_batch` does."""
+
+    def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
+        """Be ready for passes over a pool, of up to ``max_len`` positions; it is not written.
+
+        ``taps``: the boundaries that these passes will want.
+        """
+
+    def forward(
+        self, batch: RaggedBatch, pool: KVPool, wanted: Wanted = NOTHING_MORE
+    ) -> ForwardOutput:
+        """Compute KV of every row into the pool, and what is wanted besides.
+
+        The output holds until the next pass. Raises ValueError for taps that there are not.
+        """
+
+
+class OwnDecoder:
+    """`Decoder` of packed weights, which the backend's operations compute layer by layer."""
 
     path: ModelPath = "own"
 
@@ -53,7 +95,7 @@ class Decoder:
         )
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
-        """A KV pool of this decoder's shape and device; of its dtype unless another is given."""
+        """A KV pool of the shapes of the layers; on a device and of a dtype like the weights'."""
         return make_pool(
             num_pages,
             self._layout.shapes,
@@ -64,7 +106,7 @@ class Decoder:
         )
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
-        """Bytes of one page of `make_pool`'s."""
+        """Bytes of one page of `make_pool`'s, over all layers."""
         return bytes_per_mixed_page(
             self._layout.shapes, page_size=page_size, dtype=self.dtype, kv_dtype=kv_dtype
         )
@@ -76,7 +118,7 @@ class Decoder:
         page_size: int,
         device_tokens: DeviceTokens | None = None,
     ) -> RaggedBatch:
-        """Lay out segments for this decoder's backend. Raises ValueError as `build_batch` does."""
+        """Lay out segments for the backend's kernels; see `build_batch`."""
         return build_batch(
             segments,
             page_size=page_size,
@@ -87,10 +129,8 @@ class Decoder:
 
     @torch.inference_mode()
     def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
-        """Be ready for passes over a pool, of up to ``max_len`` positions; it is not written.
-
-        ``taps``: the boundaries that these passes will want. On a GPU, captures the graphs, which
-        takes seconds and memory beside the pool's.
+        """Compute RoPE's tables; on a GPU also capture the graphs, which takes seconds and memory
+        beside the pool's.
         """
         for rope in (rope for ropes in self._ropes for rope in ropes):
             rope.table(max_len)
@@ -101,11 +141,8 @@ class Decoder:
     def forward(
         self, batch: RaggedBatch, pool: KVPool, wanted: Wanted = NOTHING_MORE
     ) -> ForwardOutput:
-        """Compute KV of every row into the pool, and what is wanted besides.
-
-        The output holds until the next pass. Raises ValueError for taps that there are not.
-        """
-        self._check(wanted.taps)
+        """Compute KV of every row into the pool, and what is wanted besides."""
+        check_taps(wanted.taps, self.config.num_layers)
         plans = self.plans(batch, pool)
         if wanted.on_kernels_started is not None:
             wanted.on_kernels_started()
@@ -117,17 +154,12 @@ class Decoder:
         return ForwardOutput(found.hidden, logits, found.tokens, found.taps)
 
     def plans(self, batch: RaggedBatch, pool: KVPool) -> tuple[ForwardPlan, ...]:
-        """What the backend prepares for a pass: for each of the pool's parts."""
+        """The backend's plans of a pass, one for each of the pool's parts."""
         parts = zip(pool.parts, self._layout.parts, self._ropes, strict=True)
         return tuple(self.ops.plan(batch, part, of.heads, *ropes) for part, of, ropes in parts)
 
-    def _check(self, taps: Taps) -> None:
-        num_layers = self.config.num_layers
-        if taps and (len(set(taps)) < len(taps) or min(taps) < 0 or max(taps) > num_layers):
-            raise ValueError(f"taps {taps}: each from 0 to {num_layers}, and once")
-
     def _logits(self, batch: RaggedBatch, found: LayersOutput) -> Tensor:
-        """Those of the batch's logit rows, [num_logits, vocab] float32."""
+        """Logits of the batch's logit rows, [num_logits, vocab] float32."""
         hidden = found.hidden
         if batch.num_logits == 0:
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
@@ -136,3 +168,9 @@ class Decoder:
             hidden = hidden.index_select(0, rows)
         weights = self.weights
         return self.ops.logits(hidden, weights.lm_head, weights.logit_cap)[: batch.num_logits]
+
+
+def check_taps(taps: Taps, num_layers: int) -> None:
+    """Raise ValueError for boundaries that a decoder does not have, or that come twice."""
+    if taps and (len(set(taps)) < len(taps) or min(taps) < 0 or max(taps) > num_layers):
+        raise ValueError(f"taps {taps}: each from 0 to {num_layers}, and once")

@@ -20,6 +20,7 @@ from ..ops.base import (
     Exactness,
     ExpertsBeside,
     ExpertWeights,
+    Gemma4Extras,
     HeadLayout,
     HeadNorm,
     LayerWeights,
@@ -33,12 +34,11 @@ from ..ops.base import (
 from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeight, stack
-from .checkpoint import Checkpoint, check_tensors, open_checkpoint
 from .config import LLAMA_MLP, BesideNames, DecoderConfig, ExpertsSpec, HeadSpec, MlpNames
-from .decoder import Decoder
-from .families import read_config
+from .decoder import Decoder, OwnDecoder
 from .fields import UnsupportedConfig
 from .fold import head_order, rounded, scaled
+from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rope import RopeSpec, rotary_dim
 from .shapes import (
@@ -52,7 +52,6 @@ from .shapes import (
     TOKEN_OUT_NORM,
     TOKEN_PROJECTION,
     TOKEN_TABLE,
-    ignored,
     layer_prefix,
     tensor_shapes,
 )
@@ -133,7 +132,8 @@ class _Options(NamedTuple):
 
 
 def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
-    """A decoder of transformers' modules. Without it installed, the reason stands alone."""
+    """A decoder of transformers' modules. ``reason``: why they compute, for the log."""
+    # Not at the top: transformers takes a second to import.
     from .fallback.transformers_loader import load_text_model, read_text_model
 
     source = read_text_model(path)
@@ -161,31 +161,21 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
     return decoder
 
 
-def _own(path: str | Path, options: _Options) -> Decoder:
+def _own(path: str | Path, options: _Options) -> OwnDecoder:
     """A decoder of this engine's. Raises `UnsupportedConfig` for a model that has none."""
     dtype, device, load_format, _, _, quantize, _ = options
-    checkpoint = None if load_format == "random" else _checkpoint(path)
-    config = read_config(path) if checkpoint is None else checkpoint.config
-    stored = config.dtype if checkpoint is None else checkpoint.stored_dtype
-    chosen = _choose_dtype(dtype, stored, device)
+    if load_format == "random":
+        config = read_config(path)
+        chosen = _choose_dtype(dtype, config.dtype, device)
+        read = _random_reader(config, chosen, device)
+    else:
+        config, checkpoint = open_model(path)
+        chosen = _choose_dtype(dtype, checkpoint.stored_dtype, device)
+        read = checkpoint.read
     layout = PageLayout.of(config)
     ops = options.ops(chosen, [part.heads for part in layout.parts])
-    read = _random_reader(config, chosen, device) if checkpoint is None else checkpoint.read
     keeps_packed = dtype == "auto" and quantize == "none"
     return _Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()
-
-
-def _checkpoint(path: str | Path) -> Checkpoint:
-    """The files of a checkpoint, which hold what the config implies."""
-    checkpoint = open_checkpoint(path)
-    config = checkpoint.config
-    try:
-        check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
-    except ModelLoadError as error:
-        if config.is_nested:  # transformers may know where its tensors are
-            raise UnsupportedConfig(str(error)) from None
-        raise
-    return checkpoint
 
 
 def _choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:
@@ -276,7 +266,7 @@ class _Assembly:
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
         self._layout = PageLayout.of(config)
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> OwnDecoder:
         """The whole model."""
         config, fold = self._config, self._config.fold
         embedding = self._read(EMBEDDING)
@@ -299,12 +289,13 @@ class _Assembly:
             token_inputs=self._token_inputs() if config.token_input_size else None,
             logit_cap=config.logit_cap,
         )
-        return Decoder(config, weights, self._ops)
+        return OwnDecoder(config, weights, self._ops)
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
         fold, spec, heads = config.fold, config.layers[index], config.heads_of(index)
         experts = spec.experts
+        extras = self._extras(prefix, experts)
         qkv = ["qkv"] if fold.fused_qkv else ["q", "k", "k" if spec.keys_as_values else "v"]
         if spec.kv_of is not None:
             qkv, heads = ["q"], heads._replace(num_kv_heads=0)
@@ -315,7 +306,7 @@ class _Assembly:
             attention_norm=self._layer_norm(prefix, names.attention),
             attention_out_norm=self._layer_norm(prefix, names.attention_out),
             mlp_norm=self._layer_norm(prefix, names.mlp),
-            mlp_out_norm=self._layer_norm(prefix, names.mlp_out),
+            mlp_out_norm=self._layer_norm(prefix, names.mlp_out) if extras is None else None,
             qkv=self._linear(
                 [f"{prefix}self_attn.{n}_proj" for n in qkv],
                 bias=config.qkv_bias,
@@ -334,9 +325,17 @@ class _Assembly:
             cap=config.attention_cap,
             sinks=self._float(f"{prefix}self_attn.sinks") if config.has_sinks else None,
             place=self._layout.places[index],
-            factor=1.0
-            if config.layer_factor is None
-            else self._vector(prefix + config.layer_factor).item(),
+            extras=extras,
+        )
+
+    def _extras(self, prefix: str, experts: ExpertsSpec | None) -> Gemma4Extras | None:
+        """The parts of a layer that only Gemma 4 has; it alone has a factor on the stream."""
+        config = self._config
+        if config.layer_factor is None:
+            return None
+        return Gemma4Extras(
+            out_norm=self._norm(f"{prefix}{config.norms.mlp_out}.weight"),
+            factor=self._vector(prefix + config.layer_factor).item(),
             beside=None
             if experts is None or experts.beside is None
             else self._beside(prefix, experts, experts.beside),

@@ -11,13 +11,14 @@ import torch
 
 from ..errors import ModelLoadError
 from ..ops.kv_pool import KvShape, bytes_per_mixed_page
-from .checkpoint import check_tensors, gguf_file, open_checkpoint
 from .config import DecoderConfig
-from .families import read_config
 from .fields import Fields, UnsupportedConfig, read_json
+from .formats.files import gguf_file
+from .formats.gguf import GgufFile
 from .formats.quantized import read_scheme
+from .opening import open_model, read_config
 from .page_layout import PageLayout
-from .shapes import ignored, tensor_shapes
+from .shapes import tensor_shapes
 
 Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]
 _PAGE = 16  # tokens; the pages of the CPU, which only the rounding of mixed pages depends on
@@ -55,24 +56,21 @@ def inspect_model(path: Path) -> ModelReport:
 
 def _own(path: Path) -> ModelReport:
     file_format, size = weight_files(path)
-    config = read_config(path)
-    shapes = tensor_shapes(config)
-    dtype: str = config.dtype
-    if file_format != "no weights":
-        checkpoint = open_checkpoint(path)
-        try:
-            check_tensors(checkpoint, shapes, ignored=ignored(config, checkpoint.shapes))
-        except ModelLoadError as error:
-            if config.is_nested:
-                raise UnsupportedConfig(str(error)) from None
-            raise
+    dtype: str
+    if file_format == "no weights":
+        config = read_config(path)
+        dtype = config.dtype
+    else:
+        config, checkpoint = open_model(path)
         dtype = checkpoint.stored_dtype
+    shapes = tensor_shapes(config)
     count = sum(math.prod(shape) for shape in shapes.values())
     kv = PageLayout.of(config).shapes
     return _report("own", config, count, kv, file_format, size, dtype, _quantization(path))
 
 
 def _by_transformers(path: Path) -> ModelReport:
+    # Not at the top: transformers takes a second to import.
     from .fallback.transformers_decoder import kv_shapes
     from .fallback.transformers_loader import read_text_model
 
@@ -132,8 +130,6 @@ def _quantization(path: Path) -> str:
     """How the matrices of the files are quantised, or of those that a config.json describes."""
     file = gguf_file(path)
     if file is not None:
-        from .formats.gguf import GgufFile
-
         types = GgufFile(file).types
         return ", ".join(name for name in sorted(types) if name not in ("F32", "F16", "BF16"))
     where = path / "config.json"

@@ -101,7 +101,11 @@ class HeadLayout:
 
 
 class ForwardPlan(Protocol):
-    """What a backend prepares once per forward pass and shares between the layers."""
+    """A backend's preparations for one forward pass, which its layers share.
+
+    It has no methods: only the backend that made it reads it. Each operation that takes a plan
+    asserts that it is of its own backend's class.
+    """
 
 
 class Rope(Protocol):
@@ -243,6 +247,26 @@ class TokenInputs:
     factor: float
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Gemma4Extras:
+    """What a layer of Gemma 4 has besides Llama's parts; gemma4.py computes it.
+
+    ``out_norm``: of the sum of MLP and experts, in place of `LayerWeights.mlp_out_norm`.
+    """
+
+    out_norm: Norm
+    factor: float  # of the residual stream behind the layer
+    beside: ExpertsBeside | None = None
+    token_input: TokenInputWeights | None = None
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Every packed matrix that may be quantised."""
+        beside = () if self.beside is None else self.beside.experts.linears
+        added = () if self.token_input is None else (self.token_input.gate, self.token_input.out)
+        return (*beside, *added)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """One layer, with Q, K and V packed into one matrix, and its declared differences.
@@ -267,16 +291,13 @@ class LayerWeights:
     tables: Tables = FIRST_TABLE
     cap: float | None = None  # of the scores
     sinks: Tensor | None = None  # [num_heads] float32: scores of a key without a value
-    factor: float = 1.0  # of the stream behind the layer
-    beside: ExpertsBeside | None = None
-    token_input: TokenInputWeights | None = None
+    extras: Gemma4Extras | None = None
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
         """Every packed matrix of the layer."""
-        beside = () if self.beside is None else self.beside.experts.linears
-        added = () if self.token_input is None else (self.token_input.gate, self.token_input.out)
-        return (self.qkv, self.o, *self.mlp.linears, *beside, *added)
+        more = () if self.extras is None else self.extras.linears
+        return (self.qkv, self.o, *self.mlp.linears, *more)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The device: which one computes, how much of its memory is free, how long it takes.
+"""The device: which one computes, its memory and its CPU's features, how long it takes.
 
 Other rooms use this module or an `Ops`: the engine names `torch.cuda` in this folder alone.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -49,6 +51,17 @@ def free_memory(device: torch.device) -> int:
         torch.cuda.empty_cache()  # what torch keeps of memory that was freed is free as well
         return torch.cuda.mem_get_info(device)[0]
     return available_memory()
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Features of the CPU by their names in Linux; empty on other systems."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    lines = (line.partition(":")[2] for line in text.splitlines() if line.startswith("flags"))
+    return frozenset(next(lines, "").split())
 
 
 class Event(Protocol):

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .host_memory import use_huge_pages
+from .host_memory import map_zeros
 
 KvDtype: TypeAlias = Literal["auto", "int8", "fp8"]
 SCALED_DTYPES: dict[KvDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -108,11 +108,10 @@ class KVPool:
 
 
 def _fresh(num_items: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros, of memory that the system maps on first touch: void pages cost nothing."""
-    memory = torch.zeros(num_items, dtype=dtype, device=device)
-    if memory.device.type == "cpu":
-        use_huge_pages(memory)
-    return memory
+    """Zeros; on the host mapped on first touch, so that pages never written cost nothing."""
+    if torch.device(device).type == "cpu":
+        return map_zeros(num_items * dtype.itemsize).view(dtype)
+    return torch.zeros(num_items, dtype=dtype, device=device)
 
 
 class KvShape(NamedTuple):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .base import (
     DecoderWeights,
-    ExpertsBeside,
     ExpertWeights,
     ForwardPlan,
     LayersOutput,
@@ -17,10 +16,9 @@ from .base import (
     MlpWeights,
     Ops,
     PackedLinear,
-    TokenInputs,
-    TokenInputWeights,
 )
 from .batch import Taps
+from .gemma4 import add_extras, token_inputs
 
 
 def run_layers(
@@ -37,7 +35,7 @@ def run_layers(
     ``tapped`` [T, num_taps * hidden]: where the taps go; a new tensor if None.
     """
     residual = ops.embedding(token_ids, weights.embedding)
-    inputs = _token_inputs(ops, weights.token_inputs, token_ids, residual)
+    inputs = token_inputs(ops, weights, token_ids, residual)
     if taps and tapped is None:
         tapped = residual.new_empty((len(residual), len(taps) * residual.shape[1]))
     _tap(tapped, taps, 0, residual)
@@ -46,12 +44,12 @@ def run_layers(
     following = (*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm)
     for index, next_norm in enumerate(following):
         layer = weights.layers[index]
-        x, residual = _attend_and_think(ops, layer, x, residual, plans[layer.place.part])
-        if layer.token_input is not None:
-            assert inputs is not None
-            _, residual = ops.add_norm(x, residual, None)
-            x = _add_input(ops, layer.token_input, residual, inputs, index)
-        x, residual = ops.add_norm(x, residual, next_norm, layer.factor)
+        plan, factor = plans[layer.place.part], 1.0
+        x, residual = _attend_and_think(ops, layer, x, residual, plan)
+        if layer.extras is not None:
+            x, residual = add_extras(ops, layer.extras, x, residual, plan, inputs[index])
+            factor = layer.extras.factor
+        x, residual = ops.add_norm(x, residual, next_norm, factor)
         _tap(tapped, taps, index + 1, residual)
     return LayersOutput(x, taps=tapped)
 
@@ -66,7 +64,7 @@ def _tap(tapped: Tensor | None, taps: Taps, boundary: int, residual: Tensor) -> 
 def _attend_and_think(
     ops: Ops, layer: LayerWeights, x: Tensor, residual: Tensor, plan: ForwardPlan
 ) -> tuple[Tensor, Tensor]:
-    """Normed input and residual of a layer to what its MLP adds to the stream, and the stream."""
+    """Normed input and residual of a layer to the output of its MLP, and the residual stream."""
     attended = _attend(ops, layer, x, plan)
     if layer.is_parallel:
         _, residual = ops.add_norm(attended, residual, None)
@@ -74,41 +72,7 @@ def _attend_and_think(
         x, residual = ops.add_norm(attended, residual, layer.mlp_norm)
     mlp = layer.mlp
     x = ops.experts(x, mlp, plan) if isinstance(mlp, ExpertWeights) else run_mlp(ops, x, mlp)
-    if layer.beside is not None:
-        x = _add_experts(ops, layer.beside, x, residual, plan)
     return (x if layer.mlp_out_norm is None else ops.norm(x, layer.mlp_out_norm)), residual
-
-
-def _add_experts(
-    ops: Ops, beside: ExpertsBeside, x: Tensor, residual: Tensor, plan: ForwardPlan
-) -> Tensor:
-    """What an MLP says, ``x``, and what the experts beside it say, added up."""
-    read, routed_by = ops.norm(residual, beside.norm), ops.norm(residual, beside.router_norm)
-    said = ops.norm(ops.experts(read, beside.experts, plan, routed_by), beside.out_norm)
-    return ops.add_norm(said, ops.norm(x, beside.mlp_out_norm), None)[0]
-
-
-def _token_inputs(
-    ops: Ops, weights: TokenInputs | None, token_ids: Tensor, embedded: Tensor
-) -> Tensor | None:
-    """The inputs of all layers, ``[T, num_layers * width]``, where layers have such."""
-    if weights is None:
-        return None
-    projected = ops.linear(embedded, weights.projection)
-    normed = ops.norm(projected.view(-1, len(weights.norm.weight)), weights.norm)
-    added = ops.embedding(token_ids, weights.table)
-    return ops.add_norm(normed.view(projected.shape), added, None, weights.factor)[0]
-
-
-def _add_input(
-    ops: Ops, weights: TokenInputWeights, residual: Tensor, inputs: Tensor, index: int
-) -> Tensor:
-    """What a layer adds to the stream of the inputs that tokens have for it."""
-    gate = ops.linear(residual, weights.gate)
-    width = gate.shape[1]
-    pair = torch.cat((gate, inputs[:, index * width : (index + 1) * width]), dim=1)
-    said = ops.linear(ops.activate(pair, weights.activation), weights.out)
-    return ops.norm(said, weights.out_norm)
 
 
 def run_mlp(ops: Ops, x: Tensor, mlp: MlpWeights) -> Tensor:

@@ -20,15 +20,15 @@ from .verifier import Best, SampledToken, Verified, VerifyRequest, best, sample,
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
-    """Which tokens the columns of logits are, where these are a part of the vocabulary alone."""
+class DraftVocab:
+    """The tokens that logits are of, where these are a part of the vocabulary alone."""
 
-    token_ids: Tensor  # [num_columns] distinct
+    token_ids: Tensor  # [draft_vocab] distinct
     vocab_size: int
 
     @cached_property
     def hashes(self) -> Tensor:
-        """`vocabulary_hashes` of these tokens, [num_columns]."""
+        """`vocabulary_hashes` of these tokens, [draft_vocab]."""
         return vocabulary_hashes(self.vocab_size, self.token_ids.device)[self.token_ids]
 
     @cached_property
@@ -38,7 +38,7 @@ class Columns:
         return ids
 
     def widened(self, logits: Tensor) -> Tensor:
-        """``[n, num_columns]`` to float32 ``[n, vocab_size]``; other tokens are banned."""
+        """``[n, draft_vocab]`` to float32 ``[n, vocab_size]``; other tokens are banned."""
         wide = logits.new_full((len(logits), self.vocab_size), -torch.inf, dtype=torch.float32)
         wide[:, self.token_ids] = logits.float()
         return wide
@@ -62,11 +62,11 @@ class Sampler(Protocol):
         num_best: int,
         *,
         temperature_scale: float = 1.0,
-        columns: Columns | None = None,
+        draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
         """The tokens nearest to being drawn; see `core.sampling.verifier.best`.
 
-        ``columns``: the tokens of the columns of ``logits``, unless they are the vocabulary.
+        ``draft_vocab``: the tokens that ``logits`` are of, unless they are the whole vocabulary.
         """
 
 
@@ -118,8 +118,8 @@ class TorchSampler:
         num_best: int,
         *,
         temperature_scale: float = 1.0,
-        columns: Columns | None = None,
+        draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
         """The tokens nearest to being drawn."""
-        logits = logits if columns is None else columns.widened(logits)
+        logits = logits if draft_vocab is None else draft_vocab.widened(logits)
         return best(logits, rows, num_best, temperature_scale=temperature_scale)

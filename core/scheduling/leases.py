@@ -145,29 +145,6 @@ def allocate_draft_pages(
     return plan, lease.page_ids[-count:]
 
 
-def describe_cache(cache: PrefixCache, namespace: str | None) -> dict[str, object]:
-    """Describe the cache: occupancy in pages, hits in tokens, the pins of one namespace."""
-    return {
-        "page_size": cache.page_size,
-        "total_pages": cache.num_total_pages,
-        "free_pages": cache.num_free_pages,
-        "evictable_pages": cache.num_evictable_pages,
-        "pinned_pages": cache.num_pinned_pages,
-        "num_pins": len(cache.pins),
-        "pins": [
-            {
-                "tokens": pinned.lock.num_pages * cache.page_size,
-                "ttl_seconds": pinned.ttl,
-                "expires_in_seconds": round(pinned.until - cache.pins.now, 3),
-            }
-            for pinned in cache.pins.of(namespace)
-        ],
-        "usage": cache.usage,
-        "queried_tokens": cache.num_queries,
-        "hit_tokens": cache.num_hits,
-    }
-
-
 def _note(request: Request, written: range, page_size: int) -> None:
     """Count the prompt's full pages among those written, once, even after preemptions."""
     upto = min(written.stop, request.prompt_len // page_size * page_size)

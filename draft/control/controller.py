@@ -223,9 +223,7 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
     return chosen
 
 
-def _row_prices(
-    candidates: StepCandidates, costs: CostModel, rate: float, most: int
-) -> FloatArray:
+def _row_prices(candidates: StepCandidates, costs: CostModel, rate: float, most: int) -> FloatArray:
     """Tokens that 1 to ``most`` rows of each request must bring where each gets as many.
 
     [num_requests, most]

@@ -17,7 +17,7 @@ STEADY = 16  # tokens that came true since the place was found again: trusted as
 
 
 @dataclass(slots=True)
-class _Cursor:
+class _PredictionCursor:
     """The position of an answer in its prediction."""
 
     prediction: array[int]
@@ -57,7 +57,7 @@ class PredictionSource:
     priors = Priors.constant(0.9, 0.6)
 
     def __init__(self) -> None:
-        self._cursors: dict[Request, _Cursor] = {}
+        self._cursors: dict[Request, _PredictionCursor] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """O(new tokens + most) in sync; a scan of the prediction for each call when lost."""
@@ -81,10 +81,10 @@ class PredictionSource:
     def flush(self, *namespaces: str | None) -> None:
         """Do nothing: no token is kept."""
 
-    def _follow(self, request: Request, prediction: array[int]) -> _Cursor:
+    def _follow(self, request: Request, prediction: array[int]) -> _PredictionCursor:
         cursor = self._cursors.get(request)
         if cursor is None:
-            cursor = self._cursors[request] = _Cursor(prediction, prediction.tobytes())
+            cursor = self._cursors[request] = _PredictionCursor(prediction, prediction.tobytes())
         new = request.tokens[request.prompt_len + cursor.num_seen :]
         cursor.num_seen += len(new)
         if new and (cursor.lost or not cursor.follow(new)):

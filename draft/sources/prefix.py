@@ -21,7 +21,7 @@ KEEP_SHARE = 15 / 16  # of the bound is kept once it is exceeded: an eviction re
 
 
 @dataclass(slots=True)
-class _Cursor:
+class _TreeCursor:
     """How far a request's tokens run along the tree.
 
     Nodes grow at their ends without notice; when one was cut or dropped the tree's epoch differs.
@@ -49,7 +49,7 @@ class PrefixSource:
     def __init__(self, *, max_tokens: int = 1_000_000) -> None:
         self._max_tokens = max_tokens
         self._tree = RadixTree(page_size=1)
-        self._cursors: dict[Request, _Cursor] = {}
+        self._cursors: dict[Request, _TreeCursor] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """O(new tokens + most), and O(depth) more where the tree was cut since."""
@@ -71,7 +71,7 @@ class PrefixSource:
         if not request.num_output or request.cache.is_private:
             return
         tokens, tree = request.tokens, self._tree
-        tree.insert(tokens, array("q", bytes(8 * len(tokens))), namespace=request.namespace)
+        tree.insert(tokens, namespace=request.namespace)
         if tree.num_pages > self._max_tokens:
             tree.evict(tree.num_pages - int(self._max_tokens * KEEP_SHARE))
 
@@ -88,7 +88,7 @@ class PrefixSource:
             return array("q"), False
         return _run_on(cursor.node, cursor.offset, most)
 
-    def _follow(self, request: Request) -> _Cursor:
+    def _follow(self, request: Request) -> _TreeCursor:
         """Bring the request's cursor up to the tree and to the newest token."""
         cursor = self._cursors.get(request)
         if cursor is None:
@@ -101,11 +101,11 @@ class PrefixSource:
         _advance(cursor, request)
         return cursor
 
-    def _search(self, request: Request, wait: int) -> _Cursor:
+    def _search(self, request: Request, wait: int) -> _TreeCursor:
         """Match from the root. O(len(tokens)); so every search in vain doubles the wait."""
         match = self._tree.match(request.tokens, namespace=request.namespace)
         retry_at = len(request.tokens) + wait
-        cursor = _Cursor(
+        cursor = _TreeCursor(
             match.node, match.num_node_pages, match.num_tokens, match.epoch, wait, retry_at
         )
         cursor.forked = _passed_fork(cursor, request.prompt_len)
@@ -113,7 +113,7 @@ class PrefixSource:
         return cursor
 
 
-def _repair(cursor: _Cursor) -> Node | None:
+def _repair(cursor: _TreeCursor) -> Node | None:
     """The cursor's node after nodes were cut or dropped, None if it was; sets the offset. O(depth).
 
     A cut leaves a node its lower half, so the place may now be at the end of a node above.
@@ -134,7 +134,7 @@ def _is_attached(node: Node) -> bool:
     return all(up.children.get(down.key[:1].tobytes()) is down for up, down in pairwise(path))
 
 
-def _advance(cursor: _Cursor, request: Request) -> None:
+def _advance(cursor: _TreeCursor, request: Request) -> None:
     """Go on along the tree for as long as the request's tokens do. O(new tokens)."""
     tokens, node = request.tokens, cursor.node
     while node is not None and cursor.length < len(tokens):
@@ -149,7 +149,7 @@ def _advance(cursor: _Cursor, request: Request) -> None:
         cursor.length += same
 
 
-def _enter_child(cursor: _Cursor, node: Node, request: Request) -> Node | None:
+def _enter_child(cursor: _TreeCursor, node: Node, request: Request) -> Node | None:
     token = request.tokens[cursor.length : cursor.length + 1]
     child = node.children.get(token.tobytes())
     if child is not None:
@@ -158,7 +158,7 @@ def _enter_child(cursor: _Cursor, node: Node, request: Request) -> Node | None:
     return child
 
 
-def _passed_fork(cursor: _Cursor, prompt_len: int) -> bool:
+def _passed_fork(cursor: _TreeCursor, prompt_len: int) -> bool:
     """Whether other answers left the path to the cursor after the prompt's end. O(depth)."""
     node, end = cursor.node, cursor.length - cursor.offset
     while node is not None and node.parent is not None and end >= prompt_len:

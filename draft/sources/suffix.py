@@ -35,8 +35,9 @@ _POWERS = np.cumprod(np.array([1] + [BASE] * INDEX_CHUNK, np.uint64))
 _INVERSES = np.cumprod(np.array([1] + [pow(BASE, -1, 2**64)] * INDEX_CHUNK, np.uint64))
 _SHIFTS = tuple(pow(BASE, order, 2**64) for order in ORDERS)
 
-# Fitted on the tuning half of bench/real_tasks.py by bench/lab/odds.py, SmolLM2-135M. By kind,
-# then by class of positions. Where few were seen (sampled, in other requests) they are guessed.
+# Fitted on the tuning half of bench/common/real_tasks.py, SmolLM2-135M (docs/speculation.md).
+# By kind, then by class of positions. Where few were seen (sampled, in other requests) they are
+# guessed.
 _GREEDY: tuple[Odds, ...] = (
     (0.98, 0.98, 0.98, 0.98, 0.99, 0.99),
     (0.88, 0.92, 0.95, 0.96, 0.95, 0.98),

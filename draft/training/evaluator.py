@@ -1,14 +1,14 @@
-"""Evaluator: a draft on held-out answers, its acceptance by position and its candidates' odds."""
+"""Evaluator: a draft on held-out answers, its acceptance by position and its gap models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..proposers.gap_model import GapNumbers
 from .conversations import Conversation
 from .losses import gumbel
 from .students import Student
@@ -16,12 +16,8 @@ from .teacher import Teacher, TeacherOutput
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 BEST = 4  # candidates of a position that a tree may hold
-FIT_STEPS = 300  # of the optimiser of odds
+FIT_STEPS = 300  # of the optimiser of gap models
 NEAR_GREEDY = 0.3  # below it an answer counts as a greedy one
-# B, a, b of P(rank j) = e^(-B d_j) / (sum_l e^(-B d_l) + e^(a - b d_1)): where fitting begins
-FIRST_ODDS = {"greedy": (2.4, -1.0, 3.5), "sampled": (1.6, -0.9, 1.4)}
-
-Odds: TypeAlias = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +135,8 @@ def _join(ranked: Sequence[RankedCandidates], depth: int) -> RankedCandidates:
     return RankedCandidates(*(torch.cat(part) for part in parts))
 
 
-def fit_odds(ranked: RankedCandidates, first: Odds) -> Odds:
-    """The three numbers that give the ranks of positions that were reached the best likelihood."""
+def fit_gaps(ranked: RankedCandidates, first: GapNumbers) -> GapNumbers:
+    """The numbers of a `GapModel` under which the ranks of reached positions are likeliest."""
     gaps, ranks = ranked.gaps[ranked.reached], ranked.ranks[ranked.reached].long()
     if not len(gaps):
         return first

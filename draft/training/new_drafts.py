@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import InvalidRequest
-from ...core.model.checkpoint import open_checkpoint
 from ...core.model.config import DecoderConfig
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import OwnDecoder
+from ...core.model.opening import open_model
 from ...core.model.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from ...core.ops.batch import Taps
-from ..models.heads.block import BlockConfig, BlockHead
-from ..models.heads.eagle import EagleConfig, EagleHead
-from ..models.heads.head_files import default_taps, open_head, save_head
-from ..models.heads.medusa import MedusaHead
+from ..heads.block_network import BlockConfig, BlockHead
+from ..heads.eagle import default_taps
+from ..heads.eagle_network import EagleConfig, EagleHead
+from ..heads.kinds import open_head, save_head
+from ..heads.layers import Vocabulary
 from .students import BlockStudent, EagleStudent, LmStudent, Student
 
 Kind: TypeAlias = Literal["block", "eagle3", "lm"]
@@ -40,19 +41,19 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 class Target:
     """The model that a draft is for."""
 
-    decoder: Decoder
+    decoder: OwnDecoder
     path: Path  # its folder or GGUF file
     tokenizer_json: str | None = None  # what a draft model's folder holds beside its weights
 
     @property
     def config(self) -> DecoderConfig:
-        """Its shape."""
+        """The shape of the model."""
         return self.decoder.config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What can be chosen of a draft. ``draft_vocab``: the ids that a head can draft; None: all."""
+    """The choices for a draft. ``draft_ids``: the ids that a head can draft; None: all."""
 
     kind: Kind
     layers: int = 2
@@ -65,7 +66,7 @@ class Weights:
     """The target's tensors by the names of transformers, as float32."""
 
     def __init__(self, path: Path) -> None:
-        self._checkpoint = open_checkpoint(path)
+        self._config, self._checkpoint = open_model(path)
 
     def __call__(self, name: str) -> Tensor:
         """One tensor."""
@@ -74,7 +75,7 @@ class Weights:
 
     def output(self) -> Tensor:
         """The output matrix, which may be the embedding."""
-        return self(EMBEDDING if self._checkpoint.config.tie_embeddings else LM_HEAD)
+        return self(EMBEDDING if self._config.tie_embeddings else LM_HEAD)
 
 
 def make_student(target: Target, shape: Shape, init: str | None) -> Student:
@@ -88,20 +89,19 @@ def make_student(target: Target, shape: Shape, init: str | None) -> Student:
     weights = Weights(target.path)
     if shape.kind == "lm":
         return LmStudent(_language_model(target, shape, weights, init), LM_DEPTH)
-    head = _new_head(target, shape)
-    if init == "target":
-        begin = _block_from_target if isinstance(head, BlockHead) else _eagle_from_target
-        with torch.no_grad():
-            begin(head, weights, target.config.num_layers)  # type: ignore[arg-type]
-    elif init is not None:
-        head = _saved_head(head, Path(init), target)
-    if init in (None, "target") and isinstance(head, BlockHead) and shape.pairs is not None:
-        with torch.no_grad():
-            _begin_with_pairs(head, shape.pairs)
+    recipe = RECIPES[shape.kind]
+    head = (
+        _new_head(target, shape) if init in (None, "target") else _saved_head(shape, init, target)
+    )
+    with torch.no_grad():
+        if init == "target":
+            recipe.begin_as_target(head, weights, target.config.num_layers)
+        if init in (None, "target") and shape.pairs is not None:
+            recipe.begin_with_pairs(head, shape.pairs)
     device = target.decoder.device
     head.float().to(device)
     head.borrow(target.decoder.weights.embedding.float(), weights.output().to(device))
-    return BlockStudent(head) if isinstance(head, BlockHead) else EagleStudent(head)
+    return recipe.student(head)
 
 
 def taps_of(num_layers: int) -> Taps:
@@ -111,7 +111,7 @@ def taps_of(num_layers: int) -> Taps:
     return tuple(sorted({max(1, round(num_layers * share)) for share in (0.2, 0.5, 0.8)}))
 
 
-def _new_head(target: Target, shape: Shape) -> BlockHead | EagleHead:
+def _new_head(target: Target, shape: Shape) -> Vocabulary:
     config, ids = target.config, shape.draft_ids
     same: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -127,22 +127,26 @@ def _new_head(target: Target, shape: Shape) -> BlockHead | EagleHead:
         "max_model_len": config.max_model_len,
         "norm_eps": config.norm_eps,
     }
-    head: BlockHead | EagleHead
-    if shape.kind == "block":
-        block = BlockConfig(
-            **same,
-            num_layers=shape.layers,
-            block_size=shape.block,
-            mask_token_id=config.vocab_size - 1,
-            markov_rank=MARKOV_RANK,
-            markov_vocab_size=same["draft_vocab_size"],
-        )
-        head = BlockHead(block)
-    else:
-        head = EagleHead(EagleConfig(**same, num_layers=1))
+    head: Vocabulary = RECIPES[shape.kind].make(shape, same)
     if ids is not None:
         head.set_draft_ids(ids)
     return head
+
+
+def _new_block(shape: Shape, same: dict[str, Any]) -> BlockHead:
+    config = BlockConfig(
+        **same,
+        num_layers=shape.layers,
+        block_size=shape.block,
+        mask_token_id=same["vocab_size"] - 1,
+        markov_rank=MARKOV_RANK,
+        markov_vocab_size=same["draft_vocab_size"],
+    )
+    return BlockHead(config)
+
+
+def _new_eagle(shape: Shape, same: dict[str, Any]) -> EagleHead:  # noqa: ARG001
+    return EagleHead(EagleConfig(**same, num_layers=1))
 
 
 def _check_layers(config: DecoderConfig) -> None:
@@ -156,15 +160,16 @@ def _check_layers(config: DecoderConfig) -> None:
             raise InvalidRequest(message, param="init")
 
 
-def _saved_head(head: BlockHead | EagleHead, path: Path, target: Target) -> BlockHead | EagleHead:
+def _saved_head(shape: Shape, init: str | None, target: Target) -> Any:  # noqa: ANN401 - of any kind
     """A head from a folder, which brings its own shape and vocabulary."""
+    path = Path(str(init))
     if not path.is_dir():
         raise InvalidRequest(f"init: {path} is not a folder", param="init")
     folder = open_head(path, target.config)
-    found = folder.load()
-    if isinstance(found, MedusaHead) or type(found) is not type(head):
-        raise InvalidRequest(f"init: {path} contains a head of kind {folder.kind}", param="init")
-    return found
+    if folder.kind.name != shape.kind:
+        message = f"init: {path} contains a head of kind {folder.kind.name}"
+        raise InvalidRequest(message, param="init")
+    return folder.load()
 
 
 # -- beginning as the target ----------------------------------------------------------------------
@@ -252,6 +257,45 @@ def _pass_last_tap(fc: nn.Linear, hidden: int) -> None:
 def _scale(matrix: Tensor, norm: Tensor) -> float:
     """Root mean square of what a matrix makes of normed inputs, ``norm`` the norm's weights."""
     return math.sqrt(float((matrix * norm).square().sum(dim=1).mean()))
+
+
+def _ignore_pairs(head: EagleHead, pairs: Tensor) -> None:
+    """An EAGLE-3 head has no part that sees the token before alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How heads of one kind are made and trained.
+
+    ``make``: a head of random weights; the fields of its config that all kinds have are given.
+    ``begin_as_target``: copies the target's last layers, by the number of its layers.
+    ``begin_with_pairs``: uses neighbouring tokens of answers. ``brings_output``: whether the files
+    of a head of a part of the vocabulary have its rows of the target's output: other engines expect
+    them beside the map of ids.
+    """
+
+    make: Callable[[Shape, dict[str, Any]], Any]
+    begin_as_target: Callable[[Any, Weights, int], None]
+    begin_with_pairs: Callable[[Any, Tensor], None]
+    student: Callable[[Any], Student]
+    brings_output: bool = False
+
+
+RECIPES = {
+    "block": Recipe(
+        make=_new_block,
+        begin_as_target=_block_from_target,
+        begin_with_pairs=_begin_with_pairs,
+        student=BlockStudent,
+    ),
+    "eagle3": Recipe(
+        make=_new_eagle,
+        begin_as_target=_eagle_from_target,
+        begin_with_pairs=_ignore_pairs,
+        student=EagleStudent,
+        brings_output=True,
+    ),
+}
 
 
 # -- a language model -----------------------------------------------------------------------------
@@ -347,10 +391,10 @@ def save_student(
     ``tap_scale``: what the taps were multiplied by in training; its head reads them as they are.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    module = student.module
+    module: Any = student.module
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
         new = Path(name)
-        if isinstance(module, BlockHead | EagleHead):
+        if student.kind in RECIPES:
             save_head(_in_bfloat16(module, target, tap_scale), new, extra=extra)
         else:
             _save_model(module, target, new)
@@ -359,24 +403,15 @@ def save_student(
             os.replace(path, folder / path.name)
 
 
-def _in_bfloat16(
-    head: BlockHead | EagleHead, target: Target, tap_scale: Tensor | None
-) -> BlockHead | EagleHead:
-    """A copy; one of EAGLE-3 with a part of the vocabulary brings its rows of the output.
-
-    Other engines expect them beside the map of ids.
-    """
+def _in_bfloat16(head: Vocabulary, target: Target, tap_scale: Tensor | None) -> Vocabulary:
+    """A copy, with the rows of the output that `Recipe.brings_output` asks for."""
     config, tensors = head.config, dict(head.state_dict())
     if tap_scale is not None:
         tensors["fc.weight"] = tensors["fc.weight"] * tap_scale.to(tensors["fc.weight"].device)
-    made: BlockHead | EagleHead
-    if isinstance(config, EagleConfig):
-        if config.is_reduced and not config.owns_output and head.draft_ids is not None:
-            config = replace(config, owns_output=True)
-            tensors["lm_head.weight"] = Weights(target.path).output()[head.draft_ids.cpu()]
-        made = EagleHead(config)
-    else:
-        made = BlockHead(config)
+    if RECIPES[config.kind].brings_output and head.draft_ids is not None and head.lacks_output:
+        config = replace(config, owns_output=True)
+        tensors["lm_head.weight"] = Weights(target.path).output()[head.draft_ids.cpu()]
+    made = type(head)(config)
     made.bfloat16().load_state_dict(tensors)
     if head.draft_ids is not None:
         made.set_draft_ids(head.draft_ids.cpu())

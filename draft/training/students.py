@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ...core.ops.batch import Taps
-from ..models.heads.block import BlockHead
-from ..models.heads.eagle import EagleHead
+from ..heads.block_network import BlockConfig, BlockHead
+from ..heads.eagle_network import EagleConfig, EagleHead
 from .losses import kl_overlap_loss, pass_weights, slot_weights
 from .teacher import TeacherOutput
 
@@ -23,6 +23,7 @@ class Student(Protocol):
     A *chain* is a run of drafted tokens behind one place of an answer, along the answer itself.
     """
 
+    kind: str  # of head, or "lm"
     module: nn.Module
     taps: Taps
     depth: int  # tokens of a chain
@@ -43,6 +44,8 @@ class Student(Protocol):
 
 class BlockStudent:
     """A head that drafts a block in one pass; anchors are drawn anew in every batch."""
+
+    kind = BlockConfig.kind
 
     def __init__(self, head: BlockHead) -> None:
         self.module: nn.Module = head
@@ -111,6 +114,8 @@ def _tokens_behind(token_ids: Tensor, anchors: Tensor, depth: int) -> Tensor:
 class EagleStudent:
     """An EAGLE-3 head, unrolled on its own features ("training-time test")."""
 
+    kind = EagleConfig.kind
+
     def __init__(self, head: EagleHead) -> None:
         self.module: nn.Module = head
         self.taps, self.depth = head.config.taps, NUM_PASSES
@@ -149,6 +154,7 @@ class EagleStudent:
 class LmStudent:
     """A small language model of the target's vocabulary; it reads tokens alone."""
 
+    kind = "lm"
     taps: Taps = ()
 
     def __init__(self, model: nn.Module, depth: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import OwnDecoder
 from ...core.ops.batch import Segment, Taps, Wanted
 from .conversations import Conversation
 
@@ -50,7 +50,7 @@ class Teacher:
     """
 
     def __init__(
-        self, decoder: Decoder, taps: Taps, draft_ids: Tensor | None, max_len: int
+        self, decoder: OwnDecoder, taps: Taps, draft_ids: Tensor | None, max_len: int
     ) -> None:
         self._decoder, self._taps, self._draft_ids = decoder, taps, draft_ids
         self._pages = -(-max_len // PAGE_SIZE)
@@ -141,7 +141,7 @@ class Teacher:
 
     def _p_part(self, hidden: Tensor) -> Tensor:
         num_rows, least = len(hidden), self._decoder.ops.min_rows
-        if num_rows < least:  # as `Decoder` fills up its batches
+        if num_rows < least:  # as `build_batch` fills up its batches
             hidden = torch.cat((hidden, hidden[-1:].expand(least - num_rows, -1)))
         weights = self._decoder.weights
         logits = self._decoder.ops.logits(hidden, weights.lm_head, weights.logit_cap)[:num_rows]

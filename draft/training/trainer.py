@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ...core.errors import InvalidRequest
+from ..proposers.gap_model import FIRST_NUMBERS
 from .conversations import Conversation, Shuffler, answer_pairs, frequent_ids, split
-from .evaluator import FIRST_ODDS, TEMPERATURES, Acceptance, Evaluator, fit_odds
+from .evaluator import TEMPERATURES, Acceptance, Evaluator, fit_gaps
 from .new_drafts import Kind, Shape, Target, make_student, save_student
 from .students import Student
 from .teacher import Teacher
@@ -300,25 +301,26 @@ class Trainer:
             yield show
 
     def _report(self) -> Outcome:
-        """Measure what was kept, fit the odds of its candidates, and write both down."""
+        """Measure what was kept, fit the gap models of its candidates, and write both down."""
         outcome = Outcome(self.progress, self._stopped)
-        odds: dict[str, object] = {}
+        gaps: dict[str, object] = {}
         for temperature in TEMPERATURES:
             acceptance, ranked = self._evaluator.acceptance(self.student, temperature, REPORTED)
             outcome.acceptance.append(acceptance)
             kind = {0.0: "greedy", 1.0: "sampled"}.get(temperature)
             if kind is not None:
-                odds[kind] = [round(n, 3) for n in fit_odds(ranked, FIRST_ODDS[kind])]
+                first = FIRST_NUMBERS[kind == "sampled"]
+                gaps[kind] = [round(n, 3) for n in fit_gaps(ranked, first)]
         outcome.report = {
             "options": asdict(self._options),
             "progress": asdict(self.progress),
             "conversations": {"learnt": self.num_train, "held_out": self.num_held},
             "acceptance": [each.to_dict() for each in outcome.acceptance],
-            "odds": odds,
+            "odds": gaps,
         }
         final = sum(each.tokens_per_step for each in outcome.acceptance[::2]) / 2
         if final >= self.progress.best or self.done >= 1:
-            self._save({"odds": odds})
+            self._save({"odds": gaps})
         write_report(self._folder, outcome.report)
         return outcome
 

@@ -18,9 +18,9 @@ import pytest
 import uvicorn
 
 from foretoken import LLM, AsyncLLM
-from foretoken.api.server.process import Listen, uvicorn_config
+from foretoken.api.server.process import uvicorn_config
 from foretoken.api.serving.limits import Limits
-from foretoken.api.serving.serving_context import Settings
+from foretoken.api.serving.settings import Listen, Settings
 from foretoken.api.text.tokenizer import Tokenizer
 from support.fake_engine import FakeEngine, make_built
 

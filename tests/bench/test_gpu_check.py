@@ -17,19 +17,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from foretoken.bench.lab.gpu import check, lab, report
+from foretoken.bench.common.report import write_json
+from foretoken.bench.common.roofline import Limits
+from foretoken.bench.common.shapes import write_config
+from foretoken.bench.lab.gpu import check, lab
+from foretoken.bench.lab.gpu import page as gpu_page
 from foretoken.bench.lab.gpu.bed import fill
 from foretoken.bench.lab.gpu.check import PARTS, Part
 from foretoken.bench.lab.gpu.equality import difference
 from foretoken.bench.lab.gpu.gauge import Activity, Gauge, _add_up
 from foretoken.bench.lab.gpu.oracle import _compared, _ragged, _slots, tell_tests
-from foretoken.bench.lab.gpu.report import PAGE, RESULTS, read_results, render
-from foretoken.bench.lab.gpu.shapes import SHAPES, write_shape
-from foretoken.bench.lab.gpu.stage import Place, Result, Stage
-from foretoken.bench.report import write_json
-from foretoken.bench.roofline import Limits
+from foretoken.bench.lab.gpu.page import PAGE, RESULTS, read_results, render
+from foretoken.bench.lab.gpu.stage import SHAPES, Place, Result, Stage
 from foretoken.core.errors import ForetokenError
-from foretoken.core.model.families import read_config
+from foretoken.core.model.opening import read_config
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.radix_cache import PrefixCache
 
@@ -123,7 +124,7 @@ def run_all(
     monkeypatch.setattr(check, "_wait", command_of)
     monkeypatch.setattr(check, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(check, "PARTS", {n: Part(n, "", seconds) for n in codes})
-    monkeypatch.setattr(report, "ORDER", tuple(codes))
+    monkeypatch.setattr(gpu_page, "ORDER", tuple(codes))
     work = tmp_path / "work"
     work.mkdir()
     args = Namespace(minutes=9.0, only=None, rehearse=True, out=tmp_path / "out")
@@ -242,7 +243,7 @@ def test_the_page_shows_spreads_gaps_notes_and_errors(tmp_path) -> None:
     limits = Limits(read=4.2e12, matrix=7.7e14, drift=0.0, dtype="bfloat16", how="torch")
     first = made_up(tables={"Steps": rows}, limits=limits, notes=["A note."], errors=["x\ny"])
     write_json(tmp_path / "all.json", {"decode": vars_of(first)})
-    report.main(
+    gpu_page.main(
         ["--from", str(tmp_path / "all.json"), "--results", str(tmp_path / "results"),
          "--page", str(tmp_path / "page.md")]
     )  # fmt: skip
@@ -373,11 +374,10 @@ def test_a_wrong_logit_and_a_stray_write_are_seen() -> None:
     ("name", "billions"), [("qwen3-0.6b", 0.6), ("qwen3-8b", 8.2), ("llama-8b", 8.0)]
 )
 def test_the_shapes_are_the_published_ones(name: str, billions: float, tmp_path) -> None:
-    config = read_config(write_shape(tmp_path, name))
+    config = read_config(write_config(tmp_path, SHAPES[name]()))
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     layer = config.hidden_size * (width + config.num_heads * config.head_dim)
     layer += 3 * config.hidden_size * config.intermediate_size
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     assert (config.num_layers * layer + embeddings) / 1e9 == pytest.approx(billions, abs=0.06)
     assert config.dtype == "bfloat16"
-    assert SHAPES[name]["model_type"] == config.model_type

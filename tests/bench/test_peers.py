@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from transformers import PretrainedConfig
 
+from foretoken.bench.common.roofline import Limits
 from foretoken.bench.lab.peers import driver, engines, environments
+from foretoken.bench.lab.peers.checkpoints import Shape
 from foretoken.bench.lab.peers.driver import Run
 from foretoken.bench.lab.peers.engines import ENGINES, Engine
-from foretoken.bench.lab.peers.limits import Limits, roofline
+from foretoken.bench.lab.peers.limits import roofline
 from foretoken.bench.lab.peers.measure import Prompts, WrongAnswerError, measure, warm_up
 from foretoken.bench.lab.peers.rows import ROWS, Row, Setting, shrunk
-from foretoken.bench.lab.peers.shapes import Shape
 from foretoken.bench.lab.peers.table import (
     Figures,
     agreement,
@@ -33,6 +34,7 @@ from foretoken.bench.lab.peers.wire import Answer, Call, Job, read_job, write
 from foretoken.bench.lab.peers.worker import Worker, WorkerError
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_peer.py"
+LIMITS = Limits(read=1e9, matrix=1e12, drift=0.0, dtype="bfloat16", how="by hand")
 ROW = Row(
     name="decode",
     title="decode",
@@ -278,7 +280,7 @@ def test_notes_tell_failures_and_engines_that_run_another_model():
 
 
 def test_the_roofline_of_decoding_is_one_read_of_all_weights_a_step():
-    limits, shape = Limits(read=1e9, matrix=1e12), shape_of(vocab_size=100, hidden_size=1000)
+    limits, shape = LIMITS, shape_of(vocab_size=100, hidden_size=1000)
     params = 10**9
     assert roofline(ROW, shape, params, limits) == pytest.approx(2 * 1e9 / 2e9)
     int8 = replace(ROW, setting=Setting("none", "int8"))
@@ -289,7 +291,7 @@ def test_the_roofline_of_decoding_is_one_read_of_all_weights_a_step():
 
 
 def test_the_roofline_of_prefill_is_arithmetic_without_the_vocabulary():
-    limits, shape = Limits(read=1e9, matrix=1e12), shape_of(vocab_size=100, hidden_size=1000)
+    limits, shape = LIMITS, shape_of(vocab_size=100, hidden_size=1000)
     prefill = replace(ROW, kind="prefill", batch=1, prompt_len=100)
     inner = 10**9 - 100 * 1000
     assert roofline(prefill, shape, 10**9, limits) == pytest.approx(1e12 / (2 * inner))
@@ -302,17 +304,12 @@ def test_of_experts_those_count_that_rows_are_expected_to_choose():
     sizes = {"num_experts": 32, "moe_intermediate_size": 1000, "num_hidden_layers": 10}
     shape = shape_of(vocab_size=100, hidden_size=1000, num_experts_per_tok=16, **sizes)
     experts, params = 3 * 32 * 10 * 10**6, 10**9
-    limits, two = Limits(read=1e9, matrix=1e12), replace(ROW, batch=2)
+    limits, two = LIMITS, replace(ROW, batch=2)
     read = params - experts + experts * 24 / 32
     assert roofline(two, shape, params, limits) == pytest.approx(2 * 1e9 / (2 * read))
     prefill = replace(ROW, kind="prefill", batch=1, prompt_len=100)
     inner = params - experts / 2 - 100 * 1000
     assert roofline(prefill, shape, params, limits) == pytest.approx(1e12 / (2 * inner))
-
-
-def test_of_two_measurements_of_the_machine_the_better_counts():
-    assert Limits(1.0, 5.0).or_better(Limits(2.0, 4.0)) == Limits(2.0, 5.0)
-    assert Limits(1.0, 5.0).or_better(None) == Limits(1.0, 5.0)
 
 
 # -- the driver ---------------------------------------------------------------------------------
@@ -389,7 +386,7 @@ def test_what_is_not_installed_is_named_and_the_report_is_written(home, monkeypa
     absent = Engine(name="absent", script="x", environment="absent")
     monkeypatch.setattr(driver.known, "find", lambda names: [fake("foretoken"), absent])
     monkeypatch.setattr(driver, "ROWS", (BURST,))
-    monkeypatch.setattr(driver, "measured_limits", lambda threads: None)
+    monkeypatch.setattr(driver, "native_library", lambda: None)
     out = home / "peers.json"
     assert driver.main(["--threads", "1", "--repeats", "1", "--out", str(out)]) == 0
     assert (

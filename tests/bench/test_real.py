@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from foretoken.bench.drafting import chain, tree
+from foretoken.bench.common.drafting import chain, tree
 from foretoken.bench.real import (
     DRAFT_SETTINGS,
     SETTINGS,

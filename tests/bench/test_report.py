@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from foretoken.bench import report
+from foretoken.bench.common import report
 
-RESULTS = Path(report.__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,22 @@ def test_a_command_tells_no_place_on_this_machine(monkeypatch, argv, said) -> No
     assert report.command() == said
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: path.name)
-def test_results_name_no_place_on_a_machine(path: Path) -> None:
-    assert not re.search(r'[" =](/[\w.-]+){2,}', path.read_text(encoding="utf-8"))
+@pytest.fixture(scope="module")
+def kept() -> list[Path]:
+    """The JSON files of benchmarks that git keeps."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("only git knows which results are kept")
+    listing = ["git", "ls-files", "bench/results/*.json"]
+    done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / line for line in done.stdout.splitlines()]
+
+
+def test_results_name_no_place_on_a_machine(kept: list[Path]) -> None:
+    place = re.compile(r'[" =](/[\w.-]+){2,}')
+    assert [path.name for path in kept if place.search(path.read_text("utf-8"))] == []
+
+
+def test_a_result_is_kept_only_while_it_is_small_and_a_page_links_to_it(kept: list[Path]) -> None:
+    pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
+    assert [path.name for path in kept if f"](../{path.relative_to(ROOT)})" not in pages] == []
+    assert [path.name for path in kept if path.stat().st_size > 10_000] == []

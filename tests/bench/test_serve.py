@@ -11,10 +11,10 @@ from collections import Counter
 import pytest
 
 from foretoken.bench import offline, serve
+from foretoken.bench.common.roofline import Roofline
 from foretoken.bench.load import short_beside_long
 from foretoken.bench.load.noisy_neighbour import LONG_OUTPUT
 from foretoken.bench.load.report import busy_note, latency_rows, progress_line, stall_note, stalls
-from foretoken.bench.roofline import Roofline
 
 
 def bench(server, tmp_path, *flags: str) -> tuple[int, dict]:

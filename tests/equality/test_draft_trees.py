@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.core.execution import layout
 from foretoken.core.interface.step import Draft, ScheduledRequest
-from foretoken.core.model import Decoder
+from foretoken.core.model.decoder import Decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
 from support.draft_trees import RandomTrees, TreeDepth

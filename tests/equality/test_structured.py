@@ -14,7 +14,7 @@ import pytest
 from foretoken import LLM, Completion, ForetokenError, InvalidRequest, SamplingParams
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.structured.grammar_text import json_rule
-from foretoken.bench.lab.schemas import random_schema
+from support.random_schemas import random_schema
 from support.tiny_pair import write_pair
 
 NUM_SCHEMAS = 100

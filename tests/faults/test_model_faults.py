@@ -19,7 +19,7 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.models.draft_model import LmProposer
+from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.radix_cache import PrefixCache
 from support.fault_table import BAD, NAMES, NUM_TOKENS, PROMPTS, Reader, live, no_act
 from support.fixed_depth import FixedDepth

@@ -12,7 +12,7 @@ import httpx
 
 from foretoken import AsyncLLM
 from foretoken.api.server.app import create_app
-from foretoken.api.serving.serving_context import Settings
+from foretoken.api.serving.settings import Settings
 
 HANG_SECONDS = 30.0
 SMALL: dict[str, Any] = {"max_model_len": 192, "kv_tokens": 3072, "threads": 1}

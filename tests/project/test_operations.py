@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shlex
+from collections.abc import Mapping
 from configparser import RawConfigParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,10 @@ import pytest
 import yaml
 
 from foretoken.api.cli import commands
+from foretoken.api.serving.limits import Limits
+from foretoken.api.serving.settings import Listen
+from foretoken.core.config import EngineConfig
+from support.given import given, listening
 from support.observed_app import Observed
 
 ROOT = Path(__file__).parents[2]
@@ -145,13 +151,34 @@ def flags(args: list[str]) -> Any:
     return commands._parser().parse_args(args)
 
 
-def test_the_container_starts_a_server_that_hears_its_signals() -> None:
+def listening_by(variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Listen:
+    """Where and how a server listens with these variables, which must all be known."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    warned: list[str] = []
+    monkeypatch.setattr(logging.Logger, "warning", lambda _, *args: warned.append(str(args)))
+    given().warn_of_unknown_variables()
+    assert warned == []
+    return listening()
+
+
+def test_the_variables_of_the_guide_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict(re.findall(r"^(FORETOKEN_\w+)=(\S+)$", GUIDE, re.MULTILINE))
+    assert len(found) == 4
+    listen = listening_by(found, monkeypatch)
+    assert listen.settings.api_keys == ("a-long-random-text",)
+    assert given().options(EngineConfig) == {"kv_memory": 8 * 2**30}
+
+
+def test_the_container_starts_a_server_that_hears_its_signals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     text = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text())
     lines = dict(re.findall(r"^(ENTRYPOINT|USER|HEALTHCHECK|STOPSIGNAL) (.*)$", text, re.MULTILINE))
-    command, *args = json.loads(lines["ENTRYPOINT"])  # exec form: no shell between
-    assert command == "foretoken"
-    parsed = flags(args)
-    assert (parsed.host, parsed.port, parsed.log_format) == ("0.0.0.0", 8000, "json")
+    assert json.loads(lines["ENTRYPOINT"]) == ["foretoken", "serve"]  # exec form: no shell between
+    settings = dict(re.findall(r"\b(FORETOKEN_\w+)=(\S+)", text))
+    listen = listening_by(settings, monkeypatch)
+    assert (listen.host, listen.port, listen.log_format) == ("0.0.0.0", 8000, "json")
     assert lines["STOPSIGNAL"] == "SIGTERM"
     assert int(lines["USER"]) > 0
     probe = json.loads(lines["HEALTHCHECK"].partition(" CMD ")[2])
@@ -174,12 +201,13 @@ def unit() -> dict[str, str]:
     return dict(parser["Service"])
 
 
-def test_the_unit_starts_a_server_and_waits_for_its_drain() -> None:
+def test_the_unit_starts_a_server_and_waits_for_its_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     service = unit()
-    command, *args = shlex.split(service["ExecStart"])
-    assert command.endswith("/foretoken")
-    parsed = flags([each for each in args if not each.startswith("$FORETOKEN")])
-    assert float(service["TimeoutStopSec"]) > parsed.drain_seconds + 10
+    assert service["ExecStart"].endswith("/foretoken serve")
+    settings = dict(each.split("=") for each in service["Environment"].split())
+    listen = listening_by(settings, monkeypatch)
+    assert listen.log_format == "json"
+    assert float(service["TimeoutStopSec"]) > listen.drain_seconds + 10
     assert service["KillMode"] == "mixed"
     assert service["Restart"] == "on-failure"
     assert service["NoNewPrivileges"] == "yes"
@@ -189,8 +217,7 @@ def test_the_unit_starts_a_server_and_waits_for_its_drain() -> None:
 def test_the_proxy_waits_as_long_as_the_server() -> None:
     text = (FOLDER / "nginx.conf").read_text()
     found = dict(re.findall(r"^\s*(\w+) +(\S+);", text, re.MULTILINE))
-    limits = flags(["serve"])
-    defaults = commands.server_settings(limits).limits
+    defaults = Limits()
     assert found["proxy_buffering"] == "off"
     assert seconds(found["proxy_read_timeout"]) > defaults.max_request_seconds
     assert seconds(found["keepalive_timeout"]) < defaults.idle_seconds
@@ -207,14 +234,13 @@ def test_commands_of_the_guide_have_flags_that_exist() -> None:
     text = re.sub(r"\\\n\s*", " ", GUIDE)
     lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
              for line in block.splitlines()]  # fmt: skip
-    given = [line.partition("FORETOKEN_FLAGS=")[2] for line in lines if "FORETOKEN_FLAGS" in line]
-    given += [line.partition("foretoken serve ")[2] for line in lines if "foretoken serve" in line]
+    given = [line.partition("foretoken serve ")[2] for line in lines if "foretoken serve" in line]
     given += [line.partition(" foretoken /models")[2].partition(" ")[2] for line in lines
               if line.startswith("docker run")]  # fmt: skip
-    assert len(given) == 3
+    assert len(given) == 2
     for each in given:
         flags(["serve", *shlex.split(each)])
-    known = set(re.findall(r"--[a-z-]+", flags(["serve"]).parser.format_help()))
-    foreign = {"--build-arg", "--init", "--stop-timeout", "--now"}
+    known = set(re.findall(r"--[a-z-]+", flags(["serve"]).parser.format_help(shows_all=True)))
+    foreign = {"--build-arg", "--index-url", "--init", "--no-deps", "--now", "--stop-timeout"}
     named = set(re.findall(r"(?<!\w)--[a-z][a-z-]+", GUIDE)) - foreign
     assert named - known == set()

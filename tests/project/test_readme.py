@@ -68,6 +68,43 @@ def test_the_pip_way_installs_what_make_installs() -> None:
     assert "-c constraints.txt -e ." in run(["make", "-n", "--always-make", "serve"])
 
 
+PYTHONS = ("python3", "python3.14", "python3.13", "python3.12", "python3.11")
+
+
+def planned_with(folder: Path, supported: str, *options: str) -> str:
+    """The commands of `make serve` where one Python is supported, if any; all else is too old."""
+    for name in PYTHONS:
+        (folder / name).write_text(f"#!/bin/sh\nexit {int(name != supported)}\n")
+        (folder / name).chmod(0o755)
+    command = ["make", "-n", "--always-make", "serve", *options]
+    path = {"PATH": f"{folder}:/usr/bin:/bin"}
+    return subprocess.run(
+        command, cwd=ROOT, env=path, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.mark.parametrize("name", PYTHONS)
+def test_make_takes_the_newest_python_that_is_supported(name: str, tmp_path: Path) -> None:
+    assert f"\n{name} -m venv .venv\n" in planned_with(tmp_path, name)
+
+
+def test_make_says_which_pythons_it_supports() -> None:
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    assert 'requires-python = ">=3.11,<3.15"' in project
+    assert "(3, 11) <= sys.version_info[:2] <= (3, 14)" in (ROOT / "Makefile").read_text("utf-8")
+
+
+def test_make_takes_torch_for_the_cpu_where_there_is_no_gpu(tmp_path: Path) -> None:
+    cpu = "--index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch"
+    if sys.platform == "linux" and not Path("/dev/nvidia0").exists():
+        assert cpu in planned_with(tmp_path, "python3")
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert "--index-url" not in planned_with(tmp_path, "python3")
+    assert "--index-url URL" in planned_with(tmp_path, "python3", "TORCH_INDEX=URL")
+    assert "--index-url" not in planned_with(tmp_path, "python3", "TORCH_INDEX=")
+
+
 @pytest.mark.parametrize(
     "command", [line for block in SHELL for line in block.splitlines() if "foretoken run" in line]
 )

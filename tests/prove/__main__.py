@@ -1,10 +1,11 @@
-"""``make prove``: every mutation of the list must make some test fail."""
+"""``make prove``: every mutation, listed or generated, must make some test fail."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import fnmatch
+import random
 import sys
 import tempfile
 import time
@@ -12,15 +13,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretoken.bench.report import machine, write_json
+from foretoken.bench.common.report import machine, write_json
 
+from .code import Code
 from .mutation import Mutation
 from .mutations import MUTATIONS
 from .run import Verdict, prove
+from .targets import generated_mutations
 from .workplace import Workplace
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "bench" / "results" / "prove.json"
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -30,16 +32,20 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", metavar="NAME", action="append", help="this one; * stands for anything"
     )
+    parser.add_argument("--sample", metavar="N", type=int, help="so many of them, at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(args)
-    chosen = [each for each in MUTATIONS if _is_chosen(each, options.only)]
+    every = [*MUTATIONS, *generated_mutations(Code(ROOT))]
+    chosen = [each for each in every if _is_chosen(each, options.only)]
     if not chosen:
         parser.error(f"no mutation is named {' or '.join(options.only)}")
+    if options.sample is not None and options.sample < len(chosen):
+        chosen = random.Random(options.seed).sample(chosen, options.sample)
     if options.list:
         print(*(f"{each.name:34} {each.place}: {each.breaks}" for each in chosen), sep="\n")
         return 0
-    target = options.json or (None if options.only else RESULTS)
-    return _run(chosen, target)
+    return _run(chosen, options.json)
 
 
 def _is_chosen(mutation: Mutation, names: Sequence[str] | None) -> bool:

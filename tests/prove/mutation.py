@@ -22,3 +22,4 @@ class Mutation:
     after: str
     tests: tuple[str, ...]  # the end of pytest's name, as far as it takes, the surest first
     breaks: str  # which law, invariant or promise
+    seconds: float = 120.0  # for its tests; a mistake that makes them hang is noticed, too

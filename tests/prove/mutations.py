@@ -18,7 +18,6 @@ from .lists import (
     pins,
     processors,
     quotas,
-    recommended,
     routes,
     rows,
     scheduling,
@@ -27,7 +26,6 @@ from .lists import (
     texts,
     tree,
     verifying,
-    waiting,
 )
 
 MUTATIONS = (
@@ -52,8 +50,6 @@ MUTATIONS = (
     *texts.MUTATIONS,
     *routes.MUTATIONS,
     *owners.MUTATIONS,
-    *waiting.MUTATIONS,
     *forms.MUTATIONS,
     *bounds.MUTATIONS,
-    *recommended.MUTATIONS,
 )

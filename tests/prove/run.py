@@ -9,7 +9,6 @@ from typing import Literal
 from .mutation import DoesNotApply, Mutation
 from .workplace import TestRun, Workplace
 
-TIMEOUT_S = 120.0  # of one mutation's tests; a mistake that makes them hang is noticed, too
 BASELINE_TIMEOUT_S = 1200.0
 _TESTS_FAILED = 1  # pytest's exit status; below 0: the process was ended by a signal
 
@@ -46,7 +45,7 @@ def _judge(workplace: Workplace, mutation: Mutation) -> Verdict:
     num_libraries = workplace.num_libraries
     try:
         with workplace.mutated(mutation) as place:
-            run = workplace.run_tests(workplace.tests_of(mutation), timeout_s=TIMEOUT_S)
+            run = workplace.run_tests(workplace.tests_of(mutation), timeout_s=mutation.seconds)
     except DoesNotApply as error:
         return Verdict(mutation=mutation, outcome="does not apply", detail=str(error))
     is_compiled = not place.is_native or workplace.num_libraries > num_libraries

@@ -46,6 +46,7 @@ def root(tmp_path: Path) -> Path:
         "core/deep/sums.py": SUMS,
         "core/sums.c": SUMS_IN_C,
         "tests/a/test_sums.py": TESTS,
+        "tests/a/unit.c": "int unit(void) { return 1; }\n",
         "tests/b/test_sums.py": TESTS + "\n\nasync def test_three():\n    LIMIT = 2\n",
     }
     for name, text in files.items():
@@ -70,12 +71,13 @@ def mutated(root: Path, place: str, before: str, after: str) -> tuple[str, str]:
         ("half", "x / 2", "x / 3", "core/deep/sums.py"),
         ("double_of", "2 * x", "3 * x", "core/sums.c"),
         ("half", "x[at] / 2", "x[at]", "core/sums.c"),
+        ("unit", "return 1", "return 2", "tests/a/unit.c"),
     ],
 )
 def test_a_name_and_a_pattern_say_which_place_changes(
     root: Path, place: str, before: str, after: str, file: str
 ) -> None:
-    text = SUMS if file.endswith(".py") else SUMS_IN_C
+    text = (root / file).read_text(encoding="utf-8")
     where, changed = mutated(root, place, before, after)
     assert (where, changed.replace(after, before)) == (file, text)
     assert changed != text

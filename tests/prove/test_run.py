@@ -49,9 +49,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     made.close()
 
 
-def judged(workplace: Workplace, before: str, after: str, *tests: str) -> Verdict:
+def judged(
+    workplace: Workplace, before: str, after: str, *tests: str, seconds: float = 60.0
+) -> Verdict:
     place = "half" if "/" in before else "double"
-    mutation = Mutation("name", place, before, after, tests or (DOUBLED,), "a law")
+    mutation = Mutation("name", place, before, after, tests or (DOUBLED,), "a law", seconds)
     [verdict] = prove(workplace, [mutation])
     return verdict
 
@@ -81,10 +83,9 @@ def test_a_test_that_fails_without_the_mistake_proves_nothing(workplace: Workpla
 
 
 def test_a_mistake_that_makes_tests_hang_is_caught_by_the_clock(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+    workplace: Workplace,
 ) -> None:
-    monkeypatch.setattr("prove.run.TIMEOUT_S", 0.5)
-    verdict = judged(workplace, "return 2 * x", "while True:\n        pass")
+    verdict = judged(workplace, "return 2 * x", "while True:\n        pass", seconds=0.5)
     assert (verdict.outcome, verdict.caught_by) == ("caught", "the clock")
 
 

@@ -86,6 +86,14 @@ def test_pinning_again_prolongs_and_never_shortens() -> None:
     assert cache.num_pinned_pages == 2
 
 
+def test_pinning_again_for_longer_lasts_as_long() -> None:
+    cache = PrefixCache(8, 2)
+    tokens = pinned(cache, 4, ttl=1.0)
+    cache.pin(tokens, 4, ttl=100.0)
+    cache.tick(99.0)
+    assert cache.num_pinned_pages == 2
+
+
 def test_only_whole_cached_pages_are_pinned() -> None:
     cache = PrefixCache(16, 4)
     serve(cache, seq(11))

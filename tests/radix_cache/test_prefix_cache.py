@@ -64,6 +64,22 @@ def test_acquire_counts_queries_and_hits_in_tokens() -> None:
     assert (cache.num_queries, cache.num_hits) == (16, 6)
 
 
+def test_a_node_counts_the_requests_that_found_it() -> None:
+    cache = PrefixCache(8, 2)
+    serve(cache, seq(8))
+    for _ in range(2):
+        cache.acquire(seq(8))
+    hits = {node.key.tolist()[0]: node.num_hits for node in cache.tree.nodes() if node.parent}
+    assert hits == {0: 2, 6: 0}, "the last page is computed again"
+
+
+def test_publishing_what_is_published_shares_nothing_new() -> None:
+    cache = PrefixCache(4, 2)
+    lease = computing(cache, seq(6))
+    assert cache.publish(lease, seq(6), 5) == range(4)
+    assert cache.publish(lease, seq(6), 5) == range(0)
+
+
 def test_a_preempted_request_that_comes_back_counts_no_second_time() -> None:
     cache = PrefixCache(4, 2)
     serve(cache, seq(8))

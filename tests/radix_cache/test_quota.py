@@ -65,6 +65,15 @@ def test_nobody_gets_beyond_its_quota_and_what_it_needs_at_a_time() -> None:
     assert owned(cache)["quiet"] == 20 - 10 - 3
 
 
+@pytest.mark.parametrize(("quota", "num_by_quota"), [(0.5, 3), (1.0, 0)])
+def test_pages_that_go_because_of_a_quota_are_counted_apart(quota, num_by_quota) -> None:
+    cache = PrefixCache(20, 2, cache_quota=quota)
+    leave(cache, "quiet", 2)
+    for _ in range(7):  # the last one finds no free page
+        leave(cache, "flood", 3)
+    assert (cache.tree.num_evicted, cache.tree.num_evicted_by_quota) == (3, num_by_quota)
+
+
 def test_without_a_quota_a_flood_drives_out_everybody() -> None:
     cache = PrefixCache(20, 2, cache_quota=1.0)
     quiet = leave(cache, "quiet", 2)
@@ -130,6 +139,28 @@ def test_one_whose_pages_are_all_held_is_here(is_pinned: bool) -> None:
         leave(cache, "flood", 3)
     assert (kept(cache, "held", held), kept(cache, "gone", gone)) == (4, 0)
     cache.check([] if lease is None else [lease])
+
+
+def put(tree: RadixTree, namespace: str, *page_ids: int) -> None:
+    """Prompts of one page each, whose token is the page's id."""
+    for page_id in page_ids:
+        tree.insert(array("q", [page_id]), array("q", [page_id]), namespace=namespace)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_one_is_here_from_the_beginning_of_its_request_to_its_end(is_over: bool) -> None:
+    tree = RadixTree(1, quota=2, idle_after=4)
+    put(tree, "here", 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    put(tree, "long", 10, 11)
+    if is_over:  # its request began before all evictions
+        lock = tree.lock(tree.match(array("q", [10]), namespace="long"))
+    assert tree.evict(5) == array("q", [1, 2, 3, 4, 5])
+    if is_over:
+        tree.unlock(lock)
+    else:  # its request begins after them
+        tree.lock(tree.match(array("q", [10]), namespace="long"))
+    put(tree, "here", 12)
+    assert tree.evict(1) == array("q", [6]), "what is beyond its quota, for nobody is idle"
 
 
 def test_those_that_left_the_cache_are_forgotten() -> None:

@@ -72,6 +72,28 @@ def test_match_follows_several_nodes() -> None:
     assert tree.match(ids(1, 2, 7, 9)).page_ids == ids(0, 1, 4)
 
 
+def test_match_does_not_go_on_behind_a_page_that_differs() -> None:
+    tree = RadixTree(1)
+    tree.insert(ids(1, 2, 3), ids(0, 1, 2))
+    tree.insert(ids(1, 2, 4), ids(8, 9, 3))
+    assert found(tree, 1, 3).page_ids == ids(0), "3 follows 2 alone"
+
+
+def test_a_match_of_nothing_has_no_pages_of_any_node() -> None:
+    tree = RadixTree(1)
+    tree.insert(ids(1), ids(0))
+    assert found(tree, 2).num_node_pages == 0
+    assert found(tree, 2).num_idle_pages == 0
+
+
+def test_inserting_what_is_cached_adds_no_node() -> None:
+    tree = RadixTree(1)
+    tree.insert(ids(1, 2, 3), ids(0, 1, 2))
+    tree.insert(ids(1, 2, 4), ids(8, 9, 3))
+    assert tree.insert(ids(1, 2), ids(6, 7)) == ids(0, 1)
+    assert keys(tree) == [[1, 2], [3], [4]]
+
+
 def test_match_changes_neither_shape_nor_recency() -> None:
     tree = RadixTree(2)
     tree.insert(ids(1, 2, 3, 4, 5, 6), ids(0, 1, 2))
@@ -108,6 +130,17 @@ def test_insert_returns_the_pages_that_were_there() -> None:
     assert tree.match(ids(1, 2, 4, 5)).page_ids == ids(0, 1, 8, 9)
     assert tree.num_pages == 5
     tree.check()
+
+
+def test_a_tree_of_tokens_alone_needs_no_page_ids() -> None:
+    tree = RadixTree(2)
+    tree.insert(ids(1, 2, 3, 4), namespace="a")
+    tree.insert(ids(1, 2, 5, 6), namespace="a")
+    assert tree.match(ids(1, 2, 5, 6, 7), namespace="a").num_tokens == 4
+    assert tree.num_pages == 3
+    assert tree.evict(2) == ids(0, 0)
+    with pytest.raises(ValueError, match="3 tokens do not fill 1 pages"):
+        tree.insert(ids(1, 2, 3))
 
 
 def test_insert_of_tokens_that_do_not_fill_their_pages_is_refused_and_leaves_no_trace() -> None:

@@ -7,8 +7,10 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,7 @@ import torch
 import foretoken
 from foretoken import LLM, SamplingParams
 from foretoken.api.cli.commands import main
+from support.certificates import make_certificate
 from support.forked import command, run_forked, started
 from support.plain_http import get, opened, payloads, post
 from support.server_process import Server, running
@@ -89,7 +92,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 def test_help_names_every_command_and_serve_every_flag() -> None:
     shown = call("--help").stdout
     assert [command for command in COMMANDS if command not in shown] == []
-    flags = set(re.findall(r"--[a-z-]+", call("serve", "--help").stdout))
+    flags = set(re.findall(r"--[a-z-]+", call("serve", "--help-all").stdout))
     assert set(SERVE_FLAGS.split()) - flags == set()
 
 
@@ -225,6 +228,32 @@ def test_serve_listens_on_a_unix_socket(tmp_path: Path) -> None:
             assert client.recv(12) == b"HTTP/1.1 200"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_serve_speaks_tls(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    flags = ["--port", "0", "--ssl-certfile", cert, "--ssl-keyfile", key, *SMALL]
+    with started(command, "serve", "builtin", *flags) as process:
+        found = (re.search(r"https://(127\.0\.0\.1:\d+)(?=\s)", line) for line in process.stderr)
+        address = next(match[1] for match in found if match)
+        trust = ssl.create_default_context(cafile=cert)
+        connection = http.client.HTTPSConnection(address, timeout=60, context=trust)
+        with contextlib.closing(connection):
+            body = json.dumps({**ENDLESS, "max_tokens": 40})
+            connection.request("POST", TEXT, body, {"Content-Type": "application/json"})
+            seen = [*payloads(connection.getresponse())]
+        assert len(seen) > 2
+        assert seen[-1] == "[DONE]"
+        assert json.loads(seen[-2])["choices"][0]["finish_reason"] == "length"
+        with ssl.create_default_context(cafile=cert).wrap_socket(
+            socket.create_connection(address.split(":")), server_hostname="127.0.0.1"
+        ) as client:
+            client.sendall(b"nonsense\r\n\r\n")
+            assert client.recv(12) == b"HTTP/1.1 400"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_sigterm_lets_a_running_stream_finish_and_exits_0(server: Server) -> None:

@@ -1,22 +1,22 @@
-"""The live page: what it is served with, what its events tell, and how it works in a browser."""
+"""The live page: what it is served with, and what its events tell. In a browser: test_live_page."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
-from foretoken.api.server.dashboard import MAX_BOXES, PAGE, icicle
+from foretoken.api.server.dashboard import MAX_BOXES, MAX_STEPS, PAGE, Dashboard, Watched, icicle
+from foretoken.core.interface.request import Delta
+from foretoken.core.telemetry.metrics import EngineObserver
 from foretoken.radix_cache import PrefixCache
 from support.server_process import running
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SECRET = "xylophone"
 ASKED = {"messages": [{"role": "user", "content": f"def {SECRET}("}], "max_tokens": 24}
 
@@ -27,11 +27,16 @@ def url() -> Iterator[str]:
         yield server.url
 
 
-def first_event(url: str, **headers: str) -> dict[str, Any]:
+def watch(url: str, **headers: str) -> Iterator[dict[str, Any]]:
     with httpx.stream("GET", f"{url}/ui/events", headers=headers, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
-        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
-        return json.loads(next(lines).removeprefix("data: "))
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def first_event(url: str, **headers: str) -> dict[str, Any]:
+    return next(watch(url, **headers))
 
 
 def test_the_page_is_one_file_that_loads_nothing(url: str) -> None:
@@ -92,51 +97,86 @@ def test_chunks_tell_who_drafted_each_token_if_asked(url: str, speculation: obje
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     pieces = [piece for choice in choices for piece in choice.get("token_sources") or ()]
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
-    assert "".join(piece for piece, _ in pieces) == text
+    assert "".join(piece for piece, *_ in pieces) == text
     accepted = chunks[-1]["usage"]["speculation"]["accepted_by_source"]
-    named = [source for _, source in pieces if source]
+    named = [source for _, source, _ in pieces if source]
     assert set(named) <= set(accepted)
-    assert len(named) <= sum(accepted.values())
+    assert len(named) == sum(accepted.values())
+    counted = [source for _, source, _ in pieces if source is not None]
+    assert len(counted) == chunks[-1]["usage"]["completion_tokens"]
+    assert {channel for *_, channel in pieces} == {"content"}
     body.pop("token_sources")
     plain = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert "token_sources" not in plain.text
 
 
-def test_a_parent_spans_its_children_and_the_boxes_are_bounded() -> None:
-    def node(tokens: int, *children: object, uses: int = 0, hits: int = 0) -> Any:
-        below = {index.to_bytes(2): child for index, child in enumerate(children)}
-        return SimpleNamespace(key=range(tokens), children=below, ref_count=uses, num_hits=hits)
+def node(tokens: int, *children: object, uses: int = 0, hits: int = 0) -> Any:
+    below = {index.to_bytes(2): child for index, child in enumerate(children)}
+    return SimpleNamespace(key=range(tokens), children=below, ref_count=uses, num_hits=hits)
 
+
+def test_a_parent_spans_its_children_and_the_boxes_are_bounded() -> None:
     tree = node(0, node(32, node(16), node(16, node(48), uses=1), uses=1, hits=3), node(16))
-    assert icicle([tree]) == [
+    assert icicle([tree])[0] == [
         [0, 0, 2, 32, 1, 3], [0, 1, 1, 16, 0, 0], [1, 1, 1, 16, 1, 0], [1, 2, 1, 48, 0, 0],
         [2, 0, 1, 16, 0, 0],
     ]  # fmt: skip
-    assert len(icicle([node(0, *(node(16) for _ in range(256)), node(8))] * 3)) == MAX_BOXES
-    assert icicle([*PrefixCache(4, 16).tree.roots()]) == []
+    assert len(icicle([node(0, *(node(16) for _ in range(256)), node(8))] * 3)[0]) == MAX_BOXES
+    assert icicle([*PrefixCache(4, 16).tree.roots()]) == ([], {})
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_in_a_browser_chat_streams_stop_stops_and_the_panel_moves(url: str) -> None:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 390, "height": 844})
-        errors: list[str] = []
-        page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(url)
-        page.wait_for_function("document.getElementById('state').textContent === 'Live'")
-        page.fill("#text", "x = 1\n" * 20)
-        page.keyboard.press("Enter")
-        page.wait_for_selector(".cost")
-        assert "prompt tokens cached" in page.inner_text(".cost")
-        page.wait_for_function("document.querySelectorAll('#tree rect').length > 0")
-        page.fill("#text", "def f():")
-        page.click("#send")
-        page.wait_for_function("!document.getElementById('stop').disabled")
-        page.click("#stop")
-        page.wait_for_function("document.querySelectorAll('.cost').length === 2")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        assert errors == []
-        browser.close()
+def step(*sources: str) -> Delta:
+    return Delta(token_ids=[0] * len(sources), token_sources=[*sources])
+
+
+def test_the_engine_is_observed_while_somebody_watches_and_no_longer() -> None:
+    observers: list[EngineObserver] = []
+    engine = SimpleNamespace(metrics=SimpleNamespace(observers=observers))
+    service: Any = SimpleNamespace(llm=SimpleNamespace(engine=engine))
+    dashboard = Dashboard(service)
+    one, two = dashboard.watch(), dashboard.watch()
+    assert observers == [one]
+    assert two is one
+    dashboard.unwatch()
+    assert observers == [one]
+    dashboard.unwatch()
+    assert observers == []
+
+
+def test_the_steps_of_a_watched_engine_are_told_by_drafter() -> None:
+    watched, request = Watched(), cast("Any", None)
+    plan = output = cast("Any", None)
+    for deltas in ([step("radix", ""), step("")], [step()], [step("lm", "lm", "")]):
+        for delta in deltas:
+            watched.observe_delta(request, delta, 0.0)
+        watched.observe_step(plan, output, began=0.0, ended=0.0)
+    assert watched.since(0) == [{"radix": 1, "": 2}, {"lm": 2, "": 1}]
+    assert watched.since(1) == [{"lm": 2, "": 1}]
+    for _ in range(2 * MAX_STEPS):
+        watched.observe_delta(request, step(""), 0.0)
+        watched.observe_step(plan, output, began=0.0, ended=0.0)
+    assert watched.since(0) == [{"": 1}] * MAX_STEPS
+
+
+def test_the_path_of_a_request_is_in_the_tree_however_large_that_is(url: str) -> None:
+    events = watch(url)
+    next(events)  # from now on
+    sent = httpx.post(f"{url}/v1/chat/completions", json=ASKED | {"max_tokens": 60}, timeout=60)
+    answer = sent.json()
+    of_state = (event for event in events if "requests" in event and not event["running"])
+    now = next(event for event in of_state if answer["id"] in str(event["requests"]))
+    (mine,) = (each for each in now["requests"] if each["id"] == answer["id"])
+    assert mine["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert mine["cached_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    boxes = [now["tree"][box] for box in mine["boxes"]]
+    assert [level for _, level, *_ in boxes] == [*range(len(boxes))]
+    total = answer["usage"]["total_tokens"]
+    assert total - 17 <= sum(tokens for *_, tokens, _, _ in boxes) <= total
+
+
+def test_what_a_path_needs_is_drawn_beyond_the_limit() -> None:
+    last = node(8)
+    many = node(0, *(node(16) for _ in range(2 * MAX_BOXES)), last)
+    boxes, places = icicle([many], {id(last)})
+    assert len(boxes) == MAX_BOXES + 1
+    assert boxes[places[id(last)]][3] == 8

@@ -131,6 +131,8 @@ EXACT: list[tuple[str, dict[str, Any], str]] = [  # a body's fields, and the pat
             ({"function_call": "auto"}, "function_call"),
             ({"chat_template": "x"}, "chat_template"),
             ({"audio": {"voice": "x"}}, "audio"),
+            ({"guided_json": {}}, "guided_json"),
+            ({"return_token_ids": True}, "return_token_ids"),
         ]
     ),
     *(
@@ -142,6 +144,7 @@ EXACT: list[tuple[str, dict[str, Any], str]] = [  # a body's fields, and the pat
             ({"prompt": [1.5]}, "prompt[0]"),
             ({"prompt": ["a"] * 65}, "prompt"),
             ({"suffix": "x"}, "suffix"),
+            ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
             ({"best_of": 3}, "best_of"),
             ({"logprobs": 21}, "logprobs"),
         ]

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foretoken.api.cli.flags import Parser
+from foretoken.bench.common.report import heading, table, write_json
 from foretoken.bench.load.figures import distribution
-from foretoken.bench.load.report import heading
 from foretoken.bench.load.workloads import above_zero
-from foretoken.bench.report import table, write_json
 
 from .book import Book
 from .leaks import MAX_DRIFT, drifts, growth

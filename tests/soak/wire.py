@@ -15,12 +15,12 @@ from typing import Literal
 
 import msgspec
 
-from foretoken.bench.load.http import AnswerParser, Failure
+from foretoken.bench.load import http
+from foretoken.bench.load.http import AnswerParser, Failure, OnBody
 
 Address = tuple[str, int] | str
 """Host and port, or the path of a Unix socket."""
 Ended = Literal["whole", "cut", "hang", "refused"]
-OnBody = Callable[[float, bytes], None]
 SMALL_BUFFER = 2048  # bytes the kernel takes for a client that reads slowly
 PIECE = 2**16
 OK = 200
@@ -136,14 +136,10 @@ class Link:
 
 
 def request_bytes(method: str, path: str, body: object = None, *, key: str | None) -> bytes:
-    """A well-formed request, as it goes over the wire."""
-    data = b"" if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
-    lines = [f"{method} {path} HTTP/1.1", "host: soak"]
-    if key is not None:
-        lines.append(f"authorization: Bearer {key}")
-    if body is not None:
-        lines += ["content-type: application/json", f"content-length: {len(data)}"]
-    return "\r\n".join([*lines, "", ""]).encode() + data
+    """A request of the soak; a body that is not bytes is written as JSON."""
+    data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+    fields = {"host": "soak"} | ({} if key is None else {"authorization": f"Bearer {key}"})
+    return http.request_bytes(method, path, fields, data)
 
 
 async def ask(

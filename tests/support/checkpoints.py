@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from foretoken.core.model import Decoder
+from foretoken.core.model.decoder import Decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 

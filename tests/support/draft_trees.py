@@ -15,7 +15,7 @@ from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.speculator import DraftPlan
 from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
-from foretoken.core.model import Decoder
+from foretoken.core.model.decoder import Decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype
 from support.checkpoints import void_item

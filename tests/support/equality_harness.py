@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from foretoken.api.types.sampling_params import SamplingParams
+from foretoken.core.execution.layout import natural_slots
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
 from foretoken.core.interface.request import Request
@@ -21,14 +22,16 @@ from foretoken.core.interface.speculator import ProposerTraits, Speculator
 from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder
-from foretoken.core.ops.kv_pool import KvDtype
+from foretoken.core.model.rough_copy import rough_decoder
+from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
-from foretoken.draft.models.draft_model import LmProposer
+from foretoken.draft.proposers.lm_proposer import LmProposer
+from foretoken.draft.proposers.self_draft import SelfProposer
 from foretoken.draft.sources.oracle import OracleSource
 from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.prefix import PrefixSource
@@ -181,10 +184,51 @@ CHEAP = StepProfile(  # drafts cost next to nothing: the controller drafts, and 
 )
 DEPTHS: dict[str, int | Literal["auto"]] = dict.fromkeys(SOURCES, 4)
 DEPTHS |= {"auto": "auto", "auto+lm": "auto", "auto+block": "auto", "auto+eagle": "auto"}
-DEPTHS["auto+medusa"] = "auto"
+DEPTHS |= {"auto+medusa": "auto", "auto+self": "auto"}
 DEPTHS |= {"fixed+lm": 4, "fixed+block": 4}
 HEADS = {name: name for name in ("block", "reduced", "eagle", "medusa")}  # kinds of `join_random`
 HEADS |= {f"auto+{name}": name for name in ("block", "eagle", "medusa")} | {"fixed+block": "block"}
+
+
+class Forgetful(SelfProposer):
+    """Makes void what its drafts wrote, as if nothing of it might be read again."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        super().__init__(decoder, pool)
+        self._kv = pool
+
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
+        drafts = super().propose(rows)
+        size = self._kv.page_size
+        for row in rows:
+            slots = {page * size + at for page in row.spare_page_ids for at in range(size)}
+            slots |= {*natural_slots(row, row.start, len(row.page_ids) * size - row.start, size)}
+            self._kv.copy_slots([self._kv.num_pages * size - 1] * len(slots), [*slots])
+        return drafts
+
+
+class Failing(SelfProposer):
+    """Fails every other time when its passes are over."""
+
+    calls = 0
+
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
+        drafts, self.calls = super().propose(rows), self.calls + 1
+        if self.calls % 2:
+            raise RuntimeError("the draft is lost")
+        return drafts
+
+
+def _rough(make: Callable[[Decoder, KVPool], Proposer]) -> Callable[[Decoder, KVPool], Proposer]:
+    return lambda target, pool: make(rough_decoder(target), pool)
+
+
+SELF_DRAFTERS: dict[str | None, Callable[[Decoder, KVPool], Proposer]] = {
+    "self": _rough(Forgetful),
+    "auto+self": _rough(Forgetful),
+    "failing self": _rough(Failing),
+    "unrounded self": Forgetful,
+}
 
 
 class Frozen(CostModel):
@@ -209,7 +253,8 @@ def make_speculator(name: str) -> DraftSpeculator:
 
 def _traits(name: str) -> ProposerTraits:
     many = 4 if name.endswith(("+block", "+medusa")) else 1
-    return ProposerTraits(tokens_per_pass=many, catches_up=name not in HEADS, weighs=True)
+    catches_up = name not in HEADS and name != "auto+self"
+    return ProposerTraits(tokens_per_pass=many, catches_up=catches_up, weighs=True)
 
 
 class House:
@@ -261,10 +306,16 @@ class House:
         if speculator is None:
             speculator = make_speculator(drafter) if drafter in DEPTHS else FixedDepth(depth)
         scheduler = Scheduler(cache, limits, speculator)
-        pool = self.target.make_pool(num_pages, page_size=page_size, kv_dtype=self.kv_dtype)
-        if poison:
+        more = drafter in SELF_DRAFTERS  # one page that is never used
+        pool = self.target.make_pool(num_pages + more, page_size=page_size, kv_dtype=self.kv_dtype)
+        if poison or more:
             pool.data.fill_(void_item(pool))
-        runner = ModelRunner(self.target, pool, self._proposer(drafter, num_pages, page_size))
+        proposer = (
+            SELF_DRAFTERS[drafter](self.target, pool)
+            if drafter in SELF_DRAFTERS
+            else self._proposer(drafter, num_pages, page_size)
+        )
+        runner = ModelRunner(self.target, pool, proposer)
         driver = Driver(scheduler, runner)  # type: ignore[arg-type]
         for _ in range(repeats):
             driver.ended.clear()

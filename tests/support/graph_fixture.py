@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foretoken.core.model import Decoder
 from foretoken.core.model.config import DecoderConfig, LayerSpec
+from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.rope import RopeSpec
 from foretoken.core.ops.base import (
     DecoderWeights,
@@ -94,7 +94,7 @@ def make_decoder(graphs: MakeGraph | None, *, has_experts: bool = False) -> Deco
     embedding = torch.randn(VOCAB, SIZE)
     head = TritonOps(exact="spec").pack_linear(embedding)
     weights = DecoderWeights(embedding, layers, make_norm(), head)
-    return Decoder(CONFIG, weights, ops)
+    return OwnDecoder(CONFIG, weights, ops)
 
 
 def make_layer(ops: Ops, window: int | None, index: int) -> LayerWeights:

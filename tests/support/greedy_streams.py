@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from foretoken.core.model import Decoder
+from foretoken.core.model.decoder import Decoder
 from support.checkpoints import VOCAB_SIZE, ModelDriver, Stream
 
 NUM_NEW = 14

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, REFUSED
-from foretoken.core.model.families import MODEL_FAMILIES
+from foretoken.core.model.families.registry import MODEL_FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
 from support.known_models import KNOWN

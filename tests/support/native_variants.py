@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from foretoken.core.ops.native import Variant, variants
+from foretoken.core.ops.native import build as building
 from foretoken.core.ops.native.build import can_run
+
+EMULATION = Path(__file__).parents[1] / "core" / "ops" / "native" / "amx_emulated.c"
+building.EMULATION = EMULATION  # whoever imports this module has the variant "amx-emulated"
 
 
 def every_variant() -> tuple[Variant, ...]:

@@ -17,7 +17,7 @@ from foretoken import AsyncLLM
 from foretoken.api.server.app import create_app
 from foretoken.api.server.observability import Observing
 from foretoken.api.server.tracing import Telemetry
-from foretoken.api.serving.serving_context import Settings
+from foretoken.api.serving.settings import Settings
 
 T = TypeVar("T")
 SECONDS = 60.0
@@ -42,7 +42,7 @@ class Observed:
         self.do(self.llm.start())
         self._serving = self.observing.serving(self.llm, MODEL)
         self.do(self._serving.__aenter__())
-        settings = Settings(api_keys=(KEY,), served_name=MODEL)
+        settings = Settings(api_keys=(KEY,), served_names=(MODEL,))
         transport = httpx.ASGITransport(
             create_app(self.llm, settings, self.observing), raise_app_exceptions=False
         )

@@ -10,10 +10,10 @@ from foretoken.api.parsing.output_parser import (
     CallArguments,
     CallBegin,
     CallEnd,
+    Content,
     Event,
     OutputParser,
-    Thought,
-    Words,
+    Reasoning,
     merged,
 )
 from foretoken.api.types.results import Tool
@@ -73,9 +73,9 @@ def by_kind(events: Iterable[Event]) -> Read:
     found = Read()
     for event in events:
         match event:
-            case Words(text):
+            case Content(text):
                 found.words += text
-            case Thought(text):
+            case Reasoning(text):
                 found.thought += text
             case CallBegin(name):
                 found.calls.append((name, "", False))

@@ -18,9 +18,10 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tokenizers import Tokenizer as Backend
 
 from foretoken import AsyncLLM
-from foretoken.api.server.process import Listen, run
+from foretoken.api.server.logs import configure
+from foretoken.api.server.process import run
 from foretoken.api.serving.limits import Limits
-from foretoken.api.serving.serving_context import Settings
+from foretoken.api.serving.settings import Listen, Settings
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.model_thread import Supervision
@@ -83,4 +84,5 @@ listen = Listen(
     drain_seconds=options.get("drain_seconds", 20.0),
     settings=Settings(limits=Limits(**options.get("limits", {}))),
 )
+configure(listen.log_level, listen.log_format)
 sys.exit(run(llm, listen))

@@ -10,7 +10,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tokenizers import Tokenizer as Backend
 
 from foretoken import AsyncLLM
-from foretoken.api.server.process import Listen, run
+from foretoken.api.server.logs import configure
+from foretoken.api.server.process import run
+from foretoken.api.serving.settings import Listen
 from foretoken.api.text.tokenizer import Tokenizer
 from support.fake_engine import FakeEngine, make_built
 
@@ -45,4 +47,5 @@ for target in (obey, tell):
     threading.Thread(target=target, daemon=True).start()
 built = make_built(engine, Path(folder), int(eos), int(vocab_size))
 listen = Listen(port=int(port), uds=uds[0] if uds else None, drain_seconds=float(drain))
+configure(listen.log_level, listen.log_format)
 sys.exit(run(AsyncLLM.from_built(built), listen))

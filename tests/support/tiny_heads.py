@@ -10,16 +10,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.rope import RopeSpec
-from foretoken.draft.models.heads.block import BlockConfig, BlockHead
-from foretoken.draft.models.heads.eagle import EagleConfig, EagleHead
-from foretoken.draft.models.heads.head_files import Head
-from foretoken.draft.models.heads.joined_head import JoinedHead, join_target
-from foretoken.draft.models.heads.medusa import MedusaConfig, MedusaHead
+from foretoken.draft.heads.block_network import BlockConfig, BlockHead
+from foretoken.draft.heads.eagle_network import EagleConfig, EagleHead
+from foretoken.draft.heads.joined import JoinedHead, join_target
+from foretoken.draft.heads.layers import Head
+from foretoken.draft.heads.medusa import MedusaConfig, MedusaHead
 
 TARGET = DecoderConfig(
     model_type="qwen3",
@@ -110,20 +109,20 @@ def join_random(kind: str, target: Decoder) -> JoinedHead:
 
 def join(head: Head, target: Decoder) -> JoinedHead:
     """A head joined to its target, and `plain` of it."""
-    _PLAIN[head] = twin = copy.deepcopy(head)
+    twin = copy.deepcopy(head)
     twin.to(target.dtype).eval().requires_grad_(False)
-    if not isinstance(twin, MedusaHead):
-        twin.borrow(target.weights.embedding, target.weights.embedding)
-    join_target(head, target, target.weights.embedding.clone)
-    return JoinedHead(head, target)
+    twin.borrow(target.weights.embedding, target.weights.embedding)
+    joined = join_target(head, target, target.weights.embedding.clone)
+    _PLAIN[joined] = twin
+    return joined
 
 
-_PLAIN: WeakKeyDictionary[nn.Module, Head] = WeakKeyDictionary()
+_PLAIN: WeakKeyDictionary[JoinedHead, Head] = WeakKeyDictionary()
 
 
-def plain(head: Head) -> Head:
+def plain(joined: JoinedHead) -> Any:
     """The head of `join` as torch computes it, without its target's kernels."""
-    return _PLAIN[head]
+    return _PLAIN[joined]
 
 
 def save_medusa(head: MedusaHead, folder: Path, *, pickled: bool = False) -> None:

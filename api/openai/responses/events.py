@@ -6,13 +6,18 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 
-import msgspec
-
-from ...runtime.chat import Turn
+from ...runtime.chat import ChatAnswer
 from ...serving.errors import ApiError, to_api_error
-from ...serving.sse import Reply
-from ...types.results import Body
-from .answer import ResponseWriter
+from ...serving.sse import ReadyReply, Reply, named_event
+from .protocol import (
+    ENDINGS,
+    Event,
+    ResponseBody,
+    ResponseCreated,
+    ResponseError,
+    ResponseInProgress,
+)
+from .writer import ResponseWriter
 
 logger = logging.getLogger(__name__)
 CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # what clients know, but for the rest
@@ -24,50 +29,41 @@ class Numbered:
     def __init__(self) -> None:
         self._next = 0
 
-    def encode(self, events: Iterable[Body]) -> bytes:
+    def encode(self, events: Iterable[Event]) -> bytes:
         """All events as bytes for one write."""
         return b"".join([self._one(event) for event in events])
 
-    def begin(self, response: Body) -> bytes:
+    def begin(self, response: ResponseBody) -> bytes:
         """The events that begin every stream."""
-        kinds = ("response.created", "response.in_progress")
-        return self.encode({"type": kind, "response": response} for kind in kinds)
+        kinds = (ResponseCreated, ResponseInProgress)
+        return self.encode([kind(response=response) for kind in kinds])
 
-    def end(self, response: Body) -> bytes:
+    def end(self, response: ResponseBody) -> bytes:
         """The event that ends every stream."""
-        return self.encode([{"type": f"response.{response['status']}", "response": response}])
+        return self.encode([ENDINGS[response.status](response=response)])
 
-    def _one(self, event: Body) -> bytes:
-        number, self._next = self._next, self._next + 1
-        data = msgspec.json.encode({**event, "sequence_number": number})
-        return b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), data)
+    def _one(self, event: Event) -> bytes:
+        event.sequence_number, self._next = self._next, self._next + 1
+        return named_event(event)
 
 
-class WarmedResponse(Reply):
+def ready_reply(writer: ResponseWriter, response: ResponseBody) -> Reply:
     """A response without output."""
-
-    def __init__(self, writer: ResponseWriter, response: Body) -> None:
-        self._writer, self._response = writer, response
-
-    async def whole(self) -> object:
-        """In one body."""
-        return self._response
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        """As events."""
-        numbered = Numbered()
-        yield numbered.begin(self._writer.begun()) + numbered.end(self._response)
+    numbered = Numbered()
+    return ReadyReply(response, [numbered.begin(writer.begun()) + numbered.end(response)])
 
 
 class ResponseReply(Reply):
     """One answer. ``keep`` is called with the complete response before its last event."""
 
-    def __init__(self, writer: ResponseWriter, turn: Turn, keep: Callable[[Body], None]) -> None:
-        self._writer, self._turn, self._keep = writer, turn, keep
+    def __init__(
+        self, writer: ResponseWriter, answer: ChatAnswer, keep: Callable[[ResponseBody], None]
+    ) -> None:
+        self._writer, self._answer, self._keep = writer, answer, keep
 
     async def whole(self) -> object:
         """In one body."""
-        response = await self._writer.collect(self._turn)
+        response = await self._writer.collect(self._answer)
         self._keep(response)
         return response
 
@@ -77,29 +73,29 @@ class ResponseReply(Reply):
         The stream begins before the prompt is read. An error after that is a response that
         failed: an event of its own would leave clients without an end.
         """
-        numbered, turn = Numbered(), self._turn
+        numbered, answer = Numbered(), self._answer
         yield numbered.begin(self._writer.begun())
         try:
-            async with aclosing(turn.deltas()) as deltas:
+            async with aclosing(answer.deltas()) as deltas:
                 async for delta in deltas:
-                    events = self._writer.add(turn, delta)
+                    events = self._writer.add(answer, delta)
                     if events:
                         yield numbered.encode(events)
-            last = self._writer.finished(turn)
+            last = self._writer.finished(answer)
             self._keep(last)
         except Exception as error:
-            last = self._writer.failed(turn, error_body(error))
+            last = self._writer.failed(answer, response_error(error))
         yield numbered.end(last)
 
     def close(self) -> None:
         """Abort what still runs."""
-        self._turn.close()
+        self._answer.close()
 
 
-def error_body(error: Exception) -> Body:
+def response_error(error: Exception) -> ResponseError:
     """``error`` of a response; its code is one of a closed list."""
     answer: ApiError = to_api_error(error)
     if answer.status == 500:
         logger.error("a stream failed", exc_info=error)
     code = CODES.get(answer.status, "server_error")
-    return {"code": code, "message": str(answer), "type": answer.kind, "param": answer.param}
+    return ResponseError(code=code, message=str(answer), type=answer.kind, param=answer.param)

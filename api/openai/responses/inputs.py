@@ -10,7 +10,7 @@ import msgspec
 
 from ....core.errors import InvalidRequest
 from ..schema import Message
-from .schema import TEXT_PARTS, Item, Part
+from .schema import TEXT_PARTS, Item, ItemPart
 
 Lookup = Callable[[str], Item | None]
 """Finds a kept item by its id."""
@@ -48,7 +48,7 @@ def _kept(item: Item) -> Item:
     content = item.content
     if item.type == "message" and isinstance(content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"
-        content = [Part(type=kind, text=content)]
+        content = [ItemPart(type=kind, text=content)]
     return msgspec.structs.replace(
         item,
         id=item.id or f"{prefix}_{uuid4().hex}",
@@ -75,7 +75,7 @@ class _Thread:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self._thoughts: list[str] = []  # wait for what they led to
+        self._reasoning: list[str] = []  # wait for what they led to
         self._open: Message | None = None  # the assistant's, that calls may still join
 
     def add(self, item: Item, path: str) -> None:
@@ -84,8 +84,8 @@ class _Thread:
             case "message":
                 self._add_message(item, path)
             case "reasoning":
-                thought = _thought(item, path)
-                self._thoughts += [thought] if thought or self._thoughts else []
+                reasoning = _reasoning_text(item, path)
+                self._reasoning += [reasoning] if reasoning or self._reasoning else []
                 self._open = None
             case "function_call":
                 self._add_call(item, item.arguments, path)
@@ -118,14 +118,14 @@ class _Thread:
 
     def _begin(self, content: str | None) -> Message:
         """A message of the assistant's."""
-        thought = "\n".join(self._thoughts)
-        message = Message(role="assistant", content=content, reasoning_content=thought or None)
+        reasoning = "\n".join(self._reasoning)
+        message = Message(role="assistant", content=content, reasoning_content=reasoning or None)
         self._close(message)
         self._open = message
         return message
 
     def _close(self, message: Message) -> None:
-        self._thoughts, self._open = [], None
+        self._reasoning, self._open = [], None
         self.messages.append(message)
 
 
@@ -136,19 +136,19 @@ def _needed(item: Item, name: str, path: str) -> Any:  # noqa: ANN401 - whicheve
     return value
 
 
-def _thought(item: Item, path: str) -> str:
-    """What the model thought, or else the summary of it."""
+def _reasoning_text(item: Item, path: str) -> str:
+    """The reasoning of an item, or else its summary."""
     content = item.content or item.summary or []
     return _text(content, f"{path}.content")
 
 
-def _text(content: str | Sequence[Part], path: str) -> str:
+def _text(content: str | Sequence[ItemPart], path: str) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
-def _part(part: Part, path: str) -> str:
+def _part(part: ItemPart, path: str) -> str:
     if part.type == "refusal" and part.refusal is not None:
         return part.refusal
     if part.type not in TEXT_PARTS or part.text is None:

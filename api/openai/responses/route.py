@@ -9,29 +9,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
-from ...runtime.chat_types import Ask
+from ...protocol.answers import prewarm
+from ...protocol.sampling import decoder, is_prewarm
+from ...runtime.chat_input import ChatInput
 from ...serving.errors import ApiError, JsonResponse
-from ...serving.serve import Count, Dialect
+from ...serving.serve import Dialect
 from ...serving.serving_context import Service
-from ...serving.sse import Reply
+from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import Owner, owner_of
-from ...types.results import Body
-from ..schema import decoder
-from ..shapes import is_prewarm, prewarm
-from .answer import ResponseWriter
-from .ask import make_ask, refuse_unsupported, rename
-from .body import ResponseHead
-from .events import ResponseReply, WarmedResponse
+from .chat_input import make_chat_input, refuse_own, rename
+from .events import ResponseReply, ready_reply
 from .inputs import kept_items, read_items
+from .protocol import Deleted, InputTokens, ItemList, ResponseBody
 from .schema import Item, ResponsesRequest
 from .store import ResponseStore
+from .writer import ResponseWriter
 
 MAX_PAGE = 100
 PAGE = 20  # items, as OpenAI has it
 decode = decoder(ResponsesRequest)
 
 
-class Responding(Dialect[ResponsesRequest]):
+class ResponsesDialect(Dialect[ResponsesRequest]):
     """What the two routes share: decoding, checks and names of fields."""
 
     def __init__(self, service: Service, store: ResponseStore) -> None:
@@ -45,13 +44,13 @@ class Responding(Dialect[ResponsesRequest]):
     def check(self, body: ResponsesRequest) -> None:
         """Check the model, and refuse fields that foretoken does not support."""
         super().check(body)
-        refuse_unsupported(body)
+        refuse_own(body)
 
     def rename(self, error: InvalidRequest, body: ResponsesRequest) -> None:
         """The name of a field in the bodies of this API."""
         rename(error, body)
 
-    async def read_ask(self, body: ResponsesRequest) -> tuple[Ask, list[Item]]:
+    async def read_chat(self, body: ResponsesRequest) -> tuple[ChatInput, list[Item]]:
         """The chat request with the stored history, and the new items."""
         owner = owner_of(body.cache_salt)
         history: list[Item] = []
@@ -60,41 +59,40 @@ class Responding(Dialect[ResponsesRequest]):
         items = read_items(body.input, lambda item_id: self.store.item(owner, item_id))
         limits = self.service.settings.limits
         limits.check("input", len(history) + len(items), "max_messages")
-        return await self.service.apart(partial(make_ask, body, history, items)), items
+        return await self.service.apart(partial(make_chat_input, body, history, items)), items
 
 
-class ResponsesCount(Responding):
+class ResponsesCount(ResponsesDialect):
     """Count the tokens of an input."""
 
     can_stream = False
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Count the tokens of an input."""
-        ask, _ = await self.read_ask(body)
-        num_tokens = len(await self.service.turns.render(ask))
-        return Count({"object": "response.input_tokens", "input_tokens": num_tokens})
+        chat, _ = await self.read_chat(body)
+        num_tokens = len(await self.service.chat.render(chat))
+        return ReadyReply(InputTokens(input_tokens=num_tokens))
 
 
-class ResponsesRoute(Responding):
+class ResponsesRoute(ResponsesDialect):
     """Answer the input, whole or as a stream."""
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render and submit."""
-        ask, items = await self.read_ask(body)
-        params = self.service.llm.built.sampling_defaults.fill(ask.params)
-        head = ResponseHead(body, params, self.service.model)
-        writer, owner = ResponseWriter(self.service, head), owner_of(body.cache_salt)
+        chat, items = await self.read_chat(body)
+        params = self.service.llm.built.sampling_defaults.fill(chat.params)
+        writer, owner = ResponseWriter(self.service, body, params), owner_of(body.cache_salt)
 
-        def keep(response: Body) -> None:
+        def keep(response: ResponseBody) -> None:
             if body.store is not False:
                 self.store.put(owner, response, kept_items(items))
 
         if is_prewarm(body):
-            usage = await prewarm(self.service, ask, request_id=head.id)
+            usage = await prewarm(self.service, chat, request_id=writer.id)
             response = writer.prewarmed(usage)
             keep(response)
-            return WarmedResponse(writer, response)
-        return ResponseReply(writer, await self.service.turns.open(ask, request_id=head.id), keep)
+            return ready_reply(writer, response)
+        return ResponseReply(writer, await self.service.chat.open(chat, request_id=writer.id), keep)
 
 
 class KeptResponses:
@@ -118,7 +116,7 @@ class KeptResponses:
         owner, response_id = _named(request)
         if not self.store.delete(owner, response_id):
             raise _unknown(response_id)
-        return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+        return JsonResponse(Deleted(id=response_id))
 
     async def input_items(self, request: Request) -> Response:
         """The input items of a stored response, page by page; newest first by default."""
@@ -155,16 +153,15 @@ def _limit(request: Request) -> int:
     return int(given)
 
 
-def _page(items: list[Body], limit: int, after: str | None) -> Body:
-    ids = [item["id"] for item in items]
+def _page(items: list[Item], limit: int, after: str | None) -> ItemList:
+    ids = [item.id for item in items]
     if after is not None and after not in ids:
         raise InvalidRequest(f"after: no item has the id {after}", param="after")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(items),
-    }
+    return ItemList(
+        data=page,
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=start + limit < len(items),
+    )

@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses. As in `api.openai.schema`, decoding is validation."""
+"""Bodies of /v1/responses. As in `api.protocol.sampling`, decoding is validation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..schema import Guess, NumTop, One, Positive, Prediction, Sampling
+from ...protocol.sampling import Guess, NumTop, One, Positive, Prediction
+from ..schema import OpenAISampling
 
 MAX_METADATA = 16
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -24,28 +25,34 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)]
 
 
-class Part(Struct, kw_only=True, omit_defaults=True):
+class ItemPart(Struct, kw_only=True, omit_defaults=True):
     """A part of a message, a tool output or reasoning; only text is supported."""
 
     type: PartType
     text: str | None = None
     refusal: str | None = None
+    annotations: Any = None  # of an earlier answer, as ``logprobs``
+    logprobs: Any = None
 
 
 class Item(Struct, kw_only=True, omit_defaults=True):
-    """One input item. ``type`` decides which of the other fields it has."""
+    """One input item. ``type`` decides which of the other fields it has.
+
+    It is no union, since clients may leave ``type`` out. It has all fields of output items, which
+    are the input of the next turn.
+    """
 
     type: ItemType | None = None  # none: a message, or with an id alone a reference
     id: str | None = None
     status: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     input: str | None = None  # of a custom tool's call, as models elsewhere make them
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
 
 
 class FlatTool(Struct, kw_only=True):
@@ -65,7 +72,7 @@ class ToolName(Struct, kw_only=True):
     name: str | None = None
 
 
-class Choice(Struct, kw_only=True, omit_defaults=True):
+class FlatChoice(Struct, kw_only=True, omit_defaults=True):
     """``tool_choice`` that names a function, or lists those that may be called."""
 
     type: str
@@ -90,13 +97,13 @@ class TextOptions(Struct, kw_only=True):
     format: TextFormat | None = None
 
 
-class Reasoning(Struct, kw_only=True):
+class ReasoningOptions(Struct, kw_only=True):
     """``reasoning``: the reasoning effort, which the chat template may support."""
 
     effort: str | None = None
 
 
-class ResponsesRequest(Sampling, kw_only=True):
+class ResponsesRequest(OpenAISampling, kw_only=True):
     """Body of /v1/responses, and of /v1/responses/input_tokens."""
 
     n: One | None = None
@@ -105,10 +112,10 @@ class ResponsesRequest(Sampling, kw_only=True):
     previous_response_id: str | None = None
     store: bool | None = None  # as a missing one: true
     tools: list[FlatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     max_output_tokens: Positive | None = None
     top_logprobs: NumTop | None = None
     include: list[str] | None = None

@@ -12,8 +12,8 @@ from msgspec import Raw
 
 from ...serving.errors import ApiError
 from ...types.request_context import Owner, Shares
-from ...types.results import Body
 from .inputs import kept_items
+from .protocol import ResponseBody
 from .schema import Item
 
 MAX_RESPONSES = 4096
@@ -23,7 +23,6 @@ OVERHEAD = 1024  # bytes, about, of a response beside its texts
 ITEM_BYTES = 256  # about, to find an item by its id
 Place = tuple[Owner, str]
 _decode_items = msgspec.json.Decoder(list[Item]).decode
-_decode_bodies = msgspec.json.Decoder(list[dict[str, object]]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,10 @@ class Kept:
         """Approximate size in bytes, including its path."""
         texts = len(self.response) + len(self.inputs) + len(self.outputs)
         return OVERHEAD + texts + sum(ITEM_BYTES + len(each) for each in self.item_ids)
+
+    def items(self) -> list[Item]:
+        """The input items and those of the answer."""
+        return _decode_items(self.inputs) + _decode_items(self.outputs)
 
 
 class ResponseStore:
@@ -74,21 +77,19 @@ class ResponseStore:
         """Number of stored responses."""
         return len(self._kept)
 
-    def put(self, owner: Owner, response: Body, inputs: Sequence[Item]) -> None:
+    def put(self, owner: Owner, response: ResponseBody, inputs: Sequence[Item]) -> None:
         """Keep a response with the items that it answers. O(items of its conversation).
 
         An item whose id is there already in the conversation gets one of its own.
         """
-        response_id, previous = str(response["id"]), response["previous_response_id"]
-        previous_id = None if previous is None else str(previous)
+        response_id, previous_id = response.id, response.previous_response_id
         inputs = _renamed(inputs, self._item_ids(owner, previous_id))
-        outputs = msgspec.json.encode(response["output"])
-        known = [*inputs, *_decode_items(outputs)]
+        known = [*inputs, *response.output]
         kept = Kept(
             previous_id,
             msgspec.json.encode(response),
             msgspec.json.encode(inputs),
-            outputs,
+            msgspec.json.encode(response.output),
             tuple(item.id for item in known if item.id is not None),
         )
         self.delete(owner, response_id)
@@ -124,13 +125,13 @@ class ResponseStore:
         Raises `ApiError` 400 where one of them is not here.
         """
         self._expire()
-        items: list[list[Item]] = []
+        items: list[Item] = []
         for kept in reversed(self._turns(owner, response_id)):
-            items += [_decode_items(kept.inputs), _decode_items(kept.outputs)]
+            items += kept.items()
         self._touch(owner, response_id)
-        return [item for each in items for item in each]
+        return items
 
-    def inputs(self, owner: Owner, response_id: str) -> list[Body] | None:
+    def inputs(self, owner: Owner, response_id: str) -> list[Item] | None:
         """The items that a response answers, those of the turns before it included.
 
         Turns before one that is no longer here are left out.
@@ -139,10 +140,10 @@ class ResponseStore:
         if (owner, response_id) not in self._kept:
             return None
         last, *earlier = self._path(owner, response_id)
-        items: list[Body] = []
+        items: list[Item] = []
         for kept in reversed(earlier):
-            items += _decode_bodies(kept.inputs) + _decode_bodies(kept.outputs)
-        return items + _decode_bodies(last.inputs)
+            items += kept.items()
+        return items + _decode_items(last.inputs)
 
     def item(self, owner: Owner, item_id: str) -> Item | None:
         """An item of any kept turn."""
@@ -152,8 +153,7 @@ class ResponseStore:
             return None
         kept = self._kept[owner, response_id]
         self._touch(owner, response_id)
-        both = [*_decode_items(kept.inputs), *_decode_items(kept.outputs)]
-        return next(item for item in both if item.id == item_id)
+        return next(item for item in kept.items() if item.id == item_id)
 
     def _turns(self, owner: Owner, response_id: str) -> list[Kept]:
         """A turn and all before it, the last first; raises `ApiError` where one is not here."""

@@ -18,9 +18,9 @@ from ....api.types.sampling_params import SamplingParams
 from ....core.config import EngineConfig
 from ....core.execution.model_runner import ModelRunner
 from ....core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest, StepPlan
-from ....core.model import Decoder
+from ....core.model.decoder import Decoder
 from ....core.ops.kv_pool import KVPool
-from ...report import Spread
+from ...common.report import Spread
 from .gauge import Gauge
 
 PAGE_SIZE = EngineConfig().sizes("cuda").page_size  # tokens

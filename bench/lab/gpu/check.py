@@ -22,9 +22,9 @@ import msgspec
 
 from ....core.errors import ModelLoadError
 from ....core.ops.device import choose_device
-from ...report import RESULTS, machine, write_json
-from ...roofline import Limits
-from .report import PAGE, read_results, render
+from ...common.report import RESULTS, machine, write_json
+from ...common.roofline import Limits
+from .page import PAGE, read_results, render
 from .stage import Place, Result, Stage, first_line, read_result
 
 HERE = __package__ or ""
@@ -46,7 +46,7 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    FACTS: Part("The card", "roofline:run", 45),
+    FACTS: Part("The card", "limits:run", 45),
     "compiling": Part("Compiling", "compiling:run", 75),
     "oracle": Part("The kernels against the oracle", "oracle:run", 105),
     "equality": Part("Equal bits, equal streams", "equality:run", 100),

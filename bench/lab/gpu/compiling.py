@@ -16,8 +16,7 @@ from typing import Any
 from ....api.build.model_files import BUILTIN
 from ....core.execution.warm_up import warm_up
 from .bed import PAGE_SIZE, fill
-from .shapes import LLAMA, QWEN, SMALL
-from .stage import Place, Stage
+from .stage import LLAMA, QWEN, SMALL, Place, Stage
 
 BUILTIN_PARTS = ("target", "draft")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -5,16 +5,15 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
-from ...machine import shape_of
-from ...phases_measure import Lab
-from ...report import Spread
-from ...roofline import Shape, decode_floor
+from ...common.machine import shape_of
+from ...common.report import Spread
+from ...common.roofline import Shape, decode_floor
+from ...phases.measure import Lab
 from ..profile import HOST, Round
 from .bed import PAGE_SIZE
 from .lab import open_lab, plant, random_prompts, runner, together
 from .overlap import run_overlap
-from .shapes import LLAMA, QWEN, SMALL
-from .stage import Stage
+from .stage import LLAMA, QWEN, SMALL, Stage
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 LOOKED_INTO = (1, 64, 256)  # batches whose kernels and whose host time are told

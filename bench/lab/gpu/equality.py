@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from ....api.build.model_files import BUILTIN
-from ....core.model import Decoder
+from ....core.model.decoder import Decoder
 from ....core.ops.batch import Segment
-from ...machine import prompt_text
-from ...phases_data import Depth
-from ...phases_measure import Lab, Served
-from ...report import Spread
+from ...common.machine import prompt_text
+from ...common.report import Spread
+from ...phases.data import Depth
+from ...phases.measure import Lab, Served
 from .bed import PAGE_SIZE, Bed
 from .lab import open_lab, random_prompts
-from .shapes import QWEN, SMALL
-from .stage import Stage
+from .stage import QWEN, SMALL, Stage
 
 NUM_LAYERS = 4  # of the 8B shape: bits and ratios need no more
 CONTEXT = 600  # tokens behind the rows: more than two splits

@@ -14,7 +14,7 @@ from ....api.build.engine_builder import Built, build
 from ....core.engine.engine import Engine
 from ....core.errors import ForetokenError
 from ....core.execution.model_runner import ModelRunner
-from ...phases_measure import Lab, Served, Sizes
+from ...phases.measure import Lab, Served, Sizes
 from .bed import PAGE_SIZE, fill
 from .stage import Stage
 

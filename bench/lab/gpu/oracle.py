@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....core.model import Decoder
+from ....core.model.decoder import Decoder
 from ....core.ops.batch import Segment
 from ....core.ops.kv_pool import KVPool
 from .bed import PAGE_SIZE
-from .shapes import LLAMA, QWEN, SMALL
-from .stage import Stage
+from .stage import LLAMA, QWEN, SMALL, Stage
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests" / "core" / "ops" / "triton"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from ....core.interface.step import ScheduledRequest, StepOutput, StepPlan
-from ...report import Spread
+from ...common.report import Spread
 from .bed import PAGE_SIZE, Bed
 from .stage import Stage
 

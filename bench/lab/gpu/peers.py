@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, utils
 
-from ...report import Spread
-from ...shapes import qwen3_06b, write_pair
+from ...common.report import Spread
+from ...common.shapes import qwen3_06b, write_pair
 from .bed import PAGE_SIZE
 from .lab import THROUGHPUT, open_lab, random_prompts, together
 from .stage import Stage
@@ -23,7 +23,7 @@ BATCHES = (1, 8, 32)
 CONTINUOUS = 64  # requests
 REPEATS = 3
 LEAST_SECONDS = 5.0  # with less left nothing is begun
-EPS = 0.06  # of the pair's layers; see bench.shapes
+EPS = 0.06  # of the pair's layers; see bench.common.shapes
 Tokens = list[list[int]]
 Run = Callable[[Sequence[Sequence[int]]], Tokens]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from ...machine import shape_of
-from ...report import Spread
+from ...common.machine import shape_of
+from ...common.report import Spread
 from .bed import PAGE_SIZE, Bed
-from .shapes import LLAMA, QWEN, SMALL
-from .stage import Stage
+from .stage import LLAMA, QWEN, SMALL, Stage
 
 REPEATS = 3
 TABLE = "Prefill"

@@ -9,12 +9,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from ...phases_measure import Lab, Served
-from ...report import Spread
+from ...common.report import Spread
+from ...phases.measure import Lab, Served
 from .bed import PAGE_SIZE
 from .lab import MAX_RUNNING, THROUGHPUT, open_lab, output_rate, random_prompts, together
-from .shapes import QWEN, SMALL
-from .stage import Stage
+from .stage import QWEN, SMALL, Stage
 
 REPEATS = 3
 PREFIX, OWN, ANSWER = 4096, 128, 64  # tokens

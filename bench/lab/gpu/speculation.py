@@ -10,13 +10,12 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from ...phases_data import Depth
-from ...phases_measure import Lab, Served
-from ...report import Spread
+from ...common.report import Spread
+from ...phases.data import Depth
+from ...phases.measure import Lab, Served
 from .bed import PAGE_SIZE
 from .lab import open_lab, plant, random_prompts
-from .shapes import QWEN, SMALL
-from .stage import Stage
+from .stage import QWEN, SMALL, Stage
 
 ORACLE = "oracle:0.8"
 DEPTHS: tuple[Depth, ...] = (0, 4, "auto")

@@ -12,20 +12,31 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import msgspec
+from transformers import PretrainedConfig
 
 from ....core.config import EngineConfig
-from ....core.model import Decoder, load_decoder
-from ...report import Row, write_json
-from ...roofline import Limits
+from ....core.model.decoder import Decoder
+from ....core.model.loader import load_decoder
+from ...common.report import Row, write_json
+from ...common.roofline import Limits
+from ...common.shapes import llama3_8b, qwen3_06b, qwen3_8b, tiny_qwen3, write_config
 from .gauge import Gauge
-from .shapes import TINY, write_shape
 
 T = TypeVar("T")
+SMALL, QWEN, LLAMA, TINY = "qwen3-0.6b", "qwen3-8b", "llama-8b", "tiny"
+SHAPES: dict[str, Callable[..., PretrainedConfig]] = {
+    SMALL: partial(qwen3_06b, max_position_embeddings=40960),
+    QWEN: qwen3_8b,
+    LLAMA: llama3_8b,
+    TINY: tiny_qwen3,
+}
+"""The models that are measured, by name; weights are drawn on the spot. `TINY` rehearses."""
+
 PACKAGE = __name__.partition(".")[0]
 Tables = dict[str, list[dict[str, object]]]
 
@@ -79,8 +90,8 @@ class Place:
         """The folder of a model to build; a rehearsal has but the tiny one."""
         parts = (name, *(f"{key}-{value}" for key, value in changes.items()))
         if self.rehearses:
-            return write_shape(self.work / "tiny", TINY)
-        return write_shape(self.work / "-".join(parts), name, **changes)
+            return write_config(self.work / TINY, SHAPES[TINY](eos_token_id=2))
+        return write_config(self.work / "-".join(parts), SHAPES[name](eos_token_id=2, **changes))
 
     def decoder(self, folder: Path, **options: Any) -> Decoder:  # noqa: ANN401 - load_decoder's
         """A decoder with random weights on the device, by the backend that serves there."""

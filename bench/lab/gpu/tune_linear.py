@@ -29,7 +29,7 @@ from ....core.ops.triton.linear.tiles import (
     linear_launch,
     linear_tiles,
 )
-from ...report import command, table, write_json
+from ...common.report import command, table, write_json
 from .gauge import Gauge
 
 if TYPE_CHECKING:

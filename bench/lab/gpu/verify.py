@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from ...report import Spread
+from ...common.report import Spread
 from .bed import PAGE_SIZE, Bed
-from .shapes import QWEN, SMALL
-from .stage import Stage
+from .stage import QWEN, SMALL, Stage
 
 DEPTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 TURNS = 3

@@ -17,14 +17,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ...report import RESULTS, command, machine, table, write_json
+import torch
+
+from ....core.ops.native.library import native_library
+from ...common.machine import Meter
+from ...common.report import RESULTS, heading, table, write_json
+from ...common.roofline import Limits
 from . import engines as known
+from .checkpoints import SHAPES, Shape
 from .engines import NAMES, Engine
 from .environments import set_up
-from .limits import Limits, measured_limits, num_params, roofline
+from .limits import num_params, roofline
 from .measure import Ask, Prompts, WrongAnswerError, measure, warm_up
 from .rows import ROWS, Row, Setting, shrunk
-from .shapes import SHAPES, Shape
 from .table import Figures, line, notes, record
 from .wire import Answer, Call, Job
 from .worker import Worker, WorkerError
@@ -188,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _bench(args: argparse.Namespace, rows: Sequence[Row], engines: Sequence[Engine]) -> None:
-    report: dict[str, object] = {"command": command(), "machine": machine()}
+    report: dict[str, object] = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
     missing = [engine for engine in engines if not engine.is_installed]
     for engine in missing:
@@ -217,11 +222,16 @@ def _sigterm_unwinds() -> Iterator[None]:
 
 
 def _pass(run: Run, rows: Sequence[Row]) -> dict[str, object]:
-    limits = measured_limits(run.threads)
+    library = native_library()
+    meter = Meter(library, torch.bfloat16, run.threads) if library is not None else None
+    if meter is not None:
+        meter.measure()
     for setting, group in itertools.groupby(rows, key=lambda row: row.setting):
         print(f"{setting}, {run.threads} threads", flush=True)
         run.setting(setting, list(group))
-    limits = limits and limits.or_better(measured_limits(run.threads))
+    if meter is not None:
+        meter.measure()
+    limits = None if meter is None else meter.limits
     lines = {row.name: _roofline(row, limits) for row in rows}
     names = [engine.name for engine in run.engines]
     told = [line(row, run.found[row.name], names, lines[row.name]) for row in rows]

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .checkpoints import HOME
 from .rows import Row
-from .shapes import HOME
 
 HERE = Path(__file__).parent
 LOOK_UP_DEPTH = 8  # draft tokens

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .checkpoints import HOME, SHAPES
 from .engines import HERE, Engine
 from .rows import Row
-from .shapes import HOME, SHAPES
 
 
 def set_up(engines: Iterable[Engine], rows: Sequence[Row]) -> bool:

@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from ....core.ops.native.library import native_library
-from ....core.ops.native.limits import matrix_rate, read_bandwidth
+from ...common.roofline import Limits
+from .checkpoints import Shape
 from .rows import Row
-from .shapes import Shape
 
 _BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32}
 """A parameter; of int4 with the scale of its group of 32."""
 
 _CACHED = 2**27
 """Bytes of weights that caches may hold, so that reading memory is no limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bytes a second read from memory, and bfloat16 operations a second, by our kernels."""
-
-    read: float
-    matrix: float
-
-    def or_better(self, other: Limits | None) -> Limits:
-        """The best of two measurements: what else runs on a machine only takes away."""
-        if other is None:
-            return self
-        return Limits(max(self.read, other.read), max(self.matrix, other.matrix))
-
-
-def measured_limits(threads: int) -> Limits | None:
-    """Of this machine now; None without native kernels."""
-    library = native_library()
-    if library is None:
-        return None
-    library.set_threads(threads)
-    return Limits(read_bandwidth(library), matrix_rate(library))
 
 
 def num_params(folder: Path) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ...real_tasks import KINDS
+from ...common.real_tasks import KINDS
 
 
 @dataclass(frozen=True, slots=True)

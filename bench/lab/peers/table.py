@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...report import Spread
+from ...common.report import Spread
 from .engines import OURS
 from .rows import Row
 

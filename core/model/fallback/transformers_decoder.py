@@ -23,15 +23,22 @@ from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from ...ops.base import ForwardPlan, HeadLayout, Ops, PackedLinear
-from ...ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Taps, Wanted
+from ...ops.batch import (
+    NOTHING_MORE,
+    DeviceTokens,
+    ForwardOutput,
+    RaggedBatch,
+    Segment,
+    Taps,
+    Wanted,
+    build_batch,
+)
 from ...ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_pool
 from ...ops.layers import linear_of_few
 from ...ops.quantize import QuantizedWeight
-from ...ops.torch.attention import attend
-from ...ops.torch.plan import TorchPlan
 from ...ops.torch.torch_ops import TorchOps
 from ..config import DecoderConfig
-from ..decoder import Decoder, ModelPath
+from ..decoder import ModelPath, check_taps
 from .transformers_probe import AttentionCall, AttentionSite, hooked
 
 _MAX_NATIVE_DIM = 512
@@ -206,7 +213,7 @@ class _Place(NamedTuple):
     site: AttentionSite
     part: int  # of the pool
     layer: int  # of the part
-    by_ops: bool  # whether the backend's own attention computes it
+    ops: Ops  # that compute it: the backend's, or torch's for what not every backend computes
 
 
 class _Still:
@@ -259,46 +266,31 @@ class _Pass(_Experts):
     def __init__(self, decoder: TransformersDecoder, batch: RaggedBatch, pool: KVPool) -> None:
         super().__init__(decoder)
         self._batch, self._parts = batch, pool.parts
-        self._plans: dict[tuple[int, HeadLayout, bool], ForwardPlan] = {}
+        self._plans: dict[tuple[int, HeadLayout, Ops], ForwardPlan] = {}
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> Tensor:
         place = self._decoder.places[module]
-        site, ops = place.site, self._decoder.ops
+        site, ops, plan = place.site, place.ops, self._plan(place)
         rows = query.shape[2]
-        q, k, v = (site.pad(x[0]) for x in (query, key, value))
-        plan = self._plan(place)
-        if place.by_ops:
-            qkv = torch.cat((q, k, v)).transpose(0, 1).reshape(rows, -1)
-            scaled = ops.rope_write(qkv, place.layer, plan, None)
-            out = ops.attention(scaled, place.layer, plan, site.window)
-        else:
-            assert isinstance(plan, TorchPlan)
-            plan.write(torch.cat((k, v)).transpose(0, 1).float(), place.layer)
-            scaled = q.transpose(0, 1).float().mul_(site.scale).to(q.dtype).reshape(rows, -1)
-            sinks = call.sinks if call.sinks is not None else getattr(module, "sinks", None)
-            out = attend(
-                scaled, place.layer, plan, site.window, cap=site.cap, sinks=sinks
-            )  # fmt: skip
+        padded = torch.cat([site.pad(x[0]) for x in (query, key, value)])
+        qkv = padded.transpose(0, 1).reshape(rows, -1)
+        scaled = ops.rope_write(qkv, place.layer, plan, None)
+        sinks = call.sinks if call.sinks is not None else getattr(module, "sinks", None)
+        out = ops.attention(scaled, place.layer, plan, site.window, cap=site.cap, sinks=sinks)
         return out.view(1, rows, site.num_heads, -1)[..., : site.value_dim]
 
     def _plan(self, place: _Place) -> ForwardPlan:
         heads = place.site.heads
-        key = (place.part, heads, place.by_ops)
+        key = (place.part, heads, place.ops)
         if key not in self._plans:
-            decoder, pool = self._decoder, self._parts[place.part]
-            still = _Still(heads.head_dim, decoder.device)
-            if place.by_ops:
-                plan: ForwardPlan = decoder.ops.plan(self._batch, pool, heads, still)
-            else:
-                tables = [still.table(self._batch.num_rows)]
-                plan = TorchPlan(self._batch, pool, heads, tables, pad_rows=True)
-            self._plans[key] = plan
+            still = _Still(heads.head_dim, self._decoder.device)
+            self._plans[key] = place.ops.plan(self._batch, self._parts[place.part], heads, still)
         return self._plans[key]
 
 
-class TransformersDecoder(Decoder):
+class TransformersDecoder:
     """`Decoder` of a model of transformers whose linears were packed.
 
     ``exact``: whether a row's bits were found to be independent of the rows beside it.
@@ -321,7 +313,7 @@ class TransformersDecoder(Decoder):
         self.exact = False  # until the startup test has shown otherwise
         self.sites = tuple(sites)
         self.shapes = kv_shapes(sites)
-        self.places = _places(model, sites, self.shapes)
+        self.places = _places(model, sites, self.shapes, ops)
         self._packed_experts: dict[nn.Module, _PackedExperts] = {}
         self._mode: AbstractContextManager[Any] = nullcontext()
         self._inner = _inner(model)
@@ -343,6 +335,22 @@ class TransformersDecoder(Decoder):
         """Bytes of a page of `make_pool`'s."""
         return bytes_per_mixed_page(
             self.shapes, page_size=page_size, dtype=self.dtype, kv_dtype=kv_dtype
+        )
+
+    def batch(
+        self,
+        segments: Sequence[Segment],
+        *,
+        page_size: int,
+        device_tokens: DeviceTokens | None = None,
+    ) -> RaggedBatch:
+        """Lay out segments beside the weights; see `build_batch`."""
+        return build_batch(
+            segments,
+            page_size=page_size,
+            device=self.ops.batch_device or self.device,
+            min_rows=self.ops.min_rows,
+            device_tokens=device_tokens,
         )
 
     def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
@@ -377,7 +385,7 @@ class TransformersDecoder(Decoder):
 
         Raises ValueError for taps that there are not.
         """
-        self._check(wanted.taps)
+        check_taps(wanted.taps, self.config.num_layers)
         if wanted.on_kernels_started is not None:
             wanted.on_kernels_started()
         rows = {
@@ -451,9 +459,9 @@ def kv_shapes(sites: Sequence[AttentionSite]) -> list[KvShape]:
 
 
 def _places(
-    model: nn.Module, sites: Sequence[AttentionSite], shapes: Sequence[KvShape]
+    model: nn.Module, sites: Sequence[AttentionSite], shapes: Sequence[KvShape], ops: Ops
 ) -> dict[nn.Module, _Place]:
-    modules = dict(model.named_modules())
+    modules, torch_ops = dict(model.named_modules()), TorchOps()
     pairs = [(shape.num_kv_heads, shape.head_dim) for shape in shapes]
     used = [0] * len(shapes)
     places = {}
@@ -461,8 +469,8 @@ def _places(
         part = pairs.index((site.num_kv_heads, site.head_dim))
         heads = site.heads
         fits = heads.head_dim <= _MAX_NATIVE_DIM and heads.group_size <= _MAX_NATIVE_GROUP
-        by_ops = site.is_plain and fits
-        places[modules[site.module]] = _Place(site, part, used[part], by_ops)
+        chosen = ops if site.is_plain and fits else torch_ops
+        places[modules[site.module]] = _Place(site, part, used[part], chosen)
         used[part] += 1
     return places
 

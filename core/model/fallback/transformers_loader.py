@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import logging
-import sys
-import warnings
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...errors import ModelLoadError
 from ...ops.base import Ops
 from ...ops.batch import Segment
-from ..checkpoint import gguf_file
 from ..config import DecoderConfig, DtypeName, LayerSpec
 from ..fields import Fields, read_json
+from ..formats.files import gguf_file
+from ..formats.gguf import GgufFile
+from ..formats.nested import TEXT_PREFIXES
 from ..formats.quantized import read_scheme
 from ..formats.safetensors import TensorFiles
-from ..nested import TEXT_PREFIXES
 from ..rope import RopeSpec
+from .text_config import make_config, one_line, quiet, read_whole_config
 from .transformers_decoder import TransformersDecoder, pack
 from .transformers_probe import HOOKS, Asked, AttentionSite, probe
-
-if TYPE_CHECKING:
-    from ..formats.gguf import GgufFile
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +106,7 @@ def read_text_model(folder: Path) -> TextModel:
     """
     file = gguf_file(folder)
     gguf = None if file is None else _read_gguf(file)
-    config = _read_config(folder) if gguf is None else _made_config(gguf.values, gguf.where)
+    config = read_whole_config(folder) if gguf is None else make_config(gguf.values, gguf.where)
     text = config.get_text_config(decoder=True)
     _refuse(folder, config, text)
     is_quantized = gguf is None and _forget_quantization(folder, config, text)
@@ -120,7 +115,7 @@ def read_text_model(folder: Path) -> TextModel:
         problem = f"transformers {transformers.__version__} has no such causal language model"
         raise _refusal(folder, text.model_type, problem)
     text._attn_implementation = HOOKS
-    with _quiet():
+    with quiet():
         twin = _meta_twin(folder, model_class, text)
         asked = _probed(folder, text.model_type, twin)
     found = _decoder_config(folder, config, text, asked.sites if asked else None)
@@ -153,7 +148,7 @@ def load_text_model(
     Raises `ModelLoadError` for weights that do not fit the config, and for a model that does not
     compute in pieces what it computes in one.
     """
-    with _quiet():
+    with quiet():
         model = _random(source, dtype) if is_random else _load(source, dtype)
     model = model.eval().to(device)
     model.set_attn_implementation(HOOKS)
@@ -165,7 +160,7 @@ def load_text_model(
         source.config, model, asked.sites, ops, dtype=dtype, device=device
     )
     decoder.pack_experts(ops)
-    with _quiet():
+    with quiet():
         decoder.exact = _tested(source, decoder)
     return decoder
 
@@ -173,32 +168,8 @@ def load_text_model(
 # -- configs --------------------------------------------------------------------------------------
 
 
-def read_text_config(folder: Path) -> dict[str, Any]:
-    """The config of a folder's text model, with all defaults. Raises `ModelLoadError`."""
-    text = _read_config(folder).get_text_config(decoder=True)
-    found: dict[str, Any] = text.to_dict()
-    return found | {"model_type": text.model_type}
-
-
-def _read_config(folder: Path) -> PreTrainedConfig:
-    values = read_json(folder / "config.json")
-    if "auto_map" in values and "model_type" not in values:
-        raise ModelLoadError(f"{folder}: needs code of the checkpoint, which is never run")
-    Fields(values, str(folder / "config.json")).text("model_type")
-    try:
-        with _quiet():
-            found: PreTrainedConfig = AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
-            return found
-    except Exception as error:  # transformers raises whatever a field makes it raise
-        raise ModelLoadError(f"{folder / 'config.json'}: transformers: {_short(error)}") from error
-
-
 def _read_gguf(path: Path) -> GgufFile:
     """A file all of whose tensors transformers' modules have a place for."""
-    from ..formats.gguf import GgufFile
-
     file = GgufFile(path)
     unknown = sorted(name for name in file.shapes if not name.startswith(("model.", "lm_head.")))
     if unknown:
@@ -207,15 +178,6 @@ def _read_gguf(path: Path) -> GgufFile:
         problem = "RoPE factors for each frequency are not supported by its modules"
         raise ModelLoadError(f"{path}: {problem}; take the model's safetensors")
     return file
-
-
-def _made_config(values: dict[str, Any], where: Path) -> PreTrainedConfig:
-    try:
-        with _quiet():
-            made: PreTrainedConfig = CONFIG_MAPPING[values["model_type"]](**values)
-            return made
-    except Exception as error:  # transformers raises whatever a field makes it raise
-        raise ModelLoadError(f"{where}: transformers: {_short(error)}") from error
 
 
 def _refuse(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
@@ -323,31 +285,6 @@ def _eos(folder: Path, *configs: PreTrainedConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' advice, which concerns training and its own generation.
-
-    A bar of progress is for terminals.
-    """
-    level = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity(logging.ERROR)
-    hides_bar = not sys.stderr.isatty() and transformers.utils.logging.is_progress_bar_enabled()
-    if hides_bar:
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.utils.logging.set_verbosity(level)
-        if hides_bar:
-            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 # -- models ---------------------------------------------------------------------------------------
 
 
@@ -360,7 +297,7 @@ def _meta_twin(folder: Path, model_class: type[Any], text: PreTrainedConfig) -> 
                 twin.set_experts_implementation(HOOKS)
             return twin
     except Exception as error:
-        problem = f"transformers cannot construct it: {_short(error)}"
+        problem = f"transformers cannot construct it: {one_line(error)}"
         if isinstance(error, KeyError) and HOOKS in str(error):
             problem = "it does not use transformers' attention interface"
         raise _refusal(folder, text.model_type, problem) from error
@@ -373,7 +310,7 @@ def _probed(folder: Path, model_type: str, twin: Any) -> Asked | None:  # noqa: 
         raise _refusal(folder, model_type, str(error)) from None
     except Exception as error:  # what reads values cannot run without them
         logger.info(
-            "%s: its attention is inspected once it is loaded (%s)", model_type, _short(error)
+            "%s: its attention is inspected once it is loaded (%s)", model_type, one_line(error)
         )
         return None
 
@@ -382,7 +319,7 @@ def _probed_when_loaded(source: TextModel, model: Any, device: torch.device) -> 
     try:
         return probe(model, device)
     except Exception as error:  # it does what our hooks do not expect, in its own way
-        raise _refusal(source.folder, source.text.model_type, _short(error)) from error
+        raise _refusal(source.folder, source.text.model_type, one_line(error)) from error
 
 
 def _random(source: TextModel, dtype: torch.dtype) -> Any:  # noqa: ANN401
@@ -406,7 +343,7 @@ def _load(source: TextModel, dtype: torch.dtype) -> Any:  # noqa: ANN401
             output_loading_info=True,
         )
     except Exception as error:
-        raise ModelLoadError(f"{source.folder} cannot be loaded: {_short(error)}") from error
+        raise ModelLoadError(f"{source.folder} cannot be loaded: {one_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelLoadError(f"{source.folder} lacks tensors: {', '.join(missing[:4])}")
@@ -440,7 +377,7 @@ def _tested(source: TextModel, decoder: TransformersDecoder) -> bool:
     except ModelLoadError as error:
         raise _refusal(source.folder, source.text.model_type, str(error)) from None
     except Exception as error:
-        problem = f"its first pass failed: {_short(error)}"
+        problem = f"its first pass failed: {one_line(error)}"
         raise _refusal(source.folder, source.text.model_type, problem) from error
 
 

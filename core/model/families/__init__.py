@@ -2,7 +2,3 @@
 
 Families are not copies of the decoder: one decoder computes all of them.
 """
-
-from .registry import MODEL_FAMILIES, parse_config, read_config, read_folder_config
-
-__all__ = ["MODEL_FAMILIES", "parse_config", "read_config", "read_folder_config"]

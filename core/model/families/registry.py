@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
-from ...errors import ModelLoadError
-from ..checkpoint import gguf_file
 from ..config import DecoderConfig
-from ..fields import Fields, read_json
+from ..fields import Fields
 from ..formats.quantized import read_scheme
-from ..nested import is_nested, text_fields
 from . import dense, experts, gemma4
 
 MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
@@ -52,32 +47,6 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
 }
 
 
-def read_config(path: str | Path) -> DecoderConfig:
-    """The config of a checkpoint. Raises `ModelLoadError` for what is not supported."""
-    file = gguf_file(Path(path))
-    if file is None:
-        return read_folder_config(Path(path))
-    from ..formats.gguf import GgufCheckpoint
-
-    return GgufCheckpoint(file).config
-
-
-def read_folder_config(folder: Path) -> DecoderConfig:
-    """The config of a folder in Hugging Face layout."""
-    if not folder.is_dir():
-        raise ModelLoadError(f"{folder} is not a folder")
-    fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
-    if is_nested(fields) and fields.values.get("model_type") not in MODEL_FAMILIES:
-        config = replace(parse_config(text_fields(folder, fields)), is_nested=True)
-    else:
-        config = parse_config(fields)
-    generation = folder / "generation_config.json"
-    if not generation.exists():
-        return config
-    more = Fields(read_json(generation), str(generation)).integers("eos_token_id")
-    return _with_eos(config, more)
-
-
 def parse_config(fields: Fields) -> DecoderConfig:
     """The config of one config.json."""
     model_type = fields.text("model_type")
@@ -105,8 +74,3 @@ def _check(config: DecoderConfig, fields: Fields) -> DecoderConfig:
         if head_dim % 2:
             raise fields.error("head_dim", f"must be even, not {head_dim}")
     return config
-
-
-def _with_eos(config: DecoderConfig, more: tuple[int, ...]) -> DecoderConfig:
-    """Chat models name further end tokens in generation_config.json only."""
-    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))

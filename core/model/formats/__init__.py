@@ -1,1 +1,1 @@
-"""Checkpoint formats: each maps tensor names to tensors and metadata to a `DecoderConfig`."""
+"""Formats of a model's files: each gives the fields of a config.json, and tensors by name."""

@@ -1,15 +1,15 @@
 """GGUF: one file with metadata, tokenizer and tensors, most of them quantised in blocks.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package ``gguf`` parses
-it and knows the names and the quantised types; what is here maps a file to a `Checkpoint`. The
-tokenizer is not this module's: api/text builds it from the same file.
+it and knows the names and the quantised types; what is here maps a file to the fields of a
+config.json and to a `Checkpoint`. The tokenizer is not this module's: api/text builds it from the
+same file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,15 +17,11 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as GgmlType
-from gguf import GGUFValueType
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import ModelLoadError
 from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight, stack
-from ..config import DecoderConfig
-from ..families import parse_config
-from ..fields import Fields
 from .gguf_architectures import (
     ARCHITECTURES,
     LAYER_NAMES,
@@ -35,9 +31,9 @@ from .gguf_architectures import (
     Architecture,
     architecture_of,
 )
+from .gguf_metadata import Metadata, open_reader
 from .quantized import half_of_power
 
-_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling, by frequency
 _NOT_WEIGHTS = (_ROPE_DIVISORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _PLAIN = {GgmlType.F32: "float32", GgmlType.F16: "float16", GgmlType.BF16: "bfloat16"}
@@ -49,9 +45,6 @@ _BARE = (
     "per_expert_scale",
 )  # fmt: skip
 _ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transformers
-# What ends an answer besides, by architecture and vocabulary: Harmony's <|call|>; of Gemma 4 <eos>,
-# <turn|> and <|tool_response>.
-_MORE_ENDS = {("gpt-oss", 201088): [200012], ("gemma4", 262144): [1, 106, 50]}
 
 
 class _StoredTensor(NamedTuple):
@@ -63,17 +56,17 @@ class _StoredTensor(NamedTuple):
 
 
 class GgufFile:
-    """A GGUF file as what it was made from: the fields of a config.json, and tensors by the names
-    of transformers. Tensors are memory-mapped until they are read.
+    """A GGUF file as what it was made from: the fields of a config.json in ``values``, and the
+    tensors of a `Checkpoint`, which are memory-mapped until they are read.
 
     Raises `ModelLoadError` for a file that is damaged or of an architecture that is not supported.
     """
 
     def __init__(self, file: Path) -> None:
         self.where = file
-        self._reader = _open(file)
+        self._reader = open_reader(file)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._meta = _Metadata(self._reader, file)
+        self._meta = Metadata(self._reader, file)
         self._architecture = self._known_architecture()
         self.values = self._values()
         self._sources = self._find_sources()
@@ -337,151 +330,6 @@ class GgufFile:
         return read
 
 
-class GgufCheckpoint:
-    """`Checkpoint` of a GGUF file that this engine's own decoder computes.
-
-    Raises `UnsupportedConfig` for one that it does not.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.where = file
-        self.file = GgufFile(file)
-        config = parse_config(Fields(self.file.values, str(file)))
-        divisors = self.file.divisors
-        if divisors:
-            config = replace(config, rope=replace(config.rope, divisors=divisors))
-        self.config: DecoderConfig = config
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor in the file, by the names of transformers where there is one."""
-        return self.file.shapes
-
-    @property
-    def stored_dtype(self) -> str:
-        """Of the output of the first layer's MLP; bfloat16 beside quantised matrices."""
-        return self.file.stored_dtype
-
-    def read(self, name: str) -> StoredWeight:
-        """One tensor as it is stored; of a quantised type that no kernel takes, as float32."""
-        return self.file.read(name)
-
-
-def read_text(file: Path, name: str) -> str:
-    """A text of the metadata, "" where the file has none. Raises `ModelLoadError`."""
-    field = _open(file).fields.get(name)
-    return "" if field is None else str(field.contents())
-
-
-def read_values(file: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Values of the metadata by name, of those that the file has. Raises `ModelLoadError`."""
-    fields = _open(file).fields
-    try:
-        return {name: fields[name].contents() for name in names if name in fields}
-    except UnicodeDecodeError as error:
-        raise ModelLoadError(f"{file} is damaged: {error}") from error
-
-
-_MOST_NUMBERS = 4096
-
-
-# -- metadata -----------------------------------------------------------------------------------
-
-
-class _Reader(gguf.GGUFReader):
-    """Passes over long arrays and those of text, whose items become an object each: a vocabulary
-    would take seconds.
-    """
-
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[NDArray[Any]], list[int], list[GGUFValueType]]:
-        if raw_type != GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        raw_item, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-        item, size = GGUFValueType(raw_item[0]), 12
-        values: list[NDArray[Any]] = []
-        if item == GGUFValueType.STRING:
-            data, at = self.data.data, orig_offs + size
-            for _ in range(int(count[0])):
-                at += 8 + int.from_bytes(data[at : at + 8], "little")
-            size = at - orig_offs
-        elif item in self.gguf_scalar_to_np:
-            kind = self.gguf_scalar_to_np[item]
-            if count[0] <= _MOST_NUMBERS:  # as many layers as a model may have
-                values.append(self._get(orig_offs + size, kind, int(count[0])))
-            size += int(count[0]) * np.dtype(kind).itemsize
-        else:
-            raise ValueError(f"an array of {item.name} is not supported")
-        parts = [raw_item, count, *values]
-        return size, parts, [2] if values else [], [GGUFValueType.ARRAY, item]
-
-
-def _open(file: Path) -> gguf.GGUFReader:
-    try:
-        return _Reader(file)
-    except FileNotFoundError:
-        raise ModelLoadError(f"{file}: no such file") from None
-    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
-        raise ModelLoadError(f"{file} is damaged: {error}") from error
-
-
-class _Metadata:
-    """Fields by name without the architecture's prefix, every surprise a `ModelLoadError`."""
-
-    def __init__(self, reader: gguf.GGUFReader, file: Path) -> None:
-        self._reader, self._file = reader, file
-        self.architecture = str(self._get("general.architecture", str))
-
-    def number(self, name: str) -> Any:  # noqa: ANN401 - an int or a float, as the file has it
-        """A required number."""
-        return self._get(f"{self.architecture}.{name}", (int, float))
-
-    def optional(self, name: str, default: Any) -> Any:  # noqa: ANN401
-        """The same, or text, where the file has it."""
-        name = f"{self.architecture}.{name}"
-        return self._get(name, (int, float, str)) if name in self._reader.fields else default
-
-    def flags(self, name: str) -> list[bool]:
-        """An array of them; empty where the file has none."""
-        field = self._reader.fields.get(f"{self.architecture}.{name}")
-        if field is None or field.types[0] != GGUFValueType.ARRAY or not field.data:
-            return []
-        return [bool(each) for each in field.contents()]
-
-    def by_layer(self, name: str) -> list[int]:
-        """Numbers of the layers, or one for all of them; a 0 where the file has none."""
-        field = self._reader.fields.get(f"{self.architecture}.{name}")
-        if field is None or field.types[0] != GGUFValueType.ARRAY:
-            return [int(self.optional(name, 0))]
-        return [int(each) for each in field.contents()] if field.data else [0]
-
-    def has_tensor(self, name: str) -> bool:
-        """Whether the file has a tensor of that name."""
-        return any(each.name == name for each in self._reader.tensors)
-
-    def tensor(self, name: str) -> list[float]:
-        """The numbers of a small tensor; empty where the file has none."""
-        found = next((each for each in self._reader.tensors if each.name == name), None)
-        return [] if found is None else [float(each) for each in found.data.tolist()]
-
-    def end_tokens(self, vocab_size: int) -> list[int]:
-        """Tokens that end an answer."""
-        names = (f"tokenizer.ggml.{name}" for name in _END_TOKENS)
-        found = [self._get(name, int) for name in names if name in self._reader.fields]
-        more = _MORE_ENDS.get((self.architecture, vocab_size), [])
-        return list(dict.fromkeys((*found, *more)))
-
-    def _get(self, name: str, kinds: type | tuple[type, ...]) -> Any:  # noqa: ANN401
-        field = self._reader.fields.get(name)
-        if field is None:
-            raise ModelLoadError(f"{self._file}: {name} is missing")
-        value = field.contents() if field.types[0] != GGUFValueType.ARRAY else None
-        if not isinstance(value, kinds):
-            raise ModelLoadError(f"{self._file}: {name} has an unexpected type")
-        return value
-
-
 # -- tensors ------------------------------------------------------------------------------------
 
 
@@ -521,7 +369,9 @@ def _numbers(blocks: Tensor, at: int) -> Tensor:
 
 def _nibbles(blocks: Tensor) -> Tensor:
     """The low halves of 16 bytes, then the high ones: ``[rows, 32 * blocks]`` of 0 to 15."""
-    values = torch.cat((blocks & 15, blocks >> 4), dim=2)
+    values = blocks.new_empty((*blocks.shape[:2], 2, blocks.shape[2]))
+    torch.bitwise_and(blocks, 15, out=values[:, :, 0])
+    torch.bitwise_right_shift(blocks, 4, out=values[:, :, 1])
     return values.view(torch.int8).view(len(blocks), -1)
 
 

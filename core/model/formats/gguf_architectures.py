@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
+
+from .gguf_metadata import Metadata
 
 # Of a layer of Llama; other families differ in some.
 LAYER_NAMES = {
@@ -95,28 +97,6 @@ _GEMMA4 = _BEFORE_AND_AFTER | {
     "ffn_down_exps": STACKED[1],
     "ffn_down_exps.scale": "router.per_expert_scale",
 }
-
-
-class Metadata(Protocol):
-    """Fields by name without the architecture's prefix."""
-
-    def number(self, name: str) -> Any:  # noqa: ANN401 - an int or a float, as the file has it
-        """A required number."""
-
-    def optional(self, name: str, default: Any) -> Any:  # noqa: ANN401
-        """The same, or text, where the file has it."""
-
-    def flags(self, name: str) -> list[bool]:
-        """An array of them; empty where the file has none."""
-
-    def by_layer(self, name: str) -> list[int]:
-        """Numbers of the layers, or one for all of them; a 0 where the file has none."""
-
-    def has_tensor(self, name: str) -> bool:
-        """Whether the file has a tensor of that name."""
-
-    def tensor(self, name: str) -> list[float]:
-        """The numbers of a small tensor; empty where the file has none."""
 
 
 _AT_REST = 1e20  # a divisor of at least so much stops what it divides

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...errors import ModelLoadError
 from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight
 from ..fields import Fields
+from .files import TensorEntry
 
 INSTEAD = "take the plain weights with --quantize int8 or int4, or a GGUF file"
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibble of an output among its eight
@@ -32,19 +33,7 @@ _PASSED_OVER = (
 Parts: TypeAlias = Mapping[str, Tensor]
 
 
-class Entry(Protocol):
-    """A tensor of a file, by its header."""
-
-    @property
-    def dtype(self) -> str:
-        """As the header names it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As the header has it."""
-
-
-Entries: TypeAlias = Mapping[str, Entry]
+Entries: TypeAlias = Mapping[str, TensorEntry]
 
 
 class Stored(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from torch import Tensor
 
 from ...errors import ModelLoadError
 from ...ops.quantize import StoredWeight
-from ..families import read_folder_config
 from ..fields import Fields, read_json
-from ..nested import text_names
 from ..shapes import EMBEDDING
+from .files import TensorEntry
+from .nested import text_names
 from .quantized import QuantizedTensor, Scheme, Stored, gather, is_passed_over, read_scheme
 
 SINGLE_FILE = "model.safetensors"
@@ -35,49 +34,37 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where a tensor lies and what it is."""
-
-    file: Path
-    dtype: str  # as the header names it
-    shape: tuple[int, ...]
-
-
 class SafetensorsCheckpoint:
-    """`Checkpoint` of a folder in Hugging Face layout."""
+    """`Checkpoint` of a folder in Hugging Face layout.
 
-    def __init__(self, folder: Path) -> None:
+    ``is_nested``: the folder holds other models, too; the tensors are those of the text model, by
+    the names that it has alone.
+    """
+
+    def __init__(self, folder: Path, *, is_nested: bool) -> None:
         self.where = folder
-        self.config = read_folder_config(folder)
         self.files = TensorFiles(folder)
-        # Of a multimodal checkpoint: the text model's names and those in the files.
-        self._names = text_names(self.files.shapes) if self.config.is_nested else {}
+        names = self.files.shapes
+        self._names = text_names(names) if is_nested else {name: name for name in names}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor in the files; quantised matrices by the names of plain ones.
-
-        Of a multimodal checkpoint those of the text model, by the names that it has alone.
-        """
+        """The shape of every tensor; quantised matrices by the names of plain ones."""
         shapes = self.files.shapes
-        if not self.config.is_nested:
-            return shapes
         return {name: shapes[stored] for name, stored in self._names.items()}
 
     @property
     def stored_dtype(self) -> str:
-        """Of the embedding, which wins over config.json; bfloat16 beside quantised matrices."""
+        """The embedding's dtype, which wins over config.json; bfloat16 with quantised matrices."""
         if self.files.quantized:
             return "bfloat16"
-        entry = self.files.entries.get(self._names.get(EMBEDDING, EMBEDDING))
-        return self.config.dtype if entry is None else _DTYPES[entry.dtype]
+        return _DTYPES[self.files.entries[self._names[EMBEDDING]].dtype]
 
     def read(self, name: str) -> StoredWeight:
         """One tensor, on the CPU, in its own dtype; a quantised matrix as float32 where kernels do
         not take it as it is.
         """
-        return self.files.read(self._names.get(name, name))
+        return self.files.read(self._names[name])
 
 
 class TensorFiles:

@@ -15,8 +15,8 @@
  * the process. Shapes are set per thread: by each piece of work for itself, which also releases the
  * tiles, for a thread switch takes longer while they are in use.
  *
- * With FT_AMX_EMULATED, amx_emulated.c stands in for the unit, and ends the process where the unit
- * would: so tests run all that is built on tiles on any x86 machine.
+ * With FT_AMX_EMULATED, amx_emulated.c of the tests stands in for the unit, and ends the process
+ * where the unit would: so tests run all that is built on tiles on any x86 machine.
  */
 #ifndef FT_AMX_H
 #define FT_AMX_H

@@ -17,9 +17,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
+
+from ..cache_folder import cache_folder
+from ..device import cpu_flags
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,10 @@ Variant: TypeAlias = Literal["amx", "avx512", "avx2", "scalar", "amx-emulated"]
 """``amx-emulated`` is ``amx`` with C functions in place of the matrix unit, for tests."""
 
 SETTING = "FORETOKEN_NATIVE_VARIANT"
+EMULATION: Path | None = None
+"""The source of these C functions, which tests set; without it there is no such variant."""
 
+_FOLDER = Path(__file__).parent
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_TIMEOUT = 180  # seconds
 # -ffp-contract=off: whether a product is fused must not depend on how a loop was unrolled.
@@ -72,6 +79,8 @@ def variants() -> tuple[Variant, ...]:
 
 def can_run(variant: Variant) -> bool:
     """Whether the CPU has what the variant needs, and Linux gives this process the tiles."""
+    if variant == "amx-emulated" and EMULATION is None:
+        return False
     return _NEEDED[variant] <= cpu_flags() and (variant != "amx" or tiles_permitted())
 
 
@@ -119,9 +128,10 @@ def build(variant: Variant) -> Path:
     """Path of the compiled library. Raises `NativeBuildError` when it cannot be built."""
     compiler = _find_compiler()
     flags = (*_FLAGS, *variant_flags(variant), *_WARNINGS)
-    target = cache_folder() / f"kernels-{variant}-{_key(compiler, flags)}.so"
+    sources = _sources(variant)
+    target = cache_folder() / f"kernels-{variant}-{_key(compiler, flags, sources)}.so"
     if not target.exists():
-        _compile([*compiler, *flags], target)
+        _compile([*compiler, *flags], sources, target)
     return target
 
 
@@ -144,14 +154,14 @@ def _find_compiler() -> list[str]:
     )
 
 
-def _compile(command: list[str], target: Path) -> None:
+def _compile(command: list[str], sources: Sequence[Path], target: Path) -> None:
     """Build beside the target and rename, so that another process never sees half a file."""
-    sources = [str(path) for path in _sources() if path.suffix == ".c"]
+    files = [f"-I{_FOLDER}", *(str(path) for path in sources if path.suffix == ".c")]
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             output = Path(folder) / target.name
-            _run([*command, *sources, "-o", str(output), "-lm"], timeout=_COMPILE_TIMEOUT)
+            _run([*command, *files, "-o", str(output), "-lm"], timeout=_COMPILE_TIMEOUT)
             output.replace(target)
     except OSError as error:
         raise NativeBuildError(f"the cache folder cannot be written: {error}") from error
@@ -168,35 +178,17 @@ def _run(command: list[str], timeout: float) -> str:
     return done.stdout
 
 
-def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
+def _key(compiler: list[str], flags: tuple[str, ...], sources: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     version = _run([*compiler, "--version"], timeout=10)
     parts = [version, *compiler, *flags, platform.machine(), *sorted(cpu_flags())]
     digest.update("\0".join(parts).encode())
-    for path in _sources():
+    for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:24]
 
 
-def _sources() -> list[Path]:
-    folder = Path(__file__).parent
-    return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
-
-
-def cache_folder() -> Path:
-    """Return the folder of what is kept between processes: ``FORETOKEN_CACHE``, else the user's."""
-    own = os.environ.get("FORETOKEN_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
-
-
-@cache
-def cpu_flags() -> frozenset[str]:
-    """Features of the CPU by their names in Linux; none elsewhere, which leaves "scalar"."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    lines = (line.partition(":")[2] for line in text.splitlines() if line.startswith("flags"))
-    return frozenset(next(lines, "").split())
+def _sources(variant: Variant) -> list[Path]:
+    """C files and headers; of the emulated unit also the one that stands in for it."""
+    own = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".c", ".h"))
+    return [*own, EMULATION] if variant == "amx-emulated" and EMULATION is not None else own

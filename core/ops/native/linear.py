@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import PackedLinear
-from ..quantize import GROUP, SUPER, Quantize, QuantizedWeight, WeightKind, quantize_weight, to_int4_min
+from ..quantize import (
+    GROUP,
+    SUPER,
+    Quantize,
+    QuantizedWeight,
+    WeightKind,
+    quantize_weight,
+    to_int4_min,
+)
 from .library import NativeLibrary
 from .memory import HugeArena
 
@@ -154,7 +162,8 @@ def _quantized_panels(weight: QuantizedWeight, width: int) -> Tensor:
         return _panels(weight.values.view(torch.uint8) ^ 128, 4, width, fill=128)
     num_groups = weight.values.shape[1] // GROUP
     offset = _OFFSETS.get(weight.kind, 0)
-    unsigned = _rows((weight.values.view(torch.uint8) + offset), width, offset)
+    unsigned = weight.values.view(torch.uint8)
+    unsigned = _rows(unsigned + offset if offset else unsigned, width, offset)
     if weight.kind in _BYTES:
         quads = unsigned.view(-1, width, num_groups, GROUP // 4, 4)
     else:
@@ -182,7 +191,8 @@ def _by_group(numbers: Tensor, width: int, num_groups: int) -> Tensor:
 
 def _rows(values: Tensor, width: int, fill: int) -> Tensor:
     """``values`` [out, ...] with rows of ``fill`` up to whole panels."""
-    return F.pad(values, (0, 0, 0, -len(values) % width), value=fill)
+    missing = -len(values) % width
+    return F.pad(values, (0, 0, 0, missing), value=fill) if missing else values
 
 
 def _padded(values: Tensor | None, width: int) -> Tensor | None:

@@ -22,7 +22,7 @@ from ...interface.sampling_params import ConstraintFailed, Mask
 from ...interface.step import Refusal, SamplingMetadata
 from ...sampling.gumbel import vocabulary_hashes
 from ...sampling.logits_processors import SampleRow, out_of_vocabulary
-from ...sampling.sampler import Columns
+from ...sampling.sampler import DraftVocab
 from ...sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
@@ -177,7 +177,7 @@ class NativeSampler:
         num_best: int,
         *,
         temperature_scale: float = 1.0,
-        columns: Columns | None = None,
+        draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
         """The tokens nearest to being drawn, at most `MOST_BEST`; see `verifier.best`.
 
@@ -185,14 +185,14 @@ class NativeSampler:
         """
         if len(rows) != len(logits) or not 0 < num_best <= MOST_BEST:
             raise ValueError(f"{len(logits)} rows of logits for the {num_best} best of {len(rows)}")
-        vocab_size = logits.shape[-1] if columns is None else columns.vocab_size
+        vocab_size = logits.shape[-1] if draft_vocab is None else draft_vocab.vocab_size
         forms = [row.sampling.cached(_EncodedSampling, vocab_size) for row in rows]
-        if columns is not None and not all(form.races_alone for form in forms):
-            logits, columns = columns.widened(logits), None
+        if draft_vocab is not None and not all(form.races_alone for form in forms):
+            logits, draft_vocab = draft_vocab.widened(logits), None
         call = _Call(self._library, logits, temperature_scale)
         for i, (row, form) in enumerate(zip(rows, forms, strict=True)):
             call.add(form, row.tokens, row.tail, i)
-        return call.run_best(num_best, columns)
+        return call.run_best(num_best, draft_vocab)
 
 
 def _next_nodes(
@@ -311,13 +311,13 @@ class _Call:
             for index, (first, count) in enumerate(spans)
         ]
 
-    def run_best(self, num_best: int, columns: Columns | None = None) -> list[Best]:
+    def run_best(self, num_best: int, draft_vocab: DraftVocab | None = None) -> list[Best]:
         """Of every walk, whose only place is its first: the best tokens and their scores."""
         num_rows, vocab_size = self._logits.shape
-        if columns is None:
+        if draft_vocab is None:
             hashes = vocabulary_hashes(vocab_size, self._logits.device)
         else:
-            hashes = columns.hashes
+            hashes = draft_vocab.hashes
         walks, counts = array("q", self._walks), array("q", bytes(8 * num_rows))
         tokens = array("q", bytes(8 * num_rows * num_best))
         scores = array("f", bytes(4 * num_rows * num_best))
@@ -332,8 +332,8 @@ class _Call:
         for index, count in enumerate(counts):
             span = slice(index * num_best, index * num_best + count)
             ids, error = self._outcome(index, tokens[span].tolist())
-            if columns is not None:
-                ids = [columns.names[each] for each in ids]
+            if draft_vocab is not None:
+                ids = [draft_vocab.names[each] for each in ids]
             best = Best(tuple(ids), tuple(scores[span]))
             found.append(best if error is None else Best((), (), error))
         return found

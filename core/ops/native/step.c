@@ -3,6 +3,8 @@
 #include "experts.h"
 #include "linear.h"
 
+/* -- Gemma 4's parts: see ../gemma4.py ---------------------------------------------------------- */
+
 /* Experts beside the MLP, which read the stream by norms of their own. */
 typedef struct {
     const ft_experts *experts; /* NULL: there are none */
@@ -16,6 +18,14 @@ typedef struct {
     ft_activation activation;
 } ft_token_input;
 
+/* What a layer has besides Llama's parts. */
+typedef struct {
+    const ft_norm *out_norm; /* of the sum of MLP and experts, in place of the layer's mlp_out_norm */
+    float factor;            /* of the stream behind the layer */
+    ft_beside beside;
+    ft_token_input token_input;
+} ft_extras;
+
 /* The inputs of all layers: the norm of each one's part of a projection of the embedding, plus a
  * row of a table, times a factor. */
 typedef struct {
@@ -25,6 +35,8 @@ typedef struct {
     int64_t width;
     float factor;
 } ft_token_inputs;
+
+/* -- layers and decoder ------------------------------------------------------------------------- */
 
 /* Norms that a layer does not have are NULL. Without one before attention or the MLP, these read
  * the residual stream itself. */
@@ -37,9 +49,7 @@ typedef struct {
     int64_t is_parallel;       /* whether the MLP reads what attention reads */
     const ft_experts *experts; /* in place of gate_up and down, or NULL */
     int64_t part, kv_layer;    /* where its keys and values are */
-    float factor;              /* of the stream behind it */
-    ft_beside beside;
-    ft_token_input token_input;
+    const ft_extras *extras;   /* or NULL */
 } ft_layer;
 
 typedef struct {
@@ -135,20 +145,6 @@ static int run_attention(const step_job *step, int64_t index, const char *x, cha
     return 0;
 }
 
-/* Add what experts beside the MLP say to `out`, which is what the MLP says. */
-static int add_experts(const step_job *step, const ft_beside *beside, char *out) {
-    const step_space *space = &step->space;
-    norm_rows(step, out, beside->mlp_out_norm, out);
-    norm_rows(step, space->residual, beside->norm, space->added);
-    norm_rows(step, space->residual, beside->router_norm, space->wide);
-    if (ft_run_experts(beside->experts, space->wide, space->added, space->added, step->rows,
-                       step->dtype))
-        return -1;
-    norm_rows(step, space->added, beside->out_norm, space->added);
-    ft_add_rows(space->added, out, 1.0f, step->rows, step->decoder->hidden, step->dtype);
-    return 0;
-}
-
 /* The same for the MLP. */
 static int run_mlp(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
@@ -162,8 +158,23 @@ static int run_mlp(const step_job *step, int64_t index, const char *x, char *out
                          &layer->activation, dtype);
         if (ft_linear(layer->down, space->narrow, dtype, step->rows, out, dtype)) return -1;
     }
-    if (layer->beside.experts && add_experts(step, &layer->beside, out)) return -1;
     norm_rows(step, out, layer->mlp_out_norm, out);
+    return 0;
+}
+
+/* -- Gemma 4's parts ---------------------------------------------------------------------------- */
+
+/* Add the output of experts beside the MLP to `out`, the output of the MLP. */
+static int add_experts(const step_job *step, const ft_beside *beside, char *out) {
+    const step_space *space = &step->space;
+    norm_rows(step, out, beside->mlp_out_norm, out);
+    norm_rows(step, space->residual, beside->norm, space->added);
+    norm_rows(step, space->residual, beside->router_norm, space->wide);
+    if (ft_run_experts(beside->experts, space->wide, space->added, space->added, step->rows,
+                       step->dtype))
+        return -1;
+    norm_rows(step, space->added, beside->out_norm, space->added);
+    ft_add_rows(space->added, out, 1.0f, step->rows, step->decoder->hidden, step->dtype);
     return 0;
 }
 
@@ -185,7 +196,7 @@ static int make_inputs(const step_job *step, const int64_t *ids) {
 
 /* What a layer adds to the stream of the inputs that tokens have for it, in `out`. */
 static int run_input(const step_job *step, int64_t index, char *out) {
-    const ft_token_input *layer = &step->decoder->layers[index].token_input;
+    const ft_token_input *layer = &step->decoder->layers[index].extras->token_input;
     const step_space *space = &step->space;
     int dtype = step->dtype;
     int64_t item = dtype == FT_BFLOAT16 ? 2 : 4, width = step->decoder->token_inputs.width;
@@ -202,6 +213,18 @@ static int run_input(const step_job *step, int64_t index, char *out) {
     return 0;
 }
 
+/* The MLP's output in `out` to what is still to be added to the stream, in `out`. */
+static int add_extras(const step_job *step, int64_t index, char *out) {
+    const ft_extras *extras = step->decoder->layers[index].extras;
+    if (extras->beside.experts && add_experts(step, &extras->beside, out)) return -1;
+    norm_rows(step, out, extras->out_norm, out);
+    if (!extras->token_input.gate) return 0;
+    add(step, out, 1.0f, NULL, NULL);
+    return run_input(step, index, out);
+}
+
+/* -- the layers ---------------------------------------------------------------------------------- */
+
 /* Input x of a layer to that of the next, whose norm is `next_norm`, in `out` or the stream itself.
  * Returns NULL when there is no memory. */
 static const char *run_layer(const step_job *step, int64_t index, const char *x,
@@ -213,11 +236,8 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
     const ft_norm *norm = layer->is_parallel ? NULL : layer->mlp_norm;
     const char *next = add(step, added, 1.0f, norm, step->space.x);
     if (run_mlp(step, index, layer->is_parallel ? x : next, added)) return NULL;
-    if (layer->token_input.gate) {
-        add(step, added, 1.0f, NULL, NULL);
-        if (run_input(step, index, added)) return NULL;
-    }
-    return add(step, added, layer->factor, next_norm, out);
+    if (layer->extras && add_extras(step, index, added)) return NULL;
+    return add(step, added, layer->extras ? layer->extras->factor : 1.0f, next_norm, out);
 }
 
 /* Copies of the residual stream: at[count] boundaries, out [num_rows, count, hidden]. */

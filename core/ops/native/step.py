@@ -14,6 +14,7 @@ from ..base import (
     ExpertsBeside,
     ExpertWeights,
     ForwardPlan,
+    Gemma4Extras,
     HeadLayout,
     LayersOutput,
     LayerWeights,
@@ -27,6 +28,7 @@ from ..base import (
 from ..batch import Taps, Wanted
 from ..kv_pool import KVPool
 from .experts import ExpertStructs
+from .gemma4 import BesideStruct, ExtrasStruct, TokenInputsStruct, TokenInputStruct
 from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
 from .plan import NativePlan, PartStruct
@@ -43,41 +45,6 @@ from .structs import (
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 _LINEAR, _NORM = ctypes.POINTER(LinearStruct), ctypes.POINTER(NormStruct)
-
-
-class BesideStruct(ctypes.Structure):
-    """``ft_beside`` of step.c."""
-
-    _fields_ = (
-        ("experts", _PTR),
-        ("norm", _NORM),
-        ("router_norm", _NORM),
-        ("out_norm", _NORM),
-        ("mlp_out_norm", _NORM),
-    )
-
-
-class TokenInputStruct(ctypes.Structure):
-    """``ft_token_input`` of step.c."""
-
-    _fields_ = (
-        ("gate", _LINEAR),
-        ("out", _LINEAR),
-        ("out_norm", _NORM),
-        ("activation", ActivationStruct),
-    )
-
-
-class TokenInputsStruct(ctypes.Structure):
-    """``ft_token_inputs`` of step.c."""
-
-    _fields_ = (
-        ("table", _PTR),
-        ("projection", _LINEAR),
-        ("norm", _NORM),
-        ("width", _I64),
-        ("factor", ctypes.c_float),
-    )
 
 
 class LayerStruct(ctypes.Structure):
@@ -99,9 +66,7 @@ class LayerStruct(ctypes.Structure):
         ("experts", _PTR),
         ("part", _I64),
         ("kv_layer", _I64),
-        ("factor", ctypes.c_float),
-        ("beside", BesideStruct),
-        ("token_input", TokenInputStruct),
+        ("extras", ctypes.POINTER(ExtrasStruct)),
     )
 
 
@@ -125,7 +90,7 @@ class NativeStep:
     def __init__(self, library: NativeLibrary, weights: DecoderWeights) -> None:
         self._library = library
         self._weights = weights  # alive as long as the structs point into them
-        self._norms: list[NormStruct] = []  # likewise
+        self._structs: list[NormStruct | ExtrasStruct] = []  # likewise
         self._experts: list[ExpertStructs] = []
         layers = (LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
         mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
@@ -159,14 +124,24 @@ class NativeStep:
             layer.is_parallel,
             experts,
             *layer.place,
-            layer.factor,
-            self._beside(layer.beside),
-            self._token_input(layer.token_input),
+            self._extras(layer.extras),
         )
 
     def _mixture(self, weights: ExpertWeights) -> int:
         self._experts.append(ExpertStructs(weights))
         return self._experts[-1].address
+
+    def _extras(self, extras: Gemma4Extras | None) -> object:
+        if extras is None:
+            return None
+        struct = ExtrasStruct(
+            self._lent(extras.out_norm),
+            extras.factor,
+            self._beside(extras.beside),
+            self._token_input(extras.token_input),
+        )
+        self._structs.append(struct)
+        return ctypes.pointer(struct)
 
     def _beside(self, beside: ExpertsBeside | None) -> BesideStruct:
         if beside is None:
@@ -198,8 +173,8 @@ class NativeStep:
     def _lent(self, norm: Norm | None) -> object:
         if norm is None:
             return None
-        self._norms.append(norm_struct(norm))
-        return ctypes.pointer(self._norms[-1])
+        self._structs.append(norm_struct(norm))
+        return ctypes.pointer(self._structs[-1])
 
     def __call__(
         self, token_ids: Tensor, plans: Sequence[ForwardPlan], wanted: Wanted

@@ -30,8 +30,8 @@ from ..base import (
     capped,
 )
 from ..batch import RaggedBatch
+from ..device import cpu_flags
 from ..kv_pool import KVPool
-from ..native.build import cpu_flags
 from ..quantize import QuantizedWeight, WeightKind
 from .attention import attend
 from .experts import run_experts

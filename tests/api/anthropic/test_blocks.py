@@ -6,21 +6,23 @@ import msgspec
 import pytest
 
 from foretoken.api.anthropic.blocks import INVALID, SIGNATURE, Blocks, read_arguments
-from foretoken.api.runtime.chat_types import Call, TurnDelta
+from foretoken.api.types.results import CallDelta, TextDelta
 
 TALK = [
-    TurnDelta(reasoning="I "),
-    TurnDelta(reasoning="see", words="\n\n"),
-    TurnDelta(words="Let me"),
-    TurnDelta(words=" look.\n", calls=[Call(index=0, id="call_a", name="sun", arguments='{"a')]),
-    TurnDelta(
-        calls=[
-            Call(index=0, arguments='t": 1}', is_done=True),
-            Call(index=1, id="call_b", name="moon", arguments="{}", is_done=True),
-        ],
-        words="\n",
+    TextDelta(reasoning="I "),
+    TextDelta(reasoning="see", text="\n\n"),
+    TextDelta(text="Let me"),
+    TextDelta(
+        text=" look.\n", tool_calls=[CallDelta(index=0, id="call_a", name="sun", arguments='{"a')]
     ),
-    TurnDelta(calls=[Call(index=2, id="call_c", name="rain", arguments='{"no')]),
+    TextDelta(
+        tool_calls=[
+            CallDelta(index=0, arguments='t": 1}', is_done=True),
+            CallDelta(index=1, id="call_b", name="moon", arguments="{}", is_done=True),
+        ],
+        text="\n",
+    ),
+    TextDelta(tool_calls=[CallDelta(index=2, id="call_c", name="rain", arguments='{"no')]),
 ]
 WHOLE = [
     {"type": "thinking", "thinking": "I see", "signature": SIGNATURE},
@@ -34,12 +36,16 @@ WHOLE = [
 def play(talk, **options):
     blocks = Blocks(**options)
     events = [event for delta in talk for event in blocks.take(delta)]
-    return blocks, events + blocks.end()
+    return blocks, msgspec.to_builtins(events + blocks.end())
+
+
+def contents(blocks):
+    return msgspec.to_builtins([block.content for block in blocks.builders])
 
 
 def test_thoughts_words_and_calls_are_blocks_in_their_order():
     blocks, _ = play(TALK)
-    assert [part.body for part in blocks.parts] == WHOLE
+    assert contents(blocks) == WHOLE
 
 
 def test_events_add_up_to_the_whole():
@@ -69,17 +75,19 @@ def test_events_add_up_to_the_whole():
 
 
 def test_white_space_alone_is_a_block_only_if_it_is_all():
-    call = Call(index=0, id="call_a", name="sun", arguments="{}", is_done=True)
-    blocks, _ = play([TurnDelta(reasoning="hm"), TurnDelta(words="\n\n"), TurnDelta(calls=[call])])
-    assert [part.kind for part in blocks.parts] == ["thinking", "tool_use"]
-    blocks, _ = play([TurnDelta(words="\n"), TurnDelta(words=" ")])
-    assert [part.body for part in blocks.parts] == [{"type": "text", "text": "\n "}]
-    assert play([TurnDelta()])[1] == []
+    call = CallDelta(index=0, id="call_a", name="sun", arguments="{}", is_done=True)
+    blocks, _ = play(
+        [TextDelta(reasoning="hm"), TextDelta(text="\n\n"), TextDelta(tool_calls=[call])]
+    )
+    assert [block.kind for block in blocks.builders] == ["thinking", "tool_use"]
+    blocks, _ = play([TextDelta(text="\n"), TextDelta(text=" ")])
+    assert contents(blocks) == [{"type": "text", "text": "\n "}]
+    assert play([TextDelta()])[1] == []
 
 
 def test_omitted_thoughts_are_a_block_without_words():
     blocks, events = play(TALK[:2], shows_thoughts=False)
-    assert blocks.parts[0].body == {"type": "thinking", "thinking": "", "signature": SIGNATURE}
+    assert contents(blocks)[0] == {"type": "thinking", "thinking": "", "signature": SIGNATURE}
     deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
     assert [delta["type"] for delta in deltas] == ["signature_delta"]
 
@@ -99,9 +107,9 @@ def test_arguments_that_are_no_object_are_never_taken_for_one(text, arguments):
 
 @pytest.mark.parametrize("is_done", [True, False])
 def test_a_call_without_arguments_is_an_empty_object_as_in_the_stream(is_done):
-    call = Call(index=0, id="call_a", name="sun", is_done=is_done)
-    blocks, events = play([TurnDelta(calls=[call])])
-    assert blocks.parts[0].body["input"] == events[0]["content_block"]["input"] == {}
+    call = CallDelta(index=0, id="call_a", name="sun", is_done=is_done)
+    blocks, events = play([TextDelta(tool_calls=[call])])
+    assert contents(blocks)[0]["input"] == events[0]["content_block"]["input"] == {}
 
 
 def test_half_a_surrogate_pair_in_arguments_goes_out_as_it_was_written():

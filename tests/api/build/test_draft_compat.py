@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.draft.models.vocab_check import check_same_tokens
+from foretoken.draft.proposers.vocab_check import check_same_tokens
 
 VOCAB = {"a": 0, "b": 1, "c": 2, "ab": 3}
 TOKENIZER: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 from foretoken.api.cli import chat
 from foretoken.api.cli.commands import main
 from foretoken.api.cli.remote import ServerModel
-from foretoken.api.types.sampling_params import SamplingParams
+from foretoken.api.types.sampling_params import SamplingDefaults, SamplingParams
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 
@@ -22,6 +22,7 @@ class Partner:
     """Repeats the last message, and remembers how it was asked."""
 
     name = "parrot"
+    sampling = {"top_p": 0.9, "top_k": 0}
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[dict[str, str]], SamplingParams]] = []
@@ -104,7 +105,9 @@ def test_set_alone_lists_what_holds(monkeypatch, capsys) -> None:
     hold(monkeypatch, ["/set temperature 0.25", "/set"])
     listed = capsys.readouterr().out
     assert "temperature 0.25\n" in listed
-    assert "top_p (the model's own)\n" in listed
+    assert "top_p (the model's own: 0.9)\n" in listed
+    assert "top_k (the model's own: 0)\n" in listed
+    assert "min_p (the model's own)\n" in listed
 
 
 def test_save_writes_the_conversation(monkeypatch, tmp_path) -> None:
@@ -200,6 +203,13 @@ def test_a_server_answers_as_a_model_does(serve, engine, say, capsys) -> None:
     assert "prompt tokens cached" in captured.err
     sampling = engine.requests[0].sampling
     assert (sampling.params.temperature, sampling.seed) == (0.5, 3)
+
+
+def test_the_models_own_values_come_from_the_list_of_models(serve, built) -> None:
+    built.sampling_defaults = SamplingDefaults(temperature=0.25)
+    partner = asyncio.run(ServerModel.connect(serve().url, None))
+    assert partner.sampling["temperature"] == 0.25
+    assert partner.sampling["top_p"] == 1.0
 
 
 def test_only_what_was_set_is_sent(monkeypatch) -> None:

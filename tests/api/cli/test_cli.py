@@ -15,10 +15,10 @@ import pytest
 
 import foretoken
 from foretoken.api.cli import commands, terminal
-from foretoken.api.cli.flags import server_settings
 from foretoken.api.cli.terminal import wants_colour
 from foretoken.api.types.sampling_params import SamplingDefaults
 from foretoken.core.config import EngineConfig
+from support.given import listening
 
 
 @pytest.fixture
@@ -99,6 +99,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
         "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d", "model-impl": "own",
         "generation-config": "none", "override-generation-config": '{"top_k": 5}',
+        "chat-template": "t.jinja", "default-chat-template-kwargs": '{"enable_thinking": false}',
     }  # fmt: skip
     given = [part for name, value in flags.items() for part in (f"--{name}", value)]
     for command in (["serve", "m"], ["run", "p", "m"], ["chat", "m"]):
@@ -122,19 +123,20 @@ def test_flags_that_are_not_given_leave_the_defaults_to_the_config():
 
 def test_keys_come_from_flags_or_else_from_the_environment(monkeypatch):
     monkeypatch.setenv("FORETOKEN_API_KEY", "env")
-    assert server_settings(parse("serve")).api_keys == ("env",)
-    assert server_settings(parse("serve", "--api-key", "a", "--api-key", "b")).api_keys == (
+    assert listening().settings.api_keys == ("env",)
+    assert listening("--api-key", "a", "--api-key", "b").settings.api_keys == (
         "a",
         "b",
     )
     monkeypatch.delenv("FORETOKEN_API_KEY")
-    assert server_settings(parse("serve")).api_keys == ()
+    assert listening().settings.api_keys == ()
 
 
 def test_serve_listens_as_its_flags_say(monkeypatch, here):
     served = []
     monkeypatch.setattr(
-        "foretoken.api.server.process.run", lambda llm, listen: served.append(listen) or 0
+        "foretoken.api.server.process.run",
+        lambda llm, listen, observing: served.append(listen) or 0,
     )
     args = [
         "serve",
@@ -150,7 +152,7 @@ def test_serve_listens_as_its_flags_say(monkeypatch, here):
     assert commands.main([*args, "--drain-seconds", "2", "--log-level", "error"]) == 0
     [listen] = served
     assert (listen.host, listen.port, listen.drain_seconds) == ("127.0.0.2", 0, 2.0)
-    assert (listen.settings.api_keys, listen.settings.served_name) == (("k",), "n")
+    assert (listen.settings.api_keys, listen.settings.served_names) == (("k",), ("n",))
     served.clear()
     commands.main(["serve"])
     assert served[0].host == "127.0.0.1", "not to be reached from outside unless asked"
@@ -170,7 +172,7 @@ def test_run_streams_the_answer_and_tells_its_cost(here, say, engine, capsys):
     assert f"[{usage.completion_tokens} tokens in {usage.verify_steps} steps, " in err
     drafts = r"tokens/step, (\d+) of (\d+) draft tokens accepted \(fake \1 of \2\), "
     assert re.search(drafts + r"0 of \d+ prompt tokens cached, first token \d+ ms", err)
-    assert err.count("\n") == 1
+    assert err.count("\n") == 1, "nothing is said of a model that is not there"
 
 
 @pytest.mark.parametrize("command", [["run", "hi"], ["chat"]], ids=str)
@@ -294,7 +296,8 @@ def test_run_colours_drafts_by_source_and_ends_with_a_legend(
     assert out == plain, "no escapes in a file"
     engine.draining = False
     counts = engine.requests[-1].usage.accepted_by_source
-    legend, cost = err.splitlines()
+    loading, legend, cost = err.splitlines()
+    assert re.fullmatch(r"loading \S+ \(.*iB\) \.\.\. \d+\.\d s", loading)
     assert legend.startswith(f"[tokens by source: ngram: {counts['ngram']}, model: ")
     assert cost.startswith("[")
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -355,7 +358,7 @@ def test_chat_says_in_one_line_that_a_message_is_refused_and_goes_on(
     assert commands.main(["chat"]) == 0
     out, err = capsys.readouterr()
     assert out == "hello\n"
-    refusal, cost = err.splitlines()
+    _, refusal, cost = err.splitlines()
     assert refusal.startswith("foretoken: prompt is too long")
     assert cost.startswith("[")
     assert engine.requests[0].prompt_len < 100, "the refused message is forgotten"
@@ -369,4 +372,4 @@ def test_run_ends_quietly_when_the_reader_of_its_output_leaves(here, say, monkey
         monkeypatch.setattr(sys, "stdout", out)
         assert commands.main(["run", "The quick"]) == 141
         print("what is left in the buffer does not raise at exit", file=out, flush=True)
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err.count("\n") == 1, "of what was loaded"

@@ -8,11 +8,13 @@ import os
 import pytest
 
 from foretoken.api.cli import commands
-from foretoken.api.cli.flags import observing
+from foretoken.api.server.observability import make_observing
+from foretoken.api.serving.settings import ObservingOptions
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.draft.training import trainer as training
 from foretoken.draft.training.records import read_records
+from support.given import given, listening
 
 
 def failed(capsys, *args):
@@ -107,13 +109,14 @@ def test_a_draft_is_trained_and_measured_in_service(capsys, tmp_path, monkeypatc
 # -- traffic --------------------------------------------------------------------------------------
 
 
-def parsed(*args):
-    return commands._parser().parse_args(["serve", *args])
+def recorder_of(*args):
+    made = given(*args)
+    return make_observing(made.make(ObservingOptions), listening(*args)).recorder
 
 
 def test_traffic_is_not_recorded_unless_asked_for(tmp_path):
-    assert observing(parsed()).recorder is None
-    recorder = observing(parsed("--record-traffic", str(tmp_path / "t"))).recorder
+    assert recorder_of() is None
+    recorder = recorder_of("--record-traffic", str(tmp_path / "t"))
     assert recorder is not None
     recorder.close()
 
@@ -127,14 +130,12 @@ def test_with_api_keys_only_those_named_are_recorded(tmp_path):
         (("--api-key", "a", "--api-key", "b", "--record-key", "b"), {caller_of("b")}),
         ((), None),
     ):
-        recorder = observing(parsed(*folder, *args)).recorder
+        recorder = recorder_of(*folder, *args)
         assert recorder._callers == expected
         recorder.close()
 
 
 @pytest.mark.parametrize("flag", [("--record-key", "a"), ("--record-bytes", "1MB")])
 def test_flags_of_recording_need_a_folder(capsys, flag):
-    with pytest.raises(SystemExit) as exited:
-        observing(parsed(*flag))
-    assert exited.value.code == 2
+    assert commands.main(["serve", *flag]) == 2
     assert "--record-traffic" in capsys.readouterr().err

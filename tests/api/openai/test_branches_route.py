@@ -262,7 +262,7 @@ def test_a_prompt_or_branch_that_fails_is_noticed_while_others_run(kind):
         reply = TextReply(writer, parts)
     else:
         reply = BranchReply(writer)
-        reply.turns = parts
+        reply.answers = parts
 
     async def read():
         async with asyncio.timeout(10):

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken import EngineDead, PromptTooLong, QueueFull
 from foretoken.api.openai.completions import echo_ids, echo_offsets
-from foretoken.api.openai.shapes import LOWEST_LOGPROB, finite
+from foretoken.api.openai.writer import LOWEST_LOGPROB, finite
 
 TALK = [{"role": "user", "content": "hi"}]
 SPECULATION = {
@@ -173,6 +173,18 @@ def test_fields_reach_the_engine(client, engine):
     assert request.sampling.seed == 11
 
 
+@pytest.mark.parametrize(
+    "field", ["guided_json", "return_token_ids", "return_tokens_as_token_ids", "guided_choice"]
+)
+def test_a_refused_field_that_asks_for_nothing_passes(client, engine, field):
+    for value in (None, False):
+        chat(client, extra_body={field: value})
+    assert len(engine.requests) == 2
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, extra_body={field: {}})
+    assert caught.value.param == field
+
+
 def test_model_defaults_are_not_taken_from_anywhere_but_the_request(client, engine):
     chat(client, max_tokens=1)
     params = engine.requests[0].sampling.params
@@ -297,7 +309,7 @@ def test_models_are_listed_and_retrieved_by_a_name_with_a_slash(client):
 
 
 def test_served_and_folder_names_are_accepted_and_others_are_404(serve, built):
-    server = serve(served_name="pretty")
+    server = serve(served_names=("pretty",))
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
         for name in ("pretty", "tiny/model", built.path.name):
             answer = client.completions.create(model=name, prompt=[5], max_tokens=1)
@@ -305,6 +317,17 @@ def test_served_and_folder_names_are_accepted_and_others_are_404(serve, built):
         with pytest.raises(openai.NotFoundError) as info:
             client.completions.create(model="other", prompt=[5])
         assert (info.value.code, info.value.param) == ("model_not_found", "model")
+
+
+def test_a_model_has_several_names_and_answers_by_the_first(serve):
+    server = serve(served_names=("pretty", "plain"))
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        assert [model.id for model in client.models.list().data] == ["pretty", "plain"]
+        for name in ("pretty", "plain"):
+            assert client.models.retrieve(name).id == name
+            answer = client.completions.create(model=name, prompt=[5], max_tokens=1)
+            assert answer.model == "pretty"
+        assert client.models.retrieve("tiny/model").id == "pretty"
 
 
 def test_one_bad_prompt_of_several_leaves_nothing_behind(client, engine):

@@ -9,12 +9,10 @@ import openai
 import pytest
 
 from foretoken.api.openai.schema import Message, plain_messages
-from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd, Words
-from foretoken.api.runtime.chat import TurnReader
-from foretoken.api.runtime.chat_types import TurnChoice, TurnDelta
-from foretoken.api.runtime.generation import _Part
+from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd, Content
+from foretoken.api.runtime.chat import ChoiceReader
 from foretoken.api.text import chat_template
-from foretoken.api.types.results import TextDelta, ToolChoice
+from foretoken.api.types.results import Choice, TextDelta, ToolChoice
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.step import TokenLogprob
 
@@ -229,19 +227,16 @@ def test_words_behind_a_call_stay_behind_it_however_many_tokens_a_step_brings(en
 
     class Scripted:
         def feed(self, text):
-            return [Words("a"), CallBegin("f"), CallArguments("{}"), CallEnd(), Words("b")]
+            return [Content("a"), CallBegin("f"), CallArguments("{}"), CallEnd(), Content("b")]
 
         def end(self):
             return [CallBegin("g"), CallArguments("{}"), CallEnd()]
 
-    reader = TurnReader(0, Scripted(), ToolChoice())
+    reader = ChoiceReader(Scripted(), ToolChoice())
     first, last = reader.read(TextDelta(text="x", token_ids=[1, 2], finish_reason="stop"))
-    assert (first.words, [call.name for call in first.calls], first.token_ids) == (
-        "a",
-        ["f"],
-        [1, 2],
-    )
-    assert (last.words, [call.name for call in last.calls], last.token_ids) == ("b", ["g"], [])
+    assert (first.text, [each.name for each in first.tool_calls]) == ("a", ["f"])
+    assert (last.text, [each.name for each in last.tool_calls]) == ("b", ["g"])
+    assert (first.token_ids, last.token_ids) == ([1, 2], [])
     assert (first.finish_reason, last.finish_reason) == (None, "tool_calls")
     assert reader.read(TextDelta(text="late", token_ids=[3], finish_reason="abort")) == []
 
@@ -272,21 +267,15 @@ def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(client, say):
 
 
 def test_the_log_probabilities_of_many_steps_are_copied_once():
-    choice, part, logprobs = TurnChoice(index=0), _Part(), [TokenLogprob(1, -0.5)]
-    turned, step = (
-        TurnDelta(logprobs=logprobs),
-        TextDelta(text="", token_ids=[1], logprobs=logprobs),
-    )
-    choice.add(turned)
-    part.add(step)
-    kept = [choice.logprobs, part._logprobs]
+    choice, logprobs = Choice(index=0), [TokenLogprob(1, -0.5)]
+    step = TextDelta(logprobs=logprobs)
+    choice.add(step)
+    kept = choice.logprobs
     for _ in range(2):
-        choice.add(turned)
-        part.add(step)
-    choice.add(TurnDelta())
-    assert choice.logprobs is kept[0]
-    assert part._logprobs is kept[1]
-    assert kept == [logprobs * 3] * 2
+        choice.add(step)
+    choice.add(TextDelta())
+    assert choice.logprobs is kept
+    assert kept == logprobs * 3
     assert len(logprobs) == 1, "the delta's own list is left alone"
 
 

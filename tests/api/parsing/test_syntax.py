@@ -8,7 +8,7 @@ from foretoken import InvalidRequest, SamplingParams
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.parsing.families import FAMILIES
 from foretoken.api.parsing.output_format import TOOL_PARSERS, Syntax, check_tools
-from foretoken.api.parsing.output_parser import CallBegin, Words
+from foretoken.api.parsing.output_parser import CallBegin, Content
 from foretoken.api.types.results import Tool, ToolChoice
 from support.parse_harness import WEATHER, F, parse, syntax
 
@@ -76,8 +76,8 @@ def test_only_special_marks_need_to_be_shown():
 
 def test_without_tools_marks_are_words():
     text = '<tool_call>{"name": "f"}</tool_call>'
-    assert parse(syntax("hermes").parser(), [text]) == [Words(text)]
-    assert parse(syntax("none").parser(tools=[F]), [text]) == [Words(text)]
+    assert parse(syntax("hermes").parser(), [text]) == [Content(text)]
+    assert parse(syntax("none").parser(tools=[F]), [text]) == [Content(text)]
     assert CallBegin("f") in parse(syntax("hermes").parser(tools=[F]), [text])
 
 

@@ -7,17 +7,23 @@ import threading
 import pytest
 
 from foretoken import Choice, ForetokenError, InvalidRequest, SamplingParams, ToolCall
-from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd, Thought, Words
-from foretoken.api.runtime.chat import Turn, Turns
-from foretoken.api.runtime.chat_types import Ask
-from foretoken.api.sdk.async_llm import Asking
+from foretoken.api.parsing.output_parser import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Reasoning,
+)
+from foretoken.api.runtime.chat import ChatAnswer, ChatClient
+from foretoken.api.runtime.chat_input import ChatInput
+from foretoken.api.sdk.async_llm import ChatOptions
 
 HI = [{"role": "user", "content": "hi"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 FOUR = SamplingParams(max_tokens=4, seed=0)
 PARTS = [
-    Thought("hm"),
-    Words("so: "),
+    Reasoning("hm"),
+    Content("so: "),
     CallBegin("add"),
     CallArguments('{"a"'),
     CallArguments(":1}"),
@@ -37,24 +43,24 @@ class OnePartAStep:
         return [*self._parts, CallEnd()]
 
 
-class Calling(Turns):
-    """Turns that end with a call."""
+class Calling(ChatClient):
+    """A client whose chats end with a call."""
 
     def __init__(self, llm) -> None:
         self._host = llm
-        self.asks: list[Ask] = []
+        self.asks: list[ChatInput] = []
 
     async def open(self, ask, *, request_id=None):
         self.asks.append(ask)
         answer = await self._host.open([5, 6], ask.params, request_id=request_id)
-        return Turn(self._host, answer, ask, [OnePartAStep() for _ in range(ask.params.n)])
+        return ChatAnswer(self._host, answer, ask, [OnePartAStep() for _ in range(ask.params.n)])
 
 
 @pytest.fixture
 def calling(llm):
     """Of an LLM that says the parts above."""
-    llm._llm._turns = Calling(llm._llm)
-    return llm._llm._turns
+    llm._llm._chat_client = Calling(llm._llm)
+    return llm._llm._chat_client
 
 
 def test_an_answer_is_told_apart_into_thinking_words_and_calls(llm, calling):
@@ -128,7 +134,7 @@ def test_more_conversations_than_fit_wait_for_room(llm, engine, say):
 def test_calls_of_an_earlier_answer_are_objects_in_the_template(llm):
     call = ToolCall(id="c", name="add", arguments='{"a":1}')
     said = Choice(index=0, text="", token_ids=[], finish_reason="tool_calls", tool_calls=[call])
-    ask = Asking([ADD], "auto").ask([*HI, said.message, call.reply("3")], FOUR)
+    ask = ChatOptions([ADD], "auto").chat_input([*HI, said.message, call.reply("3")], FOUR)
     (shown,) = ask.messages[1]["tool_calls"]
     assert shown["function"]["arguments"] == {"a": 1}
     assert ask.messages[2] == {"role": "tool", "tool_call_id": "c", "content": "3"}
@@ -152,7 +158,7 @@ def test_tools_that_make_no_sense_are_named(llm, options, param):
 
 def test_a_named_tool_and_single_calls_are_passed_on():
     choice = {"type": "function", "function": {"name": "add"}}
-    ask = Asking([ADD], choice, is_parallel=False).ask(HI, FOUR)
+    ask = ChatOptions([ADD], choice, is_parallel=False).chat_input(HI, FOUR)
     assert (ask.tool_choice.mode, ask.tool_choice.name) == ("required", "add")
     assert not ask.tool_choice.parallel
 

@@ -179,7 +179,7 @@ def test_models_show_the_defaults_where_the_model_has_no_value(serve, built):
 
 
 def test_server_info_shows_model_settings_and_limits(serve):
-    server = serve(max_n=3, served_name="shown")
+    server = serve(max_n=3, served_names=("shown",))
     info = httpx.get(f"{server.url}/server_info").json()
     assert info["version"] == httpx.get(f"{server.url}/version").json()["version"]
     assert (info["model"], info["model_path"], info["exact"]) == ("shown", "own", True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import httpx
 import pytest
 
-from foretoken.api.cli.flags import Parser, add_server_flags, server_settings
+from support.given import listening
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 OTHER = "http://127.0.0.1:8199"
@@ -168,7 +168,5 @@ def test_loopback_is_found_by_the_address_that_it_listens_on() -> None:
         (["--host", "192.168.0.7"], False),
         (["--uds", "/tmp/x"], False),
     ):
-        parser = Parser(prog="foretoken")
-        add_server_flags(parser)
-        settings = server_settings(parser.parse_args([*flags, "--allowed-host", "box"]))
+        settings = listening(*flags, "--allowed-host", "box").settings
         assert (settings.loopback_only, settings.allowed_hosts) == (loopback_only, ("box",))

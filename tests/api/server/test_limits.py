@@ -12,9 +12,9 @@ import pytest
 import foretoken
 from foretoken import InvalidRequest
 from foretoken.api.cli import commands
-from foretoken.api.cli.flags import server_settings
 from foretoken.api.serving.json_depth import find_excess
 from foretoken.api.serving.limits import Limits
+from support.given import listening
 
 SECONDS = 20
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -27,10 +27,6 @@ DEFAULTS = {
     "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 16, "max_stop": 4,
     "max_stop_chars": 256, "max_logit_bias": 1024, "max_top_logprobs": 20,
 }  # fmt: skip
-
-
-def _parse(*args):
-    return commands._parser().parse_args(args)
 
 
 @pytest.fixture
@@ -51,13 +47,13 @@ def error_of(answer):
 
 def test_every_limit_has_its_default_and_a_flag_that_changes_it():
     assert {each.name: each.default for each in fields(Limits)} == DEFAULTS
-    assert server_settings(_parse("serve")).limits == Limits()
+    assert listening().settings.limits == Limits()
     for name, default in DEFAULTS.items():
         flag = f"--{name.replace('_', '-')}"
         other = max(1, default - 1)
-        limits = server_settings(_parse("serve", flag, str(other))).limits
+        limits = listening(flag, str(other)).settings.limits
         assert getattr(limits, name) == other != default
-    size = server_settings(_parse("serve", "--max-body-bytes", "1MiB")).limits.max_body_bytes
+    size = listening("--max-body-bytes", "1MiB").settings.limits.max_body_bytes
     assert size == 2**20
 
 
@@ -324,6 +320,6 @@ def test_the_last_of_two_fields_of_one_name_counts(http, engine):
 
 
 def test_limits_refuse_values_that_are_none():
-    with pytest.raises(InvalidRequest, match="max_n must be from 1 to 16") as info:
+    with pytest.raises(InvalidRequest, match="max_n must be at most 16") as info:
         Limits(max_n=17)
     assert info.value.param == "max_n"

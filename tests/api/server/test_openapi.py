@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
-from foretoken.api.cli.flags import Parser, add_server_flags, server_settings
-from foretoken.api.openai import wire
-from foretoken.api.openai import wire_dialects as dialects
-from foretoken.api.openai.schema import REFUSED
-from foretoken.api.server import app
+from foretoken.api.anthropic import protocol as messages
+from foretoken.api.openai import protocol as openai
+from foretoken.api.openai.responses import protocol as responses
+from foretoken.api.protocol.sampling import REFUSED
+from foretoken.api.server import app, protocol
 from foretoken.api.server.openapi import JSON, OPERATIONS, describe, template
-from foretoken.api.serving.serving_context import Service, Settings
+from foretoken.api.serving.errors import ErrorBody
+from foretoken.api.serving.serving_context import Service
+from foretoken.api.serving.settings import Settings
+from support.given import listening
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -84,51 +89,69 @@ def test_it_is_served_and_behind_the_key(serve):
 @pytest.mark.parametrize(
     ("path", "body", "struct"),
     [
-        ("/v1/chat/completions", {"messages": HI, "max_tokens": 2}, wire.ChatBody),
-        ("/v1/completions", {"prompt": "hi", "max_tokens": 2}, wire.TextBody),
-        ("/v1/models", None, wire.ModelList),
-        ("/v1/models/tiny/model", None, wire.Model),
-        ("/tokenize", {"prompt": "hi", "return_token_strs": True}, wire.Tokens),
-        ("/detokenize", {"tokens": [5]}, wire.Detokenized),
-        ("/cache/flush", {}, wire.Flushed),
-        ("/health", None, wire.Status),
-        ("/version", None, wire.Version),
-        ("/server_info", None, wire.ServerInfo),
-        ("/nowhere", None, wire.ErrorBody),
-        ("/v1/messages", {"messages": HI, "max_tokens": 2}, dialects.MessageAnswer),
-        ("/v1/messages", {"messages": HI}, dialects.MessageError),
-        ("/v1/messages/count_tokens", {"messages": HI}, dialects.InputTokens),
-        ("/v1/responses/input_tokens", {"input": "hi"}, dialects.InputTokens),
-        ("/v1/branches", {"messages": HI, "branches": [{}], "max_tokens": 2}, wire.BranchesBody),
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 2}, openai.ChatBody),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 2}, openai.TextBody),
+        ("/v1/models", None, protocol.ModelList),
+        ("/v1/models/tiny/model", None, protocol.Model),
+        ("/tokenize", {"prompt": "hi", "return_token_strs": True}, protocol.Tokens),
+        ("/detokenize", {"tokens": [5]}, protocol.Detokenized),
+        ("/cache/flush", {}, protocol.Flushed),
+        ("/health", None, protocol.Status),
+        ("/version", None, protocol.Version),
+        ("/server_info", None, protocol.ServerInfo),
+        ("/nowhere", None, ErrorBody),
+        ("/v1/messages", {"messages": HI, "max_tokens": 2}, messages.MessageAnswer),
+        ("/v1/messages", {"messages": HI}, messages.MessageError),
+        ("/v1/messages/count_tokens", {"messages": HI}, messages.TokenCount),
+        ("/v1/responses/input_tokens", {"input": "hi"}, responses.InputTokens),
+        ("/v1/branches", {"messages": HI, "branches": [{}], "max_tokens": 2}, openai.BranchesBody),
     ],
 )
 def test_answers_hold_what_is_described_and_no_more(server, path, body, struct):
     with httpx.Client(base_url=server.url) as http:
         answer = http.get(path) if body is None else http.post(path, json=body)
     read = msgspec.json.decode(answer.content, type=struct)
-    assert _names(msgspec.to_builtins(read)) >= _names(answer.json())
+    assert msgspec.to_builtins(read, str_keys=True) == answer.json()
 
 
 def test_responses_are_what_is_described(server):
     with httpx.Client(base_url=server.url) as http:
         body = {"input": "hi", "max_output_tokens": 2, "store": True}
         made = msgspec.json.decode(
-            http.post("/v1/responses", json=body).content, type=dialects.ResponseBody
+            http.post("/v1/responses", json=body).content, type=responses.ResponseBody
         )
         assert made.usage.output_tokens == 2
         items = http.get(f"/v1/responses/{made.id}/input_items").content
-        assert len(msgspec.json.decode(items, type=dialects.ItemList).data) == 1
+        assert len(msgspec.json.decode(items, type=responses.ItemList).data) == 1
         gone = http.delete(f"/v1/responses/{made.id}").content
-        assert msgspec.json.decode(gone, type=dialects.Deleted).id == made.id
+        assert msgspec.json.decode(gone, type=responses.Deleted).id == made.id
 
 
-def _names(value, path="") -> set[str]:
-    """Where there is something; free objects are left out by their structs."""
-    if isinstance(value, list):
-        return {name for each in value for name in _names(each, f"{path}[]")}
-    if isinstance(value, dict):
-        return {path}.union(*(_names(each, f"{path}.{key}") for key, each in value.items()))
-    return {path}
+@pytest.mark.parametrize(
+    ("path", "body", "event"),
+    [
+        ("/v1/chat/completions", {"messages": HI}, openai.ChunkBody),
+        ("/v1/completions", {"prompt": "hi"}, openai.TextBody),
+        ("/v1/responses", {"input": "hi"}, responses.StreamEvent),
+        ("/v1/messages", {"messages": HI, "max_tokens": 2}, messages.StreamEvent),
+    ],
+)
+def test_events_hold_what_is_described_and_no_more(server, path, body, event):
+    with httpx.Client(base_url=server.url) as http:
+        answer = http.post(path, json={**body, "stream": True})
+    sent = re.findall("^data: ({.*})$", answer.text, re.MULTILINE)
+    assert len(sent) > 1
+    for data in sent:
+        read = msgspec.json.decode(data, type=event)
+        assert msgspec.to_builtins(read, str_keys=True) == msgspec.json.decode(data)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_the_events_of_a_stream_are_told_apart_by_their_type(document, path):
+    answers = document["paths"][path]["post"]["responses"]["200"]["content"]
+    kinds = answers["text/event-stream"]["schema"]["discriminator"]
+    assert kinds["propertyName"] == "type"
+    assert len(kinds["mapping"]) > 5
 
 
 def test_cors_lets_a_named_page_in_and_tells_it_the_request_id(serve):
@@ -167,8 +190,6 @@ def test_cors_covers_streams(serve):
 
 
 def test_the_flag_names_origins_and_may_be_repeated():
-    parser = Parser(prog="foretoken")
-    add_server_flags(parser)
-    given = parser.parse_args(["--cors-origin", "http://a", "--cors-origin", "http://b"])
-    assert server_settings(given).cors_origins == ("http://a", "http://b")
-    assert server_settings(parser.parse_args([])).cors_origins == ()
+    given = listening("--cors-origin", "http://a", "--cors-origin", "http://b, http://c")
+    assert given.settings.cors_origins == ("http://a", "http://b", "http://c")
+    assert listening().settings.cors_origins == ()

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from foretoken import AsyncLLM, ModelLoadError
-from foretoken.api.server.process import Listen, run
+from foretoken.api.server.process import run
+from foretoken.api.serving.settings import Listen
 from support.forked import Talking, script
 
 SECONDS = 30

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from foretoken.api.types.sampling_params import SamplingParams
-from foretoken.core.config import EngineConfig, parse_size
+from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.interface.settings import parse_size
 
 HUGE = 10**400
 BAD: list[tuple[str, object]] = [

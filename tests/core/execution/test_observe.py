@@ -17,7 +17,8 @@ from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.speculator import MAX_FAILURES
 from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest, StepPlan
 from foretoken.core.interface.step_runner import StepCancelled
-from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
 from support.checkpoints import make_checkpoint

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment, build_batch
 from support.checkpoints import make_checkpoint
 from support.draft_trees import TreeRows, random_paths, tree_of

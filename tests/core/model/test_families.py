@@ -12,9 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import Decoder, load_decoder
-from foretoken.core.model.families import MODEL_FAMILIES, parse_config
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.families.registry import MODEL_FAMILIES, parse_config
 from foretoken.core.model.fields import Fields
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
 from support.checkpoints import (
     KINDS,

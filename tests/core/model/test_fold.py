@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import load_decoder
 from foretoken.core.model.config import DecoderConfig, ExpertNames, LayerSpec, NormNames
-from foretoken.core.model.families import MODEL_FAMILIES
+from foretoken.core.model.families.registry import MODEL_FAMILIES
 from foretoken.core.model.fields import Fields
 from foretoken.core.model.fold import Fold, head_order, scaled
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.base import Activation
 from support.checkpoints import KINDS, ModelDriver, make_checkpoint, make_reference, save
 from support.greedy_streams import random_ids

@@ -14,9 +14,9 @@ import torch
 from gguf import GGMLQuantizationType as GgmlType
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import load_decoder, read_config
-from foretoken.core.model.checkpoint import open_checkpoint
-from foretoken.core.model.formats.gguf import GgufCheckpoint
+from foretoken.core.model.formats.gguf import GgufFile
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.opening import open_model, read_config
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.linear import NativeLinear
 from foretoken.core.ops.quantize import QuantizedWeight
@@ -57,7 +57,7 @@ def test_a_family_says_what_its_safetensors_say(family, tmp_path):
 
 def test_a_folder_with_one_file_is_that_file(llama, tmp_path):
     file = write(llama, tmp_path / "model.gguf")
-    assert open_checkpoint(tmp_path).where == file
+    assert open_model(tmp_path).checkpoint.where == file
     write(llama, tmp_path / "other.gguf")
     with pytest.raises(ModelLoadError, match=r"several GGUF files \(model.gguf, other.gguf\)"):
         load_decoder(tmp_path)
@@ -87,7 +87,7 @@ def test_every_quantised_type_has_the_values_of_its_own_package(kind, tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     with np.errstate(all="ignore"):
-        found = GgufCheckpoint(file).read("model.layers.0.mlp.down_proj.weight")
+        found = GgufFile(file).read("model.layers.0.mlp.down_proj.weight")
         values = found.dequantize() if isinstance(found, QuantizedWeight) else found.float()
         expected = torch.from_numpy(gguf.dequantize(raw, kind))
     same = (values == expected) | (values.isnan() & expected.isnan())
@@ -162,13 +162,13 @@ def test_mixed_types_of_one_stacked_matrix_are_cast(llama, tmp_path, monkeypatch
     if native_library() is None:
         pytest.skip("no native kernels here")
     file = write(llama, tmp_path / "mixed.gguf", kind=GgmlType.Q8_0)
-    read = GgufCheckpoint.read
+    read = GgufFile.read
 
-    def values_wide(self: GgufCheckpoint, name: str) -> torch.Tensor | QuantizedWeight:
+    def values_wide(self: GgufFile, name: str) -> torch.Tensor | QuantizedWeight:
         found = read(self, name)
         return found.dequantize() if name.endswith("v_proj.weight") else found
 
-    monkeypatch.setattr(GgufCheckpoint, "read", values_wide)
+    monkeypatch.setattr(GgufFile, "read", values_wide)
     layer = load_decoder(file, backend="native").weights.layers[0]
     assert layer.qkv.struct.kind in (1, 6)  # bfloat16, by whichever products
     assert layer.o.struct.kind == 5

@@ -11,8 +11,8 @@ import torch
 from gguf import GGMLQuantizationType as GgmlType
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import load_decoder
 from foretoken.core.model.formats.gguf_architectures import ALIASES, ARCHITECTURES, REFUSED
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
 from foretoken.core.ops.base import ExpertWeights
 from foretoken.core.ops.native import native_library
@@ -173,8 +173,9 @@ def test_a_file_of_gemma_4_with_experts_and_keys_as_values(kind: GgmlType, tmp_p
     if kind is GgmlType.F32 or native_library() is None:
         return
     layer = load_decoder(file, backend="native").weights.layers[0]
-    assert layer.beside is not None
-    experts = layer.beside.experts.experts
+    assert layer.extras is not None
+    assert layer.extras.beside is not None
+    experts = layer.extras.beside.experts.experts
     assert {each.struct.kind for mlp in experts for each in mlp.linears} == {5}  # stayed packed
 
 

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import load_decoder, read_config
-from foretoken.core.model.checkpoint import Checkpoint
+from foretoken.core.model.formats.safetensors import TensorFiles
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.opening import read_config
 from support.checkpoints import ModelDriver, make_checkpoint, make_reference, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,10 +50,10 @@ def shards(saved_in_shards: Path, tmp_path: Path) -> Path:
 def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors must be found before any tensor is read."""
 
-    def read(self: Checkpoint, name: str) -> None:
+    def read(self: TensorFiles, name: str) -> None:
         raise AssertionError(f"{name} was read")
 
-    monkeypatch.setattr(Checkpoint, "read", read)
+    monkeypatch.setattr(TensorFiles, "read", read)
 
 
 def logits_of(folder: Path, **options: Any) -> torch.Tensor:

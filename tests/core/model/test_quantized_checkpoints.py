@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import load_decoder
-from foretoken.core.model.checkpoint import Checkpoint, open_checkpoint
 from foretoken.core.model.formats.safetensors import TensorFiles
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.opening import open_model
 from foretoken.core.ops.base import ExpertWeights
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.linear import NativeLinear
@@ -196,7 +196,7 @@ def test_bitsandbytes_four_bits(nested: bool, tmp_path: Path) -> None:
     tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(described)).to(torch.uint8)
     save_file(tensors, folder / "model.safetensors")
     edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_model(folder).checkpoint
     values = torch.tensor(NF4)[codes] * scales.repeat_interleave(64)
     assert checkpoint.shapes[name] == (rows, columns)
     assert torch.equal(checkpoint.read(name), values.view(rows, columns))
@@ -214,7 +214,7 @@ def test_bitsandbytes_eight_bits(tmp_path: Path) -> None:
     tensors[f"{stem}.weight_format"] = torch.tensor(0, dtype=torch.uint8)
     save_file(tensors, folder / "model.safetensors")
     edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
-    found = open_checkpoint(folder).read(f"{stem}.weight")
+    found = open_model(folder).checkpoint.read(f"{stem}.weight")
     expected = numbers.float() * tops.unsqueeze(1) * 7.874015718698502e-3
     assert torch.equal(found, expected)
 
@@ -260,7 +260,7 @@ def test_what_is_not_read_is_refused_by_name_with_what_to_do_instead(
     scheme, message = REFUSED[case]
     folder = save_tiny(tmp_path, model_type)
     edit_config(folder, quantization_config=scheme)
-    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(TensorFiles, "read", lambda *_: pytest.fail("a tensor was read"))
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_decoder(folder)
     if case != "nothing said":

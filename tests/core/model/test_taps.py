@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.model.decoder import Decoder, OwnDecoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
 from foretoken.core.ops.layers import run_layers
 from support.checkpoints import make_checkpoint
@@ -52,7 +53,7 @@ def first_layers(decoder: Decoder, count: int) -> Decoder:
     weights = replace(decoder.weights, layers=decoder.weights.layers[:count])
     layers = decoder.config.layers[:count]
     config = replace(decoder.config, num_layers=count, layers=layers)
-    return Decoder(config, weights, decoder.ops)
+    return OwnDecoder(config, weights, decoder.ops)
 
 
 def test_every_boundary_is_what_a_decoder_of_the_layers_below_it_normalises(

@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import load_decoder
 from foretoken.core.model.fallback.transformers_decoder import TransformersDecoder
 from foretoken.core.model.fields import UnsupportedConfig
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
 from support.checkpoints import ModelDriver, make_checkpoint, save

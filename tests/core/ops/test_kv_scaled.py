@@ -12,7 +12,8 @@ from foretoken.api.build.engine_builder import build
 from foretoken.api.build.kv_pools import count_pages
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.torch.torch_ops import TorchOps

@@ -48,6 +48,24 @@ def test_without_a_draft_model_only_the_target_is_measured(pair) -> None:
     assert not profile.draft
 
 
+def test_pages_are_written_before_passes_read_them(pair, monkeypatch) -> None:
+    """Pages never written are one page of zeros, which stays in the processor's cache."""
+    target = pair[0]
+    pool = target.make_pool(200, page_size=4)
+    pool.data.fill_(7.0)
+    read: list[float] = []
+
+    def look(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
+        pages = [page_id for each in segments for page_id in each.page_ids]
+        read.append(float(pool.data[pages].abs().max()))
+
+    monkeypatch.setattr(profiler_module, "_compute", look)
+    profile_step((target, pool), None)
+    assert read
+    assert max(read) == 0.0
+    assert pool.data[-1].max() == 7.0, "no page is written that no pass reads"
+
+
 KEY_S = 2e-8  # that a token behind a request takes for each row after the first
 
 

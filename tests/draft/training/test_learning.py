@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.model import load_decoder
-from foretoken.draft.models.heads.block import BlockHead
-from foretoken.draft.models.heads.eagle import EagleHead
-from foretoken.draft.models.heads.head_files import open_head
+from foretoken.core.model.loader import load_decoder
+from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.eagle_network import EagleHead
+from foretoken.draft.heads.kinds import open_head
+from foretoken.draft.proposers.gap_model import FIRST_NUMBERS
 from foretoken.draft.training import trainer as run
 from foretoken.draft.training.conversations import Conversation
 from foretoken.draft.training.evaluator import (
-    FIRST_ODDS,
     Evaluator,
     RankedCandidates,
-    fit_odds,
+    fit_gaps,
 )
 from foretoken.draft.training.losses import kl_overlap_loss, slot_weights
 from foretoken.draft.training.new_drafts import Shape, Target, Weights, make_student
@@ -313,15 +313,15 @@ def test_a_target_that_chooses_what_a_draft_does_not_know_is_never_met(target, c
     assert found.by_position[0] < 0.2
 
 
-def test_the_odds_that_made_ranks_are_found_again():
+def test_the_gaps_that_made_ranks_are_found_again():
     generator = torch.Generator().manual_seed(1)
     gaps = torch.rand(40_000, 4, generator=generator).cumsum(1)
     gaps -= gaps[:, :1].clone()
     scores = torch.cat((-1.2 * gaps, -0.5 - 0.8 * gaps[:, 1:2]), dim=1)
     ranks = torch.multinomial(scores.softmax(1), 1, generator=generator).squeeze(1)
-    found = fit_odds(
+    found = fit_gaps(
         RankedCandidates(gaps, ranks, torch.ones(len(gaps), dtype=torch.bool)),
-        FIRST_ODDS["sampled"],
+        FIRST_NUMBERS[True],
     )
     assert found == pytest.approx((1.2, -0.5, 0.8), abs=0.1)
 

@@ -6,36 +6,12 @@ from ..mutation import Mutation
 
 MUTATIONS = (
     Mutation(
-        "cache-borrows-the-last-token",
-        "_borrowable",
-        "longest = max(num_tokens - 1, 0)",
-        "longest = num_tokens",
-        ("test_acquire_leaves_the_last_token_to_be_computed",),
-        "the last token's logits must be computed",
-    ),
-    Mutation(
-        "cache-extend-loses-a-page",
-        "PrefixCache.extend",
-        "        del self._free[-needed:]\n",
-        "        del self._free[-needed - 1 :]\n",
-        ("test_match_len_has_no_side_effects",),
-        "I1: every page is accounted for",
-    ),
-    Mutation(
         "cache-drafts-evict",
         "PrefixCache.extend",
         "if needed > (self.num_available_pages if evict else self.num_free_pages):",
         "if needed > self.num_available_pages:",
         ("test_extend_for_drafts_never_evicts",),
         "drafts never push out what is committed",
-    ),
-    Mutation(
-        "cache-extend-is-not-fresh",
-        "PrefixCache.extend",
-        "        self._newly_allocated += taken\n",
-        "",
-        ("test_fresh_pages_are_those_handed_out_since_the_last_call_each_once",),
-        "law 3: other pools learn that a page changed hands",
     ),
     Mutation(
         "cache-shrink-takes-shared-pages",
@@ -54,22 +30,6 @@ MUTATIONS = (
         "I7: only whole computed pages reach the tree",
     ),
     Mutation(
-        "cache-publish-loses-its-copies",
-        "PrefixCache.publish",
-        "        self._free += own[: len(adopted)]\n",
-        "",
-        ("test_publish_adopts_the_copy_of_the_tree_and_frees_its_own",),
-        "I1: copies of what the tree had become free",
-    ),
-    Mutation(
-        "cache-publish-keeps-its-own-copies",
-        "PrefixCache.publish",
-        "        lease.page_ids[start : start + len(adopted)] = adopted\n",
-        "",
-        ("test_publish_adopts_the_copy_of_the_tree_and_frees_its_own",),
-        "law 2: the lease reads the tree's copy",
-    ),
-    Mutation(
         "cache-publish-believes-any-count",
         "PrefixCache.publish",
         "if not 0 <= num_computed <= min(len(tokens), len(lease.page_ids) * self.page_size):",
@@ -86,22 +46,6 @@ MUTATIONS = (
         "what a failed request computed reaches nobody",
     ),
     Mutation(
-        "cache-release-keeps-the-rest",
-        "PrefixCache.release",
-        "        self._free += lease.page_ids[lease.num_shared_pages :]\n",
-        "",
-        ("test_release_keeps_what_was_committed_and_frees_the_rest",),
-        "I1: private pages become free",
-    ),
-    Mutation(
-        "cache-release-skips-the-unlock",
-        "PrefixCache.release",
-        "        self.tree.unlock(lease.lock)\n",
-        "",
-        ("test_acquire_leaves_the_last_token_to_be_computed",),
-        "I2: a lost reference leaks KV for ever",
-    ),
-    Mutation(
         "cache-release-empties-a-lent-table",
         "PrefixCache.release",
         'lease.page_ids = array("q")  # anew',
@@ -116,13 +60,5 @@ MUTATIONS = (
         "needed = num_pages - len(match.page_ids)",
         ("test_would_fit_counts_a_match_as_borrowed_and_not_as_evictable",),
         "a match is borrowed and no longer evictable",
-    ),
-    Mutation(
-        "cache-counts-a-preempted-request-again",
-        "PrefixCache.acquire",
-        "        if is_first:\n            self.num_queries",
-        "        if lock:\n            self.num_queries",
-        ("test_a_preempted_request_that_comes_back_counts_no_second_time",),
-        "the hit rate counts each request once",
     ),
 )

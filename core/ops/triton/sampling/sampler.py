@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ....sampling.gumbel import vocabulary_hashes
 from ....sampling.logits_processors import SampleRow
-from ....sampling.sampler import Columns
+from ....sampling.sampler import DraftVocab
 from ....sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
@@ -83,7 +83,7 @@ class TritonSampler:
         num_best: int,
         *,
         temperature_scale: float = 1.0,
-        columns: Columns | None = None,
+        draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
         """The tokens nearest to being drawn; see `core.sampling.verifier.best`.
 
@@ -93,14 +93,14 @@ class TritonSampler:
         _check(len(logits), len(rows))
         if num_best < 1:
             raise ValueError(f"the {num_best} best of a row")
-        if columns is not None and not _race_alone(rows, columns.vocab_size):
-            logits, columns = columns.widened(logits), None
+        if draft_vocab is not None and not _race_alone(rows, draft_vocab.vocab_size):
+            logits, draft_vocab = draft_vocab.widened(logits), None
         if not rows:
             return []
         places = list(enumerate(rows))
-        words, refusals = self._race(logits, places, temperature_scale, num_best, columns)
+        words, refusals = self._race(logits, places, temperature_scale, num_best, draft_vocab)
         found = AsyncCopy(words.flatten()).read().reshape(len(rows), num_best)
-        return _bests(found, refusals, None if columns is None else columns.names)
+        return _bests(found, refusals, None if draft_vocab is None else draft_vocab.names)
 
     def begin(
         self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
@@ -141,14 +141,14 @@ class TritonSampler:
         places: Sequence[LogitsRow],
         temperature_scale: float,
         num_best: int = 1,
-        columns: Columns | None = None,
+        draft_vocab: DraftVocab | None = None,
     ) -> tuple[Tensor, dict[int, str]]:
         """The words of each place as `GumbelArgmax.run` leaves them; and refusals, by place."""
         width = vocab_size = logits.shape[-1]
-        if columns is None:
+        if draft_vocab is None:
             hashes = vocabulary_hashes(vocab_size, logits.device)
         else:
-            hashes, vocab_size = columns.hashes, columns.vocab_size
+            hashes, vocab_size = draft_vocab.hashes, draft_vocab.vocab_size
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         step = max(1, BLOCK // width)
         winners, refusals = [], dict[int, str]()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import openai
 import pytest
 
-from foretoken.api.openai.responses.schema import Item, Part
+from foretoken.api.openai.responses.protocol import MessageItem, OutputText, ResponseBody
+from foretoken.api.openai.responses.schema import Item, ItemPart
 from foretoken.api.openai.responses.store import ResponseStore
 from foretoken.api.serving.errors import ApiError
 
-USER = Item(type="message", id="msg_1", role="user", content=[Part(type="input_text", text="hi")])
+USER = Item(
+    type="message", id="msg_1", role="user", content=[ItemPart(type="input_text", text="hi")]
+)
 
 
 def ask(client, input="hi", **options):
@@ -17,8 +20,8 @@ def ask(client, input="hi", **options):
 
 
 def body(response_id, previous_id=None, text="a"):
-    item = {"type": "message", "id": f"msg_{response_id}", "role": "assistant", "content": text}
-    return {"id": response_id, "previous_response_id": previous_id, "output": [item]}
+    item = MessageItem(id=f"msg_{response_id}", status="completed", content=[OutputText(text=text)])
+    return ResponseBody(id=response_id, previous_response_id=previous_id, output=[item])
 
 
 def test_a_conversation_goes_on_from_a_kept_answer(client, say, prompt_of):

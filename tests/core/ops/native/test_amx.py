@@ -38,6 +38,7 @@ from foretoken.core.ops.native.build import (
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.linear import linear, pack_linear
 from foretoken.core.ops.native.native_ops import NativeOps
+from support.native_variants import EMULATION
 from support.rope_fixture import Turns
 
 AMX = building._NEEDED["amx"]
@@ -434,7 +435,7 @@ def test_a_variant_that_cannot_run_here_is_refused_by_name(asked, monkeypatch):
 def assembly(source: str) -> str:
     """What the compiler makes of a source for the true unit."""
     flags = [flag for flag in building._FLAGS if flag != "-shared"]
-    path = next(path for path in building._sources() if path.name == source)
+    path = building._FOLDER / source
     variant = building.variant_flags("amx")
     command = [*building._find_compiler(), *flags, *variant, "-S", "-o", "-", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -504,9 +505,9 @@ def test_what_the_compiler_made_for_the_true_unit_computes_the_same_bits(tmp_pat
     if not can_run("avx512"):
         pytest.skip("the code around the unit needs AVX-512")
     folder, trap = Path(__file__).parent, tmp_path / "trap.so"
-    sources = [folder / "amx_trap.c", *(p for p in building._sources() if p.stem == "amx_emulated")]
+    sources = [folder / "amx_trap.c", EMULATION]
     flags = [*building._FLAGS, "-march=x86-64-v3", "-DFT_AMX_EMULATED"]
-    headers = f"-I{Path(building.__file__).parent}"
+    headers = f"-I{building._FOLDER}"
     command = [*building._find_compiler(), *flags, headers, *map(str, sources)]
     subprocess.run([*command, "-o", str(trap), "-lm"], check=True)
     try:

@@ -11,7 +11,8 @@ import pytest
 
 from foretoken.core.ops.native import build as building
 from foretoken.core.ops.native import library as loading
-from foretoken.core.ops.native.build import NativeBuildError, Variant, build, variants
+from foretoken.core.ops.native.build import NativeBuildError, Variant, build, can_run, variants
+from support.native_variants import EMULATION
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -31,11 +32,18 @@ def test_every_cpu_can_run_the_portable_variant():
     assert variants()[-1] == "scalar"
 
 
+def test_the_emulated_matrix_unit_is_in_no_other_librarys_sources(monkeypatch):
+    assert EMULATION in building._sources("amx-emulated")
+    assert EMULATION not in building._sources("amx")
+    monkeypatch.setattr(building, "EMULATION", None)
+    assert not can_run("amx-emulated")
+
+
 @needs_compiler
 def test_a_second_build_takes_the_library_from_the_cache(monkeypatch, tmp_path):
     source = tmp_path / "source.c"
     source.write_text("int f(void) { return 1; }\n")
-    monkeypatch.setattr(building, "_sources", lambda: [source])
+    monkeypatch.setattr(building, "_sources", lambda _: [source])
     first = build("scalar")
     monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("compiled again"))
     assert build("scalar") == first
@@ -44,22 +52,20 @@ def test_a_second_build_takes_the_library_from_the_cache(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_other_sources_flags_and_cpus_have_other_names(monkeypatch):
-    command = building._find_compiler()
-    keys = {building._key(command, ("-O3",)), building._key(command, ("-O2",))}
+    command, sources = building._find_compiler(), building._sources("scalar")
+    keys = {building._key(command, flags, sources) for flags in (("-O3",), ("-O2",))}
     monkeypatch.setattr(building, "cpu_flags", lambda: frozenset({"other"}))
-    keys.add(building._key(command, ("-O3",)))
-    monkeypatch.setattr(building, "_sources", list)
-    keys.add(building._key(command, ("-O3",)))
+    keys.add(building._key(command, ("-O3",), sources))
+    keys.add(building._key(command, ("-O3",), []))
     assert len(keys) == 4
 
 
-def test_a_source_that_changes_is_another_library(monkeypatch, tmp_path):
+def test_a_source_that_changes_is_another_library(tmp_path):
     command, source = building._find_compiler(), tmp_path / "kernel.c"
-    monkeypatch.setattr(building, "_sources", lambda: [source])
     keys = set()
     for text in ("int a;\n", "int b;\n"):
         source.write_text(text)
-        keys.add(building._key(command, ("-O3",)))
+        keys.add(building._key(command, ("-O3",), [source]))
     assert len(keys) == 2
 
 
@@ -76,7 +82,7 @@ def test_without_a_compiler_one_log_line_says_so(monkeypatch, caplog):
 def test_a_compile_error_is_told_and_leaves_nothing_behind(monkeypatch, tmp_path):
     broken = tmp_path / "broken.c"
     broken.write_text("int f(void) { return nothing; }\n")
-    monkeypatch.setattr(building, "_sources", lambda: [broken])
+    monkeypatch.setattr(building, "_sources", lambda _: [broken])
     with pytest.raises(NativeBuildError, match="nothing"):
         build("scalar")
     assert not list((tmp_path / "cache").iterdir())
@@ -101,8 +107,9 @@ def test_an_unknown_cpu_is_not_given_the_portable_variant_unasked(monkeypatch, c
 @pytest.mark.parametrize("variant", get_args(Variant))
 def test_the_sources_are_free_of_warnings(variant):
     """Those of the matrix unit, too, which this machine may not have."""
-    sources = [str(p) for p in building._sources() if p.suffix == ".c"]
+    sources = [str(p) for p in building._sources(variant) if p.suffix == ".c"]
     flags = [*building._FLAGS, *building.variant_flags(variant), *building._WARNINGS]
+    flags.append(f"-I{building._FOLDER}")
     command = ["cc", *flags, "-Wextra", "-Werror", "-fsyntax-only", *sources]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "unrecognized" in done.stderr or "bad value" in done.stderr:

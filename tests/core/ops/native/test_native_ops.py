@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import load_decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.backends import choose_ops
 from foretoken.core.ops.base import (
     FIRST_TABLE,

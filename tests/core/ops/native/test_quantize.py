@@ -10,7 +10,8 @@ import torch
 
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.linear import NativeLinear

@@ -18,7 +18,7 @@ from foretoken.core.interface.step import Refusal, SamplingMetadata
 from foretoken.core.ops.native import Variant, native_library, variants
 from foretoken.core.ops.native.sampler import NativeSampler
 from foretoken.core.sampling.logits_processors import SampleRow, apply_processors, scaled, truncate
-from foretoken.core.sampling.sampler import Columns, TorchSampler
+from foretoken.core.sampling.sampler import DraftVocab, TorchSampler
 from foretoken.core.sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
@@ -242,15 +242,15 @@ def test_a_part_of_the_vocabulary_races_as_if_all_others_were_banned(
     """Alone where ids matter to the noise only, else over the whole vocabulary."""
     rng, vocab = random.Random(seed), 301
     ids = torch.tensor(sorted(rng.sample(range(vocab), 70)))
-    columns = Columns(ids, vocab)
+    draft_vocab = DraftVocab(ids, vocab)
     edited = [random_row(rng, vocab) for _ in range(40)]
     plain = [row_of(number, top_k=rng.choice([0, 5]), top_p=0.9) for number in range(20)]
     greedy = [row_of(number, temperature=0.0) for number in range(20)]
     for rows in (plain, greedy, edited, [*plain, *edited]):
         narrow = logits_of(len(rows), 70)
-        found = sampler.best(narrow, rows, 4, columns=columns)
-        wanted = ORACLE.best(narrow, rows, 4, columns=columns)
-        wide = ORACLE.best(columns.widened(narrow), rows, 4)
+        found = sampler.best(narrow, rows, 4, draft_vocab=draft_vocab)
+        wanted = ORACLE.best(narrow, rows, 4, draft_vocab=draft_vocab)
+        wide = ORACLE.best(draft_vocab.widened(narrow), rows, 4)
         assert [best.token_ids for best in wanted] == [best.token_ids for best in wide]
         for best, other in zip(found, wanted, strict=True):
             assert (best.token_ids, best.error) == (other.token_ids, other.error)

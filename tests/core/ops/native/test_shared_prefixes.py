@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.model import load_decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.base import HeadLayout, Ops
 from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KvDtype, KVPool

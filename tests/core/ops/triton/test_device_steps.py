@@ -19,7 +19,8 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.execution import model_runner as running
 from foretoken.core.execution import warm_up as warming
 from foretoken.core.execution.warm_up import warm_up
-from foretoken.core.model import loader, read_config
+from foretoken.core.model import loader
+from foretoken.core.model.opening import read_config
 from foretoken.core.ops import device as devices
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Segment, Wanted
 from foretoken.core.ops.device import make_stopwatch
@@ -27,7 +28,7 @@ from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.triton.linear import tiles
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.draft import training
-from foretoken.draft.models.tree_growth import NUM_BEST
+from foretoken.draft.proposers.tree_growth import NUM_BEST
 
 FOLDER = Path(next(iter(training.__path__)), "builtin") / "target"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

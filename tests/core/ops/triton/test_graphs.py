@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from foretoken.core.model import Decoder
+from foretoken.core.model.decoder import Decoder
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 

@@ -23,7 +23,7 @@ from foretoken.core.interface.step import (
 from foretoken.core.ops.batch import SamplingPlan, Segment, Wanted
 from foretoken.core.sampling.gumbel import vocabulary_hashes
 from foretoken.core.sampling.verifier import NOT_FINITE
-from foretoken.draft.models.draft_model import LmProposer
+from foretoken.draft.proposers.lm_proposer import LmProposer
 from support.draft_trees import tree_of
 
 pytest.importorskip("triton")

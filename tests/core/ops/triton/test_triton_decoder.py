@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.core.model import Decoder, load_decoder, loader
+from foretoken.core.model import loader
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
 from support.checkpoints import ModelDriver, make_reference, save
 
 pytest.importorskip("triton")

@@ -20,10 +20,11 @@ from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.speculator import Speculator
 from foretoken.core.interface.step import SamplingMetadata, StepPlan
 from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
-from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.models.draft_model import LmProposer
+from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.radix_cache import PrefixCache
 from support.checkpoints import make_reference, save
 from support.draft_trees import RandomTrees, TreeDepth, TreeRows, tree_of

@@ -25,8 +25,8 @@ from foretoken.core.interface.step import (
 from foretoken.core.interface.step_runner import StepRunner
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import NOT_FINITE, SampledToken
-from foretoken.draft.models.draft_model import LmProposer
-from foretoken.draft.models.tree_growth import frontiers
+from foretoken.draft.proposers.lm_proposer import LmProposer
+from foretoken.draft.proposers.tree_growth import frontiers
 
 pytest.importorskip("triton")
 

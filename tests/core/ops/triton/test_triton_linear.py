@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import load_decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.quantize import quantize_weight
 from support.checkpoints import ModelDriver, make_reference, save
 

@@ -22,7 +22,7 @@ from foretoken.core.ops.triton.sampling.gumbel_argmax_kernels import ODD_1, ODD_
 from foretoken.core.ops.triton.sampling.sampler import TritonSampler
 from foretoken.core.sampling.gumbel import _gumbel_of_words
 from foretoken.core.sampling.logits_processors import scaled, truncate
-from foretoken.core.sampling.sampler import Columns
+from foretoken.core.sampling.sampler import DraftVocab
 from foretoken.core.sampling.verifier import NOT_FINITE, Best
 from support.sampling_rows import logits_of, random_row, row_of
 from support.triton_sampling import ORACLE, SAMPLER, as_on_a_gpu, oracle  # noqa: F401
@@ -166,7 +166,7 @@ def test_the_best_of_a_greedy_row_are_its_greatest_logits() -> None:
 
 def test_a_part_of_the_vocabulary_races_as_if_all_others_were_banned() -> None:
     rng, vocab = random.Random(2), 301
-    columns = Columns(torch.tensor(sorted(rng.sample(range(vocab), 70))), vocab)
+    draft_vocab = DraftVocab(torch.tensor(sorted(rng.sample(range(vocab), 70))), vocab)
     plain = [row_of(number, **form) for number, form in enumerate([
         {}, {"top_k": 5}, {"top_p": 0.9, "temperature": 0.7}, {"temperature": 0.0}, {"min_p": 0.2},
         {"stop_token_ids": (300,)}, {"top_k": 100},  # beyond the columns
@@ -175,7 +175,8 @@ def test_a_part_of_the_vocabulary_races_as_if_all_others_were_banned() -> None:
     sampler = TritonSampler(tile=32)
     for rows, is_wide in ((plain, False), ([*plain, *edited], True)):
         narrow = logits_of(len(rows), 70)
-        found, wide = sampler.best(narrow, rows, 4, columns=columns), columns.widened(narrow)
+        wide = draft_vocab.widened(narrow)
+        found = sampler.best(narrow, rows, 4, draft_vocab=draft_vocab)
         wanted = ORACLE.best(wide.cpu(), rows, 4)
         for best, other in zip(found, wanted, strict=True):
             assert (best.token_ids, best.error) == (other.token_ids, other.error)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.model import load_decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.kv_pool import SCALED_DTYPES as DTYPES
 from foretoken.core.ops.kv_pool import KvDtype, from_scaled
 from foretoken.core.ops.kv_pool import to_scaled as oracle

@@ -1,0 +1,155 @@
+"""Values of settings: flags, then variables of the environment, then a file, then the defaults."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...core.config import EngineConfig
+from ...core.errors import InvalidRequest
+from ...core.interface.settings import Setting, setting, settings_of
+from ..serving.limits import Limits
+from ..serving.settings import Listen, ObservingOptions, Settings
+from ..types.sampling_params import SamplingParams
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+PREFIX = "FORETOKEN_"
+READ_ELSEWHERE = ("bf16_products", "cache", "native_variant", "url")
+"""Variables, without their prefix, that other code reads."""
+KUBERNETES = ("tcp://", "udp://", "sctp://")  # of FORETOKEN_PORT, for a Service foretoken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The model, and the file of settings."""
+
+    model: str | None = setting(
+        None,
+        "folder in Hugging Face layout, GGUF file, hub id, smollm2 or builtin; default: smollm2 "
+        "where it is installed, else builtin",
+        "MODEL",
+    )
+    config: str | None = setting(
+        None,
+        "TOML file with settings, named as these flags; FORETOKEN_<FLAG> variables go before it",
+        "FILE",
+        is_basic=True,
+    )
+
+
+SERVE = (Chosen, Listen, Settings, EngineConfig, ObservingOptions, Limits)
+TERMINAL = (Chosen, EngineConfig, SamplingParams)
+
+
+class Given:
+    """The settings of one command, by flag, variable and file.
+
+    `make` reads what its dataclass needs: a value for another command is not looked at.
+    """
+
+    def __init__(self, parsed: argparse.Namespace, kinds: Iterable[type]) -> None:
+        """Raises `InvalidRequest` for a file that cannot be read or has an unknown key.
+
+        A file may have every setting of ``serve``, whichever command reads it.
+        """
+        self._parsed = parsed
+        self._known = {n: each for k in (*SERVE, *kinds) for n, each in settings_of(k).items()}
+        self._path: str | None = None
+        self._file: Mapping[str, Any] = {}
+        self._sources: dict[str, str] = {}  # of values that no flag gives
+        self._path = self._value(self._known.pop("config"))
+        self._file = {} if self._path is None else self._read_file(self._path)
+
+    def options(self, kind: type) -> dict[str, Any]:
+        """The given values of a dataclass, by its fields."""
+        found = ((each.field, self._value(each)) for each in settings_of(kind).values())
+        return {field: value for field, value in found if value is not None}
+
+    def make(self, kind: type[T], **more: Any) -> T:  # noqa: ANN401 - fields that are no settings
+        """The dataclass. Raises `InvalidRequest`, with variable or file where one is wrong."""
+        try:
+            return kind(**self.options(kind), **more)
+        except InvalidRequest as error:
+            source = self._sources.get(error.param or "")
+            if source is None:
+                raise
+            raise InvalidRequest(f"{source}: {error}", param=error.param) from None
+
+    def warn_of_unknown_variables(self) -> None:
+        """Log the variables that have the prefix and are no settings: one may be misspelt."""
+        known = [*self._known, "config", *READ_ELSEWHERE]
+        names = sorted(name for name in os.environ if name.startswith(PREFIX))
+        unknown = [
+            f"{name}{_nearest(name, map(_variable, known))}"
+            for name in names
+            if name.removeprefix(PREFIX).lower() not in known or _is_kubernetes(name)
+        ]
+        if unknown:
+            logger.warning("variables that are no settings are ignored: %s", ", ".join(unknown))
+
+    def _value(self, each: Setting) -> Any:  # noqa: ANN401 - of any setting
+        """The value by the first source that has one; None without any."""
+        flag, variable = getattr(self._parsed, each.name, None), _variable(each.name)
+        if flag is not None:
+            return tuple(flag) if each.is_list else flag
+        if variable in os.environ and not _is_kubernetes(variable):
+            self._sources[each.name] = variable
+            return _converted(each.read, os.environ[variable], variable, each)
+        if each.name in self._file:
+            self._sources[each.name] = str(self._path)
+            key = f"{self._path}: {each.name.replace('_', '-')}"
+            return _converted(each.convert, self._file[each.name], key, each)
+        return None
+
+    def _read_file(self, path: str) -> Mapping[str, Any]:
+        """Its values by the names of settings."""
+        try:
+            values = tomllib.loads(Path(path).read_text("utf-8"))
+        except OSError as error:
+            raise InvalidRequest(f"{path}: {error.strerror}", param="config") from None
+        except ValueError as error:  # no TOML, or no UTF-8
+            raise InvalidRequest(f"{path}: {error}", param="config") from None
+        found: dict[str, Any] = {}
+        for key, value in values.items():
+            name = key.replace("-", "_")
+            if name not in self._known:
+                near = _nearest(key, (each.replace("_", "-") for each in self._known))
+                raise InvalidRequest(f"{path}: unknown key {key}{near}", param="config")
+            if name in found:
+                raise InvalidRequest(f"{path}: {key} is there twice", param="config")
+            found[name] = value
+        return found
+
+
+def _converted(
+    convert: Callable[[Any], Any],
+    value: Any,  # noqa: ANN401 - as a file has it
+    source: str,
+    each: Setting,
+) -> Any:  # noqa: ANN401 - of any setting
+    try:
+        return convert(value)
+    except ValueError as error:
+        raise InvalidRequest(f"{source} {error}", param=each.name) from None
+
+
+def _variable(name: str) -> str:
+    return f"{PREFIX}{name.upper()}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = get_close_matches(name, [*known], 1)
+    return f" (the nearest is {found[0]})" if found and found[0] != name else ""
+
+
+def _is_kubernetes(variable: str) -> bool:
+    """Whether Kubernetes has set it, for a Service of the name foretoken."""
+    return variable == _variable("port") and os.environ[variable].startswith(KUBERNETES)

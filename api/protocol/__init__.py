@@ -1,0 +1,1 @@
+"""Fields of bodies and parts of answers that every API has."""

@@ -1,0 +1,216 @@
+"""The fields that bodies of all APIs share. Decoding is validation: an error has the JSON path.
+
+Unknown fields are ignored, since clients send many. Known fields that foretoken does not support
+are refused by `refuse_unsupported`, because an answer that ignores them would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ...core.errors import InvalidRequest
+from ...core.interface.request import CacheOptions
+from ...core.interface.sampling_params import (
+    MAX_ALLOWED,
+    MAX_BIASED_TOKENS,
+    MAX_INT,
+    MAX_LISTED,
+    MAX_LOGPROBS,
+)
+from ..runtime.tools import (
+    CacheSpec,
+    GrammarText,
+    PromptCacheOptions,
+    StructuredOutputs,
+    Texts,
+    read_cache,
+    structured_outputs,
+)
+from ..serving.errors import bad_json
+from ..types.sampling_params import (
+    MAX_DEPTH,
+    MAX_N,
+    MAX_PREDICTION_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_WORDS,
+    SamplingParams,
+)
+
+T = TypeVar("T", bound=Struct)
+
+Label = Annotated[str, Meta(max_length=1024)]  # it is remembered beyond its request
+Name = Annotated[str, Meta(max_length=256)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+NumChoices = Annotated[int, Meta(ge=1, le=MAX_N)]
+One = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 1})]  # checked with a reason
+Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
+Stop = StopText | StopTexts
+BadWords = Annotated[list[StopText], Meta(max_length=MAX_WORDS)]
+StopIds = Annotated[list[Count], Meta(max_length=MAX_LISTED)]
+AllowedIds = Annotated[list[Count], Meta(min_length=1, max_length=MAX_ALLOWED)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
+Guess = Annotated[str, Meta(max_length=MAX_PREDICTION_CHARS)]
+LogitBias = Annotated[
+    dict[int, Bias],
+    Meta(
+        max_length=MAX_BIASED_TOKENS,
+        extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
+    ),
+]
+Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]
+NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
+Speculation = Literal["auto", "off"] | Depth
+
+
+class Sampling(Struct, kw_only=True):
+    """Fields that the bodies of all APIs share. Null means the default everywhere."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    # extensions
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: StopIds | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: BadWords | None = None
+    ignore_eos: bool | None = None
+    speculation: Speculation | None = None
+    cache_salt: Salt | None = None
+    priority: int | None = None
+    deadline_ms: Milliseconds | None = None
+    regex: GrammarText | None = None
+    grammar: GrammarText | None = None
+    choice: Texts | None = None
+    json_schema: dict[str, Any] | None = None
+    close_early: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache: CacheSpec | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    explain_cache: bool | None = None
+    # known and refused
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_grammar: Any = None
+    guided_choice: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    skip_special_tokens: bool | None = None
+
+
+class PredictionPart(Struct):
+    """A part of a prediction; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Struct):
+    """``prediction``: the caller's guess at the answer."""
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+SAME_NAME = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens",
+    "stop_token_ids", "allowed_token_ids", "bad_words", "ignore_eos", "seed", "presence_penalty",
+    "frequency_penalty", "logit_bias", "speculation", "cache_salt", "priority", "regex", "grammar",
+    "choice", "json_schema", "close_early",
+)  # fmt: skip
+REFUSED = (
+    "guided_json", "guided_regex", "guided_grammar", "guided_choice",
+    "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output",
+    "return_token_ids", "return_tokens_as_token_ids",
+    "functions", "function_call", "chat_template", "audio", "suffix",
+)  # fmt: skip
+HARMLESS: tuple[object, ...] = (None, False, "", "none", [])  # an empty object is a schema
+
+
+def decoder(body_type: type[T]) -> Callable[[bytes], T]:
+    """A function from bytes to the struct; raises `ApiError` 400."""
+    decode = msgspec.json.Decoder(body_type).decode
+
+    def checked(data: bytes) -> T:
+        try:
+            data.decode()  # msgspec does not look into the texts of fields that it passes over
+            return decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise bad_json(error) from None
+
+    return checked
+
+
+def sampling_params(
+    body: Sampling,
+    *,
+    guess: Prediction | str | None = None,
+    **own: object,
+) -> SamplingParams:
+    """The parameters of a body; raises `InvalidRequest`.
+
+    ``guess``: its prediction. ``own``: parameters that its API has under another name or in
+    another form. They take precedence; None is a field that was left out.
+    """
+    given = {name: getattr(body, name) for name in SAME_NAME}
+    given |= structured_outputs(body.structured_outputs)
+    given |= {name: value for name, value in own.items() if value is not None}
+    return SamplingParams(
+        **{name: value for name, value in given.items() if value is not None},
+        prediction=guess.text if isinstance(guess, Prediction) else guess,
+        deadline=None if body.deadline_ms is None else body.deadline_ms / 1000,
+    )
+
+
+def cache_options(body: Sampling) -> CacheOptions:
+    """The use of the prefix cache that a body asks for."""
+    return read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
+
+
+def is_prewarm(body: Sampling) -> bool:
+    """Whether the request only puts its prompt into the cache."""
+    return body.prompt_cache_options is not None and bool(body.prompt_cache_options.prewarm)
+
+
+def refuse_unsupported(body: Sampling) -> None:
+    """Raise `InvalidRequest` for a field that is known and not supported."""
+    for name in REFUSED:
+        if getattr(body, name, None) not in HARMLESS:
+            raise InvalidRequest(f"{name} is not supported yet", param=name)
+    if body.skip_special_tokens is False:
+        raise InvalidRequest("skip_special_tokens must be true", param="skip_special_tokens")

@@ -1,0 +1,123 @@
+"""Answers of the server's own routes: models, tokens, the cache, health."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ..protocol.answers import Free
+
+
+class SamplingValues(Struct, kw_only=True):
+    """``default_sampling_params``: values of a request that leaves these fields out."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
+class Model(Struct, kw_only=True):
+    """A served model; ``max_model_len``: limit on prompt and answer together, in tokens.
+
+    ``exact``: whether logits have the same bits in any batch. ``model_path``: the implementation
+    of the layers, ``own`` or ``transformers``.
+    """
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "foretoken"
+    max_model_len: int
+    exact: bool
+    model_path: str
+    type: str = "model"
+    display_name: str
+    created_at: str
+    lifecycle: str = "active"
+    tool_parser: str  # how the model writes calls: one of `--tool-parser`
+    default_sampling_params: SamplingValues
+
+
+class ModelList(Struct, kw_only=True):
+    """Answer of GET /v1/models."""
+
+    object: str = "list"
+    data: list[Model]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class Tokens(Struct, kw_only=True):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, kw_only=True):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class Flushed(Struct, kw_only=True):
+    """Answer of /cache/flush."""
+
+    flushed_pages: int
+
+
+class Status(Struct, kw_only=True):
+    """Answer of /health and /ready."""
+
+    status: str
+
+
+class Audit(Struct, kw_only=True, omit_defaults=True):
+    """Answer of /debug/audit: owners of all KV pages, and the violated rule, if any."""
+
+    ok: bool
+    pages: dict[str, int] = {}
+    requests: dict[str, int] = {}
+    violation: str = ""
+
+
+class ServerInfo(Struct, kw_only=True):
+    """Answer of /server_info: the model, its sampling, and the settings in force.
+
+    ``settings``: options of the engine, those left open as they were chosen, without paths of the
+    server's machine. ``limits``: of connections and requests.
+    """
+
+    version: str
+    model: str
+    model_path: str
+    max_model_len: int
+    exact: bool
+    default_sampling_params: SamplingValues
+    settings: Free
+    limits: Free
+
+
+class Version(Struct, kw_only=True):
+    """Answer of /version."""
+
+    version: str
+
+
+class CacheBody(Struct, kw_only=True):
+    """Answer of /cache. Pages are of ``page_size`` tokens."""
+
+    page_size: int
+    total_pages: int
+    free_pages: int
+    evictable_pages: int
+    pinned_pages: int
+    num_pins: int
+    pins: list[Free]
+    usage: float
+    queried_tokens: int
+    hit_tokens: int

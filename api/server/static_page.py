@@ -1,0 +1,68 @@
+"""Pages of one file each, without a build step, that load nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cached_property
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+FOLDER = Path(__file__).parent / "ui"
+DOCS = FOLDER / "docs.html"
+
+
+class StaticPage:
+    """A file with one inline script and one inline style, the only ones that may run in it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def answer(self) -> Response:
+        """The page, with a policy that permits its own script and style by their hashes."""
+        return Response(self._html, headers=self._headers)
+
+    @cached_property
+    def _html(self) -> bytes:
+        return self._file.read_bytes()
+
+    @cached_property
+    def _headers(self) -> dict[str, str]:
+        policy = (
+            f"default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
+            f"form-action 'none'; frame-ancestors 'none'; script-src '{self._hash('script')}'; "
+            f"style-src '{self._hash('style')}'"
+        )
+        return {
+            "content-type": "text/html; charset=utf-8",
+            "content-security-policy": policy,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+        }
+
+    def _hash(self, tag: str) -> str:
+        """What a policy calls the one inline script or style of the page."""
+        found = re.search(f"<{tag}>(.*?)</{tag}>".encode(), self._html, re.DOTALL)
+        digest = hashlib.sha256(found[1] if found else b"").digest()
+        return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+class ApiViewer:
+    """GET /docs: a page that shows /openapi.json, for which it asks for the key if there is one."""
+
+    def __init__(self) -> None:
+        self._page = StaticPage(DOCS)
+
+    @property
+    def routes(self) -> list[Route]:
+        """The route of the page."""
+        return [Route("/docs", self.show, methods=["GET"])]
+
+    async def show(self, _request: Request) -> Response:
+        """A page with all routes, their fields and an example of each."""
+        return self._page.answer()

@@ -1,0 +1,196 @@
+"""Settings of ``foretoken serve`` beside `EngineConfig` and `Limits`: each is a flag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+from ...core.errors import InvalidRequest
+from ...core.interface.settings import SIZE, check_settings, setting
+from ..parsing.output_format import REASONING_PARSERS, TOOL_PARSERS
+from .limits import Limits
+
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Options of the HTTP side. Without ``api_keys`` every caller is served.
+
+    With ``admin_keys`` actions that concern all callers need one of them; they open all routes.
+    Raises `InvalidRequest` for a key that no header could bring.
+    """
+
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "API key that requests must carry; repeatable",
+        "KEY",
+        flag="api_key",
+        group="server",
+        is_basic=True,
+        is_secret=True,
+    )
+    admin_keys: tuple[str, ...] = setting(
+        (),
+        "API key for /debug, /cache and flushing the whole cache; repeatable",
+        "KEY",
+        flag="admin_key",
+        is_secret=True,
+    )
+    served_names: tuple[str, ...] = setting(
+        (),
+        "name of the model in requests; repeatable, or a comma list: answers carry the first",
+        "NAME",
+        flag="served_model_name",
+        separator=",",
+        is_basic=True,
+    )
+    tool_parser: str = setting(
+        "auto",
+        "format of the model's tool calls; auto: by its chat template",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "format of the model's reasoning; auto: by its chat template",
+        choices=REASONING_PARSERS,
+    )
+    ui: bool = setting(True, "disable the live page at / and the API viewer at /docs")
+    strict: bool = setting(
+        False,
+        "refuse temperatures over 2 (OpenAI routes) or 1 (Anthropic routes), as those APIs do",
+    )
+    normalize: bool = setting(
+        False, "remove times and request ids from system prompts, so that they hit the cache"
+    )
+    root_path: str = setting(
+        "",
+        "path under which a proxy has this server, e.g. /llm; requests may have it or not",
+        "PATH",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "origin of web pages that may call the API (*: any); repeatable, or a comma list",
+        "ORIGIN",
+        flag="cors_origin",
+        separator=",",
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "name that requests may have in Host, beside this machine's own, where the server has no "
+        "keys (*: any); repeatable, or a comma list",
+        "HOST",
+        flag="allowed_host",
+        separator=",",
+    )
+    loopback_only: bool = False  # without keys, serve only requests for this machine's own names
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        """Check each of them."""
+        check_settings(self)
+        for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
+            # No header could bring any other: its value is cut at both ends.
+            if not all(key.isprintable() and key.strip() == key != "" for key in keys):
+                message = f"{name} must not be empty, and must not begin or end with a space"
+                raise InvalidRequest(message, param=name)
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            message = "root_path must begin with a slash and must not end with one, as /llm"
+            raise InvalidRequest(message, param="root_path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """Where the server listens, its log, and how it starts and ends."""
+
+    host: str = setting("127.0.0.1", "address to listen on", "HOST", group="server", is_basic=True)
+    port: int = setting(8000, "port to listen on; 0: any free one", most=MAX_PORT, is_basic=True)
+    uds: str | None = setting(None, "Unix socket to listen on, in place of an address", "PATH")
+    ssl_certfile: str | None = setting(
+        None, "certificate and its chain, as PEM, to serve https", "FILE", is_basic=True
+    )
+    ssl_keyfile: str | None = setting(
+        None,
+        "private key of the certificate, as PEM; default: in the certificate's file",
+        "FILE",
+        is_basic=True,
+    )
+    prewarm: str | None = setting(
+        None, "JSON Lines file of prompts to put into the cache before listening", "FILE"
+    )
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = setting(
+        "info", "lowest level of log lines", is_basic=True
+    )
+    log_format: Literal["text", "json"] = setting(
+        "text", "format of log lines; json writes one object a line"
+    )
+    drain_seconds: float = setting(
+        30.0, "time for running requests to finish after SIGTERM", "S", most=1e6
+    )
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        """Check each of them."""
+        check_settings(self)
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise InvalidRequest("ssl_keyfile needs ssl_certfile", param="ssl_keyfile")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservingOptions:
+    """Access log, traces and recorded traffic."""
+
+    access_log: bool = setting(
+        False,
+        "log one line for each request, with tokens and times",
+        group="observing",
+        is_basic=True,
+    )
+    tracing: bool = setting(
+        False,
+        "export traces with OpenTelemetry to the collector in OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
+    otlp_endpoint: str | None = setting(
+        None, "address of the OTLP/HTTP collector that receives traces", "URL"
+    )
+    trace_steps: float = setting(
+        0.0, "share of the engine's steps to trace, from 0 to 1", "RATE", most=1
+    )
+    record_traffic: str | None = setting(
+        None,
+        "folder for the token ids of finished requests, to train a draft on (default: none are "
+        "recorded); its files contain the conversations",
+        "DIR",
+    )
+    record_keys: tuple[str, ...] = setting(
+        (),
+        "API key whose requests are recorded; needed where --api-key is given; repeatable",
+        "KEY",
+        flag="record_key",
+        is_secret=True,
+    )
+    record_bytes: int | None = setting(
+        None, "largest size of all records in the folder (1GiB)", SIZE, least=1
+    )
+
+    def __post_init__(self) -> None:
+        """Check each of them, and what needs another."""
+        check_settings(self)
+        if self.record_traffic is None and (self.record_keys or self.record_bytes is not None):
+            message = "--record-key and --record-bytes need --record-traffic"
+            raise InvalidRequest(message, param="record_traffic")
+        if self.trace_steps and not self.tracing and self.otlp_endpoint is None:
+            message = "--trace-steps needs --tracing or --otlp-endpoint"
+            raise InvalidRequest(message, param="trace_steps")
+        if self.otlp_endpoint is not None and not _is_url(self.otlp_endpoint):
+            message = "otlp_endpoint must be a URL such as http://127.0.0.1:4318"
+            raise InvalidRequest(message, param="otlp_endpoint")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.netloc)

@@ -1,0 +1,151 @@
+"""Tokenizers kept between processes: a later start imports no transformers and converts nothing.
+
+To import transformers and to convert the vocabulary of a GGUF file takes seconds. The tokenizer
+that comes of it, its chat template and the names of its special tokens lie in the cache folder,
+under a hash of all that they were made from: the model's files, the versions of transformers and
+tokenizers, and our own conversion. A file that is damaged is ignored, and written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer as Backend
+
+from ...core.ops.cache_folder import cache_folder
+from . import gguf_tokenizer
+from .gguf_tokenizer import load_gguf_tokenizer, splits_as_named
+
+logger = logging.getLogger(__name__)
+
+GGUF = ".gguf"
+SOURCES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
+"""Files of a folder that may shape its tokenizer; weights are none of them."""
+_DIGEST_CHARS = 64
+_NUM_KEPT = 32  # files, a few megabytes each; the oldest ones go
+
+
+@dataclass(slots=True)
+class LoadedTokenizer:
+    """The part of transformers' tokenizers that is used here."""
+
+    backend_tokenizer: Any  # of the library tokenizers, which has no types
+    chat_template: str | Mapping[str, str] | None
+    special_tokens_map: Mapping[str, str]
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """A file of the cache, behind its checksum."""
+
+    backend: str
+    chat_template: str | dict[str, str] | None
+    special_tokens: dict[str, str]
+
+
+def load_tokenizer(path: Path) -> LoadedTokenizer:
+    """The tokenizer of a folder or a GGUF file, from the cache if it is there.
+
+    Raises what transformers raises, and `ModelLoadError` for a GGUF file that cannot be read.
+    """
+    file = cache_folder() / "tokenizers" / f"{_key(path)}.json"
+    kept = _read(file)
+    if kept is not None:
+        return kept
+    hf = _convert(path)
+    special_tokens = {name: str(each) for name, each in hf.special_tokens_map.items()}
+    backend = getattr(hf, "backend_tokenizer", None)
+    loaded = LoadedTokenizer(backend, getattr(hf, "chat_template", None), special_tokens)
+    if backend is not None and _is_whole(path, backend):
+        _write(file, loaded)
+    return loaded
+
+
+def _convert(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
+    if path.suffix.lower() == GGUF:
+        return load_gguf_tokenizer(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+
+
+def _is_whole(path: Path, backend: Any) -> bool:  # noqa: ANN401 - tokenizers is untyped
+    """Whether the kept file would be all of it: neither a setting that is not written to it, nor
+    the warning of a split that is not known.
+    """
+    is_known = path.suffix.lower() != GGUF or splits_as_named(backend, path)
+    return is_known and not backend.encode_special_tokens
+
+
+def _key(path: Path) -> str:
+    digest = hashlib.sha256()
+    for package in ("transformers", "tokenizers"):
+        digest.update(f"{package} {importlib.metadata.version(package)}\0".encode())
+    for module in (__file__, gguf_tokenizer.__file__):
+        digest.update(Path(module).read_bytes() + b"\0")
+    for name, content in _sources(path):
+        digest.update(f"{name} {len(content)}\0".encode() + content)
+    return digest.hexdigest()[:32]
+
+
+def _sources(path: Path) -> Iterator[tuple[str, bytes]]:
+    """What a tokenizer is made from, by name."""
+    if path.suffix.lower() == GGUF:
+        from ...core.model.formats.gguf_metadata import read_head
+
+        yield GGUF, read_head(path)
+        return
+    for file in sorted(file for pattern in SOURCES for file in path.glob(pattern)):
+        yield str(file.relative_to(path)), file.read_bytes()
+
+
+def _read(file: Path) -> LoadedTokenizer | None:
+    """A kept tokenizer; None where there is none, or a damaged one."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    digest, payload = content[:_DIGEST_CHARS], content[_DIGEST_CHARS:]
+    if digest != _checksum(payload):
+        logger.warning("%s is damaged: the tokenizer is converted again", file)
+        return None
+    kept = msgspec.json.decode(payload, type=_Kept)
+    backend = Backend.from_str(kept.backend)
+    return LoadedTokenizer(backend, kept.chat_template, kept.special_tokens)
+
+
+def _write(file: Path, loaded: LoadedTokenizer) -> None:
+    """Write beside the file and rename, so that another process never reads half of it."""
+    template = loaded.chat_template
+    if template is not None and not isinstance(template, str):
+        template = dict(template)
+    kept = _Kept(loaded.backend_tokenizer.to_str(), template, dict(loaded.special_tokens_map))
+    payload = msgspec.json.encode(kept)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            written = Path(folder) / file.name
+            written.write_bytes(_checksum(payload) + payload)
+            written.replace(file)
+        _drop_oldest(file.parent)
+    except OSError as error:
+        logger.info("the tokenizer is not kept, and converted at every start: %s", error)
+
+
+def _drop_oldest(folder: Path) -> None:
+    with suppress(FileNotFoundError):  # another process does the same
+        files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+        for file in files[:-_NUM_KEPT]:
+            file.unlink()
+
+
+def _checksum(payload: bytes) -> bytes:
+    return hashlib.sha256(payload).hexdigest().encode()

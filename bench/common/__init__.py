@@ -1,0 +1,1 @@
+"""Code that several benchmarks share: machine, rooflines, shapes, tables, JSON."""

@@ -1,0 +1,154 @@
+"""Measures the limits of the machine, and the shape of a model; cuts prompts from texts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ...core.model.config import DecoderConfig
+from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.ops.base import PackedLinear
+from ...core.ops.kv_pool import KVPool
+from ...core.ops.native.library import NativeLibrary
+from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
+from ...core.ops.native.linear import NativeLinear
+from ...core.ops.native.native_ops import NativeOps
+from .roofline import Limits, Shape
+
+_SIDE = 1024  # of the square matrices that torch multiplies
+_READ_BYTES = 1 << 30
+
+
+class Meter:
+    """Measures the machine with what computes: the native kernels, or torch without a library."""
+
+    def __init__(self, library: NativeLibrary | None, dtype: torch.dtype, threads: int) -> None:
+        self._library = library
+        self._dtype = dtype
+        self._threads = threads
+        self._found: list[tuple[float, float]] = []
+
+    @classmethod
+    def of(cls, decoder: Decoder, threads: int) -> Meter:
+        """A meter that computes as this model does."""
+        library = decoder.ops.library if isinstance(decoder.ops, NativeOps) else None
+        return cls(library, decoder.dtype, threads)
+
+    @property
+    def how(self) -> str:
+        """What computes, and on how many threads."""
+        by = "torch" if self._library is None else f"native kernels ({self._library.variant})"
+        return f"{by}, {self._threads} threads" if self._threads > 1 else f"{by}, 1 thread"
+
+    def measure(self) -> None:
+        """Once more; to be called while the engine is idle."""
+        self._found.append(_measured(self._library, self._dtype, self._threads))
+
+    @property
+    def limits(self) -> Limits:
+        """The best of all times: whatever else runs on the machine only slows it down."""
+        reads, rates = ([each[i] for each in self._found] for i in (0, 1))
+        drift = max(1 - min(reads) / max(reads), 1 - min(rates) / max(rates))
+        dtype = torch.bfloat16 if self._library else self._dtype
+        return Limits(
+            read=max(reads),
+            matrix=max(rates),
+            drift=drift,
+            dtype=str(dtype).removeprefix("torch."),
+            how=self.how,
+        )
+
+
+def _measured(
+    library: NativeLibrary | None, dtype: torch.dtype, threads: int
+) -> tuple[float, float]:
+    """Bytes and operations a second."""
+    if library is None:
+        torch.set_num_threads(threads)
+        return torch_read_bandwidth(), _torch_multiply(dtype)
+    library.set_threads(threads)
+    return read_bandwidth(library), matrix_rate(library)
+
+
+def torch_read_bandwidth() -> float:
+    """Bytes a second that torch reads from memory with all its threads: the best of a few runs."""
+    data = torch.ones(_READ_BYTES // 4)
+    return data.nbytes / best_seconds(data.sum)
+
+
+def _torch_multiply(dtype: torch.dtype) -> float:
+    a = torch.ones(_SIDE, _SIDE, dtype=dtype)
+    return 2 * _SIDE**3 / best_seconds(lambda: a @ a)
+
+
+def shape_of(decoder: Decoder, pool: KVPool) -> Shape:
+    """What decides how long a step of this model takes."""
+    config = decoder.config
+    return Shape(
+        block_params=sum(_layer_params(config, layer) for layer in range(config.num_layers)),
+        head_params=config.vocab_size * config.hidden_size,
+        query_width=config.num_heads * config.head_dim,
+        windows=tuple(layer.window for layer in config.layers),
+        weight_bytes=sum(map(_num_bytes, _linears(decoder))),
+        kv_bytes=pool.num_bytes / (pool.num_pages * pool.page_size),
+    )
+
+
+def _layer_params(config: DecoderConfig, layer: int) -> int:
+    """Those of a layer's attention and its MLP."""
+    num_heads, num_kv_heads, head_dim = config.heads_of(layer)
+    spec = config.layers[layer]
+    num_kv = 0 if spec.kv_of is not None else 2 * num_kv_heads
+    matrices = 3 if config.activation.gated else 2
+    width = (2 * num_heads + num_kv) * head_dim + 2 * config.token_input_size
+    return config.hidden_size * (width + matrices * (spec.width or config.intermediate_size))
+
+
+def _linears(decoder: Decoder) -> Iterator[PackedLinear]:
+    """All that a step reads; norms are too small to count.
+
+    Raises TypeError for a model that transformers' modules compute, whose matrices are theirs.
+    """
+    if not isinstance(decoder, OwnDecoder):
+        raise TypeError(f"no roofline for {decoder.config.model_type}: it has no own decoder")
+    for layer in decoder.weights.layers:
+        yield from layer.linears
+    yield decoder.weights.lm_head
+
+
+def _num_bytes(weight: PackedLinear) -> int:
+    if isinstance(weight, NativeLinear):
+        return weight.num_bytes
+    return weight.weight.nbytes + (weight.bias.nbytes if weight.bias is not None else 0)
+
+
+def largest_cache() -> int:
+    """Bytes of the processor's last cache; 0 where the system does not tell."""
+    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = [path.read_text(encoding="ascii").strip() for path in found]
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    return max((int(size[:-1]) * units.get(size[-1], 0) for size in sizes), default=0)
+
+
+def prompt_text(folder: Path, vocab_size: int, num_tokens: int) -> tuple[list[int], str]:
+    """Token ids to cut prompts from, and what they are made of.
+
+    With a tokenizer the standard library's own sources, so that acceptance means something;
+    without one random ids.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(vocab_size, (num_tokens,), generator=generator).tolist(), "random ids"
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    token_ids: list[int] = []
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        if len(token_ids) >= num_tokens:
+            break
+        source = path.read_text(encoding="utf-8")
+        token_ids += tokenizer(source, add_special_tokens=False, verbose=False).input_ids
+    return token_ids[:num_tokens], "sources of Python's standard library"

@@ -1,0 +1,111 @@
+"""The results page, from the JSON of the stages: ``python -m foretoken.bench.lab.gpu.page``.
+
+``--from FILE`` takes the combined JSON of a run on another machine apart first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...common.report import RESULTS, Spread, listed, table, write_json
+from .stage import Result, read_result
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "gpu-results.md"
+ORDER = (
+    "facts", "compiling", "oracle", "equality", "decode", "verify", "prefill", "speculation",
+    "sharing", "nano", "peers",
+)  # fmt: skip
+HEAD = """\
+# Results on a GPU
+
+Written by `bench/lab/gpu_check.sh`, which measures everything in one run of under nine minutes.
+Figures are medians, with the lowest and the highest of the repeats in brackets. Roofline: what the
+bytes and the operations of a step take at least, at the limits that the same run measured.
+"""
+NOTHING = "Not yet measured.\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--from", type=Path, dest="combined", help="combined JSON of a run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args(argv)
+    if args.combined is not None:
+        split(args.combined, args.results)
+    args.page.write_text(render(read_results(args.results)), encoding="utf-8")
+
+
+def split(combined: Path, folder: Path) -> None:
+    """One JSON into those of its stages."""
+    found = msgspec.json.decode(combined.read_bytes(), type=dict[str, Result])
+    for name, result in found.items():
+        write_json(folder / f"gpu-{name}.json", msgspec.to_builtins(result))
+
+
+def read_results(folder: Path) -> list[Result]:
+    """What is there, in the order of the stages."""
+    paths = [folder / f"gpu-{name}.json" for name in ORDER]
+    return [read_result(path) for path in paths if path.is_file()]
+
+
+def render(results: Sequence[Result]) -> str:
+    """The page."""
+    if not results:
+        return f"{HEAD}\n{NOTHING}"
+    return "\n".join([HEAD, *_about(results[0]), *(_section(each) for each in results)])
+
+
+def _about(first: Result) -> list[str]:
+    warning = "**A rehearsal without a GPU: the figures mean nothing.**\n"
+    lines = [warning] if first.simulated else []
+    for title, named in (("Card", first.card), ("Machine", first.machine)):
+        lines.append(f"{title}: {listed(named)}.\n")
+    lines.append(f"Versions: {listed(first.versions)}.\n")
+    if first.limits is not None:
+        lines.append(
+            f"Limits of this run: {first.limits.read / 1e12:.3g} TB/s, "
+            f"{first.limits.matrix / 1e12:.4g} TFLOP/s in {first.limits.dtype}.\n"
+        )
+    return lines
+
+
+def _section(result: Result) -> str:
+    """Title, verdict, tables, notes and what went wrong."""
+    parts = [
+        f"## {result.title}\n",
+        f"`{result.command}`: {result.status}, {result.seconds:.0f} s.\n",
+    ]
+    for title, rows in result.tables.items():
+        parts.append(f"### {title}\n\n{_table(rows)}\n")
+    parts += [f"{note}\n" for note in result.notes]
+    if result.errors:
+        parts.append("What went wrong:\n")
+        parts.append("\n".join(f"- {_plain(error)}" for error in result.errors) + "\n")
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Columns of all rows; what a row lacks is left empty."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return table([{c: _cell(row.get(c, "")) for c in columns} for row in rows])
+
+
+def _cell(value: object) -> object:
+    """A spread as its median and range; a bar would end a cell."""
+    if isinstance(value, dict):
+        return str(msgspec.convert(value, Spread))
+    return _plain(value) if isinstance(value, str) else value
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""Measures the phases of inference on an engine in this process, one request or batch at a time.
+
+All repeats go round the points, so that a slow spell of the machine hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ...api.build.engine_builder import Built
+from ...api.types.sampling_params import SamplingParams
+from ...core.errors import ForetokenError, InvalidRequest
+from ...core.interface.request import Request, Usage
+from ...core.interface.step import SamplingMetadata
+from ..common.report import Spread
+from ..common.roofline import LENGTHS, POSITIONS, clipped
+from .data import BatchPoint, DecodePoint, Depth, DepthPoint, PrefillPoint
+
+DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8, "auto")
+SHORT = 8  # tokens of a prompt that leaves nothing in the cache: less than a page
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+Point = TypeVar("Point", bound=Hashable)
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is measured. Lengths are in tokens, ``budget`` in seconds for one point."""
+
+    max_len: int = 32768  # of a prompt
+    repeats: int = 5
+    budget: float = 30.0
+    decode_len: int = 32
+    batch_len: int = 48
+    depth_prompts: int = 6
+    depth_prompt_len: int = 128
+    depth_len: int = 96
+
+
+QUICK = Sizes(
+    max_len=2048,
+    budget=2.0,
+    decode_len=16,
+    batch_len=24,
+    depth_prompts=3,
+    depth_prompt_len=64,
+    depth_len=48,
+)
+
+
+@dataclass(slots=True)
+class Served:
+    """One answered request, and when its deltas came; seconds."""
+
+    usage: Usage
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    num_first: int = 0  # tokens of the first delta
+
+    @property
+    def num_later(self) -> int:
+        """Tokens after the first delta: those that decoding made."""
+        return len(self.token_ids) - self.num_first
+
+    @property
+    def seconds(self) -> float:
+        """From the first delta to the last."""
+        return self.times[-1] - self.times[0]
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a token, once the first is there."""
+        return self.seconds / self.num_later
+
+
+@dataclass(slots=True)
+class Lab:
+    """A started engine, the text that prompts are cut from, and how much to measure."""
+
+    built: Built
+    text: Sequence[int]
+    sizes: Sizes
+    num_sent: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a prompt and its answer, at most."""
+        return self.built.max_model_len
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a KV page."""
+        return self.built.engine.scheduler.cache.page_size
+
+    def flush(self) -> None:
+        """Forget all prompts, and all that drafts draw on."""
+        self.built.engine.flush_cache()
+
+    async def serve(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        *,
+        depth: Depth = 0,
+        temperature: float = 0.0,
+        seed: int = 0,
+        namespace: str | None = None,
+    ) -> Served:
+        """Answer one prompt with exactly so many tokens; it shares within its namespace alone."""
+        self.num_sent += 1
+        params = SamplingParams(
+            temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=seed
+        )
+        request = Request(
+            request_id=f"phases-{self.num_sent}",
+            tokens=array("q", prompt),
+            sampling=SamplingMetadata(params=params, seed=seed, prompt_len=len(prompt)),
+            depth=depth,
+            namespace=namespace,
+        )
+        served = Served(request.usage)
+        async for delta in self.built.engine.submit(request):
+            served.times.append(time.perf_counter())
+            served.token_ids += delta.token_ids
+            served.num_first = served.num_first or len(delta.token_ids)
+        return served
+
+    async def rounds(
+        self, points: Sequence[Point], measure: Callable[[Point], Awaitable[Found]]
+    ) -> dict[Point, list[Found]]:
+        """Every point once, then again and again while its budget lasts."""
+        found: dict[Point, list[Found]] = {point: [] for point in points}
+        spent = dict.fromkeys(points, 0.0)
+        for _ in range(self.sizes.repeats):
+            for point in points:
+                if found[point] and spent[point] >= self.sizes.budget:
+                    continue
+                began = time.monotonic()
+                found[point].append(await measure(point))
+                spent[point] += time.monotonic() - began
+        return found
+
+
+# -- prefill, cold and cached -------------------------------------------------------------------
+
+
+async def measure_prefill(lab: Lab) -> list[PrefillPoint]:
+    """First token against prompt length, from an empty cache and again right after."""
+    lengths = clipped(LENGTHS, min(lab.sizes.max_len, lab.capacity - 1))
+
+    async def once(length: int) -> tuple[Usage, Usage]:
+        lab.flush()
+        await lab.serve(lab.text[: -SHORT - 1 : -1], 2)  # both follow on a step
+        cold = await lab.serve(lab.text[:length], 1)
+        cached = await lab.serve(lab.text[:length], 1)
+        if cold.token_ids != cached.token_ids:
+            raise ForetokenError("tokens differ between cold and cached: this is a bug")
+        return cold.usage, cached.usage
+
+    await once(lengths[0])  # warms up
+    found = await lab.rounds(lengths, once)
+    return [
+        PrefillPoint(
+            prompt_len=length,
+            num_cached=runs[0][1].cached_tokens,
+            runs=len(runs),
+            cold=Spread.of([cold.time_to_first_token for cold, _ in runs]),
+            cached=Spread.of([cached.time_to_first_token for _, cached in runs]),
+        )
+        for length, runs in found.items()
+    ]
+
+
+# -- decode against position --------------------------------------------------------------------
+
+
+async def measure_decode(lab: Lab) -> list[DecodePoint]:
+    """Time of a token against what it looks back on.
+
+    Prompts are the beginnings of one text, short ones first: each finds the last one cached.
+    """
+    num_tokens = min(lab.sizes.decode_len, max(2, lab.capacity // 4))
+    lengths = clipped(POSITIONS, min(lab.sizes.max_len, lab.capacity) - num_tokens)
+    if not lengths:
+        raise InvalidRequest("max_len leaves no room to decode", param="max_len")
+    lab.flush()
+    for length in lengths:
+        await lab.serve(lab.text[:length], 2)
+
+    async def once(length: int) -> float:
+        return (await lab.serve(lab.text[:length], num_tokens)).pace
+
+    found = await lab.rounds(lengths, once)
+    return [
+        DecodePoint(position=length + num_tokens // 2, runs=len(paces), seconds=Spread.of(paces))
+        for length, paces in found.items()
+    ]
+
+
+# -- batch size ---------------------------------------------------------------------------------
+
+
+async def measure_batches(lab: Lab) -> list[BatchPoint]:
+    """Throughput and time per token against the requests that decode together.
+
+    Each has a prompt of its own, cached but for its last token: all start in one step.
+    """
+    prompt_len = 2 * lab.page_size + 1
+    num_tokens = min(lab.sizes.batch_len, lab.capacity - prompt_len)
+    if num_tokens < 2:
+        return []
+    sizes = [size for size in BATCHES if size <= batches_that_fit(lab, prompt_len + num_tokens)]
+    cuts = range(0, sizes[-1] * prompt_len, prompt_len)
+    prompts = [lab.text[at : at + prompt_len] for at in cuts]
+    lab.flush()
+    await asyncio.gather(*(lab.serve(prompt, 1) for prompt in prompts))
+
+    async def once(size: int) -> list[Served]:
+        return await asyncio.gather(*(lab.serve(each, num_tokens) for each in prompts[:size]))
+
+    found = await lab.rounds(sizes, once)
+    position = prompt_len + num_tokens // 2
+    return [_batch_point(size, position, runs) for size, runs in found.items()]
+
+
+def batches_that_fit(lab: Lab, num_tokens: int) -> int:
+    """Requests of so many tokens that fit the pool and a step."""
+    scheduler = lab.built.engine.scheduler
+    pages = -(-num_tokens // lab.page_size) + 1
+    return max(1, min(scheduler.limits.max_running, scheduler.cache.num_total_pages // pages))
+
+
+def _batch_point(size: int, position: int, runs: Sequence[Sequence[Served]]) -> BatchPoint:
+    return BatchPoint(
+        size=size,
+        position=position,
+        runs=len(runs),
+        rate=Spread.of([_rate(run) for run in runs]),
+        seconds=Spread.of([statistics.median(s.pace for s in run) for run in runs]),
+    )
+
+
+def _rate(run: Sequence[Served]) -> float:
+    """Tokens a second from the first one's first token to the last one's last."""
+    spent = max(each.times[-1] for each in run) - min(each.times[0] for each in run)
+    return sum(each.num_later for each in run) / spent
+
+
+# -- depth of speculation -----------------------------------------------------------------------
+
+
+async def measure_depths(lab: Lab, *, simulated: bool) -> tuple[list[DepthPoint], int]:
+    """Tokens a step and time of a token against draft tokens a step, one request alone.
+
+    Every run starts from nothing, or the draft sources would find the last run's answer; the
+    oracle needs just that. Also tells the position of the token in the middle.
+    """
+    prompt_len = min(lab.sizes.depth_prompt_len, lab.capacity // 2)
+    num_tokens = min(lab.sizes.depth_len, lab.capacity - prompt_len)
+    starts = range(0, lab.sizes.depth_prompts * prompt_len, prompt_len)
+    prompts = [lab.text[at : at + prompt_len] for at in starts]
+
+    async def once(depth: Depth) -> list[Served]:
+        if not simulated:
+            lab.flush()
+        return [
+            await lab.serve(prompt, num_tokens, depth=depth, temperature=1.0, seed=seed)
+            for seed, prompt in enumerate(prompts)
+        ]
+
+    await once(1)  # warms up, and tells the oracle the answers
+    found = await lab.rounds(DEPTHS, once)
+    _check_equal([served for runs in found.values() for run in runs for served in run], prompts)
+    points = [_depth_point(depth, runs) for depth, runs in found.items()]
+    return points, prompt_len + num_tokens // 2
+
+
+def _check_equal(served: Sequence[Served], prompts: Sequence[Sequence[int]]) -> None:
+    """The promise: speculation changes the time, never the tokens."""
+    for index, each in enumerate(served):
+        if each.token_ids != served[index % len(prompts)].token_ids:
+            raise ForetokenError("tokens differ between depths: this is a bug")
+
+
+def _depth_point(depth: Depth, runs: Sequence[Sequence[Served]]) -> DepthPoint:
+    served = [each for run in runs for each in run]
+    proposed = sum(each.usage.proposed_tokens for each in served)
+    accepted = sum(each.usage.accepted_tokens for each in served)
+    steps = sum(each.usage.verify_steps - 1 for each in served)  # the first one is the prompt's
+    return DepthPoint(
+        depth=depth,
+        runs=len(runs),
+        tokens_per_step=sum(each.num_later for each in served) / steps,
+        acceptance=accepted / proposed if proposed else None,
+        seconds=Spread.of([_seconds_per_token(run) for run in runs]),
+    )
+
+
+def _seconds_per_token(run: Sequence[Served]) -> float:
+    return sum(each.seconds for each in run) / sum(each.num_later for each in run)

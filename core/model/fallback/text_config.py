@@ -1,0 +1,77 @@
+"""Configs as transformers reads them: with the defaults of their classes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from ...errors import ModelLoadError
+from ..fields import Fields, read_json
+
+
+def read_text_config(folder: Path) -> dict[str, Any]:
+    """The config of a folder's text model, with all defaults. Raises `ModelLoadError`."""
+    text = read_whole_config(folder).get_text_config(decoder=True)
+    found: dict[str, Any] = text.to_dict()
+    return found | {"model_type": text.model_type}
+
+
+def read_whole_config(folder: Path) -> PreTrainedConfig:
+    """The config of a folder, which may hold that of a text model. Raises `ModelLoadError`."""
+    file = folder / "config.json"
+    values = read_json(file)
+    if "auto_map" in values and "model_type" not in values:
+        raise ModelLoadError(f"{folder}: needs code of the checkpoint, which is never run")
+    Fields(values, str(file)).text("model_type")
+    try:
+        with quiet():
+            found: PreTrainedConfig = AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+            return found
+    except Exception as error:  # transformers raises whatever a field makes it raise
+        raise ModelLoadError(f"{file}: transformers: {one_line(error)}") from error
+
+
+def make_config(values: dict[str, Any], where: Path) -> PreTrainedConfig:
+    """The config of a config.json's fields, ``model_type`` among them. Raises `ModelLoadError`."""
+    try:
+        with quiet():
+            made: PreTrainedConfig = CONFIG_MAPPING[values["model_type"]](**values)
+            return made
+    except Exception as error:  # transformers raises whatever a field makes it raise
+        raise ModelLoadError(f"{where}: transformers: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error of transformers, of at most 300 characters."""
+    return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' advice, which concerns training and its own generation.
+
+    A bar of progress is for terminals.
+    """
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity(logging.ERROR)
+    hides_bar = not sys.stderr.isatty() and transformers.utils.logging.is_progress_bar_enabled()
+    if hides_bar:
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.utils.logging.set_verbosity(level)
+        if hides_bar:
+            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,73 @@
+"""Gemma 4's layers, where they compute more than Llama's: see `Gemma4Extras`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .base import (
+    DecoderWeights,
+    ExpertsBeside,
+    ForwardPlan,
+    Gemma4Extras,
+    Ops,
+    TokenInputWeights,
+)
+
+
+def token_inputs(
+    ops: Ops, decoder: DecoderWeights, token_ids: Tensor, embedded: Tensor
+) -> Sequence[Tensor | None]:
+    """The inputs of each layer, ``[T, width]``, of token ids ``[T]``; None: it has none.
+
+    ``embedded`` [T, hidden]: their rows of the embedding.
+    """
+    weights, num_layers = decoder.token_inputs, len(decoder.layers)
+    if weights is None:
+        return [None] * num_layers
+    projected = ops.linear(embedded, weights.projection)
+    normed = ops.norm(projected.view(-1, len(weights.norm.weight)), weights.norm)
+    added = ops.embedding(token_ids, weights.table)
+    inputs, _ = ops.add_norm(normed.view(projected.shape), added, None, weights.factor)
+    return inputs.chunk(num_layers, dim=1)
+
+
+def add_extras(
+    ops: Ops,
+    extras: Gemma4Extras,
+    x: Tensor,
+    residual: Tensor,
+    plan: ForwardPlan,
+    inputs: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Add to a layer what it has besides: of the MLP's output ``x`` and the stream, [T, hidden].
+
+    ``inputs`` [T, width]: the tokens' inputs of this layer, where it has a `token_input`. Returns
+    what is still to be added to the stream, and the stream.
+    """
+    if extras.beside is not None:
+        x = _add_experts(ops, extras.beside, x, residual, plan)
+    x = ops.norm(x, extras.out_norm)
+    if extras.token_input is None:
+        return x, residual
+    assert inputs is not None
+    _, residual = ops.add_norm(x, residual, None)
+    return _gate_input(ops, extras.token_input, residual, inputs), residual
+
+
+def _add_experts(
+    ops: Ops, beside: ExpertsBeside, x: Tensor, residual: Tensor, plan: ForwardPlan
+) -> Tensor:
+    """The sum of the MLP's output ``x`` and the experts' output, each behind its norm."""
+    read, routed_by = ops.norm(residual, beside.norm), ops.norm(residual, beside.router_norm)
+    found = ops.norm(ops.experts(read, beside.experts, plan, routed_by), beside.out_norm)
+    return ops.add_norm(found, ops.norm(x, beside.mlp_out_norm), None)[0]
+
+
+def _gate_input(ops: Ops, weights: TokenInputWeights, residual: Tensor, inputs: Tensor) -> Tensor:
+    """The tokens' inputs, gated by the residual stream, as they are added to it."""
+    pair = torch.cat((ops.linear(residual, weights.gate), inputs), dim=1)
+    found = ops.linear(ops.activate(pair, weights.activation), weights.out)
+    return ops.norm(found, weights.out_norm)

@@ -1,0 +1,28 @@
+"""The prefix cache as a report: for `Engine.cache_info`."""
+
+from __future__ import annotations
+
+from ...radix_cache import PrefixCache
+
+
+def describe_cache(cache: PrefixCache, namespace: str | None) -> dict[str, object]:
+    """Describe the cache: occupancy in pages, hits in tokens, the pins of one namespace."""
+    return {
+        "page_size": cache.page_size,
+        "total_pages": cache.num_total_pages,
+        "free_pages": cache.num_free_pages,
+        "evictable_pages": cache.num_evictable_pages,
+        "pinned_pages": cache.num_pinned_pages,
+        "num_pins": len(cache.pins),
+        "pins": [
+            {
+                "tokens": pinned.lock.num_pages * cache.page_size,
+                "ttl_seconds": pinned.ttl,
+                "expires_in_seconds": round(pinned.until - cache.pins.now, 3),
+            }
+            for pinned in cache.pins.of(namespace)
+        ],
+        "usage": cache.usage,
+        "queried_tokens": cache.num_queries,
+        "hit_tokens": cache.num_hits,
+    }

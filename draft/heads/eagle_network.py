@@ -1,0 +1,219 @@
+"""EagleHead: drafts one token a pass from the target's features (EAGLE-3, arXiv 2503.01840).
+
+A column joins the feature of one position, ``fc(taps)``, and the token behind it; its output
+decides the token after that. Where the target has not been yet, the head's own output of the
+column before stands for the feature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .layers import (
+    HIDDEN,
+    HeadConfig,
+    KeysValues,
+    Mlp,
+    Projections,
+    RmsNorm,
+    RotaryTable,
+    Vocabulary,
+    attend,
+    init_weights,
+    without,
+)
+
+MOST_PASSES = 64  # tokens of a draft
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(HeadConfig):
+    """Shape of an EAGLE-3 head and the norms in which its dialects differ."""
+
+    kind: ClassVar[str] = "eagle3"
+    first_position: ClassVar[int] = 1  # position 0 has no column
+    keeps_page_features: ClassVar[bool] = True
+
+    fc_bias: bool = False
+    norm_before_residual: bool = False  # the residual begins with the normed feature
+    norm_before_fc: bool = False  # one norm over all taps
+    fc_norm: bool = False  # a norm for each tap
+    norm_output: bool = False  # the next feature is normed (EAGLE-3.1)
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def longest(self) -> int:
+        """Passes of one draft at most."""
+        return MOST_PASSES
+
+
+class EagleLayer(nn.Module):
+    """The one layer: its attention reads the embedding and the feature side by side."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.num_kv_heads = config.num_kv_heads
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RmsNorm(hidden, eps)
+        self.hidden_norm = RmsNorm(hidden, eps)
+        self.self_attn = Projections(config, 2 * hidden, qk_norm=False)
+        self.post_attention_layernorm = RmsNorm(hidden, eps)
+        self.mlp = Mlp(config)
+
+    def inputs(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """Inputs of the attention for columns, ``[.., 2 * hidden]``."""
+        return torch.cat((self.input_layernorm(embedded), self.hidden_norm(features)), dim=-1)
+
+    def outputs(self, features: Tensor, attended: Tensor) -> Tensor:
+        """Hidden states ``[.., hidden]`` of columns, ``attended`` [.., heads * head_dim]."""
+        residual = self.hidden_norm(features) if self.norm_before_residual else features
+        x = residual + self.self_attn.o_proj(attended)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+    def attended(
+        self, q: Tensor, context: KeysValues, seen: Tensor, own: list[KeysValues]
+    ) -> Tensor:
+        """``q`` [b, columns, heads, head_dim] to ``[b, columns, heads * head_dim]``.
+
+        Each column sees those of the ``context`` [b, num_kv_heads, T, head_dim] that ``seen``
+        [b, columns, T] has, and one column of each of its ``own`` passes [b, columns, kv, dim].
+        """
+        keys, values = context
+        b, columns, _, dim = q.shape
+        q = q.view(b, columns, self.num_kv_heads, -1, dim).permute(0, 2, 3, 1, 4)
+        far = (q.flatten(2, 3) @ keys.transpose(-1, -2)).view(*q.shape[:-1], -1)
+        scores = [far.masked_fill(~seen[:, None, None], HIDDEN)]
+        weigh = [partial(_weigh_far, values)]
+        for k, v in own:
+            k, v = (each.transpose(1, 2).unsqueeze(2) for each in (k, v))  # [b, kv, 1, columns, d]
+            scores.append((q * k).sum(dim=-1, keepdim=True))
+            weigh.append(partial(torch.mul, v))
+        return attend(scores, weigh).permute(0, 3, 1, 2, 4).reshape(b, columns, -1)
+
+
+def _weigh_far(values: Tensor, weights: Tensor) -> Tensor:
+    """``[b, kv, group, columns, T]`` of ``values`` [b, kv, T, dim]."""
+    return (weights.flatten(2, 3) @ values).view(*weights.shape[:-1], -1)
+
+
+class EagleFrame(Vocabulary):
+    """A head but for its layer: what joins the taps, and what makes logits of hidden states."""
+
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, midlayer: EagleLayer | None = None) -> None:
+        super().__init__(config)
+        taps, width, eps = len(config.taps), config.target_hidden_size, config.norm_eps
+        self.input_norm = RmsNorm(taps * width, eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList([RmsNorm(width, eps) for _ in range(taps)]) if config.fc_norm else None
+        )
+        self.fc = nn.Linear(taps * width, config.hidden_size, bias=config.fc_bias)
+        if midlayer is not None:  # in the order of the files
+            self.midlayer = midlayer
+        self.norm = RmsNorm(config.hidden_size, eps)
+
+    def features(self, taps: Tensor) -> Tensor:
+        """``[.., num_taps * target_hidden] -> [.., hidden]``."""
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            taps = torch.cat(normed, dim=-1)
+        out: Tensor = self.fc(taps)
+        return out
+
+    def next_features(self, hidden: Tensor) -> Tensor:
+        """Features of columns that the target has not seen, from the head's own output."""
+        out: Tensor = self.norm(hidden) if self.config.norm_output else hidden
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[.., hidden]`` of columns to logits ``[.., draft_vocab]``."""
+        return self.project(self.norm(hidden))
+
+
+class EagleHead(EagleFrame):
+    """The whole head. Token ids are the target's, everywhere."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config, EagleLayer(config))
+        self.rotary = RotaryTable(config.rope, config.head_dim)
+        init_weights(self)
+
+    def frame(self) -> EagleFrame:
+        """The head without its layer; both share the rest."""
+        return without(self, "midlayer", EagleFrame)
+
+    def context(self, features: Tensor, token_ids: Tensor, positions: Tensor) -> KeysValues:
+        """Keys and values ``[.., num_kv_heads, head_dim]`` of columns.
+
+        ``features`` [.., hidden] of the positions before, ``token_ids`` [..] at ``positions`` [..].
+        """
+        x = self.midlayer.inputs(self.embed(token_ids), features)
+        return self.midlayer.self_attn.keys_values(x, self.rotary(positions))
+
+    def column(
+        self,
+        features: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        context: KeysValues,
+        seen: Tensor,
+        own: list[KeysValues],
+    ) -> Tensor:
+        """Hidden states ``[b, columns, hidden]``, before the final norm; adds to ``own``.
+
+        ``features`` [b, columns, hidden], ``token_ids`` and ``positions`` [b, columns]. A column
+        sees the part of ``context`` that ``seen`` [b, columns, T] has, the same column of each pass
+        in ``own``, and itself.
+        """
+        x = self.midlayer.inputs(self.embed(token_ids), features)
+        rotary = self.rotary(positions)
+        own.append(self.midlayer.self_attn.keys_values(x, rotary))
+        q = self.midlayer.self_attn.queries(x, rotary)
+        return self.midlayer.outputs(features, self.midlayer.attended(q, context, seen, own))
+
+    def forward(self, token_ids: Tensor, taps: Tensor, num_passes: int) -> list[Tensor]:
+        """For training: hidden states of ``num_passes`` passes over whole sequences.
+
+        ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden] of the same positions.
+        Pass ``k`` gives ``[b, T - 1 - k, hidden]``, as `logits` takes them: column ``i`` of it
+        decides token ``i + 2 + k``, after ``k`` features of the head's own ("training-time test").
+        """
+        length = token_ids.shape[1]
+        features = self.features(taps[:, :-1])
+        seen = torch.ones(length - 1, length - 1, dtype=torch.bool, device=taps.device).tril()
+        positions = torch.arange(1, length, device=taps.device).expand(len(taps), -1)
+        first = self.context(features, token_ids[:, 1:], positions)
+        keys, values = (each.transpose(1, 2) for each in first)
+        own: list[KeysValues] = []
+        found = []
+        for index in range(num_passes):
+            count = length - 1 - index
+            features = features[:, :count]
+            own = [(k[:, :count], v[:, :count]) for k, v in own]
+            x = self.midlayer.inputs(self.embed(token_ids[:, 1 + index :]), features)
+            rotary = self.rotary(positions[:, index:])
+            if index:  # the first pass is the context itself
+                own.append(self.midlayer.self_attn.keys_values(x, rotary))
+            q = self.midlayer.self_attn.queries(x, rotary)
+            mask = seen[None, :count].expand(len(taps), -1, -1)
+            hidden = self.midlayer.outputs(
+                features, self.midlayer.attended(q, (keys, values), mask, own)
+            )
+            found.append(hidden)
+            features = self.next_features(hidden)
+        return found

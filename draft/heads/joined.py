@@ -1,0 +1,177 @@
+"""JoinedHead: a trained head beside its target, lent what it lacks, and packed."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...core.errors import ModelLoadError
+from ...core.interface.sampling_params import TokenSamplingParams
+from ...core.interface.step import SamplingMetadata
+from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.ops.batch import Segment, Taps, Wanted
+from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
+from ...core.sampling.logits_processors import SampleRow
+from ..proposers.gap_model import GapNumbers
+from .kinds import HeadFolder, kind_of, open_head
+from .layers import Head
+from .packing import by_kernel
+from .proposer import HeadProposer
+
+logger = logging.getLogger(__name__)
+NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that distinguish two readings of tap ids
+
+
+class JoinedHead:
+    """A head that was joined to its target: pools and proposers are made of it.
+
+    Of the module only what is not packed is kept. ``gaps``: the numbers of `HeadFolder`, with which
+    its proposers begin.
+    """
+
+    def __init__(
+        self, head: Head, target: OwnDecoder, gaps: Mapping[bool, GapNumbers] | None = None
+    ) -> None:
+        """The head was lent what it lacks (`lend`). It is for inference only from now on."""
+        self.config, self.target = head.config, target
+        self._gaps = {} if gaps is None else gaps
+        self._packed = kind_of(head).pack(head, target)
+        self.device = target.device
+
+    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
+        """A pool for the head's KV, with a page for each of the target's.
+
+        Head KV is small and is kept in the target's dtype whatever ``kv_dtype`` says.
+        """
+        del kv_dtype
+        return KVPool(
+            num_pages + self._packed.num_spare_pages(page_size),
+            **self.config.kv_shape._asdict(),
+            page_size=page_size,
+            dtype=self.target.dtype,
+            device=self.target.device,
+        )
+
+    def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
+        """Bytes of a page, and of the feature that is kept for it, if there is one."""
+        del kv_dtype
+        config, dtype = self.config, self.target.dtype
+        feature = config.hidden_size * dtype.itemsize if config.keeps_page_features else 0
+        shape = config.kv_shape._asdict()
+        return bytes_per_page(**shape, page_size=page_size, dtype=dtype) + feature
+
+    def proposer(self, pool: KVPool, *, independent: bool = False) -> HeadProposer:
+        """Make what drafts with it. ``independent``: for rejection sampling."""
+        made = self._packed.make_proposer(pool, self.target, independent=independent)
+        made.begin_with(self._gaps)
+        return made
+
+
+def join_target(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> JoinedHead:
+    """Move a head beside its target, lend it what it lacks, and pack it; for inference only.
+
+    Its matrices are laid out for the target's kernels, quantised if the target's are.
+    ``read_output``: see `lend`.
+    """
+    lend(head, target, read_output)
+    return JoinedHead(head, target)
+
+
+def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> None:
+    """Move a head beside its target and lend it what it lacks.
+
+    ``read_output`` reads the target's output matrix [vocab, hidden], which a head of fewer ids
+    takes rows of; it is called only if the target's embedding does not serve for it.
+    """
+    head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    weights, ops = target.weights, target.ops
+    packed = weights.lm_head
+    if head.draft_ids is not None and head.lacks_output:
+        is_tied = target.config.tie_embeddings
+        matrix = weights.embedding if is_tied else read_output()
+        rows = matrix[head.draft_ids.to(matrix.device)]
+        packed = ops.pack_linear(rows.to(target.device, target.dtype).contiguous())
+    logits = partial(ops.logits, cap=weights.logit_cap)
+    head.borrow(weights.embedding, partial(by_kernel, logits, packed, ops.min_rows))
+
+
+def load_head(path: Path, target: Decoder, read_output: Callable[[], Tensor]) -> JoinedHead:
+    """The head in a folder, joined to its target; ``read_output``: see `join_target`.
+
+    Where the config leaves open which hidden states the head reads, both readings are tried on
+    what the target says, and a warning names the better one, which is used. Raises
+    `ModelLoadError` for a head that is not supported or does not fit the target.
+    """
+    if not isinstance(target, OwnDecoder):
+        raise ModelLoadError(
+            f"{path}: a trained head reads weights of its target's own decoder, and "
+            f"{target.config.model_type} is computed by transformers' modules: take draft auto, or "
+            "a draft model"
+        )
+    folder = open_head(path, target.config)
+    head = folder.load()
+    lend(head, target, read_output)
+    if folder.shifted_taps is not None:
+        _choose_taps(folder, head, folder.shifted_taps, target)
+    config = head.config
+    logger.info(
+        "head %s: %s, taps %s, drafts %d of %d token ids",
+        path, type(head).__name__, list(config.taps), config.draft_vocab_size, config.vocab_size,
+    )  # fmt: skip
+    return JoinedHead(head, target, folder.gaps)
+
+
+def _choose_taps(folder: HeadFolder, head: Head, others: Taps, target: OwnDecoder) -> None:
+    """Give a head the boundaries under which it guesses more of the target's own tokens."""
+    readings = (head.config.taps, others)
+    scores = [score_taps(head, taps, target) for taps in readings]
+    best = readings[1] if scores[1] > scores[0] else readings[0]
+    logger.warning(
+        "%s: eagle_aux_hidden_state_layer_ids may mean the boundaries %s or %s; of %d tokens the "
+        "head guesses %d and %d, so %s are read",
+        folder.path, list(readings[0]), list(readings[1]), NUM_SCORED, *scores, list(best),
+    )  # fmt: skip
+    head.config = replace(head.config, taps=best)
+
+
+@torch.inference_mode()
+def score_taps(head: Head, taps: Taps, target: OwnDecoder) -> int:
+    """How many of `NUM_SCORED` greedy tokens of the target the head guesses, one at a time.
+
+    They follow a text that the target draws at temperature 1. The head was lent what it lacks and
+    is not packed.
+    """
+    guess = kind_of(head).guess
+    assert guess is not None  # kinds that leave taps open have one
+    ids, tapped = _own_text(target, taps)
+    guessed = guess(head, ids[:, :-1], tapped)
+    return int((guessed[0, -NUM_SCORED:] == ids[0, -NUM_SCORED:]).sum())
+
+
+def _own_text(target: OwnDecoder, taps: Taps) -> tuple[Tensor, Tensor]:
+    """Token ids ``[1, T + 1]`` that the target says, and the taps ``[1, T, ..]`` of all but one."""
+    tokens = array("q", target.config.eos_token_ids[:1] or (0,))
+    num_tokens, page_size = NUM_DRAWN + NUM_SCORED, 16
+    pages = array("q", range(-(-num_tokens // page_size)))
+    pool = target.make_pool(len(pages), page_size=page_size)
+    once = tuple(dict.fromkeys(taps))
+    found: list[Tensor] = []
+    for index in range(num_tokens):
+        params = TokenSamplingParams(temperature=1.0 if index < NUM_DRAWN else 0.0)
+        sampling = SamplingMetadata(params=params, seed=0, prompt_len=1)
+        batch = target.batch([Segment(tokens[-1:], index, pages, 1)], page_size=page_size)
+        output = target.forward(batch, pool, Wanted(taps=once))
+        assert output.taps is not None
+        parts = output.taps[:1].chunk(len(once), dim=-1)
+        found.append(torch.cat([parts[once.index(boundary)] for boundary in taps], dim=-1))
+        (choice,) = target.sampler.sample(output.logits, [SampleRow(tokens, sampling)])
+        tokens.append(max(0, choice.token_id))
+    ids = torch.tensor([tokens.tolist()], device=target.device)
+    return ids, torch.cat(found).unsqueeze(0)

@@ -1,0 +1,113 @@
+"""The kinds of heads, and folders that contain a head of any kind.
+
+A kind is a line of `KINDS`. docs/contributing.md describes how to add one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from safetensors.torch import save_file
+
+from ...core.errors import ModelLoadError
+from ...core.model.config import DecoderConfig
+from ...core.model.fields import Fields, read_json
+from ...core.ops.batch import Taps
+from ..proposers.gap_model import GapNumbers
+from .base import HeadKind
+from .block import BLOCK
+from .eagle import EAGLE
+from .files import (
+    CONFIG,
+    OWN_KEY,
+    WEIGHTS,
+    flattened,
+    normalised,
+    own_gaps,
+    read_tensors,
+    vocabulary_tensors,
+    words_of,
+)
+from .layers import Head, TapConfig
+from .medusa import MEDUSA
+
+AnyKind: TypeAlias = HeadKind[Any, Any]
+# A config that names no kind is of the first one that recognises it.
+KINDS: dict[str, AnyKind] = {kind.name: kind for kind in (BLOCK, MEDUSA, EAGLE)}
+_UNSUPPORTED = ("dflash2", "domino", "lilicorr", "peagle", "mtp")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFolder:
+    """A folder with a head: its kind, its config and where its tap ids leave a choice.
+
+    ``shifted_taps``: as `ParsedHead`'s. ``gaps``: the numbers of `GapModel` that its training
+    found, by whether tokens are sampled; none where it was trained elsewhere.
+    """
+
+    path: Path
+    kind: AnyKind
+    config: TapConfig
+    shifted_taps: Taps | None = None
+    gaps: Mapping[bool, GapNumbers] = field(default_factory=dict)
+
+    def load(self) -> Head:
+        """The module with its weights, float32 or as they are stored. Raises `ModelLoadError`."""
+        head: Head = self.kind.load(self.path, self.config, normalised(read_tensors(self.path)))
+        return head
+
+
+def kind_of(head: Head) -> AnyKind:
+    """The kind of a head."""
+    return KINDS[head.config.kind]
+
+
+def head_kind(path: Path) -> AnyKind | None:
+    """The kind of head in a folder, by its config; None where something else lies there.
+
+    Raises `ModelLoadError` for a head that is not supported.
+    """
+    if not (path / CONFIG).is_file():
+        return None
+    values = read_json(path / CONFIG)
+    words = words_of(values)
+    for word in _UNSUPPORTED:
+        if any(word in each for each in words):
+            raise ModelLoadError(f"{path / CONFIG}: heads of kind {word} are not supported")
+    own = values.get(OWN_KEY)
+    if isinstance(own, dict) and own.get("kind") in KINDS:
+        return KINDS[own["kind"]]
+    kinds = list(KINDS.values())
+    named = [k for k in kinds if any(word in each for word in k.words for each in words)]
+    return next(iter(named or [kind for kind in kinds if kind.recognises(values, path)]), None)
+
+
+def open_head(path: Path, target: DecoderConfig) -> HeadFolder:
+    """Read a head's config for a target. Raises `ModelLoadError` naming the key that is wrong."""
+    kind = head_kind(path)
+    if kind is None:
+        raise ModelLoadError(f"{path / CONFIG}: not the config of a known kind of head")
+    fields = flattened(Fields(read_json(path / CONFIG), str(path / CONFIG)))
+    config, shifted = kind.parse(fields, target, set(normalised(read_tensors(path))))
+    return HeadFolder(path, kind, config, shifted, own_gaps(fields))
+
+
+def save_head(head: Head, folder: Path, *, extra: Mapping[str, object] | None = None) -> None:
+    """Write ``config.json`` and ``model.safetensors`` as docs/heads.md describes them.
+
+    ``extra``: more keys for our own part of the config. Raises ValueError for a kind that is loaded
+    only.
+    """
+    kind, config = kind_of(head), head.config
+    if kind.to_json is None:
+        raise ValueError(f"heads of kind {kind.name} are not written")
+    own = {"kind": kind.name, "version": 1, "taps": list(config.taps), **(extra or {})}
+    tensors = {name: each.detach().cpu().contiguous() for name, each in head.state_dict().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors | vocabulary_tensors(head), folder / WEIGHTS, metadata={"format": "pt"})
+    values = kind.to_json(config) | {OWN_KEY: own}
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

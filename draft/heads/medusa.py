@@ -1,0 +1,161 @@
+"""MedusaHead: a few small networks, each of which guesses one token ahead (arXiv 2401.10774).
+
+All read the target's hidden state behind its final norm. Head ``i`` guesses the token ``i + 2``
+places behind the state's position, whatever stands between: so a pass yields the candidates of all
+places at once, and a tree is made of the best of each. There is no KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...core.model.config import DecoderConfig
+from ...core.model.decoder import OwnDecoder
+from ...core.model.fields import Fields
+from ...core.ops.kv_pool import KVPool
+from .base import HeadKind, PackedHead, ParsedHead, Tensors
+from .files import fill
+from .head_kv import Written
+from .layers import Head, TapConfig
+from .packing import pack_linears
+from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(TapConfig):
+    """Shape of Medusa heads."""
+
+    kind: ClassVar[str] = "medusa"
+
+    num_heads: int  # tokens that they draft
+    num_blocks: int = 1  # residual blocks of each
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """A token of each head."""
+        return self.num_heads
+
+
+class ResidualBlock(nn.Module):
+    """``x + silu(W x + b)``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[.., size] -> [.., size]``."""
+        out: Tensor = x + F.silu(self.linear(x))
+        return out
+
+
+class MedusaHead(Head):
+    """All heads of a target. Token ids are the target's."""
+
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.medusa_head = nn.ModuleList(
+            nn.Sequential(
+                *(ResidualBlock(size) for _ in range(config.num_blocks)),
+                nn.Linear(size, config.vocab_size, bias=False),
+            )
+            for _ in range(config.num_heads)
+        )
+
+    def logits(self, hidden: Tensor, index: int) -> Tensor:
+        """Logits ``[.., vocab]`` of head ``index`` for states ``[.., hidden]``."""
+        found: Tensor = self.medusa_head[index](hidden)
+        return found
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def _is_medusa(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: ARG001
+    return "medusa_num_heads" in values
+
+
+def _parse(fields: Fields, target: DecoderConfig, names: set[str]) -> ParsedHead:  # noqa: ARG001
+    """Medusa-1. All else than the number of heads and of their blocks is the target's."""
+    for name, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        value = fields.positive(name, own)
+        if value != own:
+            raise fields.error(name, f"is {value}, but the target's is {own}")
+    config = MedusaConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        hidden_size=target.hidden_size,
+        taps=(target.num_layers,),
+        num_heads=fields.positive("medusa_num_heads"),
+        num_blocks=fields.positive("medusa_num_layers", 1),
+    )
+    return ParsedHead(config)
+
+
+def _load(where: Path, config: MedusaConfig, tensors: Tensors) -> MedusaHead:
+    return fill(where, MedusaHead(config), tensors)
+
+
+# -- drafting -------------------------------------------------------------------------------------
+
+
+def _pack(head: MedusaHead, target: OwnDecoder) -> PackedHead:
+    pack_linears(head, target.ops)
+    return PackedHead(partial(MedusaProposer, head))
+
+
+class MedusaProposer(HeadProposer):
+    """Drafts trees of the best tokens that each head of a `MedusaHead` gives."""
+
+    def __init__(
+        self, head: MedusaHead, pool: KVPool, target: OwnDecoder, *, independent: bool = False
+    ) -> None:
+        super().__init__(head.config, pool, target, independent=independent)
+        self._head = head
+        self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
+
+    def write_head_kv(self, written: Written) -> Tensor:
+        """No KV; the features are what the target's final norm makes of its last layer's output."""
+        return self._final_norm(written.taps.contiguous())
+
+    def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
+        """Draft from the state before each last token."""
+        del num_drafted
+        return _MedusaDrafting(self._head, features_of(starts))
+
+
+class _MedusaDrafting(Drafting):
+    """``hidden`` [b, hidden]: the state before each anchor."""
+
+    def __init__(self, head: MedusaHead, hidden: Tensor) -> None:
+        self._head, self._hidden = head, hidden
+
+    def logits(self, queries: Sequence[Query]) -> Tensor:
+        """The output of the level's own head; the same behind every token of a request."""
+        requests = sorted({each.request for each in queries})
+        found = self._head.logits(self._hidden[requests], queries[0].level)
+        if len(requests) == len(queries):
+            return found
+        at = {request: index for index, request in enumerate(requests)}
+        return found[[at[each.request] for each in queries]]
+
+
+MEDUSA = HeadKind(
+    name=MedusaConfig.kind,
+    words=("medusa",),
+    recognises=_is_medusa,
+    parse=_parse,
+    load=_load,
+    pack=_pack,
+)

@@ -1,0 +1,209 @@
+"""LmProposer: a smaller language model drafts, with the noise that the verifier will use.
+
+Drawing with the verifier's own Gumbel noise makes the two choices agree far more often than
+independent draws would (Daliri, Musco, Suresh, arXiv 2408.07978).
+
+The draft's KV lives in a pool of its own under the *same page ids* as the target's: a prefix hit
+brings the draft's KV along. A page whose draft KV is whole carries a ready mark; what is missing
+is caught up a window at a time in steps that follow the first token, never on the way to it.
+
+If asked for, a draft is sharpened as temperature_tuner.py learns, which cannot change the output of
+`verify`: it sees tokens alone. For rejection sampling a draft is ``independent``: all its
+``max_draft`` tokens, drawn with noise of its own, and what they were drawn from.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...core.execution.proposer import VerifiedRequest
+from ...core.interface.speculator import ProposerTraits
+from ...core.interface.step import Draft, ScheduledRequest
+from ...core.model.decoder import Decoder
+from ...core.ops.batch import (
+    ForwardOutput,
+    RaggedBatch,
+    Segment,
+    Taps,
+)
+from ...core.ops.kv_pool import KVPool
+from .temperature_tuner import TemperatureTuner
+from .tree_grower import Opened, TreeGrower
+from .tree_growth import (
+    ROOT,
+    TreeGrowth,
+)
+
+SOURCE = "lm"
+
+
+@dataclass(slots=True)
+class _DraftKV:
+    """How far the draft's KV of one request reaches."""
+
+    num_computed: int = 0  # positions below it hold the draft KV of ``tokens``
+    num_marked: int = 0  # whole pages among them that carry the ready mark
+
+
+class LmProposer:
+    """Drafts by running ``decoder`` on the request's tokens.
+
+    ``window``: tokens of missing KV that one step may catch up over the whole batch.
+    ``temperature_scale`` divides the draft's logits on top of the temperature; None: it is tuned.
+    """
+
+    taps: Taps = ()
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        *,
+        window: int = 256,
+        independent: bool = False,
+        temperature_scale: float | None = 1.0,
+    ) -> None:
+        self._pool = pool
+        self._grower = TreeGrower(
+            decoder,
+            pool,
+            SOURCE,
+            independent=independent,
+            temperature_scale=lambda: self.temperature_scale,
+        )
+        self._window = window
+        self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
+        self._draft_kvs: dict[str, _DraftKV] = {}
+        self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
+        self._independent = independent
+        self._fixed_temperature_scale = 1.0 if independent else temperature_scale
+        self._tuner = TemperatureTuner(decoder.sampler)
+
+    @property
+    def traits(self) -> ProposerTraits:
+        """How it works; a draft for rejection sampling has all its tokens, whatever they cost."""
+        return ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=not self._independent)
+
+    @property
+    def temperature_scale(self) -> float:
+        """The present divisor of the draft's logits, on top of the temperature."""
+        return (
+            self._tuner.temperature_scale
+            if self._fixed_temperature_scale is None
+            else self._fixed_temperature_scale
+        )
+
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
+        """Forget the KV of these requests and the ready marks of these pages."""
+        for request_id in request_ids:
+            self._draft_kvs.pop(request_id, None)
+        for page_id in newly_allocated_pages:
+            self._ready[page_id] = 0
+        self._tuner.forget(request_ids)
+
+    def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
+        """Catch up within the window, then grow the drafts of requests whose KV is whole."""
+        self._trees = {}  # those of a step that failed are void
+        draft_kvs = [self._follow(scheduled) for scheduled in requests]
+        trees = [self._grower.tree(scheduled) for scheduled in requests]
+        self._grower.grow(trees, self._catch_up(draft_kvs, trees))
+        self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.rankings}
+        return [self._draft(*each) for each in zip(draft_kvs, trees, strict=True)]
+
+    def _draft(self, draft_kv: _DraftKV, tree: TreeGrowth) -> Draft:
+        # Where the context ends nothing will ever be caught up: that is no backlog.
+        owed = (
+            len(tree.scheduled.tokens) - draft_kv.num_computed
+            if self._grower.has_room(tree.scheduled)
+            else 0
+        )
+        return tree.draft(owed)
+
+    def observe(
+        self,
+        batch: RaggedBatch,  # noqa: ARG002
+        output: ForwardOutput,  # noqa: ARG002
+        verified: Sequence[VerifiedRequest],
+    ) -> None:
+        """Learn from verified trees; move accepted KV to the slots of its positions."""
+        moves: list[tuple[int, int]] = []
+        for each in verified:
+            tree = (
+                self._trees.pop(each.scheduled.request_id, None)
+                if each.scheduled.max_draft
+                else None
+            )
+            draft_kv = self._draft_kvs.get(each.scheduled.request_id)
+            if tree is None or draft_kv is None or each.output.error is not None:
+                continue
+            computed = tree.judge(each.output.token_ids)
+            draft_kv.num_computed += len(computed)
+            moves += [(slot, home) for slot, home in computed if slot != home]
+        if moves:
+            self._pool.copy_slots(*zip(*moves, strict=True))
+
+    # -- cursor ---------------------------------------------------------------------------------
+
+    def _follow(self, scheduled: ScheduledRequest) -> _DraftKV:
+        """Bring a request's draft KV up to the pages that are ready since."""
+        draft_kv = self._draft_kvs.setdefault(scheduled.request_id, _DraftKV())
+        self._tuner.settle(scheduled)
+        self._skip_ready(scheduled, draft_kv)
+        return draft_kv
+
+    def _skip_ready(self, scheduled: ScheduledRequest, draft_kv: _DraftKV) -> None:
+        """Move over pages that are ready, but leave the last token: its logits are wanted."""
+        page_size, last = self._pool.page_size, len(scheduled.tokens) - 1
+        page = draft_kv.num_computed // page_size
+        while (page + 1) * page_size <= last and self._ready[scheduled.page_ids[page]]:
+            page += 1
+            draft_kv.num_computed = max(draft_kv.num_computed, page * page_size)
+        draft_kv.num_computed = min(draft_kv.num_computed, last)
+        self._mark_ready(scheduled, draft_kv)
+
+    def _mark_ready(self, scheduled: ScheduledRequest, draft_kv: _DraftKV) -> None:
+        num_whole = draft_kv.num_computed // self._pool.page_size
+        for page_id in scheduled.page_ids[draft_kv.num_marked : num_whole]:
+            self._ready[page_id] = 1
+        draft_kv.num_marked = max(draft_kv.num_marked, num_whole)
+
+    # -- forward passes -------------------------------------------------------------------------
+
+    def _catch_up(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> Opened:
+        """Compute missing KV; trees that reach their last token get their first level."""
+        stops = self._stops(draft_kvs, trees)
+        if not stops:
+            return Opened((), ())
+        segments, whole = [], list[tuple[TreeGrowth, int]]()
+        for index, stop in stops.items():
+            scheduled, start = trees[index].scheduled, draft_kvs[index].num_computed
+            is_whole = stop == len(scheduled.tokens)
+            segments.append(
+                Segment(scheduled.tokens[start:stop], start, scheduled.page_ids, int(is_whole))
+            )
+            if is_whole:
+                whole.append((trees[index], ROOT))
+        opened, output = self._grower.compute(segments, whole)
+        for index, stop in stops.items():  # not before: a pass that fails computes nothing
+            draft_kvs[index].num_computed = stop
+            self._mark_ready(trees[index].scheduled, draft_kvs[index])
+        if self._fixed_temperature_scale is None:
+            for (tree, _), values in zip(whole, output.logits, strict=True):
+                self._tuner.keep(tree.scheduled, values)
+        return opened
+
+    def _stops(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> dict[int, int]:
+        """Find where each request's catch-up stops, in the window; the shortest ones come first."""
+        room, stops = self._window + len(trees), {}
+        owed = [
+            len(t.scheduled.tokens) - draft_kv.num_computed
+            for t, draft_kv in zip(trees, draft_kvs, strict=True)
+        ]
+        for index in sorted(range(len(trees)), key=owed.__getitem__):
+            count = min(owed[index], room)
+            if self._grower.has_room(trees[index].scheduled) and count > 0:
+                stops[index] = draft_kvs[index].num_computed + count
+                room -= count
+        return stops

@@ -1,0 +1,175 @@
+"""TreeGrower: grows the draft trees of requests with a decoder, a pass for each level.
+
+It chooses tokens with the target's noise, and knows nothing of who keeps the KV of the history.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.interface.step import ScheduledRequest
+from ...core.model.decoder import Decoder
+from ...core.ops.batch import DeviceTokens, ForwardOutput, SamplingPlan, Segment, Wanted
+from ...core.ops.kv_pool import KVPool
+from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.sampler import DeviceSampler, PendingTokens
+from ...core.sampling.verifier import Best
+from .gap_model import default_gap_models
+from .tree_growth import (
+    ROOT,
+    TreeGrowth,
+    TreeNodes,
+    choose,
+    drawn_alone,
+    frontiers,
+    sample_rows,
+)
+
+
+class TreeGrower:
+    """Passes of ``decoder`` over ``pool``, which has the KV of what stands before each draft.
+
+    ``source``: name of the drafter. ``independent``: drafts for rejection sampling, drawn with
+    noise of their own. ``temperature_scale`` divides the logits on top of the temperature.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        source: str,
+        *,
+        independent: bool = False,
+        temperature_scale: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        self._decoder, self._pool, self._source = decoder, pool, source
+        self._sampler = decoder.sampler
+        self._gap_models = default_gap_models()  # by whether tokens are sampled
+        self._independent = independent
+        self._draws_on_device = isinstance(decoder.sampler, DeviceSampler) and not independent
+        self._temperature_scale = temperature_scale
+
+    def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
+        """The draft of a request, still empty."""
+        gap_model = self._gap_models[scheduled.sampling.params.temperature > 0.0]
+        return TreeGrowth(scheduled, gap_model, self._source, self._pool.page_size)
+
+    def has_room(self, scheduled: ScheduledRequest) -> bool:
+        return len(scheduled.tokens) + scheduled.max_draft <= self._decoder.config.max_model_len
+
+    def grow(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
+        """Expand the trees, level by level, behind their first one."""
+        reads_text = any(tree.scheduled.sampling.reads_text for tree, _ in first.nodes)
+        if isinstance(first.found, Sequence) or reads_text:
+            first.read()
+            while any(found := frontiers(trees)):
+                self._advance(trees, found).read()
+        else:
+            self._grow_on_device(first)
+
+    def _advance(self, trees: Sequence[TreeGrowth], found: Sequence[Sequence[int]]) -> Opened:
+        """Compute some nodes of each tree, and what may follow them."""
+        pairs = zip(trees, found, strict=True)
+        nodes = [(tree, node) for tree, opened in pairs for node in tree.open(opened)]
+        segments = [
+            Segment(
+                token_ids=array("q", [tree.nodes[node].token_id]),
+                start=len(tree.scheduled.tokens) + tree.nodes[node].level - 1,
+                page_ids=tree.scheduled.page_ids,
+                num_logits=1,
+                tail=array("q", tree.slots(node)),
+            )
+            for tree, node in nodes
+        ]
+        return self.compute(segments, nodes)[0]
+
+    def _grow_on_device(self, first: Opened) -> None:
+        """Chains of a given length: launch all passes, each with the tokens of the one before it.
+
+        The host waits once: when it reads the last pass, the others are over.
+        """
+        passes = [first]
+        while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.scheduled.max_draft]:
+            passes.append(self._advance_on_device(trees, passes[-1], len(passes)))
+        for level, each in enumerate(passes):
+            assert not isinstance(each.found, Sequence)
+            for (tree, _), best in zip(each.nodes, drawn_alone(each.found.choices()), strict=True):
+                if len(tree.nodes) == level:  # else a token before could not be drawn
+                    tree.open(range(level - 1, level) if level else ())
+                    tree.expand(level - 1, best)  # ROOT, then each token behind the one before
+
+    def _advance_on_device(
+        self, trees: Sequence[TreeGrowth], before: Opened, num_ahead: int
+    ) -> Opened:
+        """Draw one more token for each chain, of which the device alone knows ``num_ahead``."""
+        segments = [
+            Segment([0], len(tree.scheduled.tokens) + num_ahead - 1, tree.scheduled.page_ids, 1)
+            for tree in trees
+        ]
+        assert not isinstance(before.found, Sequence)
+        rows_before = {id(tree): row for row, (tree, _) in enumerate(before.nodes)}
+        sources = np.array([rows_before[id(tree)] for tree in trees], np.int32)
+        tokens = DeviceTokens(before.found.words, sources, self._decoder.config.vocab_size)
+        roots = [(tree, ROOT) for tree in trees]
+        return self.compute(segments, roots, tokens, num_ahead)[0]
+
+    def compute(
+        self,
+        segments: Sequence[Segment],
+        nodes: TreeNodes,
+        device_tokens: DeviceTokens | None = None,
+        num_ahead: int = 0,
+    ) -> tuple[Opened, ForwardOutput]:
+        """One pass, a row of logits for each node, and what may follow these."""
+        output, rows = self._forward(segments, nodes, device_tokens, num_ahead)
+        return self._choose(nodes, rows, output), output
+
+    def _forward(
+        self,
+        segments: Sequence[Segment],
+        nodes: TreeNodes,
+        device_tokens: DeviceTokens | None = None,
+        num_ahead: int = 0,
+    ) -> tuple[ForwardOutput, list[SampleRow]]:
+        """One pass, a row of logits for each node; and what these decide."""
+        rows = sample_rows(nodes, num_ahead)
+        page_size = self._pool.page_size
+        batch = self._decoder.batch(segments, page_size=page_size, device_tokens=device_tokens)
+        draws = None
+        if self._draws_on_device and not any(tree.wants_best for tree, _ in nodes):
+            draws = SamplingPlan(rows, [1] * len(rows), self._temperature_scale())
+        return self._decoder.forward(batch, self._pool, Wanted(draws)), rows
+
+    def _choose(self, nodes: TreeNodes, rows: Sequence[SampleRow], output: ForwardOutput) -> Opened:
+        """Choose what may follow each node; it may be on the device still."""
+        sampler, scale = self._sampler, self._temperature_scale()
+        if output.tokens is not None or not nodes:
+            return Opened(nodes, output.tokens or ())
+        wants_best = any(tree.wants_best for tree, _ in nodes)
+        if isinstance(sampler, DeviceSampler) and not (wants_best or self._independent):
+            begun = sampler.begin(output.logits, rows, temperature_scale=scale)
+            return Opened(nodes, begun)
+        independent = self._independent
+        best = choose(
+            nodes, output.logits, rows, sampler, independent=independent, temperature_scale=scale
+        )
+        return Opened(nodes, best)
+
+
+class Opened(NamedTuple):
+    """Nodes that a pass computed, and what may follow each, which may be on the device still."""
+
+    nodes: TreeNodes
+    found: PendingTokens | Sequence[Best]  # [len(nodes)]
+
+    def read(self) -> None:
+        """Give the tokens to the trees; waits for the device if they are there still."""
+        found = (
+            self.found if isinstance(self.found, Sequence) else drawn_alone(self.found.choices())
+        )
+        for (tree, node), best in zip(self.nodes, found, strict=True):
+            tree.expand(node, best)

@@ -1,0 +1,401 @@
+"""TreeGrowth: a draft tree as a model grows it, the nodes that survive most likely first.
+
+The *survival* of a node is the chance that it and all before it come true. A `GapModel` says how
+likely each of the best tokens behind a node is.
+
+A tree may begin with tokens that were looked up. Where the drafter guesses the same token, the
+greater survival holds; where it guesses others, the less likely side has what the other one leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from ...core.execution.layout import natural_slots, spare_slots
+from ...core.interface.step import NO_DRAFT, Draft, ScheduledRequest
+from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.rejection import SampledDraft, draw
+from ...core.sampling.sampler import DraftVocab, Sampler
+from ...core.sampling.verifier import Best, SampledToken
+from .gap_model import GapModel
+
+NUM_BEST = 4  # tokens behind a node that may become its children
+MOST_EXPANDED = 6  # nodes of one tree that a pass computes
+ROOT = -1  # the last of the request's tokens
+
+
+@dataclass(slots=True)
+class _Node:
+    """A token that may be drafted."""
+
+    token_id: int
+    parent: int
+    level: int  # 1 for those behind the request's last token
+    source: str
+    survival: float  # the chance that it and all before it come true
+    own_survival: float  # the same, as the drafter alone would say; 0: it found other tokens
+    is_first: bool  # whether it and all before it lie in the slots of their positions
+    children: list[int] = field(default_factory=list)
+    is_open: bool = False  # a pass computes it, or has
+    slot: int | None = None  # of its KV, if the drafter keeps any
+
+
+class _Ranking(NamedTuple):
+    """The tokens that a pass found behind a node."""
+
+    ranked: list[int]  # nodes, the best first
+    scores: tuple[float, ...]  # of these; none where a token was drawn alone
+
+
+@dataclass(slots=True, eq=False)
+class TreeGrowth:
+    """One request's draft as it grows.
+
+    A chain where the request has no spare page. Without prices all ``max_draft`` nodes are grown.
+    ``source``: the drafter's name. ``page_size``: of its pool, where the KV of nodes lies; 0 if it
+    keeps none. ``most_levels``: tokens of a path at most.
+    """
+
+    scheduled: ScheduledRequest
+    gap_model: GapModel
+    source: str
+    page_size: int = 0
+    most_levels: int = 1 << 30
+    nodes: list[_Node] = field(default_factory=list)
+    rankings: dict[int, _Ranking] = field(default_factory=dict)  # by expanded node, ROOT among them
+    drawn_from: list[Tensor] = field(default_factory=list)  # [vocab] each, where it matters
+    num_levels: int = 0  # that were computed, one after another
+    _root: _Node = field(init=False)
+    _spare: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
+        self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
+        if self.is_tree and self.scheduled.draft.odds:
+            self._begin_with(self.scheduled.draft)
+
+    def _begin_with(self, known: Draft) -> None:
+        """The tokens that were looked up."""
+        parents = known.parents or range(-1, len(known.token_ids) - 1)
+        fields = (known.token_ids, parents, known.sources, known.odds)
+        for token_id, parent, source, survival in zip(*fields, strict=True):
+            self._add(token_id, parent, source, survival, 0.0)
+
+    def _add(
+        self, token_id: int, parent: int, source: str, survival: float, own_survival: float
+    ) -> int:
+        before, index = self._at(parent), len(self.nodes)
+        is_first = before.is_first and not any(self.nodes[i].is_first for i in before.children)
+        self.nodes.append(
+            _Node(token_id, parent, before.level + 1, source, survival, own_survival, is_first)
+        )
+        before.children.append(index)
+        return index
+
+    def _at(self, node: int) -> _Node:
+        return self._root if node == ROOT else self.nodes[node]
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether nodes may have siblings."""
+        return bool(len(self.scheduled.spare_page_ids))
+
+    @property
+    def wants_best(self) -> bool:
+        """Whether the best few tokens behind a node are wanted, with their scores.
+
+        A known chain is compared with the grown one by survival, which needs scores.
+        """
+        return bool(self.scheduled.row_prices or self.is_tree or self.scheduled.draft.odds)
+
+    def expand(self, node: int, best: Best) -> None:
+        """Note what a pass found behind ``node``."""
+        if not best.token_ids:
+            return
+        self.num_levels += node == ROOT
+        before = self._at(node)
+        known = {self.nodes[index].token_id: index for index in before.children}
+        chances = self.gap_model.chances(best.scores) if best.scores else [1.0]
+        kept = len(chances) if self.is_tree else 1
+        ranked = []
+        for rank, (token_id, chance) in enumerate(zip(best.token_ids, chances, strict=True)):
+            survival, own = before.survival * chance, before.own_survival * chance
+            if token_id in known:
+                same = self.nodes[known[token_id]]
+                same.survival, same.own_survival = max(same.survival, survival), own
+                ranked.append(known[token_id])
+            else:
+                survival, own = (survival, own) if rank < kept else (0.0, 0.0)
+                ranked.append(self._add(token_id, node, self.source, survival, own))
+        self.rankings[node] = _Ranking(ranked, best.scores)
+        if known:
+            self._share(before, set(known.values()), set(ranked))
+
+    def _share(self, before: _Node, known: set[int], ranked: set[int]) -> None:
+        """Give the less likely side of tokens looked up and others what the likelier leaves."""
+        if before.survival <= 0.0:
+            return
+        foreign, own = known - ranked, ranked - known
+        side = max(known | ranked, key=lambda index: self.nodes[index].survival)
+        losers, winners = (own, known) if side in foreign else (foreign, ranked)
+        left = 1.0 - sum(self.nodes[index].survival for index in winners) / before.survival
+        for index in losers:
+            self._scale(index, max(0.0, left))
+
+    def _scale(self, node: int, factor: float) -> None:
+        self.nodes[node].survival *= factor
+        for child in self.nodes[node].children:
+            self._scale(child, factor)
+
+    def frontier(self, level: int | None = None) -> list[int]:
+        """The nodes worth expanding: their children may be among the best, above a row's price.
+
+        A node comes behind those before it on its path. ``level``: those of one level alone.
+        """
+        least, chosen = self._least(), list[int]()
+        left = [self._left(node) for node in self.nodes]
+        if level is not None:
+            for index in range(len(self.nodes) - 1, -1, -1):  # what lies behind must be reached
+                parent = self.nodes[index].parent
+                if parent != ROOT:
+                    left[parent] = max(left[parent], left[index])
+        for index in sorted(range(len(left)), key=lambda each: -left[each]):
+            node = self.nodes[index]
+            if left[index] <= least:
+                break
+            if node.is_open or level not in (None, node.level) or not self._can_open(node):
+                continue
+            path = [i for i in self.path(index) if not self.nodes[i].is_open and i not in chosen]
+            if len(chosen) + len(path) <= MOST_EXPANDED and (level is None or path == [index]):
+                chosen += path
+        return chosen
+
+    def _left(self, node: _Node) -> float:
+        """The chance that the node comes true and no token is known for what follows it."""
+        if node.is_open:
+            return 0.0
+        return node.survival - sum(self.nodes[child].survival for child in node.children)
+
+    def _can_open(self, node: _Node) -> bool:
+        has_slot = node.is_first or not self.page_size or bool(self._spare)
+        return has_slot and node.level < self.most_levels
+
+    def open(self, nodes: Sequence[int]) -> list[int]:
+        """Give nodes of the frontier slots for their KV; returns those that are computed."""
+        for index in nodes:
+            node = self.nodes[index]
+            is_reached = node.parent == ROOT or self.nodes[node.parent].is_open
+            node.is_open = is_reached and self._can_open(node)
+            if not node.is_open or not self.page_size:
+                continue
+            if node.is_first:
+                at = len(self.scheduled.tokens) + node.level - 1
+                (node.slot,) = natural_slots(self.scheduled, at, 1, self.page_size)
+            else:
+                node.slot = self._spare.pop()
+        opened = [index for index in nodes if self.nodes[index].is_open]
+        self.num_levels += bool(opened)
+        return opened
+
+    def _least(self) -> float:
+        """The odds that one more node must exceed."""
+        odds, most = self._ranked_odds(), self.scheduled.max_draft
+        prices = [self._price(count) for count in range(most + 1)]
+        count = self._best(odds)[0]
+        if count == most:
+            return odds[-1] if len(odds) == most else odds[most - 1]
+        ahead = range(count + 1, most + 1)
+        slope = min((prices[more] - prices[count]) / (more - count) for more in ahead)
+        return min(slope, odds[count - 1]) if count else slope
+
+    def _ranked_odds(self) -> list[float]:
+        return sorted((node.survival for node in self.nodes if node.survival), reverse=True)
+
+    def _price(self, count: int) -> float:
+        """Tokens that so many nodes must bring."""
+        prices = self.scheduled.row_prices
+        if not count or not prices:
+            return 0.0
+        if count <= len(prices):
+            return prices[count - 1]
+        last = prices[-1] - (prices[-2] if len(prices) > 1 else 0.0)
+        return prices[-1] + last * (count - len(prices))
+
+    def _best(self, odds: Sequence[float]) -> tuple[int, float]:
+        """How many of the best nodes, by their falling ``odds``, pay most for their rows; and what
+        they bring beyond these: a row may cost nothing, and the next one a tile's price.
+        """
+        count, most, total = 0, 0.0, 0.0
+        for index, each in enumerate(odds[: self.scheduled.max_draft], 1):
+            total += each
+            if (net := total - self._price(index)) > most:
+                count, most = index, net
+        return count, most
+
+    def worth(self, frontier: Sequence[int]) -> float:
+        """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
+        odds = self._ranked_odds()
+        added = [self.gap_model.usual * self._left(self.nodes[node]) for node in frontier]
+        return self._best(sorted(odds + added, reverse=True))[1] - self._best(odds)[1]
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first level down to ``node``."""
+        path = []
+        while node != ROOT:
+            path.append(node)
+            node = self.nodes[node].parent
+        return path[::-1]
+
+    def tail(self, node: int) -> list[int]:
+        """Token ids down to ``node``."""
+        return [self.nodes[index].token_id for index in self.path(node)]
+
+    def slots(self, node: int) -> list[int]:
+        """Slots of the nodes on the path to ``node`` from the first on that is not at home."""
+        path = [self.nodes[index] for index in self.path(node)]
+        away = next((at for at, each in enumerate(path) if not each.is_first), len(path))
+        return [each.slot for each in path[away:] if each.slot is not None]
+
+    def path_slots(self, node: int) -> list[int]:
+        """Slots of all nodes on the path to ``node``, where the drafter keeps their KV."""
+        slots = [self.nodes[index].slot for index in self.path(node)]
+        return [slot for slot in slots if slot is not None]
+
+    def draft(self, num_uncached_draft_tokens: int = 0) -> Draft:
+        """The best ``max_draft`` nodes above a row's price, depth first, the best child first.
+
+        Where there is room for a chain alone: the better of the drafter's and the one looked up.
+        """
+        known = NO_DRAFT if self.is_tree else self.scheduled.draft.trunk()
+        if known.odds and sum(known.odds) >= sum(node.survival for node in self.nodes):
+            return replace(
+                known,
+                num_uncached_draft_tokens=num_uncached_draft_tokens,
+                odds=[0.0] * len(known.odds),
+                num_levels=self.num_levels,
+            )
+        likely = [index for index, node in enumerate(self.nodes) if node.survival]
+        best = sorted(likely, key=lambda index: -self.nodes[index].survival)
+        best = best[: self._best([self.nodes[index].survival for index in best])[0]]
+        kept, order = set(best), list[int]()
+        stack = self._kept_children(self._root, kept)
+        while stack:
+            order.append(node := stack.pop())
+            stack += self._kept_children(self.nodes[node], kept)
+        indices = {node: at for at, node in enumerate(order)} | {ROOT: -1}
+        parents = [indices[self.nodes[node].parent] for node in order]
+        draft = Draft(
+            token_ids=[self.nodes[node].token_id for node in order],
+            sources=tuple(self.nodes[node].source for node in order),
+            num_uncached_draft_tokens=num_uncached_draft_tokens,
+            parents=() if parents == list(range(-1, len(order) - 1)) else parents,
+            odds=[self.nodes[node].own_survival for node in order],
+            num_levels=self.num_levels,
+        )
+        if self.drawn_from and order:
+            probs = torch.stack(self.drawn_from[: len(order)])
+            return SampledDraft(
+                draft.token_ids,
+                draft.sources,
+                num_uncached_draft_tokens,
+                num_levels=self.num_levels,
+                probs=probs,
+            )
+        return draft
+
+    def _kept_children(self, node: _Node, kept: set[int]) -> list[int]:
+        """The least likely first, for a stack."""
+        children = [child for child in node.children if child in kept]
+        return sorted(children, key=lambda child: self.nodes[child].survival)
+
+    def judge(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Learn from the tokens that the target chose.
+
+        Returns (slot of its KV, slot that its position has) of each of these that was computed.
+        """
+        found, node = list[tuple[int, int]](), ROOT
+        for at, token_id in enumerate(token_ids, len(self.scheduled.tokens)):
+            ranking, children = self.rankings.get(node), self._at(node).children
+            right = next((i for i in children if self.nodes[i].token_id == token_id), None)
+            if ranking is not None and ranking.scores:
+                rank = ranking.ranked.index(right) if right in ranking.ranked else None
+                self.gap_model.learn(ranking.scores, rank)
+            if right is None:
+                break
+            node, slot = right, self.nodes[right].slot
+            if slot is not None:
+                (home,) = natural_slots(self.scheduled, at, 1, self.page_size)
+                found.append((slot, home))
+        return found
+
+
+# -- several requests ------------------------------------------------------------------------------
+
+TreeNodes: TypeAlias = Sequence[tuple[TreeGrowth, int]]
+"""Nodes of trees, ROOT for the last of a request's tokens."""
+
+
+def frontiers(
+    trees: Sequence[TreeGrowth], level: int | None = None, *, takes_pass: bool = True
+) -> list[list[int]]:
+    """The nodes of each tree to compute next; none where a pass would not pay for itself."""
+    found = [tree.frontier(level) for tree in trees]
+    growing = [(tree, nodes) for tree, nodes in zip(trees, found, strict=True) if nodes]
+    price = max((tree.scheduled.pass_price for tree, _ in growing), default=0.0)
+    is_worth = (
+        not (price and takes_pass) or sum(tree.worth(nodes) for tree, nodes in growing) > price
+    )
+    return found if is_worth else [[] for _ in trees]
+
+
+def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[SampleRow]:
+    """The rows that the logits behind each node decide."""
+    return [
+        SampleRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node), num_ahead)
+        for tree, node in nodes
+    ]
+
+
+def choose(
+    nodes: TreeNodes,
+    logits: Tensor,
+    rows: Sequence[SampleRow],
+    sampler: Sampler,
+    *,
+    independent: bool = False,
+    temperature_scale: float = 1.0,
+    draft_vocab: DraftVocab | None = None,
+) -> list[Best]:
+    """Choose what may follow each node, by its logits; nothing where these are not sound.
+
+    By the target's own sampler, or ``independent``, as rejection sampling wants it.
+    ``draft_vocab``: the tokens that the logits are of, unless they are the whole vocabulary.
+    """
+    wants_best = not independent and any(tree.wants_best for tree, _ in nodes)
+    if wants_best:
+        return sampler.best(
+            logits, rows, NUM_BEST, temperature_scale=temperature_scale, draft_vocab=draft_vocab
+        )
+    if draft_vocab is not None and not independent:
+        first = sampler.best(
+            logits, rows, 1, temperature_scale=temperature_scale, draft_vocab=draft_vocab
+        )
+        return [Best(each.token_ids, (), each.error) for each in first]
+    logits = logits.float() if draft_vocab is None else draft_vocab.widened(logits)
+    if independent:
+        choices, drawn_from = draw(logits, rows)
+        for (tree, _), probs in zip(nodes, drawn_from, strict=True):
+            tree.drawn_from.append(probs)
+        return drawn_alone(choices)
+    return drawn_alone(sampler.sample(logits, rows, temperature_scale=temperature_scale))
+
+
+def drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:
+    """Tokens that were drawn alone, without others to compare them with."""
+    return [Best((each.token_id,) if each.error is None else (), ()) for each in choices]

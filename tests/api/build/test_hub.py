@@ -1,0 +1,86 @@
+"""What is told of models of the hub that cannot be had; the hub is a server of this process."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from foretoken.api.build.model_files import find_model
+from foretoken.core.errors import ModelLoadError
+
+ANSWERS = {
+    "/owner/gated/": (403, "GatedRepo"),
+    "/owner/private/": (401, "RepoNotFound"),
+    "/owner/busy/": (503, ""),
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        found = [answer for name, answer in ANSWERS.items() if name in self.path]
+        status, code = found[0] if found else (404, "RepoNotFound")
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing."""
+
+
+@pytest.fixture(autouse=True)
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        yield
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("owner/missing", "it has no such model; for a private one set HF_TOKEN"),
+        ("owner/private", "it has no such model; for a private one set HF_TOKEN"),
+        ("owner/gated", "it is gated: accept its licence"),
+        ("owner/busy", "503"),
+        ("owner/a b", "Repo id must use alphanumeric chars"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_has_its_reason(name: str, told: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        find_model(name)
+    message = str(caught.value)
+    assert message.startswith(f"{name}: no such folder, and not to be had from the hub: ")
+    assert told in message
+    assert "\n" not in message
+
+
+def test_offline_the_cache_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match="HF_HUB_OFFLINE is set, and the cache does not have"):
+        find_model("owner/missing")
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_a_model_of_the_cache_is_found_without_the_hub(
+    is_offline: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    commit, folder = "a" * 40, tmp_path / "models--owner--kept"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    found = find_model("owner/kept")
+    assert (found.path, found.name) == (snapshot, "owner/kept")

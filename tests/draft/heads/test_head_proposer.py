@@ -1,0 +1,551 @@
+"""Proposers with heads: every draft is the one that the head makes from the whole text at once.
+
+The reference computes the text so far with the target, from nothing, and hands tokens and taps to
+the head's own forward pass over whole sequences, the one that training uses. So stale, foreign,
+shifted or missing head KV shows, whatever brought it about.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.sampling_params import TokenSamplingParams
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.ops.batch import Segment, Wanted
+from foretoken.core.ops.native import native_library
+from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.scheduling.request_table import SchedulerLimits
+from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.draft.heads import block
+from foretoken.draft.heads.block import BlockPass
+from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.copies import CopyingProposer
+from foretoken.draft.heads.head_kv import Written
+from foretoken.draft.heads.joined import JoinedHead, join_target, lend
+from foretoken.draft.heads.layers import Head
+from foretoken.draft.heads.medusa import MedusaHead
+from foretoken.draft.heads.proposer import HeadProposer
+from foretoken.draft.proposers.gap_model import default_gap_models
+from foretoken.draft.proposers.tree_growth import NUM_BEST
+from foretoken.radix_cache import PrefixCache
+from support.draft_trees import TreeDepth
+from support.fake_model import Driver
+from support.fixed_depth import FixedDepth
+from support.tiny_heads import block_config, join, join_random, plain, random_head
+from support.tiny_pair import write_pair
+
+VOCAB_SIZE, PAGE_SIZE, NUM_PAGES, CHUNK = 256, 4, 160, 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB_SIZE)[0]
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def target(request, folder) -> Decoder:
+    torch.set_num_threads(1)
+    if request.param == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    return load_decoder(folder, backend=request.param, exact="batch")
+
+
+def make_proposer(joined: JoinedHead, **options: bool) -> HeadProposer:
+    """A proposer and, as its ``twin``, the plain head."""
+    pool = joined.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
+    pool.data.fill_(float("nan"))  # void
+    proposer = joined.proposer(pool, **options)
+    proposer.twin = plain(joined)  # type: ignore[attr-defined]
+    return proposer
+
+
+def taps_of(target: Decoder, tokens: Sequence[int], boundaries: Sequence[int]) -> Tensor:
+    """Of a text, computed from nothing, [len(tokens), num_taps * hidden]."""
+    parts = states_of(target, tuple(tokens))
+    return torch.cat([parts[boundary] for boundary in boundaries], dim=-1)
+
+
+@cache
+def states_of(target: Decoder, tokens: tuple[int, ...]) -> Sequence[Tensor]:
+    """At each boundary of the layers, [len(tokens), hidden]: all heads meet the same texts."""
+    num_pages = -(-len(tokens) // 16)
+    pool = target.make_pool(num_pages, page_size=16)
+    segment = Segment(array("q", tokens), 0, array("q", range(num_pages)), 0)
+    batch = target.batch([segment], page_size=16)
+    boundaries = tuple(range(target.config.num_layers + 1))
+    found = target.forward(batch, pool, Wanted(taps=boundaries)).taps
+    assert found is not None
+    return found[: len(tokens)].chunk(len(boundaries), dim=-1)
+
+
+class Reference:
+    """What a head says behind a row's tokens, by its forward pass over the whole of them."""
+
+    @torch.inference_mode()
+    def __init__(self, head: Head, target: Decoder, row: ScheduledRequest) -> None:
+        self._head, self._target, self._row = head, target, row
+        self._tokens = list(row.tokens)
+        self._last = last = len(self._tokens) - 1
+        self._taps = taps_of(target, self._tokens, head.config.taps)
+        self._taps[last:] = 0.0  # not to be looked at
+        self._most = row.max_draft
+        if isinstance(head, MedusaHead):
+            self._most = min(row.max_draft, head.config.num_heads)
+        if isinstance(head, BlockHead):
+            self._most = min(row.max_draft, head.config.num_drafted)
+            anchors = torch.tensor([[last]])
+            self._hidden = head(torch.tensor([self._tokens]), self._taps[None], anchors)[0, 0]
+
+    @torch.inference_mode()
+    def best(self, drafted: Sequence[int]) -> Sequence[int]:
+        """The best few tokens behind some that were drafted."""
+        head, depth = self._head, len(drafted)
+        if isinstance(head, BlockHead):
+            before = torch.tensor([self._tokens[-1], *drafted])
+            logits = head.logits(self._hidden[: depth + 1], before)[depth]
+        elif isinstance(head, MedusaHead):
+            norm = self._target.weights.final_norm
+            states = self._target.ops.norm(self._taps[: self._last].contiguous(), norm)
+            logits = head.logits(states[-1], depth)
+        else:
+            ids = torch.tensor([self._tokens + list(drafted)])
+            padded = torch.cat([self._taps, self._taps.new_zeros(depth, self._taps.shape[1])])
+            logits = head.logits(head(ids, padded[None], depth + 1)[depth][0, self._last - 1])
+        wide = torch.full((1, VOCAB_SIZE), -torch.inf)
+        ids = torch.arange(len(logits))
+        wide[0, ids if isinstance(head, MedusaHead) else head.target_ids(ids)] = logits
+        wanted = SampleRow(self._row.tokens, self._row.sampling, list(drafted))
+        return self._target.sampler.best(wide, [wanted], NUM_BEST)[0].token_ids
+
+    def chain(self) -> list[int]:
+        """Its whole draft, if that is a chain."""
+        drafted: list[int] = []
+        while len(drafted) < self._most:
+            drafted.append(self.best(drafted)[0])
+        return drafted
+
+
+class Compared:
+    """Compares every draft with the reference; drafts every other time only."""
+
+    def __init__(self, proposer: HeadProposer, target: Decoder, *, rests: bool = True) -> None:
+        self.proposer, self._target, self._rests = proposer, target, rests
+        self.observe, self.forget = proposer.observe, proposer.forget
+        self.traits, self.taps = proposer.traits, proposer.taps
+        self.num_calls = self.num_right = self.num_compared = self.num_trees = 0
+
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
+        self.num_calls += 1
+        if self._rests and self.num_calls % 3 == 0:
+            return [Draft()] * len(rows)
+        drafts = self.proposer.propose(rows)
+        for row, draft in zip(rows, drafts, strict=True):
+            head = self.proposer.twin  # type: ignore[attr-defined]
+            self._compare(draft, Reference(head, self._target, row))
+        return drafts
+
+    def _compare(self, draft: Draft, reference: Reference) -> None:
+        if not draft.parents:
+            expected = reference.chain()
+            self.num_compared += len(expected)
+            pairs = zip(draft.token_ids, expected, strict=False)
+            self.num_right += sum(ours == theirs for ours, theirs in pairs)
+            return
+        self.num_trees += 1
+        siblings: dict[tuple[int, ...], list[int]] = {}
+        for node, token_id in enumerate(draft.token_ids):
+            path = tuple(draft.token_ids[each] for each in draft.path(node)[:-1])
+            siblings.setdefault(path, []).append(token_id)
+        for path, token_ids in siblings.items():
+            self.num_compared += len(token_ids)
+            pairs = zip(token_ids, reference.best(path), strict=False)
+            self.num_right += sum(ours == theirs for ours, theirs in pairs)
+
+
+class Unit:
+    """An engine without its loop and a head that is compared."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        proposer: HeadProposer,
+        *,
+        num_pages: int = NUM_PAGES,
+        rests: bool = True,
+        speculator: FixedDepth | None = None,
+    ) -> None:
+        limits = SchedulerLimits(
+            max_batch_tokens=CHUNK, max_running=4, max_queued=20, max_model_len=300,
+            vocab_size=VOCAB_SIZE,
+        )  # fmt: skip
+        self.compared = Compared(proposer, target, rests=rests)
+        runner = ModelRunner(
+            target, target.make_pool(num_pages, page_size=PAGE_SIZE), self.compared
+        )
+        cache = PrefixCache(num_pages, PAGE_SIZE)
+        self.scheduler = Scheduler(cache, limits, speculator or FixedDepth(4))
+        self.driver = Driver(self.scheduler, runner)  # type: ignore[arg-type]
+
+    def add(self, request_id: str, prompt: list[int], num: int, temperature: float) -> Request:
+        params = TokenSamplingParams(temperature=temperature, max_tokens=num)
+        sampling = SamplingMetadata(params=params, seed=7, prompt_len=len(prompt))
+        request = Request(request_id=request_id, tokens=array("q", prompt), sampling=sampling)
+        self.driver.add(request)
+        return request
+
+    def run_all(self) -> None:
+        """Prompts of several chunks, shared ones, the same ids again for others, and hits."""
+        shared = prompt_of(41)
+        for turn in range(2):
+            for i in range(4):
+                prompt = (
+                    [*shared, *prompt_of(2 + i, 10 * turn + i)] if i % 2 else prompt_of(i + 1, i)
+                )
+                self.add(str(i), prompt, 24, i % 3 / 2)
+            self.driver.run()
+            self.driver.ended.clear()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return ids
+
+
+KINDS = ("block", "dflash", "rnn", "reduced", "eagle", "medusa")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_the_reference_over_chunks_hits_and_rejections(target, kind) -> None:
+    unit = Unit(target, make_proposer(join_random(kind, target)))
+    unit.run_all()
+    compared = unit.compared
+    assert unit.scheduler.cache.num_hits > 0
+    assert compared.num_compared > 200
+    # near ties may fall otherwise: a pass over more rows rounds otherwise
+    assert compared.num_right >= 0.98 * compared.num_compared
+
+
+def test_without_head_kv_there_is_no_draft_and_what_was_looked_up_is_not_the_heads(target) -> None:
+    params = TokenSamplingParams(temperature=1.0)
+    row = ScheduledRequest(
+        request_id="never seen",
+        tokens=array("q", prompt_of(9)),
+        start=8,
+        stop=9,
+        page_ids=array("q", range(4)),
+        sampling=SamplingMetadata(params=params, seed=7, prompt_len=9),
+        draft=Draft([1, 2], ("suffix", "suffix"), odds=(0.9, 0.8)),
+        max_draft=4,
+    )
+    proposer = make_proposer(join_random("block", target))
+    assert proposer.propose([row]) == [Draft()]
+
+
+@pytest.mark.parametrize(("kind", "tokens_per_pass"), [("block", 5), ("eagle", 1), ("medusa", 4)])
+def test_a_head_says_how_it_works(target, kind, tokens_per_pass) -> None:
+    joined = join_random(kind, target)
+    found = [make_proposer(joined, independent=each).traits for each in (False, True)]
+    assert [each.weighs for each in found] == [True, False]
+    assert {(each.tokens_per_pass, each.catches_up) for each in found} == {(tokens_per_pass, False)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_nodes_of_a_tree_are_the_references_best_behind_their_paths(target, kind) -> None:
+    """Also those beside the trunk: each sees its own ancestors, not those of its neighbours."""
+    proposer = make_proposer(join_random(kind, target))
+    unit = Unit(target, proposer, speculator=TreeDepth(8))
+    unit.run_all()
+    compared = unit.compared
+    assert compared.num_trees > 50
+    assert compared.num_right >= 0.99 * compared.num_compared
+
+
+@pytest.fixture
+def native(folder) -> Decoder:
+    if native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    return load_decoder(folder, backend="native")
+
+
+def test_a_proposer_begins_with_the_gap_models_that_training_fitted(native) -> None:
+    head = random_head("block", native)
+    lend(head, native, native.weights.embedding.clone)
+    joined = JoinedHead(head, native, {True: (0.7, 1.9, 0.6)})
+    models = joined.proposer(joined.make_pool(8, page_size=PAGE_SIZE))._gap_models
+    assert (models[True].falloff, models[True].rest, models[True].slope) == (0.7, 1.9, 0.6)
+    assert models[False].falloff == default_gap_models()[False].falloff
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_blocks_of_more_requests_than_a_pass_holds(native, blocks, monkeypatch) -> None:
+    """On the CPU a block is computed by the target's kernels, some requests at a time."""
+    monkeypatch.setattr(block, "BLOCKS_A_PASS", blocks)
+    proposer = make_proposer(join_random("block", native))
+    assert not isinstance(proposer, CopyingProposer)
+    unit = Unit(native, proposer, speculator=TreeDepth(8))
+    unit.run_all()
+    assert unit.compared.num_right >= 0.99 * unit.compared.num_compared > 200
+
+
+def test_a_head_with_windows_is_computed_layer_by_layer(native) -> None:
+    assert isinstance(make_proposer(join_random("dflash", native)), CopyingProposer)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("block", "layers"), ("eagle", "midlayer")])
+def test_the_layers_of_a_packed_head_are_freed_with_it(native, kind, layers) -> None:
+    head = random_head(kind, native)
+    layer = weakref.ref(getattr(head, layers))
+    joined = join_target(head, native, native.weights.embedding.clone)
+    assert layer() is not None, "the module itself stays whole"
+    del head
+    gc.collect()
+    assert layer() is None
+    assert joined.config.kind
+
+
+def test_a_block_whose_rows_see_only_those_before_would_show(native, monkeypatch) -> None:
+    """The negative control: rows of a block that attend as a text's do."""
+    batch_of = BlockPass._block_batch
+
+    def causal(self, *args):
+        batch = batch_of(self, *args)
+        size = self._size
+        behind = np.tile(np.arange(size), batch.num_rows // size)
+        starts = batch.starts - (size - 1) + behind
+        tails = [batch.tails[i * size : i * size + 1 + at] for i, at in enumerate(behind)]
+        lens = np.array([len(tail) for tail in tails])
+        return replace(batch, starts=starts, tail_lens=lens, tails=np.concatenate(tails))
+
+    monkeypatch.setattr(BlockPass, "_block_batch", causal)
+    unit = Unit(native, make_proposer(join_random("block", native)))
+    unit.run_all()
+    assert unit.compared.num_right < 0.9 * unit.compared.num_compared
+
+
+@pytest.mark.parametrize("kind", ["rnn", "eagle"])
+def test_a_wrong_parent_in_a_tree_would_show(target, kind, monkeypatch) -> None:
+    """The negative control: each node takes its neighbour's parent for its own."""
+    proposer = make_proposer(join_random(kind, target))
+    query = proposer._query
+
+    def beside(tree, request, node, before):
+        found = query(tree, request, node, before)
+        own = [at for (index, _), at in before.items() if index == request]
+        if not own:
+            return found
+        return found._replace(parent=own[own.index(found.parent) - 1])
+
+    monkeypatch.setattr(proposer, "_query", beside)
+    unit = Unit(target, proposer, speculator=TreeDepth(8))
+    unit.run_all()
+    assert unit.compared.num_trees > 50
+    assert unit.compared.num_right < 0.98 * unit.compared.num_compared
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle", "medusa"])
+def test_drafts_are_the_reference_after_preemption(target, kind) -> None:
+    unit = Unit(target, make_proposer(join_random(kind, target)), num_pages=40)
+    for i in range(4):
+        unit.add(str(i), [*prompt_of(21), *prompt_of(3 + i, i)], 40, 1.0)
+    unit.driver.run()
+    assert unit.scheduler.num_preemptions > 0
+    assert unit.compared.num_right >= 0.98 * unit.compared.num_compared > 0
+
+
+class CompareKv:
+    """Compares the head KV that drafts read with what the plain head makes of the text at once."""
+
+    def __init__(self, proposer: HeadProposer, target: Decoder) -> None:
+        self._proposer, self._target = proposer, target
+        self._start, self.num_positions = proposer._start, 0
+
+    @torch.inference_mode()
+    def start(self, row: ScheduledRequest) -> object:
+        start, pool = self._start(row), self._proposer.pool
+        if start is None:
+            return None
+        last = len(row.tokens) - 1
+        head = self._proposer.twin  # type: ignore[attr-defined]
+        taps = taps_of(self._target, row.tokens[:last], head.config.taps)
+        positions = torch.arange(start.first, last)
+        if isinstance(head, BlockHead):
+            expected = head.context(taps[start.first :], positions)
+        else:
+            before = head.features(taps)[start.first - 1 : last - 1]  # type: ignore[union-attr]
+            ids = torch.tensor(row.tokens[start.first : last])
+            expected = [head.context(before, ids, positions)]  # type: ignore[union-attr, arg-type, list-item]
+        pages = torch.tensor(row.page_ids)[positions // PAGE_SIZE]
+        for layer, pair in enumerate(expected):
+            for kind, values in enumerate(pair):
+                found = pool.data[:, layer, kind][pages, :, positions % PAGE_SIZE]
+                torch.testing.assert_close(found, values, atol=1e-4, rtol=1e-4)
+        self.num_positions += len(positions)
+        return start
+
+
+@pytest.mark.parametrize("kind", ["block", "reduced", "eagle"])
+def test_head_kv_is_that_of_a_cold_text_behind_chunks_hits_and_preemption(target, kind) -> None:
+    proposer = make_proposer(join_random(kind, target))
+    compared = CompareKv(proposer, target)
+    proposer._start = compared.start  # type: ignore[method-assign, assignment]
+    unit = Unit(target, proposer, num_pages=34, speculator=TreeDepth(6))
+    shared = prompt_of(41)  # more than a chunk
+    for turn in range(2):
+        for i in range(4):
+            unit.add(f"{turn} {i}", [*shared, *prompt_of(3 + i, i)], 24, 1.0)
+        unit.driver.run()
+    assert unit.scheduler.cache.num_hits > 0
+    assert unit.scheduler.num_preemptions > 0
+    assert compared.num_positions > 1000
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_a_hole_in_the_heads_kv_hides_what_lies_before_it(target, kind) -> None:
+    """A step whose taps never arrived: drafts go on, and see what came later."""
+    proposer = make_proposer(join_random(kind, target))
+    unit = Unit(target, proposer, rests=False)
+    observe, calls = unit.compared.observe, 0
+
+    def sometimes(*step: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("no taps today")
+        observe(*step)  # type: ignore[arg-type]
+
+    unit.compared.observe = sometimes  # type: ignore[assignment, method-assign]
+    unit.add("a", prompt_of(50), 30, 1.0)  # of two chunks: the first is lost
+    unit.driver.run()
+    assert len(unit.driver.served["a"]) == 30
+    compared = unit.compared
+    assert compared.num_compared > 20
+    assert 0 < compared.num_right < 0.9 * compared.num_compared, "the reference sees all"
+    calls = 1
+    unit.add("b", prompt_of(50), 30, 1.0)  # the hit lacks the head's KV of its first pages
+    unit.driver.run()
+    assert unit.driver.served["b"] == unit.driver.served["a"]
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle", "medusa"])
+def test_taps_of_the_next_boundary_would_show(target, kind) -> None:
+    """The negative control: the comparison sees taps that are off by one."""
+    proposer = make_proposer(join_random(kind, target))
+    lower = (max(0, boundary - 1) for boundary in proposer.config.taps)
+    proposer._taps = tuple(dict.fromkeys(lower))
+    unit = Unit(target, proposer)
+    unit.run_all()
+    assert unit.compared.num_right < 0.9 * unit.compared.num_compared
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_while_nothing_is_drafted_head_kv_is_written_a_page_at_a_time(
+    target, kind, monkeypatch
+) -> None:
+    """And all of it is there for whoever hits the pages."""
+    proposer = make_proposer(join_random(kind, target))
+    write, written = proposer.head_kv._write, list[int]()
+
+    def counted(found: Written) -> Tensor | None:
+        written.append(len(found.slots))
+        return write(found)
+
+    monkeypatch.setattr(proposer.head_kv, "_write", counted)
+    unit = Unit(target, proposer, speculator=FixedDepth(0))
+    prompt = prompt_of(CHUNK)
+    request = unit.add("a", prompt, 5 * PAGE_SIZE, 0.0)
+    unit.driver.run()
+    num_pages = (len(request.tokens) - 1) // PAGE_SIZE
+    assert sum(written[1:]) == num_pages * PAGE_SIZE - CHUNK
+    assert len(written) <= 1 + num_pages
+    assert proposer.head_kv.ready.sum() == num_pages
+
+
+def test_taps_that_wait_do_not_hold_those_of_the_whole_step(target) -> None:
+    proposer = make_proposer(join_random("block", target))
+    unit = Unit(target, proposer, speculator=FixedDepth(0))
+    unit.add("a", prompt_of(CHUNK + 1), 2, 0.0)
+    unit.add("b", prompt_of(CHUNK - 2, 1), 2, 0.0)
+    while unit.scheduler.num_requests:
+        unit.driver.step()
+        for span in proposer.head_kv.spans.values():
+            for part in span.waiting:
+                assert part.untyped_storage().nbytes() == part.nbytes
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_a_slot_before_the_position_would_show(target, kind, monkeypatch) -> None:
+    """The negative control: head KV that lies one slot too low."""
+    proposer = make_proposer(join_random(kind, target))
+    write = proposer.head_kv._write
+
+    def low(written: Written) -> Tensor | None:
+        return write(written._replace(slots=np.roll(written.slots, 1)))
+
+    monkeypatch.setattr(proposer.head_kv, "_write", low)
+    unit = Unit(target, proposer)
+    unit.run_all()
+    assert unit.compared.num_right < 0.9 * unit.compared.num_compared
+
+
+@torch.inference_mode()
+def test_a_head_that_knows_the_target_is_always_right(folder) -> None:
+    """A target that goes by its last token alone, and a Markov head that holds its table."""
+    target = load_decoder(folder)
+    for layer in target.weights.layers:
+        for packed in (layer.o, layer.mlp.down):
+            packed.weight.zero_()
+    shape = {"markov_rank": target.config.hidden_size, "markov_kind": "vanilla"}
+    head = BlockHead(block_config(target.config, block_size=6, **shape))
+    assert head.markov_head is not None
+    normed = target.ops.norm(target.weights.embedding, target.weights.final_norm)
+    head.markov_head.markov_w1.weight.copy_(normed)
+    head.markov_head.markov_w2.weight.copy_(target.weights.embedding)
+    head.norm.weight.zero_()
+    joined = join(head, target)
+    for temperature in (0.0, 1.0):
+        unit = Unit(target, make_proposer(joined))
+        request = unit.add("a", prompt_of(21), 60, temperature)
+        unit.driver.run()
+        assert request.usage.accepted_tokens == request.usage.proposed_tokens > 20
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_independent_drafts_say_what_they_were_drawn_from(folder, kind) -> None:
+    target = load_decoder(folder)
+    proposer = make_proposer(join_random(kind, target), independent=True)
+    found: list[Draft] = []
+    propose = proposer.propose
+
+    def kept(rows: Sequence[ScheduledRequest]) -> list[Draft]:
+        found.extend(drafts := propose(rows))
+        return drafts
+
+    proposer.propose = kept  # type: ignore[method-assign]
+    runner = ModelRunner(
+        target, target.make_pool(NUM_PAGES, page_size=PAGE_SIZE), proposer, rejection=True
+    )
+    unit = Unit(target, proposer)
+    unit.driver.runner = runner  # type: ignore[assignment]
+    unit.add("a", prompt_of(21), 20, 1.0)
+    unit.driver.run()
+    assert len(found) > 2
+    for draft in found:
+        probs = draft.probs  # type: ignore[attr-defined]
+        assert probs.shape == (len(draft.token_ids), VOCAB_SIZE)
+        torch.testing.assert_close(probs.sum(-1), torch.ones(len(probs)))

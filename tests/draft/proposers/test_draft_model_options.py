@@ -1,0 +1,246 @@
+"""What a drafting model tells beside its tokens, and the ways in which it may draw them."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from foretoken.core.interface.sampling_params import TokenSamplingParams
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
+from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.rejection import SampledDraft, draw
+from foretoken.core.sampling.verifier import VerifyRequest, sample, verify
+from foretoken.draft.proposers import temperature_tuner as tuner_module
+from foretoken.draft.proposers.lm_proposer import LmProposer
+from support.tiny_pair import write_pair
+
+VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 256, 4, 120
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Decoder, Decoder]:
+    torch.set_num_threads(1)
+    folders = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB_SIZE)
+    target, draft = (load_decoder(folder) for folder in folders)
+    return target, draft
+
+
+def proposer_of(decoder: Decoder, **options) -> LmProposer:
+    return LmProposer(decoder, decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE), **options)
+
+
+def row_of(tokens: Sequence[int], max_draft: int = 4, *, seed: int = 1, **form) -> ScheduledRequest:
+    return ScheduledRequest(
+        request_id="a",
+        tokens=array("q", tokens),
+        start=len(tokens) - 1,
+        stop=len(tokens),
+        page_ids=array("q", range(NUM_PAGES)),
+        sampling=SamplingMetadata(params=TokenSamplingParams(**form), seed=seed, prompt_len=5),
+        max_draft=max_draft,
+    )
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return ids
+
+
+def test_beside_looked_up_tokens_a_draft_for_rejection_sampling_is_drawn_all_the_same(pair) -> None:
+    """To choose between them after a look at what was drawn would bias the answer."""
+    row = row_of(prompt_of(9), temperature=1.0)
+    known = Draft([1, 2, 3, 4], ("suffix",) * 4, odds=(0.99, 0.98, 0.97, 0.96))
+    proposers = [proposer_of(pair[1], independent=True) for _ in range(2)]
+    assert not proposers[0].traits.weighs
+    assert proposer_of(pair[1]).traits.weighs
+    (alone,), (beside,) = (
+        proposer.propose([each])
+        for proposer, each in zip(proposers, (row, replace(row, draft=known)), strict=True)
+    )
+    assert isinstance(beside, SampledDraft)
+    assert beside.token_ids == alone.token_ids
+
+
+def logits_after(decoder: Decoder, tokens: Sequence[int], tail: Sequence[int]) -> torch.Tensor:
+    """The model's logits [vocab] after ``tokens`` and ``tail``, computed from nothing."""
+    seen: list[torch.Tensor] = []
+
+    class Watched:
+        config, device = decoder.config, decoder.device
+        batch, sampler = staticmethod(decoder.batch), decoder.sampler
+
+        def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
+            output = decoder.forward(batch, pool, wanted)
+            seen.append(output.logits)
+            return output
+
+    pool = decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
+    LmProposer(Watched(), pool, window=999).propose([row_of([*tokens, *tail], 1)])  # type: ignore[arg-type]
+    return seen[-1][-1]
+
+
+# ---- backlog -----------------------------------------------------------------------------------
+
+
+def test_a_draft_says_how_much_of_its_kv_is_missing(pair) -> None:
+    proposer, row = proposer_of(pair[1], window=20), row_of(prompt_of(60))
+    told = []
+    for _ in range(4):
+        (draft,) = proposer.propose([row])
+        told.append((draft.num_uncached_draft_tokens, len(draft.token_ids)))
+    assert told == [(39, 0), (18, 0), (0, 4), (0, 4)]
+
+
+def test_the_backlog_of_each_row_is_its_own(pair) -> None:
+    proposer = proposer_of(pair[1], window=20)
+    rows = [
+        replace(row_of(prompt_of(60)), page_ids=array("q", range(60))),
+        replace(row_of(prompt_of(9)), request_id="b", page_ids=array("q", range(60, 80))),
+    ]
+    assert [draft.num_uncached_draft_tokens for draft in proposer.propose(rows)] == [
+        60 - (20 + 2 - 9),
+        0,
+    ]
+
+
+def test_where_the_context_ends_there_is_no_backlog(pair) -> None:
+    """Nothing would ever catch it up, and nobody should wait for that."""
+    longest = pair[1].config.max_model_len
+    pool = pair[1].make_pool(longest // PAGE_SIZE + 2, page_size=PAGE_SIZE)
+    row = row_of(prompt_of(longest - 2))
+    row = replace(row, page_ids=array("q", range(pool.num_pages)))
+    (draft,) = LmProposer(pair[1], pool).propose([row])
+    assert (draft.num_uncached_draft_tokens, len(draft.token_ids)) == (0, 0)
+
+
+# ---- temperature -------------------------------------------------------------------------------
+
+
+def test_the_draft_is_tuned_only_if_asked_for(pair) -> None:
+    """Tuning costs several draws of the whole vocabulary now and then."""
+
+    def kept(proposer: LmProposer) -> int:
+        for seed in range(64):
+            proposer.propose([row_of(prompt_of(20), 1, seed=seed)])
+        return len(proposer._tuner._kept)
+
+    assert kept(proposer_of(pair[1])) == 0
+    assert kept(proposer_of(pair[1], temperature_scale=None)) == 1
+
+
+# ---- independent -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [{}, {"temperature": 0.0}, {"top_k": 5}], ids=str)
+def test_independent_drafts_come_with_what_they_were_drawn_from(pair, form) -> None:
+    proposer = proposer_of(pair[1], independent=True, temperature_scale=0.5)
+    assert proposer.temperature_scale == 1.0
+    prompt = prompt_of(20)
+    (draft,) = proposer.propose([row_of(prompt, **form)])
+    assert isinstance(draft, SampledDraft)
+    assert draft.probs is not None
+    assert len(draft.token_ids) == 4
+    for at, (token, probs) in enumerate(zip(draft.token_ids, draft.probs, strict=True)):
+        tail = tuple(draft.token_ids[:at])
+        row = SampleRow(array("q", prompt), row_of(prompt, **form).sampling, tail)
+        logits = logits_after(pair[1], prompt, tail)[None]
+        (choice,), (expected,) = draw(logits, [row])
+        assert choice.token_id == token
+        assert torch.allclose(probs, expected, atol=1e-6)
+
+
+def test_independent_drafts_are_not_drawn_with_the_verifiers_noise(pair) -> None:
+    prompt = prompt_of(20)
+    pairs = [
+        [proposer_of(pair[1], independent=kind).propose([row])[0].token_ids for kind in (1, 0)]
+        for row in (row_of(prompt, seed=seed) for seed in range(6))
+    ]
+    assert sum(independent != coupled for independent, coupled in pairs) > 3
+
+
+# ---- sharpening --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature_scale", [0.3, 1.0])
+def test_a_fixed_tau_is_what_drafts_are_drawn_with(pair, temperature_scale) -> None:
+    prompt, proposer = prompt_of(20), proposer_of(pair[1], temperature_scale=temperature_scale)
+    assert proposer.temperature_scale == temperature_scale
+    for seed in range(5):
+        row = row_of(prompt, 1, seed=seed, temperature=2.0)
+        expected = sample(
+            logits_after(pair[1], prompt, ())[None],
+            [SampleRow(row.tokens, row.sampling)],
+            temperature_scale=temperature_scale,
+        )
+        assert proposer.propose([row])[0].token_ids == [expected[0].token_id]
+
+
+def run(target: Decoder, proposer: LmProposer, num_steps: int, **form) -> tuple[int, int]:
+    """Drafts verified by the target's own logits: (proposed, accepted) tokens."""
+    row, proposed, accepted = row_of(prompt_of(20), **form), 0, 0
+    for _ in range(num_steps):
+        (draft,) = proposer.propose([row])
+        tail = tuple(draft.token_ids)
+        logits = [logits_after(target, row.tokens, tail[:i]) for i in range(len(tail) + 1)]
+        (result,) = verify(torch.stack(logits), [VerifyRequest(row.tokens, tail, row.sampling)])
+        row.tokens.extend(result.token_ids)
+        proposed, accepted = proposed + len(tail), accepted + result.num_accepted
+    return proposed, accepted
+
+
+def test_tau_is_tuned_while_drafting(pair, monkeypatch) -> None:
+    """The draft is the target with flattened logits; only the fate of its drafts tells that."""
+    monkeypatch.setattr(tuner_module, "_EAGER", 1)
+    target, draft = Scaled(pair[0], 3.0), Scaled(pair[0], 1.2)
+    proposer = proposer_of(draft, temperature_scale=None)  # type: ignore[arg-type]
+    run(target, proposer, 60, max_draft=1)  # type: ignore[arg-type]
+    assert proposer._tuner._num_answers == 59
+    assert proposer.temperature_scale < 0.8
+
+
+class Scaled:
+    """A model whose logits are another's at a standard deviation of its own."""
+
+    def __init__(self, decoder: Decoder, deviation: float) -> None:
+        self._decoder, self._deviation = decoder, deviation
+        self.config, self.device = decoder.config, decoder.device
+        self.make_pool, self.batch = decoder.make_pool, decoder.batch
+        self.sampler = decoder.sampler
+
+    def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
+        output = self._decoder.forward(batch, pool, wanted)
+        logits = output.logits
+        return output._replace(logits=logits / logits.std(-1, keepdim=True) * self._deviation)
+
+
+# ---- breakdown ---------------------------------------------------------------------------------
+
+
+def test_a_draft_model_that_breaks_down_stops_drafting(pair) -> None:
+    proposer = proposer_of(pair[1])
+    forward = pair[1].forward
+
+    class Breaking:
+        config, device = pair[1].config, pair[1].device
+        batch = staticmethod(pair[1].batch)
+        calls = 0
+
+        def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
+            Breaking.calls += 1
+            output = forward(batch, pool, wanted)
+            factor = math.nan if Breaking.calls == 3 else 1.0
+            return output._replace(logits=output.logits * factor)
+
+    proposer._decoder = Breaking()  # type: ignore[assignment]
+    (draft,) = proposer.propose([row_of(prompt_of(9), temperature=0.0)])
+    assert len(draft.token_ids) == len(draft.sources) == 2

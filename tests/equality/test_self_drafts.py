@@ -1,0 +1,86 @@
+"""The target in 4 bits drafts on the target's own pages: no token and no shared page changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken import LLM
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.model.rough_copy import rough_decoder
+from support.draft_trees import TreeDepth
+from support.equality_harness import House, shuffled, tiny_house
+from support.tiny_pair import write_pair
+
+KINDS = {
+    "float32": ("float32", "native", "auto"),
+    "bfloat16": ("bfloat16", "native", "auto"),
+    "int8": ("bfloat16", "native", "int8"),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def house(request: pytest.FixtureRequest) -> House:
+    return tiny_house(*KINDS[request.param])  # type: ignore[arg-type]
+
+
+def accepted(house: House) -> int:
+    return sum(request.usage.accepted_tokens for request in house.requests)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_chains_change_no_token_though_what_they_wrote_is_void(
+    house: House, page_size: int
+) -> None:
+    house.check(house.run(shuffled(page_size)[:20], "self", page_size=page_size))
+    assert accepted(house) > 60
+
+
+def test_trees_change_no_token_nor_does_a_prefix_that_drafting_requests_left(house: House) -> None:
+    speculator = TreeDepth(10)
+    order = shuffled(3)[:20]
+    served = house.run(order, "self", speculator=speculator, max_batch_tokens=160, repeats=2)
+    house.check(served)
+    assert accepted(house) > 80
+    assert any(request.usage.cached_tokens for request in house.requests)
+
+
+def test_look_ups_and_the_self_draft_share_a_tree(house: House) -> None:
+    house.check(house.run(shuffled(8), "auto+self", max_batch_tokens=160))
+    sources = {s for r in house.requests for s in r.usage.accepted_by_source}
+    assert sources > {"self"}
+
+
+def test_where_pages_are_short_and_requests_are_preempted_no_token_changes(house: House) -> None:
+    house.check(house.run(shuffled(5)[:12], "self", num_pages=60, max_batch_tokens=160))
+    assert house.scheduler.num_preemptions > 0
+
+
+def test_a_draft_that_fails_behind_its_passes_changes_no_token(house: House) -> None:
+    house.check(house.run(shuffled(6)[:12], "failing self"))
+
+
+def test_an_unrounded_copy_knows_every_token_at_any_temperature(house: House) -> None:
+    house.check(house.run(shuffled(2)[:24], "unrounded self", depth=3, max_batch_tokens=160))
+    for request in house.requests:
+        usage = request.usage
+        assert usage.proposed_tokens - usage.accepted_tokens <= 3, "those behind the end alone"
+    assert accepted(house) > 150
+
+
+def test_models_that_cannot_draft_for_themselves_are_refused_by_reason(tmp_path) -> None:
+    folder = write_pair(tmp_path, vocab_size=256)[0]
+    for options, error, reason in (
+        ({"backend": "torch"}, ModelLoadError, "needs the native kernels"),
+        ({"quantize": "int8"}, InvalidRequest, "rounds weights of 16 or 32 bits"),
+        ({"model_impl": "transformers"}, ModelLoadError, "computed by transformers"),
+        ({"verify": "rejection", "speculation": 2}, InvalidRequest, "of rejection"),
+    ):
+        with pytest.raises(error, match=reason):
+            LLM(folder, draft="self", device="cpu", **options)  # type: ignore[arg-type]
+
+
+def test_a_copy_shares_what_is_small_and_is_a_third_of_the_rest(house: House) -> None:
+    target, copy = house.target, rough_decoder(house.target)
+    assert copy.weights.embedding is target.weights.embedding
+    ours, theirs = (each.weights.layers[0].qkv.weight.nbytes for each in (target, copy))
+    assert theirs < 0.4 * ours

@@ -1,0 +1,17 @@
+"""What ``foretoken serve`` makes of its flags, of the environment and of a file."""
+
+from __future__ import annotations
+
+from foretoken.api.cli import commands
+from foretoken.api.cli.config import SERVE, Given
+from foretoken.api.serving.settings import Listen
+
+
+def given(*args: str) -> Given:
+    """The settings of ``foretoken serve ARGS``."""
+    return Given(commands._parser().parse_args(["serve", *args]), SERVE)
+
+
+def listening(*args: str) -> Listen:
+    """Where and how ``foretoken serve ARGS`` listens."""
+    return commands.listen_options(given(*args))
