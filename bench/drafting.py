@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..core.interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ..core.interface.protocols import Speculator
 from ..core.interface.request import Request
-from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan, Speculator
 
 
 @dataclass(frozen=True)

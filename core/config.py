@@ -6,28 +6,21 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any, Literal, get_args, get_type_hints
 
 from .errors import InvalidRequest, shown
-from .interface.sampling_params import RECOMMENDED, TokenSamplingParams
+from .interface.sampling import RECOMMENDED, TokenSamplingParams
+from .validation import (
+    ENDLESS,
+    check_bounds,
+    check_integer,
+    check_number,
+    require,
+    with_defaults,
+)
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-_LOWEST = {
-    "kv_tokens": 1,
-    "page_size": 1,
-    "max_model_len": 2,
-    "max_batch_tokens": 2,
-    "max_running": 1,
-    "max_queued": 0,
-    "max_priority": 0,
-    "threads": 1,
-}
-_SHARES = ("pin_quota", "cache_quota")
-_SECONDS = ("aging_seconds", "step_timeout", "ready_step_seconds")
-_OPTIONAL = {
-    "kv_tokens", "max_model_len", "threads", "page_size", "max_batch_tokens", "max_running",
-}  # fmt: skip
-_HIGHEST = 2**40
 OVERRIDES = "override_generation_config"
 REJECTION_WANTS_DEPTH = (
     "rejection needs a fixed depth, --speculation K: a depth chosen by the drafts biases the "
@@ -128,23 +121,11 @@ class EngineConfig:
         """Check every option; a bad one raises `InvalidRequest` naming it."""
         for name, hint in get_type_hints(EngineConfig).items():
             self._check_choice(name, get_args(hint))
-        for name, lowest in _LOWEST.items():
-            if name not in _OPTIONAL or getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), lowest)
-        for name in _SHARES:
-            _check_share(name, getattr(self, name))
-        for name in _SECONDS:
-            _check_seconds(name, getattr(self, name))
-        _require(self.dump_dir != "", "dump_dir", "must not be empty")
-        _check_slowdown(self.max_slowdown)
-        _require(
-            self.aging_seconds >= 0.001,
-            "aging_seconds",
-            f"must be at least 0.001 s, not {self.aging_seconds}",
-        )
-        _require(isinstance(self.draft, str), "draft", "must be a string")
+        check_bounds(self, BOUNDS)
+        require(self.dump_dir != "", "dump_dir", "must not be empty")
+        require(isinstance(self.draft, str), "draft", "must be a string")
         if self.speculation not in ("auto", "off"):
-            _check_integer("speculation", self.speculation, 0)
+            check_integer("speculation", self.speculation, 0, ENDLESS)
         if self.kv_memory is not None:
             parse_size(self.kv_memory)
         if self.override_generation_config is not None:
@@ -154,7 +135,7 @@ class EngineConfig:
     def _check_choice(self, name: str, args: tuple[object, ...]) -> None:
         value = getattr(self, name)
         if name != "speculation" and args and all(isinstance(a, str) for a in args):
-            _require(
+            require(
                 value in args,
                 name,
                 f"must be one of {', '.join(map(str, args))}, not {shown(value)}",
@@ -163,19 +144,19 @@ class EngineConfig:
     def _check_supported(self) -> None:
         # Rejection sampling is exact only if the depth does not follow from what was drafted.
         fixed = self.verify == "coupled" or self.speculation != "auto"
-        _require(fixed, "verify", REJECTION_WANTS_DEPTH)
+        require(fixed, "verify", REJECTION_WANTS_DEPTH)
         on_cpu = self.device != "cuda" or self.backend != "native"
-        _require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
+        require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
         self._check_quantize()
         has_kv = self.kv_cache_dtype != "fp8" or self.backend != "native"
-        _require(has_kv, "kv_cache_dtype", "fp8 needs a GPU; the native backend supports int8")
+        require(has_kv, "kv_cache_dtype", "fp8 needs a GPU; the native backend supports int8")
 
     def _check_quantize(self) -> None:
         by_kernels = self.quantize != "int8" or self.backend != "torch"
-        _require(by_kernels, "quantize", "int8 needs the native or the triton backend, not torch")
+        require(by_kernels, "quantize", "int8 needs the native or the triton backend, not torch")
         may_be_native = self.device != "cuda" and self.backend in ("auto", "native")
         by_native = self.quantize != "int4" or may_be_native
-        _require(by_native, "quantize", "int4 needs the native backend on the CPU")
+        require(by_native, "quantize", "int4 needs the native backend on the CPU")
 
     def sizes(self, device: str) -> Sizes:
         """What was asked for, and the rest as suits a device, cpu or cuda."""
@@ -192,15 +173,36 @@ class EngineConfig:
         return tuple(f.name for f in fields(cls))
 
 
+BOUNDS = with_defaults(
+    EngineConfig,
+    (
+        ("kv_tokens", check_integer, 1, ENDLESS),
+        ("page_size", check_integer, 1, ENDLESS),
+        ("max_model_len", check_integer, 2, ENDLESS),
+        ("max_batch_tokens", check_integer, 2, ENDLESS),
+        ("max_running", check_integer, 1, ENDLESS),
+        ("max_queued", check_integer, 0, ENDLESS),
+        ("max_priority", check_integer, 0, ENDLESS),
+        ("threads", check_integer, 1, ENDLESS),
+        ("pin_quota", check_number, 0, 1),
+        ("cache_quota", check_number, 0, 1),
+        ("max_slowdown", check_number, 1, inf),
+        ("aging_seconds", check_number, 0.001, ENDLESS),
+        ("step_timeout", check_number, 0, ENDLESS),
+        ("ready_step_seconds", check_number, 0, ENDLESS),
+    ),
+)
+
+
 def parse_size(text: str | int) -> int:
     """Bytes of a size such as 4GiB, 512MB or 1000000."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([KMG]I?)?B?\s*", str(text).upper())
-    _require(found is not None, "kv_memory", f"must be a size such as 4GiB, not {shown(text)}")
+    require(found is not None, "kv_memory", f"must be a size such as 4GiB, not {shown(text)}")
     assert found is not None  # for the type checker; _require raised otherwise
     size = int(float(found[1]) * _UNITS[found[2] or ""])
-    _require(size > 0, "kv_memory", f"must be above 0, not {shown(text)}")
+    require(size > 0, "kv_memory", f"must be above 0, not {shown(text)}")
     return size
 
 
@@ -222,7 +224,7 @@ def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
         raise InvalidRequest(message, param=OVERRIDES)
     for name in found:
         known = f"has no field {shown(name)}; its fields are {', '.join(RECOMMENDED)}"
-        _require(name in RECOMMENDED, OVERRIDES, known)
+        require(name in RECOMMENDED, OVERRIDES, known)
     try:
         TokenSamplingParams(**found)
     except InvalidRequest as error:
@@ -236,33 +238,3 @@ def format_size(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"
     return f"{num_bytes} bytes"
-
-
-def _check_integer(name: str, value: object, lowest: int) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int, name, f"must be an integer, not {shown(value)}")
-    _require(value >= lowest, name, f"must be at least {lowest}, not {value}")  # type: ignore[operator]
-    _require(value <= _HIGHEST, name, f"must be at most {_HIGHEST}, not {shown(value)}")  # type: ignore[operator]
-
-
-def _check_share(name: str, value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = is_number and 0 <= value <= 1  # type: ignore[operator]
-    _require(fits, name, f"must be from 0 to 1, not {shown(value)}")
-
-
-def _check_seconds(name: str, value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = is_number and 0 <= value <= _HIGHEST  # type: ignore[operator]
-    _require(fits, name, f"must be a number of seconds, 0 or more, not {shown(value)}")
-
-
-def _check_slowdown(value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = is_number and value >= 1  # type: ignore[operator]
-    _require(fits, "max_slowdown", f"must be at least 1, not {shown(value)}")
-
-
-def _require(holds: bool, param: str, message: str) -> None:
-    if not holds:
-        raise InvalidRequest(f"{param} {message}", param=param)

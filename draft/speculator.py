@@ -16,15 +16,11 @@ from typing import Literal
 
 import numpy as np
 
+from ..core.interface.draft import NO_DRAFT, NO_DRAFT_PLAN, DraftPlan
+from ..core.interface.output import RequestOutput, StepOutput
+from ..core.interface.plan import ScheduledRequest, StepPlan
+from ..core.interface.protocols import ProposerTraits, Speculator
 from ..core.interface.request import Request
-from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan, ProposerTraits, Speculator
-from ..core.interface.step import (
-    NO_DRAFT,
-    RequestOutput,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
 from .control.acceptance import AcceptanceModel, NodeWorth
 from .control.controller import Controller, StepCandidates
 from .control.cost_model import Mean

@@ -11,7 +11,7 @@ from typing import Literal
 from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.execution.proposer import Proposer
-from ...core.interface.speculator import NO_SPECULATION, Speculator
+from ...core.interface.protocols import NO_SPECULATION, Speculator
 from ...core.model.decoder import Decoder
 from ...core.ops.kv_pool import KVPool
 from ...draft.control.acceptance import AcceptanceModel

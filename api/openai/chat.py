@@ -11,7 +11,7 @@ from functools import partial
 from msgspec import UNSET, Struct
 
 from ...core.errors import InvalidRequest
-from ...core.interface.step import TokenLogprob
+from ...core.interface.output import TokenLogprob
 from ..runtime.chat import Turn
 from ..runtime.chat_types import Ask, Call, TurnChoice, TurnDelta
 from ..runtime.tools import read_cache, read_choice, read_tools

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
-from ...core.interface.step import TokenLogprob
+from ...core.interface.output import TokenLogprob
 from ..runtime.generation import Answer, each_of, merge
 from ..runtime.preprocess import Prompt, warm_params
 from ..runtime.prompt_history import PromptNote, text_parts

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from msgspec import Struct
 
 from ..._version import __version__
+from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Usage
-from ...core.interface.step import TokenLogprob
 from ..runtime.chat_types import Ask
 from ..serving.errors import deadline_exceeded, unavailable
 from ..serving.serving_context import SHUTTING_DOWN, Service

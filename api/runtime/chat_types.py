@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from ...core.interface.output import TokenLogprob
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions
-from ...core.interface.step import TokenLogprob
 from ..types.results import Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
 from .prompt_history import PromptNote, conversation_parts

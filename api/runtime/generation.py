@@ -12,8 +12,8 @@ from typing import Any, Self, TypeVar
 
 from ...core.engine.inbox import TokenStream
 from ...core.errors import ForetokenError
+from ...core.interface.output import TokenLogprob
 from ...core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
-from ...core.interface.step import TokenLogprob
 from ..structured.matcher import Grammar, GrammarMatcher
 from ..text.detokenizer import AnswerText
 from ..types.results import Choice, Completion, TextDelta, total_usage

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, overload
 import msgspec
 
 from ...core.errors import InvalidRequest, QueueFull
-from ...core.interface.step import TokenLogprob
+from ...core.interface.output import TokenLogprob
 from ..runtime.chat import Turn, Turns
 from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
 from ..runtime.engine_client import EngineClient

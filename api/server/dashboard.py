@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...core.interface.speculator import GuardedSpeculator
+from ...core.scheduling.guarded_speculator import GuardedSpeculator
 from ..serving.serving_context import Service
 from ..serving.sse import EventStream, event
 from ..types.results import Body

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from ...core.errors import InvalidRequest
-from ...core.interface.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
+from ...core.interface.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS
 from ..parsing.output_format import MAX_TOOLS
 from ..types.sampling_params import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...core.errors import InvalidRequest, shown
-from ...core.interface.sampling_params import (
+from ...core.interface.sampling import RECOMMENDED, TokenSamplingParams
+from ...core.validation import (
     MAX_INT,
-    RECOMMENDED,
-    TokenSamplingParams,
     as_tuple,
     check_bounds,
     check_integer,

@@ -17,7 +17,7 @@ from ...api.build.engine_builder import build
 from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.interface.request import Request
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.sampling import SamplingMetadata
 from ...draft.sources.merge import common_len
 from ...draft.sources.source import BUCKETS
 from ...draft.sources.suffix import FIRST_ORDERS, NUM_SHARED, ORDERS, SuffixSource

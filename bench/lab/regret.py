@@ -25,16 +25,11 @@ import numpy as np
 
 from ...api.build.drafts import AUTO, DraftSpec, make_sources
 from ...api.types.sampling_params import SamplingParams
+from ...core.interface.draft import NO_DRAFT_PLAN, Draft, DraftPlan
+from ...core.interface.output import RequestOutput, StepOutput
+from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.request import Request
-from ...core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ...core.interface.step import (
-    Draft,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
+from ...core.interface.sampling import SamplingMetadata
 from ...core.scheduling.scheduler import MAX_DRAFT, draft_limits, draft_row_budget
 from ...draft.control.acceptance import MAX_LENGTH, AcceptanceModel
 from ...draft.control.controller import Allocation, Controller, StepCandidates, allocate

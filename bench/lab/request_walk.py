@@ -24,22 +24,12 @@ from ...api.build.drafts import make_speculator, parse_draft
 from ...core.config import EngineConfig
 from ...core.engine.audit import Auditor
 from ...core.engine.engine import Engine
+from ...core.execution.launch_behind import Finished, launch_behind
+from ...core.interface.output import RequestOutput, StepOutput
+from ...core.interface.plan import ScheduledRequest, StepPlan
+from ...core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
 from ...core.interface.request import Request
-from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from ...core.interface.step_runner import (
-    Finished,
-    OnKernelsStarted,
-    Pending,
-    ignore_kernels,
-    launch_behind,
-)
+from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...radix_cache import PrefixCache

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...api.types.sampling_params import SamplingParams
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.sampling import SamplingMetadata
 from ...core.ops.native import NativeLibrary, native_library
 from ...core.ops.native.limits import read_bandwidth
 from ...core.ops.native.sampler import NativeSampler

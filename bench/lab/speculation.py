@@ -25,15 +25,11 @@ from ...api.build.engine_builder import Built, build
 from ...api.build.model_files import find_model
 from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
+from ...core.interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ...core.interface.output import RequestOutput, StepOutput
+from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.request import Request
-from ...core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ...core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
+from ...core.interface.sampling import SamplingMetadata
 from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile

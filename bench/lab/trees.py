@@ -25,10 +25,12 @@ from msgspec.structs import replace
 from ...api.build.engine_builder import build
 from ...core.config import EngineConfig
 from ...core.execution.model_runner import ModelRunner
+from ...core.interface.draft import DraftPlan
+from ...core.interface.output import RequestOutput
+from ...core.interface.protocols import ProposerTraits, Speculator
 from ...core.interface.request import Request
-from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.speculator import DraftPlan, ProposerTraits, Speculator
-from ...core.interface.step import RequestOutput, SamplingMetadata
+from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from ...core.scheduling.chunk_budget import num_step_tokens
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.acceptance import AcceptanceModel
@@ -154,7 +156,9 @@ def measure(
         output = runner.step(plan)
         (row,) = output.requests
         (scheduled,) = plan.requests
-        if plan.num_tokens == 1 and not (every_position and _is_near_end(scheduled.stop, asked)):
+        if num_step_tokens(plan.requests) == 1 and not (
+            every_position and _is_near_end(scheduled.stop, asked)
+        ):
             seconds += time.perf_counter() - began
             units += 1.0 + ROW * row.num_proposed + PASS * row.num_levels
             num_steps += 1

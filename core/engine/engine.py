@@ -17,9 +17,10 @@ from collections.abc import Callable
 from functools import partial
 
 from ..errors import EngineDead, InvalidRequest, QueueFull
+from ..interface.output import StepOutput
+from ..interface.plan import StepPlan
+from ..interface.protocols import StepRunner
 from ..interface.request import Request
-from ..interface.step import StepOutput, StepPlan
-from ..interface.step_runner import StepRunner
 from ..scheduling.leases import describe_cache
 from ..scheduling.scheduler import Scheduler
 from ..telemetry.metrics import EngineMetrics

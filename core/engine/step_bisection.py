@@ -14,16 +14,10 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ..errors import is_out_of_memory
-from ..interface.sampling_params import TokenSamplingParams
-from ..interface.step import (
-    LEAST_CHUNK,
-    NO_DRAFT,
-    NO_PAGES,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepPlan,
-    num_chunk_tokens,
-)
+from ..interface.draft import NO_DRAFT
+from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
+from ..interface.sampling import SamplingMetadata, TokenSamplingParams
+from ..scheduling.chunk_budget import LEAST_CHUNK, num_chunk_tokens
 
 _GPU_FAILED = ("CUDA error", "Error [CUDA]")  # in errors of torch and Triton
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..interface.step import Draft, ScheduledRequest, TokenLogprob
+from ..interface.draft import Draft
+from ..interface.output import TokenLogprob
+from ..interface.plan import ScheduledRequest
 from ..ops.batch import SamplingPlan, Segment
 from ..sampling.logits_processors import SampleRow
 from ..sampling.logprobs import token_logprobs

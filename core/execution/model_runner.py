@@ -15,23 +15,10 @@ import torch
 from msgspec.structs import replace
 
 from ..errors import is_out_of_memory
-from ..interface.speculator import CircuitBreaker
-from ..interface.step import (
-    NO_DRAFT,
-    Draft,
-    RequestOutput,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-    TokenLogprob,
-)
-from ..interface.step_runner import (
-    OnKernelsStarted,
-    Pending,
-    StepCancelled,
-    ignore_kernels,
-    launch_behind,
-)
+from ..interface.draft import NO_DRAFT, Draft
+from ..interface.output import RequestOutput, StepOutput, TokenLogprob
+from ..interface.plan import ScheduledRequest, StepPlan
+from ..interface.protocols import OnKernelsStarted, Pending, StepCancelled, ignore_kernels
 from ..model.decoder import Decoder
 from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Segment, Wanted
 from ..ops.device import Stopwatch, make_stopwatch
@@ -46,6 +33,8 @@ from ..sampling.verifier import (
     Verified,
     walk_drafts,
 )
+from ..scheduling.guarded_speculator import CircuitBreaker
+from .launch_behind import launch_behind
 from .layout import LogitsLayout, fitting, moves, prompt_logprobs, request_segments
 from .proposer import Proposer, VerifiedRequest
 

@@ -15,8 +15,10 @@ from typing import Protocol
 
 import msgspec
 
-from ..interface.speculator import ProposerTraits
-from ..interface.step import Draft, RequestOutput, ScheduledRequest
+from ..interface.draft import Draft
+from ..interface.output import RequestOutput
+from ..interface.plan import ScheduledRequest
+from ..interface.protocols import ProposerTraits
 from ..ops.batch import ForwardOutput, RaggedBatch, Taps
 
 

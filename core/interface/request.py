@@ -12,7 +12,8 @@ import msgspec
 
 from ...radix_cache import Eviction, KVLease
 from ..errors import ForetokenError, InvalidRequest
-from .step import SamplingMetadata, TokenLogprob
+from .output import TokenLogprob
+from .sampling import SamplingMetadata
 
 OnToken = Callable[[int], str | None]
 """Called with every served token in order; returns the stop string that it completes, or None."""

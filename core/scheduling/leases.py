@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ...radix_cache import KVLease, PrefixCache
+from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ..interface.plan import NO_PAGES
 from ..interface.request import Request
-from ..interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ..interface.step import NO_PAGES
 
 RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
 

@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..errors import DeadlineExceeded, ForetokenError, InvalidRequest
+from ..interface.output import Refusal, RequestOutput, TokenLogprob
+from ..interface.plan import ScheduledRequest
 from ..interface.request import Delta, FinishReason, Request, RequestStatus
-from ..interface.step import (
-    Refusal,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    TokenLogprob,
-)
+from ..interface.sampling import SamplingMetadata
 
 
 def take_output(

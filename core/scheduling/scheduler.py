@@ -16,16 +16,13 @@ from itertools import repeat
 from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
+from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ..interface.output import RequestOutput, StepOutput
+from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
+from ..interface.protocols import NO_SPECULATION, Speculator
 from ..interface.request import Delta, FinishReason, Request, RequestStatus, by_order, by_work
-from ..interface.speculator import (
-    NO_DRAFT_PLAN,
-    NO_SPECULATION,
-    DraftPlan,
-    Speculator,
-    guarded,
-)
-from ..interface.step import NO_PAGES, RequestOutput, ScheduledRequest, StepOutput, StepPlan
 from .chunk_budget import ChunkBudget, newcomer_share
+from .guarded_speculator import guarded
 from .leases import (
     acquire_kv,
     allocate_draft_pages,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from ..interface.output import RequestOutput
 from ..interface.request import Delta
-from ..interface.step import RequestOutput
 from ..scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

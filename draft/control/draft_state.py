@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...core.interface.output import RequestOutput
+from ...core.interface.plan import ScheduledRequest
 from ...core.interface.request import Request
-from ...core.interface.step import RequestOutput, ScheduledRequest
 from ..sources.grammar import GrammarSource
 from ..sources.merge import GuessTree, Survival, common_len, merge
 from ..sources.source import GuardedSource, Guess

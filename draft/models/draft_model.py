@@ -22,8 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.execution.proposer import VerifiedRequest
-from ...core.interface.speculator import ProposerTraits
-from ...core.interface.step import Draft, ScheduledRequest
+from ...core.interface.draft import Draft
+from ...core.interface.plan import ScheduledRequest
+from ...core.interface.protocols import ProposerTraits
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import (
     DeviceTokens,

@@ -25,7 +25,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ...core.execution.layout import natural_slots, spare_slots
-from ...core.interface.step import NO_DRAFT, Draft, ScheduledRequest
+from ...core.interface.draft import NO_DRAFT, Draft
+from ...core.interface.plan import ScheduledRequest
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.rejection import SampledDraft, draw
 from ...core.sampling.sampler import Columns, Sampler

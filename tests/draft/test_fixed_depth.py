@@ -13,13 +13,20 @@ from foretoken import LLM, SamplingParams
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.engine.engine import Engine
 from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import (
+    NO_SPECULATION,
+    OnKernelsStarted,
+    Pending,
+    Speculator,
+    ignore_kernels,
+)
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import MAX_FAILURES, NO_SPECULATION, Speculator
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest, StepPlan
-from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.acceptance import AcceptanceModel

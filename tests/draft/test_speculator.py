@@ -8,16 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from foretoken.core.interface.draft import NO_DRAFT_PLAN, DraftPlan
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import MAX_FAILURES, NO_DRAFT_PLAN, DraftPlan
-from foretoken.core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Allocation, Controller, StepCandidates
 from foretoken.draft.control.cost_model import CostCurve, CostModel, StepProfile

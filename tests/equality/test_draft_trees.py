@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from foretoken.core.execution import layout
-from foretoken.core.interface.step import Draft, ScheduledRequest
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.model import Decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool

@@ -8,16 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from foretoken.core.execution.proposer import Proposer
+from foretoken.core.interface.draft import NO_DRAFT, NO_DRAFT_PLAN, Draft, DraftPlan
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import NO_SPECULATION, Speculator
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import NO_DRAFT_PLAN, NO_SPECULATION, DraftPlan, Speculator
-from foretoken.core.interface.step import (
-    NO_DRAFT,
-    Draft,
-    RequestOutput,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile

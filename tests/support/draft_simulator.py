@@ -19,16 +19,11 @@ from typing import Protocol
 import numpy as np
 
 from foretoken.api.types.sampling_params import SamplingParams
+from foretoken.core.interface.draft import NO_DRAFT_PLAN, Draft, DraftPlan
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from foretoken.core.interface.step import (
-    Draft,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
+from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core.execution.layout import request_segments
+from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import DraftPlan
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model import Decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype

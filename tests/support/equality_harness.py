@@ -16,9 +16,11 @@ import torch
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.plan import ScheduledRequest
+from foretoken.core.interface.protocols import ProposerTraits, Speculator
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import ProposerTraits, Speculator
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder
 from foretoken.core.ops.kv_pool import KvDtype

@@ -12,23 +12,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from foretoken.core.execution.launch_behind import Finished, launch_behind
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import OnKernelsStarted, Pending, Speculator, ignore_kernels
 from foretoken.core.interface.request import OnToken, Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import Speculator
-from foretoken.core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from foretoken.core.interface.step_runner import (
-    Finished,
-    OnKernelsStarted,
-    Pending,
-    ignore_kernels,
-    launch_behind,
-)
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache

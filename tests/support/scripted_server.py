@@ -29,7 +29,9 @@ from foretoken.api.cli.commands import main
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.core.execution.layout import num_logits
 from foretoken.core.execution.model_runner import LaunchedStep, ModelRunner
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.plan import ScheduledRequest
+from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.sampling.verifier import Verified
 
 WINNING = 1e4  # a logit above all others, per byte of the token

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
+from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
-from ....core.interface.step import TokenLogprob
 from ...runtime.cache_diagnostics import openai_diagnostics
 from ...runtime.chat import Turn
 from ...runtime.chat_types import TurnDelta

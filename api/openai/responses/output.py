@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ....core.interface.step import TokenLogprob
+from ....core.interface.output import TokenLogprob
 from ...runtime.chat_types import Call, TurnDelta
 from ...types.results import Body
 from .parts import CallPiece, MessagePiece, Piece, ReasoningPiece

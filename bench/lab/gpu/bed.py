@@ -17,7 +17,9 @@ from msgspec.structs import replace
 from ....api.types.sampling_params import SamplingParams
 from ....core.config import EngineConfig
 from ....core.execution.model_runner import ModelRunner
-from ....core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest, StepPlan
+from ....core.interface.draft import NO_DRAFT, Draft
+from ....core.interface.plan import ScheduledRequest, StepPlan
+from ....core.interface.sampling import SamplingMetadata
 from ....core.model import Decoder
 from ....core.ops.kv_pool import KVPool
 from ...report import Spread

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.interface.step import ScheduledRequest
+from ....core.interface.plan import ScheduledRequest
 from ....core.model.decoder import Decoder
 from ....core.ops.kv_pool import KVPool
 from .block import BlockHead, MarkovHead

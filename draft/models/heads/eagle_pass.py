@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.interface.step import ScheduledRequest
+from ....core.interface.plan import ScheduledRequest
 from ....core.model.decoder import Decoder
 from ....core.model.rope import RopeTable
 from ....core.ops.base import HeadLayout

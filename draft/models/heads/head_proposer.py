@@ -28,9 +28,10 @@ from torch import Tensor
 
 from ....core.errors import is_out_of_memory
 from ....core.execution.proposer import VerifiedRequest
-from ....core.interface.sampling_params import TokenSamplingParams
-from ....core.interface.speculator import ProposerTraits
-from ....core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest
+from ....core.interface.draft import NO_DRAFT, Draft
+from ....core.interface.plan import ScheduledRequest
+from ....core.interface.protocols import ProposerTraits
+from ....core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ....core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ....core.ops.kv_pool import KVPool
 from ....core.sampling.sampler import Columns, Sampler

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ....core.errors import ModelLoadError
-from ....core.interface.sampling_params import TokenSamplingParams
-from ....core.interface.step import SamplingMetadata
+from ....core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ....core.model.decoder import Decoder
 from ....core.ops.base import Ops, PackedLinear
 from ....core.ops.batch import Segment, Taps, Wanted

@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ....core.interface.step import ScheduledRequest
+from ....core.interface.plan import ScheduledRequest
 from ....core.model.decoder import Decoder
 from ....core.ops.kv_pool import KVPool
 from .head_layers import KeysValues, TapConfig

@@ -16,7 +16,7 @@ from foretoken.api.runtime.generation import _Part
 from foretoken.api.text import chat_template
 from foretoken.api.types.results import TextDelta, ToolChoice
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.step import TokenLogprob
+from foretoken.core.interface.output import TokenLogprob
 
 TALK = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {

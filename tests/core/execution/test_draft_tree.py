@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from foretoken.core.interface.step import NO_DRAFT, Draft
+from foretoken.core.interface.draft import NO_DRAFT, Draft
 
 CHAIN = Draft((5, 6, 7), ("a", "a", "b"), num_uncached_draft_tokens=2)
 #   5 -> 6 -> 7

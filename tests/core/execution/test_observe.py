@@ -13,13 +13,14 @@ from torch import Tensor
 from foretoken.core.execution import model_runner
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import VerifiedRequest
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import MAX_FAILURES
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest, StepPlan
-from foretoken.core.interface.step_runner import StepCancelled
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import StepCancelled
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from support.checkpoints import make_checkpoint
 from support.draft_trees import tree_of
 from support.proposers import BareProposer

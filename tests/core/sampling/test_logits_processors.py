@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling.logits_processors import (
     SampleRow,
     apply_processors,

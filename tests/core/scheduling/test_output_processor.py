@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from foretoken.core.interface.output import RequestOutput, TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason, Request
-from foretoken.core.interface.step import RequestOutput, TokenLogprob
 from foretoken.core.scheduling.output_processor import take_output
 from foretoken.core.scheduling.scheduler import schedule_request
 from support.fake_model import EOS, make_request

@@ -11,8 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from foretoken.core.errors import InvalidRequest, PromptTooLong, QueueFull
+from foretoken.core.interface.output import Refusal, RequestOutput, StepOutput
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import RequestStatus, by_order
-from foretoken.core.interface.step import Refusal, RequestOutput, StepOutput, StepPlan
+from foretoken.core.scheduling.chunk_budget import num_step_tokens
 from support.fake_model import (
     VOCAB_SIZE,
     Driver,
@@ -85,7 +87,7 @@ def test_a_long_prompt_never_stalls_a_stream() -> None:
         before = len(driver.served["stream"])
         plan = driver.step()
         assert len(driver.served["stream"]) == before + 1
-        assert plan.num_tokens <= 8
+        assert num_step_tokens(plan.requests) <= 8
     driver.run()
     assert driver.served["long"] == answer(prompt_of(100, 1), 2)
 
@@ -96,7 +98,7 @@ def test_drafts_and_chunks_share_the_token_budget() -> None:
         driver.add(make_request(str(index), prompt_of(30, index), max_tokens=20))
     while driver.scheduler.num_requests:
         plan = driver.step()
-        assert plan.num_tokens + sum(row.max_draft for row in plan.requests) <= 10
+        assert num_step_tokens(plan.requests) + sum(row.max_draft for row in plan.requests) <= 10
 
 
 def test_identical_prompts_that_arrive_together_share_one_prefill() -> None:

@@ -11,16 +11,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foretoken.core.errors import DeadlineExceeded, ForetokenError
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import NO_SPECULATION, Speculator
 from foretoken.core.interface.request import Delta, FinishReason, Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import MAX_FAILURES, NO_SPECULATION, Speculator
-from foretoken.core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.telemetry.metrics import EngineMetrics, EngineObserver

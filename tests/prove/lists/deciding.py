@@ -256,8 +256,8 @@ MUTATIONS = (
     Mutation(
         "silence-is-broken-by-a-failure",
         "GuardedSpeculator.drafts_nothing",
-        "            self._failed()\n            return True\n",
-        "            self._failed()\n            return False\n",
+        "if_failed=True",
+        "if_failed=False",
         ("test_draft_pages.py",),
         "a speculator that fails drafts nothing",
     ),

@@ -12,14 +12,10 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import (
-    Draft,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepPlan,
-)
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.output import RequestOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.ops.batch import SamplingPlan, Segment, Wanted
 from foretoken.core.sampling.gumbel import vocabulary_hashes
 from foretoken.core.sampling.verifier import NOT_FINITE

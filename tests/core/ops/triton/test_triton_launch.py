@@ -13,16 +13,11 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import (
-    Draft,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from foretoken.core.interface.step_runner import StepRunner
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import StepRunner
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import NOT_FINITE, SampledToken
 from foretoken.draft.models.draft_model import LmProposer
