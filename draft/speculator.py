@@ -25,6 +25,7 @@ from .control.acceptance import AcceptanceModel, NodeWorth
 from .control.controller import Controller, StepCandidates
 from .control.cost_model import Mean
 from .control.draft_state import NO_SURVIVAL, DraftState, padded
+from .control.outcome import DraftOutcome
 from .sources.grammar import GrammarSource
 from .sources.merge import GuessTree, Survival
 from .sources.source import GuardedSource, Source, SourceIndexer
@@ -267,11 +268,14 @@ class DraftSpeculator(Speculator):
             return
         if state.guesses:
             state.score(self.odds, request.tokens[-num_served:])
-        if scheduled.max_draft and self._proposer is not None:
+        if scheduled.draft_plan.max_draft and self._proposer is not None:
+            outcome = DraftOutcome(output.draft, output.path)
             uncached = scheduled.stop - state.proposer_len if self._proposer.catches_up else 0
-            self._proposer_use.add(uncached, output, self._proposer.tokens_per_pass)
+            self._proposer_use.add(uncached, outcome, self._proposer.tokens_per_pass)
             is_trial = self.controller.is_trying
-            state.judge_proposer(self._node_worth, scheduled, output, num_served, is_trial=is_trial)
+            state.judge_proposer(
+                self._node_worth, scheduled, outcome, num_served, is_trial=is_trial
+            )
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Learn the cost of a step that took ``seconds``; drop a proposer that was given up."""
@@ -293,7 +297,7 @@ class DraftSpeculator(Speculator):
             with_prompts=len(decodes) < len(plan.requests),
             with_proposer=bool(use.passes),
             num_keys=sum(
-                each.start * (each.stop - each.start - 1 + out.num_proposed)
+                each.start * (each.stop - each.start - 1 + len(out.draft.token_ids))
                 for each, out in zip(plan.requests, output.requests, strict=True)
             ),
         )
@@ -356,16 +360,17 @@ class _ProposerUse:
         self.passes: list[int] = []  # rows of each
 
     def add(
-        self, num_uncached_draft_tokens: int, output: RequestOutput, tokens_per_pass: int
+        self, num_uncached_draft_tokens: int, outcome: DraftOutcome, tokens_per_pass: int
     ) -> None:
         """Count a request: tokens caught up with, drafted and accepted, and passes."""
-        num_passes = max(1, -(-output.num_levels // tokens_per_pass))
+        num_levels, num_ranked = outcome.note.num_levels, outcome.num_ranked
+        num_passes = max(1, -(-num_levels // tokens_per_pass))
         # A head that drafts blocks computes a row a pass, others the nodes that they expand.
-        others = max(1, round((output.num_ranked - 1) / (num_passes - 1))) if num_passes > 1 else 0
+        others = max(1, round((num_ranked - 1) / (num_passes - 1))) if num_passes > 1 else 0
         mine = [max(1, num_uncached_draft_tokens)]
         mine += [others if tokens_per_pass == 1 else 1] * (num_passes - 1)
         self.passes = [sum(pair) for pair in zip_longest(self.passes, mine, fillvalue=0)]
-        self.most_nodes = max(self.most_nodes, output.num_ranked)
-        self.most_levels = max(self.most_levels, output.num_levels)
-        self.num_drafted += output.num_ranked
-        self.num_hits += len(output.accepted_ranks)
+        self.most_nodes = max(self.most_nodes, num_ranked)
+        self.most_levels = max(self.most_levels, num_levels)
+        self.num_drafted += num_ranked
+        self.num_hits += len(outcome.accepted_ranks)

@@ -272,7 +272,9 @@ class Telemetry(EngineObserver):
             {
                 "foretoken.step.num_requests": len(plan.requests),
                 "foretoken.step.num_tokens": num_step_tokens(plan.requests),
-                "foretoken.step.num_draft_tokens": sum(out.num_proposed for out in output.requests),
+                "foretoken.step.num_draft_tokens": sum(
+                    len(out.draft.token_ids) for out in output.requests
+                ),
             }
         )
         context = trace.set_span_in_context(span)

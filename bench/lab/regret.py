@@ -210,7 +210,7 @@ class Run:
             plans = self._speculator.plan(requests, limits, budget=budget, num_prefill=0)
         rows = [_scheduled(each, plan.draft) for each, plan in zip(requests, plans, strict=True)]
         outputs = [
-            _verified(request, answer, row.draft)
+            _verified(request, answer, row.draft_plan.draft)
             for (request, answer), row in zip(self.seats, rows, strict=True)
         ]
         for request, row, out in zip(requests, rows, outputs, strict=True):
@@ -226,8 +226,9 @@ class Run:
     def _pay(
         self, prices: TruePrices, rows: Sequence[ScheduledRequest], outputs: Sequence[RequestOutput]
     ) -> None:
-        num_rows = len(rows) + sum(out.num_proposed for out in outputs)
-        keys = sum(row.start * out.num_proposed for row, out in zip(rows, outputs, strict=True))
+        drafted = [len(out.draft.token_ids) for out in outputs]
+        num_rows = len(rows) + sum(drafted)
+        keys = sum(row.start * count for row, count in zip(rows, drafted, strict=True))
         forward = float(prices.forward(num_rows, keys))
         host = prices.host(len(rows), has_drafts=num_rows > len(rows))
         self.outcome.seconds += forward + host
@@ -308,21 +309,20 @@ def _verified(request: Request, answer: array[int], draft: Draft) -> RequestOutp
     """The draft's path along the answer, and the answer's next token."""
     at = request.num_output
     parents = draft.parents or range(-1, len(draft.token_ids) - 1)
-    node, accepted = -1, list[int]()
+    path: list[int] = []
     for index, (token, parent) in enumerate(zip(draft.token_ids, parents, strict=True)):
         if (
-            parent == node
-            and at + len(accepted) < len(answer)
-            and token == answer[at + len(accepted)]
+            parent == (path[-1] if path else -1)
+            and at + len(path) < len(answer)
+            and token == answer[at + len(path)]
         ):
-            node, accepted = index, [*accepted, token]
-    served = answer[at : at + len(accepted) + 1]
+            path.append(index)
+    served = answer[at : at + len(path) + 1]
     return RequestOutput(
         request_id=request.request_id,
         token_ids=served,
-        num_proposed=len(draft.token_ids),
-        num_accepted=len(accepted),
-        draft_len=draft.height,
+        draft=draft,
+        path=path,
     )
 
 

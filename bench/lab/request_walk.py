@@ -104,17 +104,15 @@ class FormulaRunner:
     def _row(self, row: ScheduledRequest) -> RequestOutput:
         if not row.samples:
             return RequestOutput(request_id=row.request_id)
-        draft = row.draft.token_ids
+        draft = row.draft_plan.draft.token_ids
         right = [1 + (len(row.tokens) + i) % CYCLE for i in range(len(draft) + 1)]
         pairs = zip(draft, right, strict=False)
         num_accepted = next((i for i, (ours, true) in enumerate(pairs) if ours != true), len(draft))
         return RequestOutput(
             request_id=row.request_id,
             token_ids=right[: num_accepted + 1],
-            num_proposed=len(draft),
-            num_accepted=num_accepted,
-            sources=row.draft.sources,
-            draft_len=len(draft),
+            draft=row.draft_plan.draft,
+            path=range(num_accepted),
         )
 
 

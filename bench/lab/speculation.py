@@ -109,7 +109,8 @@ class Speculation:
         output = RequestOutput(
             request_id=request.request_id,
             token_ids=request.tokens[size - num_new :],
-            num_accepted=num_accepted,
+            draft=self.plan.draft,
+            path=range(num_accepted),
         )
         self.speculator.observe(request, row, output, num_new)
         num_rows = 1 + self.plan.num_rows

@@ -36,6 +36,7 @@ from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile
+from ...draft.control.outcome import DraftOutcome
 from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
@@ -160,10 +161,11 @@ def measure(
             every_position and _is_near_end(scheduled.stop, asked)
         ):
             seconds += time.perf_counter() - began
-            units += 1.0 + ROW * row.num_proposed + PASS * row.num_levels
+            num_levels = DraftOutcome(row.draft, row.path).note.num_levels
+            units += 1.0 + ROW * len(row.draft.token_ids) + PASS * num_levels
             num_steps += 1
             num_tokens += len(row.token_ids)
-            num_proposed += row.num_proposed
+            num_proposed += len(row.draft.token_ids)
         if every_position:
             output = replace(output, requests=[first_token(row)])
         scheduler.commit(plan, output, 0.0)
@@ -185,7 +187,7 @@ def _is_near_end(position: int, asked: Sequence[Request]) -> bool:
 
 def first_token(row: RequestOutput) -> RequestOutput:
     """The step as if nothing had been drafted: the next one begins a position later."""
-    return replace(row, token_ids=row.token_ids[:1], num_accepted=0, accepted_ranks=())
+    return replace(row, token_ids=row.token_ids[:1], path=())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -194,14 +194,12 @@ class ModelRunner:
         """Return the proposer's draft, or the tokens that were looked up where it has none."""
         if proposed.token_ids:
             return proposed
-        draft = self._sound(scheduled.draft, scheduled, len(scheduled.draft.token_ids))
-        if not scheduled.max_draft:
+        known = scheduled.draft_plan.draft
+        draft = self._sound(known, scheduled, len(known.token_ids))
+        if not scheduled.draft_plan.max_draft:
             return draft
-        return replace(
-            draft,
-            odds=(0.0,) * len(draft.token_ids),  # the proposer found none of them
-            num_uncached_draft_tokens=proposed.num_uncached_draft_tokens,
-        )
+        # The proposer found none of them.
+        return replace(draft, odds=(0.0,) * len(draft.token_ids), note=proposed.note)
 
     def _propose(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> dict[int, Draft]:
         """The proposer's drafts by index of the request; none if it fails."""
@@ -213,14 +211,14 @@ class ModelRunner:
             if plan.is_plain:
                 return {}
             wanted = [
-                index for index, scheduled in enumerate(plan.requests) if scheduled.max_draft > 0
+                index for index, each in enumerate(plan.requests) if each.draft_plan.max_draft > 0
             ]
             if not wanted:
                 return {}
             on_kernels_started()  # delivery must not wait for all passes of the draft model
             proposed = self.proposer.propose([plan.requests[index] for index in wanted])
             drafts = {
-                index: self._sound(draft, plan.requests[index], plan.requests[index].max_draft)
+                index: self._sound(draft, each := plan.requests[index], each.draft_plan.max_draft)
                 for index, draft in zip(wanted, proposed, strict=True)
             }
         except Exception as failure:
@@ -261,7 +259,7 @@ class ModelRunner:
         """
         if not draft.token_ids or isinstance(draft, SampledDraft):
             return draft
-        if self.rejection or not draft.is_tree:
+        if self.rejection or not draft.is_valid:
             draft = draft.trunk()
         vocab_size = self.decoder.config.vocab_size
         sound = takewhile(lambda token_id: 0 <= token_id < vocab_size, draft.token_ids[:max_draft])
@@ -365,39 +363,12 @@ def _output(
     return RequestOutput(
         request_id=scheduled.request_id,
         token_ids=outcome.token_ids,
-        num_proposed=len(draft.token_ids),
-        num_accepted=outcome.num_accepted,
-        sources=_sources(draft, outcome.path),
-        draft_len=draft.height,
-        num_levels=draft.num_levels,
-        num_ranked=_num_ranked(draft),
-        accepted_ranks=_ranks(draft, outcome.path),
-        num_uncached_draft_tokens=draft.num_uncached_draft_tokens,
+        draft=draft,
+        path=outcome.path,
         logprobs=outcome.logprobs,
         prompt_logprobs=prompt,
         error=outcome.error,
     )
-
-
-def _sources(draft: Draft, path: Sequence[int]) -> Sequence[str]:
-    """Those of the accepted path, then of the other nodes."""
-    if not draft.parents:
-        return draft.sources
-    others = set(range(len(draft.token_ids))).difference(path)
-    return tuple(draft.sources[node] for node in (*path, *sorted(others)))
-
-
-def _num_ranked(draft: Draft) -> int:
-    """Nodes that the proposer found itself."""
-    return sum(map(bool, draft.odds)) if draft.odds else len(draft.token_ids)
-
-
-def _ranks(draft: Draft, path: Sequence[int]) -> Sequence[int]:
-    """Of the accepted nodes by their odds, among all that have any; by their order without."""
-    if not draft.odds:
-        return path
-    order = sorted(range(len(draft.odds)), key=lambda node: -draft.odds[node])
-    return tuple(order.index(node) for node in path if draft.odds[node])
 
 
 def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count, takewhile
 
 import msgspec
@@ -20,12 +19,11 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
     token_ids: Sequence[int] = ()
     sources: Sequence[str] = ()  # [len(token_ids)]
-    num_uncached_draft_tokens: int = 0  # tokens whose KV the draft model lacks
     parents: Sequence[int] = ()  # [len(token_ids)], or none for a chain
-    # [len(token_ids)] chance that a node and all before it on its path come true, or none. Of a
-    # proposer's draft: as it judges alone, 0 for the nodes that were looked up and it did not find
+    # [len(token_ids)] chance that a node and all before it on its path come true, or none. A
+    # proposer reports its own estimate, 0 for looked-up nodes that it did not find itself
     odds: Sequence[float] = ()
-    num_levels: int = 0  # that its proposer computed one after another
+    note: object = None  # of the proposer for the speculator; no other code reads it
 
     @classmethod
     def of(cls, token_ids: Sequence[int], source: str) -> Draft:
@@ -95,7 +93,12 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         return sum(takewhile(bool, map(int.__eq__, self.parents, count(-1))))
 
     @property
-    def is_tree(self) -> bool:
+    def is_chain(self) -> bool:
+        """Whether it has one path at most."""
+        return self.trunk_len == len(self.token_ids)
+
+    @property
+    def is_valid(self) -> bool:
         """Whether every node follows an earlier one, or the last of ``tokens``."""
         num_parents = len(self.parents)
         sound = all(-1 <= parent < node for node, parent in enumerate(self.parents))
@@ -105,8 +108,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 NO_DRAFT = Draft()
 
 
-@dataclass(frozen=True, slots=True)
-class DraftPlan:
+class DraftPlan(msgspec.Struct, frozen=True, gc=False):
     """What one request drafts in a step: known tokens, a number for the proposer, or both.
 
     With both the proposer merges what it guesses into the known tokens; where it may not branch,
@@ -117,8 +119,8 @@ class DraftPlan:
     draft: Draft = NO_DRAFT
     max_draft: int = 0  # draft tokens that the proposer may draft, the known ones among them
     may_branch: bool = False  # whether what the proposer guesses may be a tree
-    row_price: float = 0.0  # as in `ScheduledRequest`
-    pass_price: float = 0.0
+    row_price: float = 0.0  # expected tokens below which the proposer adds no further node
+    pass_price: float = 0.0  # the same for one more pass of the proposer, of all requests together
 
     @property
     def depth(self) -> int:

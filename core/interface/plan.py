@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .draft import NO_DRAFT, Draft
+from .draft import NO_DRAFT_PLAN, DraftPlan
 from .sampling import SamplingMetadata
 
 NO_PAGES = array("q")
@@ -36,12 +36,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop: int
     page_ids: array[int]  # page table; lent, read only
     sampling: SamplingMetadata
-    draft: Draft = NO_DRAFT  # tokens that were looked up
-    # nodes that the proposer may draft, those of ``draft`` among them; a chain if no page is spare
-    max_draft: int = 0
+    draft_plan: DraftPlan = NO_DRAFT_PLAN  # a draft is a chain if no page is spare
     spare_page_ids: array[int] = NO_PAGES  # at the lease's end; held for this step
-    row_price: float = 0.0  # tokens that one more node of the proposer must bring
-    pass_price: float = 0.0  # tokens that one more pass of the proposer must bring to the step
     is_ahead: bool = False
 
     @property

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ...radix_cache import KVLease, PrefixCache
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan

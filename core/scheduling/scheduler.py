@@ -366,8 +366,8 @@ class Scheduler:
             request = self.running.get(scheduled.request_id)
             if request is None:
                 continue
-            if out.num_proposed:  # rows were computed for all of them
-                self.waiting.charge(request.tenant, out.num_proposed)
+            if num_drafted := len(out.draft.token_ids):  # rows were computed for all of them
+                self.waiting.charge(request.tenant, num_drafted)
             delta = self._commit_request(request, scheduled, out, now, learns=not plan.is_plain)
             if delta.token_ids or delta.prompt_logprobs or delta.terminal:
                 events.append((request, delta))
@@ -438,11 +438,8 @@ def schedule_request(
         stop=stop,
         page_ids=request.lease.page_ids if request.lease is not None else array("q"),
         sampling=request.sampling,
-        draft=plan.draft,
-        max_draft=plan.max_draft,
+        draft_plan=plan,
         spare_page_ids=spare_page_ids,
-        row_price=plan.row_price,
-        pass_price=plan.pass_price,
     )
 
 

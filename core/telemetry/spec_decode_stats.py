@@ -49,9 +49,9 @@ class SpecDecodeStats:
     def observe_requests(self, outputs: Iterable[RequestOutput]) -> None:
         """What a step verified."""
         for output in outputs:
-            if output.num_proposed:
-                self.path_lens[output.draft_len] += 1
-                self.num_trees += output.is_tree
+            if output.draft.token_ids:
+                self.path_lens[output.draft.height] += 1
+                self.num_trees += not output.draft.is_chain
 
     def observe_delta(self, delta: Delta) -> None:
         """What a step served to one request."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...core.interface.output import RequestOutput
 from ...core.interface.plan import ScheduledRequest
 from ...core.interface.request import Request
 from ..sources.grammar import GrammarSource
 from ..sources.merge import GuessTree, Survival, common_len, merge
 from ..sources.source import GuardedSource, Guess
 from .acceptance import TRIAL_WEIGHT, AcceptanceModel, NodeWorth
+from .outcome import DraftOutcome
 
 NO_SURVIVAL: Survival = np.zeros(0)
 FRUITLESS = 2  # steps in a row in which nothing was worth a row, until back-off begins
@@ -103,20 +103,22 @@ class DraftState:
         self,
         worth: NodeWorth,
         scheduled: ScheduledRequest,
-        output: RequestOutput,
+        outcome: DraftOutcome,
         num_served: int,
         *,
         is_trial: bool,
     ) -> None:
         """Count what the proposer's nodes brought, and note how much KV it has now."""
-        self.proposer_len = scheduled.stop - output.num_uncached_draft_tokens + num_served - 1
-        if scheduled.draft.token_ids and not scheduled.row_price:
+        plan, num_uncached = scheduled.draft_plan, outcome.note.num_uncached
+        self.proposer_len = scheduled.stop - num_uncached + num_served - 1
+        if plan.draft.token_ids and not plan.row_price:
             return  # of two chains the better was verified: no fair sample of the proposer's
-        if output.num_ranked or not output.num_uncached_draft_tokens:  # else it was catching up
+        num_ranked = outcome.num_ranked
+        if num_ranked or not num_uncached:  # else it was catching up
             worth.observe(
-                scheduled.max_draft,
-                output.num_ranked,
-                output.accepted_ranks,
+                plan.max_draft,
+                num_ranked,
+                outcome.accepted_ranks,
                 sampled=self.is_sampled,
                 weight=TRIAL_WEIGHT if is_trial else 1.0,
             )

@@ -148,7 +148,7 @@ class LmProposer:
         for each in verified:
             tree = (
                 self._trees.pop(each.scheduled.request_id, None)
-                if each.scheduled.max_draft
+                if each.scheduled.draft_plan.max_draft
                 else None
             )
             draft_kv = self._draft_kvs.get(each.scheduled.request_id)
@@ -225,7 +225,8 @@ class LmProposer:
         return stops
 
     def _has_room(self, scheduled: ScheduledRequest) -> bool:
-        return len(scheduled.tokens) + scheduled.max_draft <= self._decoder.config.max_model_len
+        longest = len(scheduled.tokens) + scheduled.draft_plan.max_draft
+        return longest <= self._decoder.config.max_model_len
 
     def _grow(self, trees: Sequence[TreeGrowth], first: _Opened) -> None:
         """Expand the trees, level by level, behind their first one."""
@@ -260,7 +261,7 @@ class LmProposer:
         The host waits once: when it reads the last pass, the others are over.
         """
         passes = [first]
-        while trees := [t for t, _ in passes[-1].places if len(passes) < t.scheduled.max_draft]:
+        while trees := [t for t, _ in passes[-1].places if len(passes) < t.plan.max_draft]:
             passes.append(self._advance_on_device(trees, passes[-1], len(passes)))
         for level, each in enumerate(passes):
             assert not isinstance(each.found, Sequence)

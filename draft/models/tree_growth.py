@@ -25,12 +25,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ...core.execution.layout import natural_slots, spare_slots
-from ...core.interface.draft import NO_DRAFT, Draft
+from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.rejection import SampledDraft, draw
 from ...core.sampling.sampler import Columns, Sampler
 from ...core.sampling.verifier import Best, SampledToken
+from ..control.outcome import DraftNote
 
 NUM_BEST = 4  # tokens behind a node that may become its children
 MOST_EXPANDED = 6  # nodes of one tree that a pass computes
@@ -121,14 +122,16 @@ class TreeGrowth:
     places: dict[int, _Place] = field(default_factory=dict)  # by expanded node, ROOT among them
     drawn_from: list[Tensor] = field(default_factory=list)  # [vocab] each, where it matters
     num_levels: int = 0  # that were computed, one after another
+    plan: DraftPlan = field(init=False)
     _root: _Node = field(init=False)
     _spare: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.plan = self.scheduled.draft_plan
         self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
         self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
-        if self.is_tree and self.scheduled.draft.odds:
-            self._begin_with(self.scheduled.draft)
+        if self.is_tree and self.plan.draft.odds:
+            self._begin_with(self.plan.draft)
 
     def _begin_with(self, known: Draft) -> None:
         """The tokens that were looked up."""
@@ -160,7 +163,7 @@ class TreeGrowth:
 
         A known chain is compared with the grown one by odds, which need scores.
         """
-        return bool(self.scheduled.row_price or self.is_tree or self.scheduled.draft.odds)
+        return bool(self.plan.row_price or self.is_tree or self.plan.draft.odds)
 
     def expand(self, node: int, best: Best) -> None:
         """Note what a pass found behind ``node``."""
@@ -254,13 +257,13 @@ class TreeGrowth:
     def _least(self) -> float:
         """The odds that one more node must exceed."""
         odds = sorted((node.odds for node in self.nodes if node.odds), reverse=True)
-        if len(odds) < self.scheduled.max_draft:
-            return self.scheduled.row_price
-        return max(self.scheduled.row_price, odds[self.scheduled.max_draft - 1])
+        if len(odds) < self.plan.max_draft:
+            return self.plan.row_price
+        return max(self.plan.row_price, odds[self.plan.max_draft - 1])
 
     def worth(self, frontier: Sequence[int]) -> float:
         """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
-        usual, price = self.odds.usual, self.scheduled.row_price
+        usual, price = self.odds.usual, self.plan.row_price
         return sum(max(0.0, usual * self._left(self.nodes[node]) - price) for node in frontier)
 
     def path(self, node: int) -> list[int]:
@@ -286,22 +289,17 @@ class TreeGrowth:
         slots = [self.nodes[index].slot for index in self.path(node)]
         return [slot for slot in slots if slot is not None]
 
-    def draft(self, num_uncached_draft_tokens: int = 0) -> Draft:
+    def draft(self, num_uncached: int = 0) -> Draft:
         """The best ``max_draft`` nodes above a row's price, depth first, the best child first.
 
         Where there is room for a chain alone: the better of the drafter's and the one looked up.
         """
-        known = NO_DRAFT if self.is_tree else self.scheduled.draft.trunk()
+        note = DraftNote(self.num_levels, num_uncached)
+        known = NO_DRAFT if self.is_tree else self.plan.draft.trunk()
         if known.odds and sum(known.odds) >= sum(node.odds for node in self.nodes):
-            odds = [0.0] * len(known.odds)
-            return replace(
-                known,
-                num_uncached_draft_tokens=num_uncached_draft_tokens,
-                odds=odds,
-                num_levels=self.num_levels,
-            )
-        worthy = [i for i, node in enumerate(self.nodes) if node.odds > self.scheduled.row_price]
-        best = sorted(worthy, key=lambda index: -self.nodes[index].odds)[: self.scheduled.max_draft]
+            return replace(known, odds=[0.0] * len(known.odds), note=note)
+        worthy = [i for i, node in enumerate(self.nodes) if node.odds > self.plan.row_price]
+        best = sorted(worthy, key=lambda index: -self.nodes[index].odds)[: self.plan.max_draft]
         kept, order = set(best), list[int]()
         stack = self._kept_children(self._root, kept)
         while stack:
@@ -312,20 +310,13 @@ class TreeGrowth:
         draft = Draft(
             token_ids=[self.nodes[node].token_id for node in order],
             sources=tuple(self.nodes[node].source for node in order),
-            num_uncached_draft_tokens=num_uncached_draft_tokens,
             parents=() if parents == list(range(-1, len(order) - 1)) else parents,
             odds=[self.nodes[node].own_odds for node in order],
-            num_levels=self.num_levels,
+            note=note,
         )
         if self.drawn_from and order:
             probs = torch.stack(self.drawn_from[: len(order)])
-            return SampledDraft(
-                draft.token_ids,
-                draft.sources,
-                num_uncached_draft_tokens,
-                num_levels=self.num_levels,
-                probs=probs,
-            )
+            return SampledDraft(draft.token_ids, draft.sources, note=note, probs=probs)
         return draft
 
     def _kept_children(self, node: _Node, kept: set[int]) -> list[int]:
@@ -366,7 +357,7 @@ def frontiers(
     """What to compute next of each tree; nothing where a pass for it would not pay for itself."""
     found = [tree.frontier(level) for tree in trees]
     growing = [(tree, nodes) for tree, nodes in zip(trees, found, strict=True) if nodes]
-    price = max((tree.scheduled.pass_price for tree, _ in growing), default=0.0)
+    price = max((tree.plan.pass_price for tree, _ in growing), default=0.0)
     is_worth = (
         not (price and takes_pass) or sum(tree.worth(nodes) for tree, nodes in growing) > price
     )

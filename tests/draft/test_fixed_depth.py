@@ -144,7 +144,7 @@ def test_a_lost_draft_model_is_planned_for_no_more_and_steps_are_launched_ahead(
     )
     token_ids, runner, metrics = served(target, speculator)
     assert token_ids == served(target, NO_SPECULATION)[0]
-    asked = [any(row.max_draft for row in plan.requests) for plan in runner.plans]
+    asked = [any(row.draft_plan.max_draft for row in plan.requests) for plan in runner.plans]
     assert asked == [False] + [True] * MAX_FAILURES + [False] * (len(asked) - MAX_FAILURES - 1)
     rest = runner.plans[MAX_FAILURES + 1 :]
     assert sum(plan.is_plain for plan in rest) > len(rest) // 3

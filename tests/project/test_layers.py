@@ -72,7 +72,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model",),
         ("execution", "engine"),
     ),
-    "draft": (("sources",), ("control", "models"), ("speculator", "training")),
+    "draft": (("sources",), ("control",), ("models",), ("speculator", "training")),
 }
 
 

@@ -67,7 +67,9 @@ class FakeProposer(BareProposer):
         chain = self._chains.of(row)
         self._catch_up(row, chain)
         state, guessed = chain[-1], array("q")
-        for _ in range(self._rng.randint(0, row.max_draft + 1)):  # sometimes one too many
+        for _ in range(
+            self._rng.randint(0, row.draft_plan.max_draft + 1)
+        ):  # sometimes one too many
             is_right = self._rng.random() < self._skill
             guessed.append(choose(state) if is_right else self._rng.randrange(VOCAB_SIZE))
             state = advance(state, guessed[-1])

@@ -108,7 +108,7 @@ class TreeProposer(BareProposer):
 
     def _tree(self, row: ScheduledRequest) -> Draft:
         at = len(row.tokens) - row.sampling.prompt_len
-        right = self._answers[row.request_id][at : at + row.max_draft]
+        right = self._answers[row.request_id][at : at + row.draft_plan.max_draft]
         return tree_of(random_paths(self._rng, right, 4, 257)) if right else Draft()
 
 
@@ -141,7 +141,7 @@ class TreeRows:
             stop=length,
             page_ids=self.pages[:-num_spare],
             sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=length),
-            draft=draft,
+            draft_plan=DraftPlan(draft),
             spare_page_ids=self.pages[-num_spare:],
         )
 

@@ -104,7 +104,7 @@ class RandomDrafts(BareProposer):
         self._rng = random.Random(5)
 
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
-        return [Draft.of(self._guess(row.max_draft), "random") for row in rows]
+        return [Draft.of(self._guess(row.draft_plan.max_draft), "random") for row in rows]
 
     def _guess(self, most: int) -> list[int]:
         return [self._rng.randrange(-2, 260) for _ in range(self._rng.randrange(most + 1))]
@@ -117,7 +117,7 @@ class Perfect(BareProposer):
         self._targets = targets
 
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
-        return [Draft.of(self._rest(row)[: row.max_draft], "perfect") for row in rows]
+        return [Draft.of(self._rest(row)[: row.draft_plan.max_draft], "perfect") for row in rows]
 
     def _rest(self, row: ScheduledRequest) -> list[int]:
         return self._targets[row.request_id][len(row.tokens) - row.sampling.prompt_len :]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ....core.errors import is_out_of_memory
 from ....core.execution.proposer import VerifiedRequest
-from ....core.interface.draft import NO_DRAFT, Draft
+from ....core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ....core.interface.plan import ScheduledRequest
 from ....core.interface.protocols import ProposerTraits
 from ....core.interface.sampling import SamplingMetadata, TokenSamplingParams
@@ -213,7 +213,7 @@ class HeadProposer(ABC):
         for each in verified:
             tree = (
                 self._trees.pop(each.scheduled.request_id, None)
-                if each.scheduled.max_draft
+                if each.scheduled.draft_plan.max_draft
                 else None
             )
             if tree is not None and each.output.error is None:
@@ -398,7 +398,7 @@ class HeadProposer(ABC):
         )
         scheduled = ScheduledRequest(
             request_id="", tokens=tokens, start=0, stop=0, page_ids=pages, sampling=sampling,
-            max_draft=self.tokens_per_pass, row_price=TRIED_PRICE,
+            draft_plan=DraftPlan(max_draft=self.tokens_per_pass, row_price=TRIED_PRICE),
         )  # fmt: skip
         feature = torch.zeros(self.config.hidden_size, dtype=self.dtype, device=self.device)
         self._grow_all([DraftStart(scheduled, self.first, feature)] * num_requests)
@@ -465,7 +465,9 @@ class HeadProposer(ABC):
     @torch.inference_mode()
     def _grow(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:
         trees = [self._tree(start.scheduled) for start in starts]
-        num_drafted = min(self.longest, max(start.scheduled.max_draft for start in starts))
+        num_drafted = min(
+            self.longest, max(start.scheduled.draft_plan.max_draft for start in starts)
+        )
         drafting = self.begin(starts, num_drafted)
         nodes, before = [[ROOT] for _ in trees], dict[tuple[int, int], int]()
         for level in count():

@@ -146,7 +146,7 @@ def test_a_failure_that_does_not_come_again_costs_nobody_anything() -> None:
 
 def test_a_failure_that_follows_from_drafts_costs_the_drafts_alone() -> None:
     def fault(plan: StepPlan) -> Exception | None:
-        drafted = any(row.max_draft for row in plan.requests)
+        drafted = any(row.draft_plan.max_draft for row in plan.requests)
         return RuntimeError("the draft broke the step") if drafted else None
 
     told, engine, _ = serve(Faulty(fault, drafter=perfect), PROMPTS[:1])
@@ -223,7 +223,7 @@ def test_five_culprits_among_sixty_four_take_no_innocent_with_them() -> None:
 
 def test_drafts_that_make_every_step_fail_are_given_up() -> None:
     def fault(plan: StepPlan) -> Exception | None:
-        drafts = any(row.max_draft for row in plan.requests)
+        drafts = any(row.draft_plan.max_draft for row in plan.requests)
         return RuntimeError("no kernel for so many rows") if drafts else None
 
     told, engine, _ = serve(Faulty(fault), PROMPTS[:1], max_tokens=100)

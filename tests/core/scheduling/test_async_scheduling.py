@@ -204,7 +204,7 @@ def test_behind_a_draft_nothing_is_planned() -> None:
     scene = Scene(speculator=FixedDepth(2))
     plan = scene.begin()
     scene.scheduler.speculator.inner = NO_SPECULATION
-    assert any(row.max_draft for row in plan.requests)
+    assert any(row.draft_plan.max_draft for row in plan.requests)
     assert scene.ahead(plan) is None
 
 

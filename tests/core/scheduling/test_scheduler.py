@@ -98,7 +98,10 @@ def test_drafts_and_chunks_share_the_token_budget() -> None:
         driver.add(make_request(str(index), prompt_of(30, index), max_tokens=20))
     while driver.scheduler.num_requests:
         plan = driver.step()
-        assert num_step_tokens(plan.requests) + sum(row.max_draft for row in plan.requests) <= 10
+        assert (
+            num_step_tokens(plan.requests) + sum(row.draft_plan.max_draft for row in plan.requests)
+            <= 10
+        )
 
 
 def test_identical_prompts_that_arrive_together_share_one_prefill() -> None:
@@ -218,7 +221,9 @@ def test_drafts_never_evict_what_is_cached() -> None:
     driver.add(make_request("new", prompt_of(2, 2), max_tokens=9))
     driver.step()
     plan = driver.step()
-    assert plan.requests[0].max_draft == 1  # eight pages: four cached, three needed, one free
+    assert (
+        plan.requests[0].draft_plan.max_draft == 1
+    )  # eight pages: four cached, three needed, one free
     assert driver.scheduler.cache.match_len(array("q", [*prompt_of(4, 1), 1])) == 4
 
 
@@ -465,7 +470,7 @@ def test_no_draft_stands_before_the_first_token() -> None:
     driver = drive(perfect, max_batch_tokens=16, depth=3)
     driver.add(request := make_request("a", prompt_of(17)))
     while request.num_output == 0:
-        assert all(row.max_draft == 0 for row in driver.step().requests)
+        assert all(row.draft_plan.max_draft == 0 for row in driver.step().requests)
     driver.run()
     assert request.usage.accepted_tokens > 0
 
@@ -558,7 +563,7 @@ class FailsBehind(FakeRunner):
     def step(self, plan: StepPlan) -> StepOutput:
         right = super().step(plan)
         rows = [
-            replace(out, error="nothing can be drawn") if out.num_accepted else out
+            replace(out, error="nothing can be drawn") if out.path else out
             for out in right.requests
         ]
         return StepOutput(requests=rows)

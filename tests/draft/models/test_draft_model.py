@@ -6,13 +6,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import VerifiedRequest
-from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.draft import Draft, DraftPlan
 from foretoken.core.interface.output import RequestOutput
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
@@ -25,6 +24,7 @@ from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.radix_cache import PrefixCache
+from support.drafts import with_drafts
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
 from support.tiny_pair import write_pair
@@ -214,7 +214,7 @@ def row_of(tokens: list[int], max_draft: int = 4) -> ScheduledRequest:
         stop=len(tokens),
         page_ids=array("q", range(NUM_PAGES)),
         sampling=SamplingMetadata(params=params, seed=0, prompt_len=1),
-        max_draft=max_draft,
+        draft_plan=DraftPlan(max_draft=max_draft),
     )
 
 
@@ -241,7 +241,7 @@ def test_kv_of_an_accepted_token_that_no_pass_has_read_is_computed(pair, max_dra
     pools = [draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE) for _ in range(2)]
     prompt = prompt_of(21)
     old = LmProposer(draft, pools[0])
-    row = msgspec.structs.replace(row_of(prompt, max_draft), row_price=1e-9)
+    row = with_drafts(row_of(prompt, max_draft), row_price=1e-9)
     drafted = old.propose([row])[0].token_ids
     assert len(drafted) == max_draft
     output = RequestOutput(request_id="a", token_ids=[*drafted, 7])

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from foretoken.core.engine.step_bisection import StepBisection
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.draft import Draft, DraftPlan
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
@@ -91,7 +91,7 @@ class Bench:
         runner.step(StepPlan(requests=prompts, newly_allocated_pages=array("q"), is_plain=True))
         self.requests = [
             replace(
-                each, start=each.stop, stop=each.stop + 1, max_draft=6,
+                each, start=each.stop, stop=each.stop + 1, draft_plan=DraftPlan(max_draft=6),
                 page_ids=each.page_ids[:-2], spare_page_ids=each.page_ids[-2:],
             )
             for each in prompts

@@ -96,7 +96,7 @@ MUTATIONS = (
     Mutation(
         "growth-keeps-what-is-not-worth-its-row",
         "TreeGrowth.draft",
-        "if node.odds > self.scheduled.row_price]",
+        "if node.odds > self.plan.row_price]",
         "if node.odds > 0.0]",
         ("test_a_node_that_is_not_worth_its_row_is_not_drafted",),
         "a node must bring more than its row costs",
@@ -104,8 +104,8 @@ MUTATIONS = (
     Mutation(
         "lm-drafts-beyond-its-context",
         "LmProposer._has_room",
-        "return len(scheduled.tokens) + scheduled.max_draft <= self._decoder",
-        "return len(scheduled.tokens) <= self._decoder",
+        "longest = len(scheduled.tokens) + scheduled.draft_plan.max_draft",
+        "longest = len(scheduled.tokens)",
         (
             "test_a_draft_model_with_a_shorter_context_stops_drafting_there",
             "test_where_the_context_ends_there_is_no_backlog",

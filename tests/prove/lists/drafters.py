@@ -137,7 +137,7 @@ MUTATIONS = (
     Mutation(
         "fixed-depth-takes-drawn-tokens-for-certain",
         "TreeGrowth.wants_best",
-        " or self.scheduled.draft.odds",
+        " or self.plan.draft.odds",
         "",
         (
             "test_a_chain_beside_one_that_was_looked_up_needs_scores_though_rows_have_no_price",
@@ -148,7 +148,7 @@ MUTATIONS = (
     Mutation(
         "fixed-depth-judges-the-model-by-chains-that-it-lost",
         "DraftState.judge_proposer",
-        "if scheduled.draft.token_ids and not scheduled.row_price:",
+        "if plan.draft.token_ids and not plan.row_price:",
         "if False:",
         ("test_the_better_of_two_chains_is_no_sample_of_the_draft_models",),
         "the better of two chains is no fair sample of one of them",

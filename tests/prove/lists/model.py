@@ -161,7 +161,7 @@ MUTATIONS = (
         "runner-reports-refused-rows",
         "_verified_requests",
         "*(behind + node for node in outcome.path)",
-        "*range(behind, behind + output.num_proposed)",
+        "*range(behind, behind + len(output.draft.token_ids))",
         ("test_the_rows_of_refused_draft_tokens_are_left_out",),
         "a head learns from committed positions alone",
     ),
