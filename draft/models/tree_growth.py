@@ -24,7 +24,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from ...core.execution.layout import natural_slots, spare_slots
+from ...core.execution.step_layout import spare_slots, table_slots
 from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
 from ...core.sampling.logits_processors import SampleRow
@@ -247,7 +247,7 @@ class TreeGrowth:
                 continue
             if node.is_first:
                 at = len(self.scheduled.tokens) + node.level - 1
-                (node.slot,) = natural_slots(self.scheduled, at, 1, self.page_size)
+                (node.slot,) = table_slots(self.scheduled, at, 1, self.page_size)
             else:
                 node.slot = self._spare.pop()
         opened = [index for index in nodes if self.nodes[index].is_open]
@@ -340,7 +340,7 @@ class TreeGrowth:
                 break
             node, slot = right, self.nodes[right].slot
             if slot is not None:
-                (home,) = natural_slots(self.scheduled, at, 1, self.page_size)
+                (home,) = table_slots(self.scheduled, at, 1, self.page_size)
                 found.append((slot, home))
         return found
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from foretoken.core.execution.layout import request_segments
+from foretoken.core.execution.step_layout import request_segments
 from foretoken.core.interface.draft import Draft, DraftPlan
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....core.execution.layout import natural_slots
+from ....core.execution.step_layout import table_slots
 from ....core.model.decoder import Decoder
 from ....core.ops.kv_pool import KVPool
 from .block_pass import ContextRows
@@ -121,7 +121,7 @@ class _PassedColumns(Drafting):
         self._features = features_of(starts)  # [places of the call before, hidden]
         page_size = pool.page_size
         self._roots = [
-            natural_slots(start.scheduled, len(start.scheduled.tokens) - 1, 1, page_size)
+            table_slots(start.scheduled, len(start.scheduled.tokens) - 1, 1, page_size)
             for start in starts
         ]
 

@@ -152,7 +152,7 @@ MUTATIONS = (
     ),
     Mutation(
         "launched-goes-on-from-anothers-token",
-        "PendingStep.lend",
+        "PendingStep.next_inputs",
         "sources[batch_rows[scheduled.request_id]] = index",
         "sources[batch_rows[scheduled.request_id]] = 0",
         ("test_overlap_engine.py",),

@@ -15,9 +15,9 @@ MUTATIONS = (
     ),
     Mutation(
         "layout-moves-every-node-home-one-early",
-        "moves",
-        "natural_slots(scheduled, scheduled.stop, len(path), page_size)",
-        "natural_slots(scheduled, scheduled.stop - 1, len(path), page_size)",
+        "request_copies",
+        "table_slots(scheduled, scheduled.stop, len(path), page_size)",
+        "table_slots(scheduled, scheduled.stop - 1, len(path), page_size)",
         ("test_known_trees_change_no_token",),
         "I7: accepted nodes go to the slots of their positions",
     ),
