@@ -46,8 +46,8 @@ from ..core.interface.request import Request, Usage
 from ..core.interface.sampling import SamplingMetadata
 from ..core.model.families import read_config
 from ..core.scheduling.guarded_speculator import GuardedSpeculator, guarded
-from ..draft.control.acceptance import AcceptanceModel
 from ..draft.control.controller import Controller
+from ..draft.control.estimators import AcceptanceModel
 from ..draft.speculator import DraftSpeculator
 from .drafting import chain, tree
 from .real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts

@@ -14,9 +14,9 @@ from ...core.execution.proposer import Proposer
 from ...core.interface.protocols import NO_SPECULATION, Speculator
 from ...core.model.decoder import Decoder
 from ...core.ops.kv_pool import KVPool
-from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
+from ...draft.control.estimators import AcceptanceModel
 from ...draft.control.profiler import profile_step
 from ...draft.models.heads.head_proposer import HeadProposer
 from ...draft.models.vocab_check import check_same_tokens

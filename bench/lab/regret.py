@@ -31,9 +31,9 @@ from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.request import Request
 from ...core.interface.sampling import SamplingMetadata
 from ...core.scheduling.scheduler import MAX_DRAFT, draft_limits, draft_row_budget
-from ...draft.control.acceptance import MAX_LENGTH, AcceptanceModel
 from ...draft.control.controller import Allocation, Controller, StepCandidates, allocate
 from ...draft.control.cost_model import CostModel, FloatArray, IntArray, StepProfile
+from ...draft.control.estimators import MAX_LENGTH, AcceptanceModel
 from ...draft.sources.source import BUCKETS
 from ...draft.speculator import DraftSpeculator
 from ..report import RESULTS, command, machine, table, write_json
@@ -301,7 +301,7 @@ def _scheduled(request: Request, draft: Draft) -> ScheduledRequest:
         stop=stop,
         page_ids=array("q"),
         sampling=request.sampling,
-        draft=draft,
+        draft_plan=DraftPlan(draft),
     )
 
 

@@ -30,9 +30,9 @@ from ...core.interface.output import RequestOutput, StepOutput
 from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.request import Request
 from ...core.interface.sampling import SamplingMetadata
-from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile
+from ...draft.control.estimators import AcceptanceModel
 from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource

@@ -33,9 +33,9 @@ from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.scheduling.chunk_budget import num_step_tokens
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
-from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile
+from ...draft.control.estimators import AcceptanceModel
 from ...draft.control.outcome import DraftOutcome
 from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source

@@ -299,7 +299,7 @@ class ModelRunner:
         """Tokens that the device takes from the step ``after``, for the requests that are ahead."""
         if not isinstance(after, PendingStep):
             raise ValueError("the step that chooses these requests' tokens is not under way")
-        if any(each.is_ahead and each.sampling.reads_text for each in layout.requests):
+        if any(each.is_ahead and each.sampling.needs_history for each in layout.requests):
             raise ValueError("a request that reads the text cannot be ahead of it")
         vocab_size = self.decoder.config.vocab_size
         return after.next_inputs(layout.unknown_rows, layout.num_rows, vocab_size)

@@ -62,6 +62,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.is_plain and all(
             scheduled.stop - scheduled.start == 1
             and scheduled.samples
-            and not scheduled.sampling.reads_text
+            and not scheduled.sampling.needs_history
             for scheduled in self.requests
         )

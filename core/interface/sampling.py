@@ -162,7 +162,7 @@ class SamplingMetadata:
     """What the samplers of all backends must know of one request, resolved once at admission.
 
     ``has_processors``: logits processors apply at every position; below ``min_tokens`` they apply
-    in any case. ``reads_text``: choosing or reporting a token needs more than its logits and its
+    in any case. ``needs_history``: choosing or reporting a token needs more than its logits and its
     position. ``constraint`` belongs to the model thread; other threads fork it. Compared by
     identity.
     """
@@ -175,7 +175,7 @@ class SamplingMetadata:
     constraint: Constraint | None = None
     constraint_param: str | None = None  # the field that it was made from, for errors
     has_processors: bool = field(init=False)
-    reads_text: bool = field(init=False)
+    needs_history: bool = field(init=False)
     _cache: dict[Hashable, object] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class SamplingMetadata:
         has_bias = bool(params.logit_bias) or params.allowed_token_ids is not None
         wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         object.__setattr__(self, "has_processors", reads_history or has_bias)
-        object.__setattr__(self, "reads_text", reads_history or wants_logprobs)
+        object.__setattr__(self, "needs_history", reads_history or wants_logprobs)
 
     def has_processors_at(self, position: int) -> bool:
         """Whether logits processors apply at this output position."""

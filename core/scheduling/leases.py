@@ -88,7 +88,7 @@ def acquire_kv(cache: PrefixCache, request: Request) -> KVLease:
         is_first=is_first,
     )
     if is_first:
-        request.usage.cached_tokens = request.num_noted = lease.num_cached_tokens
+        request.usage.cached_tokens = request.num_tokens_accounted = lease.num_cached_tokens
         request.usage.cache_loss = lease.eviction
     return lease
 
@@ -172,7 +172,7 @@ def describe_cache(cache: PrefixCache, namespace: str | None) -> dict[str, objec
 def _note(request: Request, written: range, page_size: int) -> None:
     """Count the prompt's full pages among those written, once, even after preemptions."""
     upto = min(written.stop, request.prompt_len // page_size * page_size)
-    new = upto - max(written.start, request.num_noted)
+    new = upto - max(written.start, request.num_tokens_accounted)
     if new > 0:
         request.usage.cache_write_tokens += new
-        request.num_noted = upto
+        request.num_tokens_accounted = upto

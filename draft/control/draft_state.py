@@ -13,7 +13,7 @@ from ...core.interface.request import Request
 from ..sources.grammar import GrammarSource
 from ..sources.merge import GuessTree, Survival, common_len, merge
 from ..sources.source import GuardedSource, Guess
-from .acceptance import TRIAL_WEIGHT, AcceptanceModel, NodeWorth
+from .estimators import TRIAL_WEIGHT, AcceptanceModel, NodeWorth
 from .outcome import DraftOutcome
 
 NO_SURVIVAL: Survival = np.zeros(0)
@@ -55,7 +55,7 @@ class DraftState:
         self,
         sources: Sequence[GuardedSource],
         grammar: GrammarSource | None,
-        odds: AcceptanceModel,
+        acceptance: AcceptanceModel,
         most: int,
     ) -> GuessTree | None:
         """Merge the guesses of all sources, of at most ``most`` tokens each; None without a guess.
@@ -74,7 +74,7 @@ class DraftState:
         if not guesses:
             return None
         survivals = [
-            odds.survival(
+            acceptance.survival(
                 each.source,
                 each.kind,
                 request.request_id,
@@ -85,11 +85,11 @@ class DraftState:
         ]
         return merge(guesses, survivals)
 
-    def score(self, odds: AcceptanceModel, served: array[int]) -> None:
+    def score(self, acceptance: AcceptanceModel, served: array[int]) -> None:
         """Compare every guess, verified or not, with what was committed."""
         for guess in self.guesses:
             hits = common_len(guess.token_ids, served)
-            odds.score(
+            acceptance.score(
                 guess.source,
                 guess.kind,
                 self.request.request_id,
@@ -101,7 +101,7 @@ class DraftState:
 
     def judge_proposer(
         self,
-        worth: NodeWorth,
+        node_worth: NodeWorth,
         scheduled: ScheduledRequest,
         outcome: DraftOutcome,
         num_served: int,
@@ -115,7 +115,7 @@ class DraftState:
             return  # of two chains the better was verified: no fair sample of the proposer's
         num_ranked = outcome.num_ranked
         if num_ranked or not num_uncached:  # else it was catching up
-            worth.observe(
+            node_worth.observe(
                 plan.max_draft,
                 num_ranked,
                 outcome.accepted_ranks,

@@ -45,7 +45,7 @@ from .tree_growth import (
     Places,
     TreeGrowth,
     choose,
-    default_odds,
+    default_gap_models,
     drawn_alone,
     frontiers,
     sample_rows,
@@ -87,7 +87,7 @@ class LmProposer:
         self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
         self._draft_kvs: dict[str, _DraftKV] = {}
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
-        self._odds = default_odds()  # by whether tokens are sampled
+        self._odds = default_gap_models()  # by whether tokens are sampled
         self._independent = independent
         self._draws_on_device = isinstance(decoder.sampler, DeviceSampler) and not independent
         self._fixed_temperature_scale = 1.0 if independent else temperature_scale
@@ -230,8 +230,8 @@ class LmProposer:
 
     def _grow(self, trees: Sequence[TreeGrowth], first: _Opened) -> None:
         """Expand the trees, level by level, behind their first one."""
-        reads_text = any(tree.scheduled.sampling.reads_text for tree, _ in first.places)
-        if isinstance(first.found, Sequence) or reads_text:
+        needs_history = any(tree.scheduled.sampling.needs_history for tree, _ in first.places)
+        if isinstance(first.found, Sequence) or needs_history:
             first.read()
             while any(found := frontiers(trees)):
                 self._advance(trees, found).read()

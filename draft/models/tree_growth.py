@@ -41,12 +41,16 @@ RATE = 0.02  # of a gradient step
 LEAST = 0.05  # of B and b
 
 
-class GapOdds:
-    """The three numbers of one drafter, for greedy or for sampled requests."""
+class GapModel:
+    """Which of a place's best tokens the target takes, by their scores: three fitted numbers.
+
+    One for each drafter, for greedy and for sampled requests. The question comes up while a draft
+    grows; those asked before it are in draft/control/estimators.py.
+    """
 
     def __init__(self, falloff: float, rest: float, slope: float) -> None:
         self.falloff, self.rest, self.slope = falloff, rest, slope
-        self.usual = 0.7  # chance of the best token of a place, lately
+        self.mean_best = 0.7  # chance of the best token of a place, lately
 
     def chances(self, scores: Sequence[float]) -> list[float]:
         """That the target takes each of a place's best tokens, by their falling ``scores``."""
@@ -60,7 +64,7 @@ class GapOdds:
             return
         weights, rest = self._weights(scores)
         total = sum(weights) + rest
-        self.usual += RATE * (weights[0] / total - self.usual)
+        self.mean_best += RATE * (weights[0] / total - self.mean_best)
         errors = [weight / total - (index == rank) for index, weight in enumerate(weights)]
         rest_error = rest / total - (rank is None)
         gaps = [min(MAX_GAP, scores[0] - score) for score in scores]
@@ -76,9 +80,9 @@ class GapOdds:
         return [math.exp(-self.falloff * gap) for gap in gaps], rest
 
 
-def default_odds() -> dict[bool, GapOdds]:
+def default_gap_models() -> dict[bool, GapModel]:
     """Where the fit begins, by whether tokens are sampled: measured with the built-in pair."""
-    return {False: GapOdds(2.4, -1.0, 3.5), True: GapOdds(1.6, -0.9, 1.4)}
+    return {False: GapModel(2.4, -1.0, 3.5), True: GapModel(1.6, -0.9, 1.4)}
 
 
 @dataclass(slots=True)
@@ -114,7 +118,7 @@ class TreeGrowth:
     """
 
     scheduled: ScheduledRequest
-    odds: GapOdds
+    gap_model: GapModel
     source: str
     page_size: int = 0
     most_levels: int = 1 << 30
@@ -172,7 +176,7 @@ class TreeGrowth:
         self.num_levels += node == ROOT
         before = self._at(node)
         known = {self.nodes[index].token_id: index for index in before.children}
-        chances = self.odds.chances(best.scores) if best.scores else [1.0]
+        chances = self.gap_model.chances(best.scores) if best.scores else [1.0]
         kept = len(chances) if self.is_tree else 1
         ranked = []
         for rank, (token_id, chance) in enumerate(zip(best.token_ids, chances, strict=True)):
@@ -261,10 +265,10 @@ class TreeGrowth:
             return self.plan.row_price
         return max(self.plan.row_price, odds[self.plan.max_draft - 1])
 
-    def worth(self, frontier: Sequence[int]) -> float:
+    def expected_gain(self, frontier: Sequence[int]) -> float:
         """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
-        usual, price = self.odds.usual, self.plan.row_price
-        return sum(max(0.0, usual * self._left(self.nodes[node]) - price) for node in frontier)
+        mean_best, price = self.gap_model.mean_best, self.plan.row_price
+        return sum(max(0.0, mean_best * self._left(self.nodes[node]) - price) for node in frontier)
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first level down to ``node``."""
@@ -335,7 +339,7 @@ class TreeGrowth:
             right = next((i for i in children if self.nodes[i].token_id == token_id), None)
             if place is not None and place.scores:
                 rank = place.ranked.index(right) if right in place.ranked else None
-                self.odds.learn(place.scores, rank)
+                self.gap_model.learn(place.scores, rank)
             if right is None:
                 break
             node, slot = right, self.nodes[right].slot
@@ -359,7 +363,8 @@ def frontiers(
     growing = [(tree, nodes) for tree, nodes in zip(trees, found, strict=True) if nodes]
     price = max((tree.plan.pass_price for tree, _ in growing), default=0.0)
     is_worth = (
-        not (price and takes_pass) or sum(tree.worth(nodes) for tree, nodes in growing) > price
+        not (price and takes_pass)
+        or sum(tree.expected_gain(nodes) for tree, nodes in growing) > price
     )
     return found if is_worth else [[] for _ in trees]
 

@@ -29,10 +29,10 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel
-from foretoken.draft.sources.suffix import SuffixSource
+from foretoken.draft.control.estimators import AcceptanceModel
+from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.speculator import DraftSpeculator
 from foretoken.radix_cache import PrefixCache
 from support.proposers import MODEL, BareProposer
@@ -135,7 +135,7 @@ def test_a_lost_draft_model_is_planned_for_no_more_and_steps_are_launched_ahead(
     target: Decoder,
 ) -> None:
     speculator = DraftSpeculator(
-        [SuffixSource(num_slots=2**12)],
+        [PredictionSource()],  # there is none: look-ups find nothing
         Controller(CostModel()),
         AcceptanceModel(),
         depth=DEPTH,
@@ -150,5 +150,5 @@ def test_a_lost_draft_model_is_planned_for_no_more_and_steps_are_launched_ahead(
     assert sum(plan.is_plain for plan in rest) > len(rest) // 3
     assert runner.num_ahead > 10
     assert 'foretoken:drafter_disabled{source="proposer"} 1.0' in metrics
-    for name in ("suffix", "all"):
+    for name in ("prediction", "all"):
         assert f'foretoken:drafter_disabled{{source="{name}"}} 0.0' in metrics

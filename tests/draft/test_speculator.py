@@ -14,10 +14,10 @@ from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
-from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Allocation, Controller, StepCandidates
 from foretoken.draft.control.cost_model import CostCurve, CostModel, StepProfile
 from foretoken.draft.control.draft_state import FRUITLESS, MAX_PAUSE
+from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.sources.merge import common_len
 from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.prefix import PrefixSource
@@ -361,7 +361,7 @@ def test_the_better_of_two_chains_is_no_sample_of_the_draft_models() -> None:
     for token_id in TEXT:
         bench.step(fixed, [token_id])
     bench.plan(auto := bench.request(TEXT))
-    assert bench.seen[-1].proposer_worth[0, 0] == pytest.approx(0.65), "as if it was never asked"
+    assert bench.seen[-1].expected_accepted[0, 0] == pytest.approx(0.65), "as if it was never asked"
     assert bench.plan(auto)[0].max_draft > 0
 
 
@@ -558,8 +558,8 @@ def test_catching_up_teaches_nothing_about_the_draft_model() -> None:
     request = bench.request(TEXT)
     for _ in range(30):
         bench.step(request, [1], num_uncached=10)
-    trusted = bench.seen[-1].proposer_worth[0, 0]
-    assert trusted == pytest.approx(bench.seen[0].proposer_worth[0, 0])
+    trusted = bench.seen[-1].expected_accepted[0, 0]
+    assert trusted == pytest.approx(bench.seen[0].expected_accepted[0, 0])
 
 
 def test_while_prompts_wait_the_draft_model_does_not_catch_up_with_much() -> None:
@@ -804,7 +804,7 @@ def test_nothing_is_kept_of_requests_that_left() -> None:
     speculator = bench.speculator
     assert not speculator._states
     assert not speculator._indexer._num_indexed
-    assert not speculator.odds._adjustments
+    assert not speculator.acceptance._adjustments
     assert not speculator.has_work()
 
 

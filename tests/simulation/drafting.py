@@ -13,9 +13,9 @@ from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION, Speculator
 from foretoken.core.interface.request import Request
-from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.prefix import PrefixSource
 from foretoken.draft.sources.suffix import SuffixSource

@@ -24,9 +24,9 @@ from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata
-from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.sources.source import Guess, Priors
 from foretoken.draft.speculator import DraftSpeculator
 from support.drafts import proposed

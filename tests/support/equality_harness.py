@@ -27,9 +27,9 @@ from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.ops.native import native_library
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.draft.sources.oracle import OracleSource
 from foretoken.draft.sources.prediction import PredictionSource

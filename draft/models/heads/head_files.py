@@ -65,8 +65,8 @@ class HeadFolder:
     """A folder with a head: its kind, its config and where its tap ids leave a choice.
 
     ``shifted_taps``: what the boundaries are if the engine that the head was trained with counts
-    layers; None where the config leaves no doubt. ``odds``: the three numbers of `GapOdds` that its
-    training found, by whether tokens are sampled; none where it was trained elsewhere.
+    layers; None where the config leaves no doubt. ``odds``: the three numbers of `GapModel` that
+    its training found, by whether tokens are sampled; none where it was trained elsewhere.
     """
 
     path: Path

@@ -35,7 +35,15 @@ from ....core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ....core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ....core.ops.kv_pool import KVPool
 from ....core.sampling.sampler import Columns, Sampler
-from ..tree_growth import ROOT, GapOdds, TreeGrowth, choose, default_odds, frontiers, sample_rows
+from ..tree_growth import (
+    ROOT,
+    GapModel,
+    TreeGrowth,
+    choose,
+    default_gap_models,
+    frontiers,
+    sample_rows,
+)
 from .head_layers import KeysValues, TapConfig
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -139,14 +147,14 @@ class HeadProposer(ABC):
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
         self._page_bytes = pool.data[0].nbytes
         self._most_copied: float = MOST_COPIED  # less once memory ran out
-        self._odds = default_odds()  # by whether tokens are sampled
+        self._odds = default_gap_models()  # by whether tokens are sampled
         self._taps: Taps = tuple(dict.fromkeys(config.taps))
         self.dtype, self.device = pool.dtype, pool.data.device
         self._order = [self._taps.index(boundary) for boundary in config.taps]
 
     def begin_with(self, odds: Mapping[bool, tuple[float, float, float]]) -> None:
         """Odds that were fitted before, by whether tokens are sampled; they are learnt on from."""
-        self._odds |= {is_sampled: GapOdds(*numbers) for is_sampled, numbers in odds.items()}
+        self._odds |= {is_sampled: GapModel(*numbers) for is_sampled, numbers in odds.items()}
 
     @property
     def taps(self) -> Taps:

@@ -37,7 +37,7 @@ from foretoken.draft.models.heads.head_files import Head
 from foretoken.draft.models.heads.head_proposer import HeadProposer
 from foretoken.draft.models.heads.joined_head import JoinedHead
 from foretoken.draft.models.heads.medusa import MedusaHead
-from foretoken.draft.models.tree_growth import NUM_BEST, default_odds
+from foretoken.draft.models.tree_growth import NUM_BEST, default_gap_models
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.fake_model import Driver
@@ -284,7 +284,7 @@ def test_a_proposer_begins_with_the_odds_that_training_fitted(native) -> None:
     joined = JoinedHead(make_head("block", native), native, {True: (0.7, 1.9, 0.6)})
     odds = joined.proposer(joined.make_pool(4, page_size=PAGE_SIZE))._odds
     assert (odds[True].falloff, odds[True].rest, odds[True].slope) == (0.7, 1.9, 0.6)
-    assert odds[False].falloff == default_odds()[False].falloff
+    assert odds[False].falloff == default_gap_models()[False].falloff
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

@@ -23,7 +23,13 @@ from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.outcome import DraftNote
 from foretoken.draft.models.draft_model import LmProposer
-from foretoken.draft.models.tree_growth import NUM_BEST, ROOT, GapOdds, TreeGrowth, default_odds
+from foretoken.draft.models.tree_growth import (
+    NUM_BEST,
+    ROOT,
+    GapModel,
+    TreeGrowth,
+    default_gap_models,
+)
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.drafts import with_drafts
@@ -55,7 +61,7 @@ def row_of(
 
 
 def grown(row: ScheduledRequest) -> TreeGrowth:
-    return TreeGrowth(row, default_odds()[True], "lm", PAGE_SIZE)
+    return TreeGrowth(row, default_gap_models()[True], "lm", PAGE_SIZE)
 
 
 CLEAR = Best((1, 2, 3, 4), (9.0, 5.0, 4.0, 3.0))
@@ -66,7 +72,7 @@ CLOSE = Best((5, 6, 7, 8), (3.0, 2.9, 2.0, 1.5))
 
 
 def test_a_close_race_is_less_sure_than_a_clear_one() -> None:
-    odds = default_odds()[True]
+    odds = default_gap_models()[True]
     clear, close = odds.chances(CLEAR.scores), odds.chances(CLOSE.scores)
     for chances in (clear, close):
         assert chances == sorted(chances, reverse=True)
@@ -85,7 +91,7 @@ def test_the_numbers_are_fitted_as_positions_are_judged() -> None:
     noise = gumbel_rows([(7, position) for position in range(num)], hashes)
     winners = (target.log_softmax(-1) + noise).argmax(-1)
     best = (draft.log_softmax(-1) + noise).topk(NUM_BEST, dim=-1)
-    odds, told = GapOdds(0.3, 1.0, 0.1), []
+    odds, told = GapModel(0.3, 1.0, 0.1), []
     for at in range(num):
         scores = best.values[at].tolist()
         found = (best.indices[at] == winners[at]).nonzero()
@@ -101,7 +107,7 @@ def test_the_numbers_are_fitted_as_positions_are_judged() -> None:
 
 
 def test_a_place_with_one_token_left_is_sure_and_teaches_nothing() -> None:
-    odds = GapOdds(1.6, -0.9, 1.4)
+    odds = GapModel(1.6, -0.9, 1.4)
     assert odds.chances([3.0]) == [1.0]
     odds.learn([3.0], 0)
     assert (odds.falloff, odds.rest, odds.slope) == (1.6, -0.9, 1.4)

@@ -41,8 +41,8 @@ MUTATIONS = (
     Mutation(
         "scheduler-charges-twice-where-memory-ran-out",
         "Scheduler.credit_unfinished",
-        "request.num_prepaid += max(0, scheduled.stop - request.num_computed)",
-        "request.num_prepaid += 0",
+        "request.num_charged_not_computed += max(0, scheduled.stop - request.num_computed)",
+        "request.num_charged_not_computed += 0",
         ("test_a_tenant_pays_once_for_what_a_step_without_memory_did_not_get_to",),
         "a tenant pays for what is computed",
     ),

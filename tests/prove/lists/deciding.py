@@ -10,7 +10,7 @@ MUTATIONS = (
         "_Curve.count",
         "num_tried = num_hits + missed\n        for index",
         "num_tried = num_hits\n        for index",
-        ("control/test_acceptance.py",),
+        ("control/test_estimators.py",),
         "chances converge to the truth",
     ),
     Mutation(
@@ -18,7 +18,7 @@ MUTATIONS = (
         "_Adjustment.count",
         "(HAZARD_PRIOR + self.rejections) / (HAZARD_PRIOR + self.expected)",
         "(HAZARD_PRIOR + self.expected) / (HAZARD_PRIOR + self.rejections)",
-        ("control/test_acceptance.py",),
+        ("control/test_estimators.py",),
         "three failures in a row bend a request at once",
     ),
     Mutation(
@@ -26,7 +26,7 @@ MUTATIONS = (
         "_CLASS_OF",
         'np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1',
         'np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="left")[::-1] - 1',
-        ("control/test_acceptance.py",),
+        ("control/test_estimators.py",),
         "positions are learnt apart",
     ),
     Mutation(
@@ -34,7 +34,7 @@ MUTATIONS = (
         "AcceptanceModel.survival",
         "curve = self._curves[source][sampled][kind]",
         "curve = self._curves[source][False][kind]",
-        ("control/test_acceptance.py",),
+        ("control/test_estimators.py",),
         "greedy and sampled requests are learnt apart",
     ),
     Mutation(
@@ -42,7 +42,7 @@ MUTATIONS = (
         "_Curve.count",
         "keep = max(0.0, 1.0 - tried / WINDOW)",
         "keep = 1.0",
-        ("control/test_acceptance.py",),
+        ("control/test_estimators.py",),
         "a collapse is followed within a few hundred tokens",
     ),
     Mutation(
@@ -50,7 +50,7 @@ MUTATIONS = (
         "_Adjustment.count",
         "self.expected = HAZARD_KEEP * self.expected + expected",
         "self.expected = HAZARD_KEEP * self.expected",
-        ("control/test_acceptance.py",),
+        ("control/test_estimators.py",),
         "a request that fails no more is soon trusted again",
     ),
     Mutation(
@@ -58,7 +58,7 @@ MUTATIONS = (
         "AcceptanceModel.forget",
         "self._adjustments.pop(request_id, None)",
         "self._adjustments.get(request_id, None)",
-        ("control/test_acceptance.py",),
+        ("control/test_estimators.py",),
         "nothing is kept of requests that left",
     ),
     Mutation(
@@ -143,7 +143,7 @@ MUTATIONS = (
     ),
     Mutation(
         "allocation-drafts-beyond-the-budget",
-        "_take",
+        "_best_prefix",
         "most = min(candidates.budget, int(np.count_nonzero(for_a_row > 0.0)))",
         "most = int(np.count_nonzero(for_a_row > 0.0))",
         ("test_allocation.py",),
@@ -160,16 +160,16 @@ MUTATIONS = (
     Mutation(
         "allocation-catches-up-for-nothing",
         "_best_with_proposer",
-        "entry = rate * owed * (owed_s",
-        "entry = 0.0 * owed * (owed_s",
+        "catch_up_price = rate * owed * (owed_s",
+        "catch_up_price = 0.0 * owed * (owed_s",
         ("test_allocation.py",),
         "a request about to end does not catch up with a long prompt",
     ),
     Mutation(
         "allocation-takes-the-worse-draft",
         "_best_with_proposer",
-        "by_proposer = (worth > lookup_worth)",
-        "by_proposer = (worth < lookup_worth)",
+        "by_proposer = (gain > lookup_gain)",
+        "by_proposer = (gain < lookup_gain)",
         ("test_allocation.py",),
         "each request takes the better of its two drafts",
     ),

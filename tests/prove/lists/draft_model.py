@@ -87,7 +87,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gaps-are-learnt-uphill",
-        "GapOdds.learn",
+        "GapModel.learn",
         "self.rest -= RATE * rest_error",
         "self.rest += RATE * rest_error",
         ("test_the_numbers_are_fitted_as_positions_are_judged",),
@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         "lm-reads-every-token-at-once",
         "LmProposer._grow",
-        "isinstance(first.found, Sequence) or reads_text",
-        "isinstance(first.found, Sequence) or not reads_text",
+        "isinstance(first.found, Sequence) or needs_history",
+        "isinstance(first.found, Sequence) or not needs_history",
         (
             "test_the_tokens_of_a_draft_model_are_read_when_all_its_passes_are_launched",
             "test_a_penalty_needs_each_token_on_the_host_before_the_next",

@@ -56,7 +56,7 @@ MUTATIONS = (
     Mutation(
         "ahead-of-rows-that-read-the-text",
         "StepPlan.is_decode_only",
-        "            and not scheduled.sampling.reads_text\n",
+        "            and not scheduled.sampling.needs_history\n",
         "",
         ("test_nothing_is_planned_where_a_row_reads_the_text",),
         "penalties see every token",
@@ -96,7 +96,7 @@ MUTATIONS = (
     Mutation(
         "drop-charges-twice",
         "Scheduler.discard_plan",
-        "                request.num_prepaid += 1\n",
+        "                request.num_charged_not_computed += 1\n",
         "                pass\n",
         ("test_a_plan_that_is_dropped_charges_nobody_twice",),
         "a step that is not computed costs nothing",

@@ -98,7 +98,7 @@ MUTATIONS = (
     Mutation(
         "pages-note-writes-twice",
         "_note",
-        "new = upto - max(written.start, request.num_noted)",
+        "new = upto - max(written.start, request.num_tokens_accounted)",
         "new = upto - written.start",
         ("test_preemption_counts_no_token_as_written_twice",),
         "preemption counts no token as written twice",

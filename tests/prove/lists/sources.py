@@ -232,7 +232,7 @@ MUTATIONS = (
     Mutation(
         "speculator-remembers-who-left",
         "DraftSpeculator.leave",
-        "            self.odds.forget(request.request_id)\n",
+        "            self.acceptance.forget(request.request_id)\n",
         "",
         ("test_nothing_is_kept_of_requests_that_left",),
         "nothing is kept of requests that left",
