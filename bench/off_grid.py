@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..api.build.model_files import checked_smollm2
-from ..core.model.checkpoint import open_checkpoint
+from ..core.model.opening import open_model
 from ..core.ops.quantize import QuantizedWeight
 
 SEED = 3
@@ -36,7 +36,7 @@ def write_off_grid(out: Path) -> Path:
     config.dtype = torch.bfloat16
     config.save_pretrained(out)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
-    checkpoint = open_checkpoint(file)
+    checkpoint = open_model(file).checkpoint
     weights = {name: _plain(checkpoint.read(name)) for name in checkpoint.shapes}
     heads = json.loads((out / "config.json").read_text())
     permuted = _permuted(weights, heads["num_attention_heads"], heads["num_key_value_heads"])

@@ -41,12 +41,13 @@ from ..api.text.tokenizer import Tokenizer
 from ..api.types.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.execution.model_runner import ModelRunner
+from ..core.interface.protocols import Speculator
 from ..core.interface.request import Request, Usage
-from ..core.interface.speculator import GuardedSpeculator, Speculator, guarded
-from ..core.interface.step import SamplingMetadata
+from ..core.interface.sampling import SamplingMetadata
 from ..core.model.opening import read_config
-from ..draft.control.acceptance import AcceptanceModel
+from ..core.scheduling.guarded_speculator import GuardedSpeculator, guarded
 from ..draft.control.controller import Controller
+from ..draft.control.estimators import AcceptanceModel
 from ..draft.speculator import DraftSpeculator
 from .common.drafting import chain, tree
 from .common.real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts

@@ -9,8 +9,9 @@ from math import inf
 from typing import Any, Literal
 
 from .errors import InvalidRequest, shown
-from .interface.sampling_params import RECOMMENDED, TokenSamplingParams
+from .interface.sampling import RECOMMENDED, TokenSamplingParams
 from .interface.settings import SIZE, check_settings, setting, settings_of
+from .validation import require
 
 OVERRIDES = "override_generation_config"
 TEMPLATE_KWARGS = "default_chat_template_kwargs"
@@ -208,19 +209,19 @@ class EngineConfig:
     def _check_supported(self) -> None:
         # Rejection sampling is exact only if the depth does not follow from what was drafted.
         fixed = self.verify == "coupled" or self.speculation != "auto"
-        _require(fixed, "verify", REJECTION_WANTS_DEPTH)
+        require(fixed, "verify", REJECTION_WANTS_DEPTH)
         on_cpu = self.device != "cuda" or self.backend != "native"
-        _require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
+        require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
         self._check_quantize()
         has_kv = self.kv_cache_dtype != "fp8" or self.backend != "native"
-        _require(has_kv, "kv_cache_dtype", "fp8 needs a GPU; the native backend supports int8")
+        require(has_kv, "kv_cache_dtype", "fp8 needs a GPU; the native backend supports int8")
 
     def _check_quantize(self) -> None:
         by_kernels = self.quantize != "int8" or self.backend != "torch"
-        _require(by_kernels, "quantize", "int8 needs the native or the triton backend, not torch")
+        require(by_kernels, "quantize", "int8 needs the native or the triton backend, not torch")
         may_be_native = self.device != "cuda" and self.backend in ("auto", "native")
         by_native = self.quantize != "int4" or may_be_native
-        _require(by_native, "quantize", "int4 needs the native backend on the CPU")
+        require(by_native, "quantize", "int4 needs the native backend on the CPU")
 
     def sizes(self, device: str) -> Sizes:
         """What was asked for, and the rest as suits a device, cpu or cuda."""
@@ -247,7 +248,7 @@ def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
     found = _parse_object(OVERRIDES, given)
     for name in found:
         known = f"has no field {shown(name)}; its fields are {', '.join(RECOMMENDED)}"
-        _require(name in RECOMMENDED, OVERRIDES, known)
+        require(name in RECOMMENDED, OVERRIDES, known)
     try:
         TokenSamplingParams(**found)
     except InvalidRequest as error:

@@ -2,7 +2,7 @@
 
 Sources look the next tokens up in earlier tokens, or know what a grammar forces. A proposer (a
 draft model or a trained head), if there is one, drafts in the model thread. The acceptance rate of
-each is measured (control/acceptance.py), the cost of a step is measured (control/cost_model.py),
+each is measured (control/estimators.py), the cost of a step is measured (control/cost_model.py),
 and the controller drafts every token that is worth its row, which may be none. Look-ups run before
 a step; committed tokens are indexed while the next step runs.
 """
@@ -16,19 +16,16 @@ from typing import Literal
 
 import numpy as np
 
+from ..core.interface.draft import NO_DRAFT, NO_DRAFT_PLAN, DraftPlan
+from ..core.interface.output import RequestOutput, StepOutput
+from ..core.interface.plan import ScheduledRequest, StepPlan
+from ..core.interface.protocols import ProposerTraits, Speculator
 from ..core.interface.request import Request
-from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan, ProposerTraits, Speculator
-from ..core.interface.step import (
-    NO_DRAFT,
-    RequestOutput,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from .control.acceptance import AcceptanceModel, NodeWorth
 from .control.controller import Controller, StepCandidates
 from .control.cost_model import Mean
 from .control.draft_state import NO_SURVIVAL, DraftState, padded
+from .control.estimators import AcceptanceModel, NodeWorth
+from .control.outcome import DraftOutcome
 from .sources.grammar import GrammarSource
 from .sources.merge import GuessTree, Survival
 from .sources.source import GuardedSource, Source, SourceIndexer
@@ -55,7 +52,7 @@ class DraftSpeculator(Speculator):
         self,
         sources: Sequence[Source],
         controller: Controller,
-        odds: AcceptanceModel,
+        acceptance: AcceptanceModel,
         *,
         depth: Literal["auto"] | int = "auto",
         proposer: ProposerTraits | None = None,
@@ -65,7 +62,7 @@ class DraftSpeculator(Speculator):
     ) -> None:
         self.depth = depth
         self.controller = controller
-        self.odds = odds
+        self.acceptance = acceptance
         self._sources = [GuardedSource(source) for source in sources]
         self._grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self._indexer = SourceIndexer(self._sources)
@@ -79,7 +76,7 @@ class DraftSpeculator(Speculator):
         self._node_worth = NodeWorth(PROPOSER_NODES, **PROPOSER_PRIORS)
         self._draft_shape = Mean(), Mean()  # of its drafts in a step: most levels, most nodes
         for source in self._sources:
-            odds.register(source.name, source.priors)
+            acceptance.register(source.name, source.priors)
 
     # -- plan -----------------------------------------------------------------------------------
 
@@ -129,8 +126,8 @@ class DraftSpeculator(Speculator):
 
     def _depth(self, request: Request) -> Literal["auto"] | int:
         is_fixed = isinstance(request.depth, int)
-        said = request.depth if is_fixed or (self._adapts and request.depth) else self.depth
-        return 0 if said is None else said
+        asked = request.depth if is_fixed or (self._adapts and request.depth) else self.depth
+        return 0 if asked is None else asked
 
     def _state_of(self, request: Request) -> DraftState:
         return self._states.setdefault(request.request_id, DraftState(request))
@@ -151,7 +148,7 @@ class DraftSpeculator(Speculator):
         return plan if plan.num_rows else NO_DRAFT_PLAN
 
     def _look_up(self, state: DraftState, most: int) -> GuessTree | None:
-        return state.look_up(self._sources, self._grammar, self.odds, most)
+        return state.look_up(self._sources, self._grammar, self.acceptance, most)
 
     def _candidates(
         self,
@@ -166,16 +163,18 @@ class DraftSpeculator(Speculator):
             is_requested = limit and not self._drafts_nothing(state.request, 0)
             most = min(limit, LOOKUP_LEN)
             state.tree = self._look_up(state, most) if is_requested else None
-        worth, shown = self._proposer_odds(states, limits, is_busy=num_prefill > 0)
+        expected_accepted, node_probability = self._proposer_nodes(
+            states, limits, is_busy=num_prefill > 0
+        )
         levels, nodes = self._draft_shape
         return StepCandidates(
             lookup=padded([NO_SURVIVAL if s.tree is None else s.tree.odds for s in states]),
-            proposer_worth=worth,
+            expected_accepted=expected_accepted,
             num_uncached_draft_tokens=np.array([self._num_uncached(state) for state in states]),
             budget=budget,
             num_prefill=num_prefill,
             num_others=num_others,
-            proposer_shown=shown,
+            node_probability=node_probability,
             tokens_per_pass=1 if self._proposer is None else self._proposer.tokens_per_pass,
             passes_per_node=levels.value / nodes.value if nodes.value else 1.0,
             context_lens=np.array([len(state.request.tokens) for state in states]),
@@ -187,19 +186,21 @@ class DraftSpeculator(Speculator):
             return 0
         return len(state.request.tokens) - state.proposer_len
 
-    def _proposer_odds(
+    def _proposer_nodes(
         self, states: Sequence[DraftState], limits: Sequence[int], *, is_busy: bool
     ) -> tuple[Survival, Survival]:
-        """Worth of the proposer's nodes, and how often there are so many; [num_requests, most].
+        """Accepted tokens that the b-th best node brings, and the chance that it exists.
 
-        Empty without a model.
+        [num_requests, most] each; empty without a proposer.
         """
         if self._proposer is None:
             return (none := np.zeros((len(states), 0))), none
         pairs = zip(states, limits, strict=True)
         nodes = [(self._most_nodes(*each, is_busy), each[0].is_sampled) for each in pairs]
-        worth = padded([self._node_worth.worth(most, sampled=sampled) for most, sampled in nodes])
-        return worth, padded([self._node_worth.shown(most, sampled=s) for most, s in nodes])
+        known = self._node_worth
+        accepted = [known.expected_accepted(most, sampled=sampled) for most, sampled in nodes]
+        probability = [known.node_probability(most, sampled=sampled) for most, sampled in nodes]
+        return padded(accepted), padded(probability)
 
     def _most_nodes(self, state: DraftState, limit: int, is_busy: bool) -> int:
         """Most nodes of the model's draft; 0 while prompts wait and much KV is missing.
@@ -270,12 +271,15 @@ class DraftSpeculator(Speculator):
         if state is None:
             return
         if state.guesses:
-            state.score(self.odds, request.tokens[-num_served:])
-        if scheduled.max_draft and self._proposer is not None:
+            state.score(self.acceptance, request.tokens[-num_served:])
+        if scheduled.draft_plan.max_draft and self._proposer is not None:
+            outcome = DraftOutcome(output.draft, output.path)
             uncached = scheduled.stop - state.proposer_len if self._proposer.catches_up else 0
-            self._proposer_use.add(uncached, output, self._proposer.tokens_per_pass)
+            self._proposer_use.add(uncached, outcome, self._proposer.tokens_per_pass)
             is_trial = self.controller.is_trying
-            state.judge_proposer(self._node_worth, scheduled, output, num_served, is_trial=is_trial)
+            state.judge_proposer(
+                self._node_worth, scheduled, outcome, num_served, is_trial=is_trial
+            )
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Learn the cost of a step that took ``seconds``; drop a proposer that was given up."""
@@ -297,7 +301,7 @@ class DraftSpeculator(Speculator):
             with_prompts=len(decodes) < len(plan.requests),
             with_proposer=bool(use.passes),
             num_keys=sum(
-                each.start * (each.stop - each.start - 1 + out.num_proposed)
+                each.start * (each.stop - each.start - 1 + len(out.draft.token_ids))
                 for each, out in zip(plan.requests, output.requests, strict=True)
             ),
         )
@@ -324,7 +328,7 @@ class DraftSpeculator(Speculator):
         """Forget a request; the sources keep its tokens later, while a step runs."""
         if self._states.pop(request.request_id, None) is not None:
             self._indexer.leave(request)
-            self.odds.forget(request.request_id)
+            self.acceptance.forget(request.request_id)
 
     def has_work(self) -> bool:
         """Whether there may be something to index."""
@@ -360,16 +364,17 @@ class _ProposerUse:
         self.passes: list[int] = []  # rows of each
 
     def add(
-        self, num_uncached_draft_tokens: int, output: RequestOutput, tokens_per_pass: int
+        self, num_uncached_draft_tokens: int, outcome: DraftOutcome, tokens_per_pass: int
     ) -> None:
         """Count a request: tokens caught up with, drafted and accepted, and passes."""
-        num_passes = max(1, -(-output.num_levels // tokens_per_pass))
+        num_levels, num_ranked = outcome.note.num_levels, outcome.num_ranked
+        num_passes = max(1, -(-num_levels // tokens_per_pass))
         # A head that drafts blocks computes a row a pass, others the nodes that they expand.
-        others = max(1, round((output.num_ranked - 1) / (num_passes - 1))) if num_passes > 1 else 0
+        others = max(1, round((num_ranked - 1) / (num_passes - 1))) if num_passes > 1 else 0
         mine = [max(1, num_uncached_draft_tokens)]
         mine += [others if tokens_per_pass == 1 else 1] * (num_passes - 1)
         self.passes = [sum(pair) for pair in zip_longest(self.passes, mine, fillvalue=0)]
-        self.most_nodes = max(self.most_nodes, output.num_ranked)
-        self.most_levels = max(self.most_levels, output.num_levels)
-        self.num_drafted += output.num_ranked
-        self.num_hits += len(output.accepted_ranks)
+        self.most_nodes = max(self.most_nodes, num_ranked)
+        self.most_levels = max(self.most_levels, num_levels)
+        self.num_drafted += num_ranked
+        self.num_hits += len(outcome.accepted_ranks)

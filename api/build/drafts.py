@@ -11,12 +11,12 @@ from typing import Literal
 from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.execution.proposer import Proposer
-from ...core.interface.speculator import NO_SPECULATION, Speculator
+from ...core.interface.protocols import NO_SPECULATION, Speculator
 from ...core.model.decoder import Decoder
 from ...core.ops.kv_pool import KVPool
-from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
+from ...draft.control.estimators import AcceptanceModel
 from ...draft.control.profiler import profile_step
 from ...draft.heads.proposer import HeadProposer
 from ...draft.proposers.vocab_check import check_same_tokens
@@ -82,7 +82,9 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
         message = "draft 'self' draws with the noise of --verify coupled, not of rejection"
         raise InvalidRequest(message, param="draft")
     if models == [SELF] and config.quantize != "none":
-        message = f"draft 'self' rounds weights of 16 or 32 bits, not those of --quantize {config.quantize}"
+        message = (
+            f"draft 'self' rounds weights of 16 or 32 bits, not {config.quantize} (--quantize)"
+        )
         raise InvalidRequest(message, param="draft")
     return DraftSpec(sources, models[0] if models else None)
 

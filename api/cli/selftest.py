@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ForetokenError
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.sampling import SamplingMetadata
 from ...core.model.rope import RopeSpec, RopeTable
 from ...core.ops.base import Activation, HeadLayout, HeadNorm, Norm, Ops, PackedLinear
 from ...core.ops.batch import RaggedBatch, Segment, build_batch

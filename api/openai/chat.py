@@ -10,7 +10,7 @@ from functools import partial
 from msgspec import UNSET, Struct
 
 from ...core.errors import InvalidRequest
-from ...core.interface.step import TokenLogprob
+from ...core.interface.output import TokenLogprob
 from ..protocol.answers import prewarm
 from ..protocol.sampling import cache_options, decoder, is_prewarm, sampling_params
 from ..runtime.chat import ChatAnswer

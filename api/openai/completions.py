@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
-from ...core.interface.step import TokenLogprob
+from ...core.interface.output import TokenLogprob
 from ..protocol.answers import warm_usage
 from ..protocol.sampling import (
     cache_options,

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from msgspec import Struct
 
 from ..._version import __version__
+from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Usage
-from ...core.interface.step import TokenLogprob
 from ..protocol.answers import refuse_aborted, speculation_body
 from ..serving.serving_context import Service
 from ..serving.sse import DONE, ReadyReply, Reply, event

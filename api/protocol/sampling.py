@@ -14,13 +14,8 @@ from msgspec import Meta, Struct
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import CacheOptions
-from ...core.interface.sampling_params import (
-    MAX_ALLOWED,
-    MAX_BIASED_TOKENS,
-    MAX_INT,
-    MAX_LISTED,
-    MAX_LOGPROBS,
-)
+from ...core.interface.sampling import MAX_ALLOWED, MAX_BIASED_TOKENS, MAX_LISTED, MAX_LOGPROBS
+from ...core.validation import MAX_INT
 from ..runtime.tools import (
     CacheSpec,
     GrammarText,

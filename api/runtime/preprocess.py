@@ -20,7 +20,7 @@ from ...core.interface.request import (
     OnToken,
     Request,
 )
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.sampling import SamplingMetadata
 from ..structured.matcher import Grammar
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import tenant_of

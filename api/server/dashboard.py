@@ -18,10 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...core.interface.output import StepOutput
+from ...core.interface.plan import StepPlan
 from ...core.interface.request import Delta
 from ...core.interface.request import Request as EngineRequest
-from ...core.interface.speculator import GuardedSpeculator
-from ...core.interface.step import StepOutput, StepPlan
+from ...core.scheduling.guarded_speculator import GuardedSpeculator
 from ...core.telemetry.metrics import EngineObserver
 from ..serving.serving_context import Service
 from ..serving.sse import EventStream, event

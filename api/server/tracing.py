@@ -23,9 +23,11 @@ from starlette.datastructures import Headers
 
 from ..._version import __version__
 from ...core.engine.engine import Engine
+from ...core.interface.output import StepOutput
+from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.request import Delta, Request
-from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import ScheduledRequest, StepOutput, StepPlan
+from ...core.interface.sampling import TokenSamplingParams
+from ...core.scheduling.chunk_budget import num_step_tokens
 from ...core.telemetry.metrics import EngineObserver
 from ..types.request_context import CONTEXT, RequestContext
 from ..types.sampling_params import SamplingParams
@@ -269,8 +271,10 @@ class Telemetry(EngineObserver):
         span.set_attributes(
             {
                 "foretoken.step.num_requests": len(plan.requests),
-                "foretoken.step.num_tokens": plan.num_tokens,
-                "foretoken.step.num_draft_tokens": sum(out.num_proposed for out in output.requests),
+                "foretoken.step.num_tokens": num_step_tokens(plan.requests),
+                "foretoken.step.num_draft_tokens": sum(
+                    len(out.draft.token_ids) for out in output.requests
+                ),
             }
         )
         context = trace.set_span_in_context(span)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core.errors import InvalidRequest
-from ...core.interface.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
+from ...core.interface.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS
 from ...core.interface.settings import SIZE, check_settings, setting
 from ..parsing.output_format import MAX_TOOLS
 from ..types.sampling_params import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS

@@ -23,7 +23,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from ...core.interface.sampling_params import ConstraintFailed, Mask
+from ...core.interface.sampling import ConstraintFailed, Mask
 from ..text.tokenizer import Tokenizer
 from .closing import LEAST_ZONE, Closer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...core.errors import EngineDead, ForetokenError, InvalidRequest, ModelLoadError, PromptTooLong
-from ...core.interface.step import beyond_vocabulary
+from ...core.interface.sampling import beyond_vocabulary
 from ..types.request_context import origin
 from .chat_template import (
     INLINE_CHARS,

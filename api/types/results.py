@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Struct
 
 from ...core.errors import ForetokenError
+from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Usage
-from ...core.interface.step import TokenLogprob
 
 K = TypeVar("K")
 

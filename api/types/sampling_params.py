@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...core.errors import InvalidRequest, shown
-from ...core.interface.sampling_params import (
+from ...core.interface.sampling import RECOMMENDED, TokenSamplingParams
+from ...core.interface.settings import setting
+from ...core.validation import (
     MAX_INT,
-    RECOMMENDED,
-    TokenSamplingParams,
     as_tuple,
     check_bounds,
     check_integer,
@@ -22,7 +22,6 @@ from ...core.interface.sampling_params import (
     require,
     with_defaults,
 )
-from ...core.interface.settings import setting
 
 MAX_N = 16
 MAX_STOP_STRINGS = 16

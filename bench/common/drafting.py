@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
+from ...core.interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ...core.interface.protocols import Speculator
 from ...core.interface.request import Request
-from ...core.interface.speculator import NO_DRAFT_PLAN, DraftPlan, Speculator
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,7 @@ class FixedDrafts(Speculator):
         """The plan within the limits and an equal share of the budget."""
         plan, share = self.plan_, budget // max(1, len(requests))
         return [
-            DraftPlan(
-                max_draft=min(limit, share, plan.max_draft),
-                may_branch=plan.may_branch,
-                row_prices=plan.row_prices,
-                pass_price=plan.pass_price,
-            )
+            replace(plan, max_draft=min(limit, share, plan.max_draft))
             if request.depth != 0 and min(limit, share) > 0
             else NO_DRAFT_PLAN
             for limit, request in zip(limits, requests, strict=True)

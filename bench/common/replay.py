@@ -31,7 +31,7 @@ class ReplayRunner(ModelRunner):
         at = 0
         indices: list[int] = []
         token_ids: list[int] = []
-        for row, draft in zip(work.plan.requests, work.drafts, strict=True):
+        for row, draft in zip(work.layout.requests, work.layout.drafts, strict=True):
             if not row.samples:
                 continue
             answer = self.recorded[row.request_id]

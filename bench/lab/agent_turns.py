@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
-from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
+from ...draft.control.estimators import AcceptanceModel
 from ..common.real_tasks import ADVERSARIAL
 from ..common.report import RESULTS, command, heading, table, write_json
 from .recorded_steps import FILE, Recording, load

@@ -25,7 +25,7 @@ from ...api.build.model_files import BUILTIN
 from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.interface.request import Request, Usage
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.sampling import SamplingMetadata
 from ..common.machine import torch_read_bandwidth
 from ..common.report import Spread, heading, table, write_json
 from ..common.shapes import qwen3_06b, write_pair

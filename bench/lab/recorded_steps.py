@@ -25,8 +25,10 @@ from ...api.sdk.llm import LLM
 from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.execution.model_runner import ModelRunner
-from ...core.interface.speculator import GuardedSpeculator
-from ...core.interface.step import StepOutput, StepPlan
+from ...core.interface.output import StepOutput
+from ...core.interface.plan import StepPlan
+from ...core.scheduling.chunk_budget import num_step_tokens
+from ...core.scheduling.guarded_speculator import GuardedSpeculator
 from ...draft.control import profiler
 from ..common.real_tasks import ADVERSARIAL, KINDS, adversarial, prompts
 from ..common.report import command, write_json
@@ -151,7 +153,7 @@ async def _host_seconds(built: Built, load: int) -> tuple[float, float]:
 
         def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
             inner.observe_step(plan, output, seconds)
-            if len(plan.requests) == load and plan.num_tokens == load:
+            if len(plan.requests) == load and num_step_tokens(plan.requests) == load:
                 beyond = seconds - output.times.get("forward", 0.0)
                 found[output.num_rows > load].append(beyond)
 

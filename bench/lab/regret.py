@@ -25,20 +25,15 @@ import numpy as np
 
 from ...api.build.drafts import AUTO, DraftSpec, make_sources
 from ...api.types.sampling_params import SamplingParams
+from ...core.interface.draft import NO_DRAFT_PLAN, Draft, DraftPlan
+from ...core.interface.output import RequestOutput, StepOutput
+from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.request import Request
-from ...core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ...core.interface.step import (
-    Draft,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
+from ...core.interface.sampling import SamplingMetadata
 from ...core.scheduling.scheduler import MAX_DRAFT, draft_limits, draft_row_budget
-from ...draft.control.acceptance import MAX_LENGTH, AcceptanceModel
 from ...draft.control.controller import Allocation, Controller, StepCandidates, allocate
 from ...draft.control.cost_model import CostModel, FloatArray, IntArray, StepProfile
+from ...draft.control.estimators import MAX_LENGTH, AcceptanceModel
 from ...draft.sources.source import BUCKETS
 from ...draft.speculator import DraftSpeculator
 from ..common.report import RESULTS, heading, table, write_json
@@ -215,7 +210,7 @@ class Run:
             plans = self._speculator.plan(requests, limits, budget=budget, num_prefill=0)
         rows = [_scheduled(each, plan.draft) for each, plan in zip(requests, plans, strict=True)]
         outputs = [
-            _verified(request, answer, row.draft)
+            _verified(request, answer, row.draft_plan.draft)
             for (request, answer), row in zip(self.seats, rows, strict=True)
         ]
         for request, row, out in zip(requests, rows, outputs, strict=True):
@@ -231,8 +226,9 @@ class Run:
     def _pay(
         self, prices: TruePrices, rows: Sequence[ScheduledRequest], outputs: Sequence[RequestOutput]
     ) -> None:
-        num_rows = len(rows) + sum(out.num_proposed for out in outputs)
-        keys = sum(row.start * out.num_proposed for row, out in zip(rows, outputs, strict=True))
+        drafted = [len(out.draft.token_ids) for out in outputs]
+        num_rows = len(rows) + sum(drafted)
+        keys = sum(row.start * count for row, count in zip(rows, drafted, strict=True))
         forward = float(prices.forward(num_rows, keys))
         host = prices.host(len(rows), has_drafts=num_rows > len(rows))
         self.outcome.seconds += forward + host
@@ -305,7 +301,7 @@ def _scheduled(request: Request, draft: Draft) -> ScheduledRequest:
         stop=stop,
         page_ids=array("q"),
         sampling=request.sampling,
-        draft=draft,
+        draft_plan=DraftPlan(draft),
     )
 
 
@@ -313,21 +309,20 @@ def _verified(request: Request, answer: array[int], draft: Draft) -> RequestOutp
     """The draft's path along the answer, and the answer's next token."""
     at = request.num_output
     parents = draft.parents or range(-1, len(draft.token_ids) - 1)
-    node, accepted = -1, list[int]()
+    path: list[int] = []
     for index, (token, parent) in enumerate(zip(draft.token_ids, parents, strict=True)):
         if (
-            parent == node
-            and at + len(accepted) < len(answer)
-            and token == answer[at + len(accepted)]
+            parent == (path[-1] if path else -1)
+            and at + len(path) < len(answer)
+            and token == answer[at + len(path)]
         ):
-            node, accepted = index, [*accepted, token]
-    served = answer[at : at + len(accepted) + 1]
+            path.append(index)
+    served = answer[at : at + len(path) + 1]
     return RequestOutput(
         request_id=request.request_id,
         token_ids=served,
-        num_proposed=len(draft.token_ids),
-        num_accepted=len(accepted),
-        draft_len=draft.height,
+        draft=draft,
+        path=path,
     )
 
 

@@ -24,22 +24,12 @@ from ...api.build.drafts import make_speculator, parse_draft
 from ...core.config import EngineConfig
 from ...core.engine.audit import Auditor
 from ...core.engine.engine import Engine
+from ...core.execution.launch_behind import Finished, launch_behind
+from ...core.interface.output import RequestOutput, StepOutput
+from ...core.interface.plan import ScheduledRequest, StepPlan
+from ...core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
 from ...core.interface.request import Request
-from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from ...core.interface.step_runner import (
-    Finished,
-    OnKernelsStarted,
-    Pending,
-    ignore_kernels,
-    launch_behind,
-)
+from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...radix_cache import PrefixCache
@@ -114,17 +104,15 @@ class FormulaRunner:
     def _row(self, row: ScheduledRequest) -> RequestOutput:
         if not row.samples:
             return RequestOutput(request_id=row.request_id)
-        draft = row.draft.token_ids
+        draft = row.draft_plan.draft.token_ids
         right = [1 + (len(row.tokens) + i) % CYCLE for i in range(len(draft) + 1)]
         pairs = zip(draft, right, strict=False)
         num_accepted = next((i for i, (ours, true) in enumerate(pairs) if ours != true), len(draft))
         return RequestOutput(
             request_id=row.request_id,
             token_ids=right[: num_accepted + 1],
-            num_proposed=len(draft),
-            num_accepted=num_accepted,
-            sources=row.draft.sources,
-            draft_len=len(draft),
+            draft=row.draft_plan.draft,
+            path=range(num_accepted),
         )
 
 

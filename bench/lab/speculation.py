@@ -25,18 +25,14 @@ from ...api.build.engine_builder import Built, build
 from ...api.build.model_files import find_model
 from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
+from ...core.interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ...core.interface.output import RequestOutput, StepOutput
+from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.request import Request
-from ...core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ...core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from ...draft.control.acceptance import AcceptanceModel
+from ...core.interface.sampling import SamplingMetadata
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile
+from ...draft.control.estimators import AcceptanceModel
 from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
@@ -113,7 +109,8 @@ class Speculation:
         output = RequestOutput(
             request_id=request.request_id,
             token_ids=request.tokens[size - num_new :],
-            num_accepted=num_accepted,
+            draft=self.plan.draft,
+            path=range(num_accepted),
         )
         self.speculator.observe(request, row, output, num_new)
         num_rows = 1 + self.plan.num_rows

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ...api.build.engine_builder import Built
 from ...api.types.sampling_params import SamplingParams
 from ...core.interface.request import Request, Usage
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.sampling import SamplingMetadata
 from ..common.replay import ReplayRunner
 from ..common.report import Spread
 

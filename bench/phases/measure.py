@@ -17,7 +17,7 @@ from ...api.build.engine_builder import Built
 from ...api.types.sampling_params import SamplingParams
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.interface.request import Request, Usage
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.sampling import SamplingMetadata
 from ..common.report import Spread
 from ..common.roofline import LENGTHS, POSITIONS, clipped
 from .data import BatchPoint, DecodePoint, Depth, DepthPoint, PrefillPoint

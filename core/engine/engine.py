@@ -17,9 +17,10 @@ from collections.abc import Callable
 from functools import partial
 
 from ..errors import EngineDead, InvalidRequest, QueueFull
+from ..interface.output import StepOutput
+from ..interface.plan import StepPlan
+from ..interface.protocols import StepRunner
 from ..interface.request import Request
-from ..interface.step import StepOutput, StepPlan
-from ..interface.step_runner import StepRunner
 from ..scheduling.scheduler import Scheduler
 from ..telemetry.cache_info import describe_cache
 from ..telemetry.metrics import EngineMetrics
@@ -31,7 +32,7 @@ from .model_thread import ModelThread, StepThread, Supervision, Watchdog
 from .step_executor import OverlapWork, StepExecutor
 
 logger = logging.getLogger(__name__)
-FEW_EVENTS = 2  # are delivered sooner than the loop can be woken
+FEW_EVENTS = 2  # at most so many are delivered at once: waking the loop later costs more
 DEFAULT_SUPERVISION = Supervision()
 CLOSED, STEPS_FAILED = "the engine was closed", "steps failed; the engine stopped"
 
@@ -85,7 +86,7 @@ class Engine:
             self._thread,
             self._watchdog,
             on_events=self._inbox.queue_events,
-            overlap_work=OverlapWork(self._work_behind_kernels, self._has_much_work),
+            overlap_work=OverlapWork(self._work_while_computing, self._should_wait_for_kernels),
             clock=clock,
             overlap=overlap,
         )
@@ -143,7 +144,7 @@ class Engine:
         self._inbox.abort(request_id)
 
     def flush_cache(self, *namespaces: str | None) -> int:
-        """Drop cached prefixes that no request uses, and what drafts draw on.
+        """Drop unused cached prefixes, and the tokens that look-up drafters have indexed.
 
         Of these namespaces, of all when none is named. Returns how many pages that freed.
         """
@@ -152,8 +153,8 @@ class Engine:
     def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
         """Drop what begins with these tokens and is not in use, pins or not.
 
-        Drafts of the namespace go altogether: they know no prefixes. Returns how many pages that
-        freed. Raises `InvalidRequest` for tokens that do not fill a page.
+        All indexed tokens of the namespace are dropped: they are not stored by prefix. Returns how
+        many pages that freed. Raises `InvalidRequest` for tokens that do not fill a page.
         """
         return self.scheduler.flush_prefix(tokens, namespace)
 
@@ -222,7 +223,7 @@ class Engine:
         if self._task is None:
             self._inbox.idle.set()
             self._task = asyncio.create_task(self._run(), name="foretoken-engine")
-            # A program may exit and leave the engine open: nothing is lost that it waited for.
+            # Silence "Task was destroyed" where a program exits without closing the engine.
             setattr(self._task, "_log_destroy_pending", False)  # noqa: B010 - it is not typed
 
     def _require_open(self) -> None:
@@ -289,14 +290,14 @@ class Engine:
         output = await self._step_executor.step(plan, self.runner)
         if output is not None:
             self._report_step(plan, output)
-        else:  # a step run in parts is not a measurement
+        else:  # a bisected step is not timed
             self._round_began = self._clock()
 
-    def _has_much_work(self) -> bool:
+    def _should_wait_for_kernels(self) -> bool:
         """Whether the work of a step is long enough to wait until its kernels have started."""
         return self._inbox.num_undelivered > FEW_EVENTS or self.scheduler.speculator.has_work()
 
-    def _work_behind_kernels(self) -> None:
+    def _work_while_computing(self) -> None:
         """Deliver events and do the speculator's upkeep while the model thread computes."""
         self._deliver()
         if self.scheduler.speculator.has_work():

@@ -19,7 +19,8 @@ from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..errors import EngineDead
-from ..interface.step import StepPlan
+from ..interface.plan import StepPlan
+from ..scheduling.chunk_budget import num_step_tokens
 
 T = TypeVar("T")
 EXIT_SECONDS = 10.0  # that the interpreter's exit waits for a call under way
@@ -217,7 +218,7 @@ class Watchdog:
         began, self._job, self._began = self._began, None, None
         if began is not None:
             kind = None if failure is None else type(failure).__name__
-            counts = len(plan.requests), plan.num_tokens
+            counts = len(plan.requests), num_step_tokens(plan.requests)
             self.records.append(StepRecord(began, now - began, *counts, kind))
 
     def seconds_under_way(self, now: float) -> float:

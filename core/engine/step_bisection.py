@@ -14,16 +14,10 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ..errors import is_out_of_memory
-from ..interface.sampling_params import TokenSamplingParams
-from ..interface.step import (
-    LEAST_CHUNK,
-    NO_DRAFT,
-    NO_PAGES,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepPlan,
-    num_chunk_tokens,
-)
+from ..interface.draft import NO_DRAFT_PLAN
+from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
+from ..interface.sampling import SamplingMetadata, TokenSamplingParams
+from ..scheduling.chunk_budget import LEAST_CHUNK, num_chunk_tokens
 
 _GPU_FAILED = ("CUDA error", "Error [CUDA]")  # in errors of torch and Triton
 
@@ -132,10 +126,10 @@ def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[Schedule
 
 def drafts(scheduled: ScheduledRequest) -> bool:
     """Whether this request has drafts."""
-    return bool(scheduled.max_draft or scheduled.draft.token_ids)
+    return scheduled.draft_plan.num_rows > 0
 
 
 def _without_drafts(scheduled: ScheduledRequest) -> ScheduledRequest:
     if not drafts(scheduled):
         return scheduled
-    return replace(scheduled, draft=NO_DRAFT, max_draft=0, spare_page_ids=NO_PAGES)
+    return replace(scheduled, draft_plan=NO_DRAFT_PLAN, spare_page_ids=NO_PAGES)

@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable
 
 from ..errors import ForetokenError, is_out_of_memory
-from ..interface.step import StepOutput, StepPlan
-from ..interface.step_runner import OnKernelsStarted, Pending, StepCancelled, StepRunner
+from ..interface.output import StepOutput
+from ..interface.plan import StepPlan
+from ..interface.protocols import OnKernelsStarted, Pending, StepCancelled, StepRunner
 from ..scheduling.async_scheduling import plan_next, replan
 from ..scheduling.scheduler import Event, Scheduler
 from ..telemetry.metrics import EngineMetrics

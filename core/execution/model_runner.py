@@ -8,32 +8,19 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, takewhile
+from itertools import takewhile
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
 from ..errors import is_out_of_memory
-from ..interface.speculator import CircuitBreaker
-from ..interface.step import (
-    NO_DRAFT,
-    Draft,
-    RequestOutput,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-    TokenLogprob,
-)
-from ..interface.step_runner import (
-    OnKernelsStarted,
-    Pending,
-    StepCancelled,
-    ignore_kernels,
-    launch_behind,
-)
+from ..interface.draft import NO_DRAFT, Draft
+from ..interface.output import RequestOutput, StepOutput, TokenLogprob
+from ..interface.plan import ScheduledRequest, StepPlan
+from ..interface.protocols import OnKernelsStarted, Pending, StepCancelled, ignore_kernels
 from ..model.decoder import Decoder
-from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Segment, Wanted
+from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Wanted
 from ..ops.device import Stopwatch, make_stopwatch
 from ..ops.kv_pool import KVPool
 from ..sampling.rejection import SampledDraft, verify_by_rejection
@@ -46,8 +33,10 @@ from ..sampling.verifier import (
     Verified,
     walk_drafts,
 )
-from .layout import LogitsLayout, fitting, moves, prompt_logprobs, request_segments
+from ..scheduling.guarded_speculator import CircuitBreaker
+from .launch_behind import launch_behind
 from .proposer import Proposer, VerifiedRequest
+from .step_layout import StepLayout, cut_to_spare_pages
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +50,7 @@ class LaunchedStep:
     """
 
     plan: StepPlan
-    drafts: Sequence[Draft]  # of each request
-    layout: LogitsLayout
+    layout: StepLayout
     batch: RaggedBatch
     output: ForwardOutput
     # chosen by the device; None: the sampler is called by `_finish`
@@ -91,8 +79,10 @@ class PendingStep:
             raise StepCancelled
         return self._output
 
-    def lend(self, batch_rows: Mapping[str, int], num_rows: int, vocab_size: int) -> DeviceTokens:
-        """Tokens that the next step takes on the device.
+    def next_inputs(
+        self, batch_rows: Mapping[str, int], num_rows: int, vocab_size: int
+    ) -> DeviceTokens:
+        """The chosen tokens as inputs of the next step, without a read by the host.
 
         ``batch_rows``: by request the row of that step's batch, of ``num_rows``, that its token
         goes to. Raises ValueError where more than the next tokens of these requests is decided.
@@ -156,27 +146,30 @@ class ModelRunner:
         drafts = self._drafts(plan, on_kernels_started)
         drafting.stop()
         computing.start()
-        layout = LogitsLayout.of(plan.requests, drafts)
-        batch = self._batch(plan.requests, drafts, after)
+        layout = StepLayout.of(plan.requests, drafts, self.pool.page_size)
+        batch = self._batch(layout, after)
         output = self._forward(batch, layout, on_kernels_started)
         computing.stop()
         tokens = self._begin(output, layout)
         seconds = time.perf_counter() - began
-        work = LaunchedStep(plan, drafts, layout, batch, output, tokens, clocks, seconds)
+        work = LaunchedStep(plan, layout, batch, output, tokens, clocks, seconds)
         return PendingStep(work, self._finish)
 
     @torch.inference_mode()
     def _finish(self, work: LaunchedStep) -> StepOutput:
-        """What the requests yield."""
-        began, requests = time.perf_counter(), work.plan.requests
+        """Verify, and let the proposer observe the outcome."""
+        began, layout = time.perf_counter(), work.layout
         verified = self._verify(work)
-        self._move_accepted(work, verified)
-        prompts = prompt_logprobs(requests, work.drafts, work.output.logits)
+        if copies := layout.kv_copies([outcome.path for outcome in verified]):
+            self.pool.copy_slots(*zip(*copies, strict=True))
+        prompts = layout.prompt_logprobs(work.output.logits)
         outputs = [
-            _output(*each) for each in zip(requests, work.drafts, verified, prompts, strict=True)
+            _output(*each)
+            for each in zip(layout.requests, layout.drafts, verified, prompts, strict=True)
         ]
-        for index in _unsound_chunks(work):
-            outputs[index] = RequestOutput(request_id=requests[index].request_id, error=NOT_FINITE)
+        for index in _chunks_not_finite(work):
+            request_id = layout.requests[index].request_id
+            outputs[index] = RequestOutput(request_id=request_id, error=NOT_FINITE)
         self._observe(work, verified, outputs)
         times = _times(work.clocks, work.seconds + time.perf_counter() - began)
         return StepOutput(
@@ -205,14 +198,12 @@ class ModelRunner:
         """Return the proposer's draft, or the tokens that were looked up where it has none."""
         if proposed.token_ids:
             return proposed
-        draft = self._sound(scheduled.draft, scheduled, len(scheduled.draft.token_ids))
-        if not scheduled.max_draft:
+        known = scheduled.draft_plan.draft
+        draft = self._truncate_invalid(known, scheduled, len(known.token_ids))
+        if not scheduled.draft_plan.max_draft:
             return draft
-        return replace(
-            draft,
-            odds=(0.0,) * len(draft.token_ids),  # the proposer found none of them
-            num_uncached_draft_tokens=proposed.num_uncached_draft_tokens,
-        )
+        # The proposer found none of them.
+        return replace(draft, odds=(0.0,) * len(draft.token_ids), note=proposed.note)
 
     def _propose(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> dict[int, Draft]:
         """The proposer's drafts by index of the request; none if it fails."""
@@ -224,14 +215,16 @@ class ModelRunner:
             if plan.is_plain:
                 return {}
             wanted = [
-                index for index, scheduled in enumerate(plan.requests) if scheduled.max_draft > 0
+                index for index, each in enumerate(plan.requests) if each.draft_plan.max_draft > 0
             ]
             if not wanted:
                 return {}
             on_kernels_started()  # delivery must not wait for all passes of the draft model
             proposed = self.proposer.propose([plan.requests[index] for index in wanted])
             drafts = {
-                index: self._sound(draft, plan.requests[index], plan.requests[index].max_draft)
+                index: self._truncate_invalid(
+                    draft, each := plan.requests[index], each.draft_plan.max_draft
+                )
                 for index, draft in zip(wanted, proposed, strict=True)
             }
         except Exception as failure:
@@ -250,7 +243,11 @@ class ModelRunner:
         if self.proposer is None:
             return
         try:
-            requests = _verified_requests(work, verified, outputs)
+            kept = work.layout.kept_rows([outcome.path for outcome in verified])
+            requests = [
+                VerifiedRequest(scheduled, [] if output.error else rows, output)
+                for scheduled, rows, output in zip(work.layout.requests, kept, outputs, strict=True)
+            ]
             self.proposer.observe(work.batch, work.output, requests)
         except Exception:
             self._failed("observe")
@@ -265,106 +262,77 @@ class ModelRunner:
             logger.error("the proposer failed repeatedly and is no longer used")
             self.proposer, self._lost_proposer = None, True
 
-    def _sound(self, draft: Draft, scheduled: ScheduledRequest, max_draft: int) -> Draft:
-        """What of a draft is verified: its nodes up to the first token that the model lacks.
+    def _truncate_invalid(self, draft: Draft, scheduled: ScheduledRequest, max_draft: int) -> Draft:
+        """The part of a draft that is verified: nodes before the first token that the model lacks.
 
         A chain for rejection sampling, and where the nodes' parents make no tree.
         """
         if not draft.token_ids or isinstance(draft, SampledDraft):
             return draft
-        if self.rejection or not draft.is_tree:
+        if self.rejection or not draft.is_valid:
             draft = draft.trunk()
         vocab_size = self.decoder.config.vocab_size
-        sound = takewhile(lambda token_id: 0 <= token_id < vocab_size, draft.token_ids[:max_draft])
-        token_ids = array("q", sound)
+        valid = takewhile(lambda token_id: 0 <= token_id < vocab_size, draft.token_ids[:max_draft])
+        token_ids = array("q", valid)
         draft = replace(draft.first(len(token_ids)), token_ids=token_ids)
-        return fitting(draft, scheduled, self.pool.page_size)
-
-    def _move_accepted(self, work: LaunchedStep, verified: Sequence[Verified]) -> None:
-        """Copy the KV of accepted nodes to the slots that their positions have."""
-        pairs = [
-            pair
-            for scheduled, draft, outcome in zip(
-                work.plan.requests, work.drafts, verified, strict=True
-            )
-            if draft.parents
-            for pair in moves(scheduled, draft, outcome.path, self.pool.page_size)
-        ]
-        if pairs:
-            self.pool.copy_slots(*zip(*pairs, strict=True))
+        return cut_to_spare_pages(draft, scheduled, self.pool.page_size)
 
     # -- forward and verify ---------------------------------------------------------------------
 
-    def _batch(
-        self, requests: Sequence[ScheduledRequest], drafts: Sequence[Draft], after: Pending | None
-    ) -> RaggedBatch:
-        """Each request's pending tokens and its draft, one request after another."""
-        segments: list[Segment] = []
-        num_rows, unknown = 0, dict[str, int]()  # by request, the row of the batch
-        for scheduled, draft in zip(requests, drafts, strict=True):
-            tokens = scheduled.tokens[scheduled.start : scheduled.stop - scheduled.is_ahead]
-            if scheduled.is_ahead:
-                unknown[scheduled.request_id] = num_rows
-                tokens.append(0)
-            num_rows += len(tokens) + len(draft.token_ids)
-            segments += request_segments(scheduled, tokens, draft, self.pool.page_size)
-        ahead = self._device_tokens(requests, unknown, num_rows, after) if unknown else None
-        return self.decoder.batch(segments, page_size=self.pool.page_size, device_tokens=ahead)
+    def _batch(self, layout: StepLayout, after: Pending | None) -> RaggedBatch:
+        inputs = self._next_inputs(layout, after) if layout.unknown_rows else None
+        page_size = self.pool.page_size
+        return self.decoder.batch(layout.segments, page_size=page_size, device_tokens=inputs)
 
     def _forward(
-        self, batch: RaggedBatch, layout: LogitsLayout, on_kernels_started: OnKernelsStarted
+        self, batch: RaggedBatch, layout: StepLayout, on_kernels_started: OnKernelsStarted
     ) -> ForwardOutput:
-        draws = layout.draws(batch.num_logits) if self._chooses else None
+        draws = layout.sampling_plan(batch.num_logits) if self.is_async else None
         # The taps of a proposer that was given up stay: a GPU's graphs were captured with them.
         wanted = Wanted(draws, self._taps, on_kernels_started)
         output = self.decoder.forward(batch, self.pool, wanted)
-        if output.taps is not None and self._chooses:  # the next pass may come before `_observe`
+        if output.taps is not None and self.is_async:  # the next pass may come before `_observe`
             output = output._replace(taps=output.taps.clone())
         return output
 
-    @property
-    def _chooses(self) -> bool:
-        """Whether the device chooses the tokens before the host waits for the pass."""
-        return self._on_device and self.is_async
-
-    def _device_tokens(
-        self,
-        requests: Sequence[ScheduledRequest],
-        unknown: Mapping[str, int],
-        num_rows: int,
-        after: Pending | None,
-    ) -> DeviceTokens:
+    def _next_inputs(self, layout: StepLayout, after: Pending | None) -> DeviceTokens:
         """Tokens that the device takes from the step ``after``, for the requests that are ahead."""
         if not isinstance(after, PendingStep):
             raise ValueError("the step that chooses these requests' tokens is not under way")
-        if any(scheduled.is_ahead and scheduled.sampling.reads_text for scheduled in requests):
+        if any(each.is_ahead and each.sampling.needs_history for each in layout.requests):
             raise ValueError("a request that reads the text cannot be ahead of it")
-        return after.lend(unknown, num_rows, self.decoder.config.vocab_size)
+        vocab_size = self.decoder.config.vocab_size
+        return after.next_inputs(layout.unknown_rows, layout.num_rows, vocab_size)
 
-    def _begin(self, output: ForwardOutput, layout: LogitsLayout) -> PendingTokens | None:
-        """What the device chooses: along with the pass, or behind it."""
-        if output.tokens is not None or not (layout.requests and self._chooses):
+    def _begin(self, output: ForwardOutput, layout: StepLayout) -> PendingTokens | None:
+        """The tokens that the device chooses: along with the pass, or behind it."""
+        if output.tokens is not None or not (layout.sampled and self.is_async):
             return output.tokens
         sampler = self.decoder.sampler
         assert isinstance(sampler, DeviceSampler)
-        return sampler.begin(layout.decisive(output.logits), layout.sample_rows())
+        return sampler.begin(layout.sampled_logits(output.logits), layout.sample_rows())
 
     def _verify(self, work: LaunchedStep) -> list[Verified]:
         """Each request's outcome, nothing where it does not sample."""
-        found = iter(self._verified(work.layout.decisive(work.output.logits), work))
+        logits = work.layout.sampled_logits(work.output.logits)
+        found = iter(self._verified(logits, work.layout, work.tokens))
         return [
             next(found) if scheduled.samples else NOTHING_VERIFIED
-            for scheduled in work.plan.requests
+            for scheduled in work.layout.requests
         ]
 
-    def _verified(self, logits: torch.Tensor, work: LaunchedStep) -> Sequence[Verified]:
-        """The outcome of requests that sample, by the device's tokens or by ``logits``."""
-        requests, tokens = work.layout.requests, work.tokens
+    def _verified(
+        self, logits: torch.Tensor, layout: StepLayout, tokens: PendingTokens | None
+    ) -> Sequence[Verified]:
+        """The outcome of requests that sample, by the device's ``tokens`` or by ``logits``."""
+        requests = layout.verify_requests
         if self.rejection:
-            return verify_by_rejection(logits, requests, work.layout.probs)
+            drafts = [draft for _, draft in layout.sampled]
+            probs = [each.probs if isinstance(each, SampledDraft) else None for each in drafts]
+            return verify_by_rejection(logits, requests, probs)
         if tokens is None:
             return self.decoder.sampler.verify(logits, requests)
-        return walk_drafts(logits, requests, lambda places: _chosen(tokens, places))
+        return walk_drafts(logits, requests, lambda rows: _chosen(tokens, rows))
 
 
 def _output(
@@ -376,39 +344,12 @@ def _output(
     return RequestOutput(
         request_id=scheduled.request_id,
         token_ids=outcome.token_ids,
-        num_proposed=len(draft.token_ids),
-        num_accepted=outcome.num_accepted,
-        sources=_sources(draft, outcome.path),
-        draft_len=draft.height,
-        num_levels=draft.num_levels,
-        num_ranked=_num_ranked(draft),
-        accepted_ranks=_ranks(draft, outcome.path),
-        num_uncached_draft_tokens=draft.num_uncached_draft_tokens,
+        draft=draft,
+        path=outcome.path,
         logprobs=outcome.logprobs,
         prompt_logprobs=prompt,
         error=outcome.error,
     )
-
-
-def _sources(draft: Draft, path: Sequence[int]) -> Sequence[str]:
-    """Those of the accepted path, then of the other nodes."""
-    if not draft.parents:
-        return draft.sources
-    others = set(range(len(draft.token_ids))).difference(path)
-    return tuple(draft.sources[node] for node in (*path, *sorted(others)))
-
-
-def _num_ranked(draft: Draft) -> int:
-    """Nodes that the proposer found itself."""
-    return sum(map(bool, draft.odds)) if draft.odds else len(draft.token_ids)
-
-
-def _ranks(draft: Draft, path: Sequence[int]) -> Sequence[int]:
-    """Of the accepted nodes by their odds, among all that have any; by their order without."""
-    if not draft.odds:
-        return path
-    order = sorted(range(len(draft.odds)), key=lambda node: -draft.odds[node])
-    return tuple(order.index(node) for node in path if draft.odds[node])
 
 
 def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float]:
@@ -421,26 +362,19 @@ def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float
     return {"draft": draft, "forward": forward, "verify": max(0.0, whole - draft - forward)}
 
 
-def _chosen(pending_tokens: PendingTokens, places: Sequence[LogitsRow]) -> list[SampledToken]:
-    """The choices of a pass at some places. Waits for the device: call it as late as possible."""
+def _chosen(pending_tokens: PendingTokens, rows: Sequence[LogitsRow]) -> list[SampledToken]:
+    """The choices for some rows of logits. Waits for the device: call it as late as possible."""
     choices = pending_tokens.choices()
-    return [choices[at] for at, _ in places]
+    return [choices[at] for at, _ in rows]
 
 
-def _firsts(work: LaunchedStep) -> list[int]:
-    """The first row of each request in the batch."""
-    pairs = zip(work.plan.requests, work.drafts, strict=True)
-    counts = [scheduled.stop - scheduled.start + len(draft.token_ids) for scheduled, draft in pairs]
-    return list(accumulate(counts[:-1], initial=0))
-
-
-def _unsound_chunks(work: LaunchedStep) -> list[int]:
+def _chunks_not_finite(work: LaunchedStep) -> list[int]:
     """Prefill chunks with a hidden state that is not finite.
 
     The last row of a prompt alone decides a token and is checked by the verifier, but the KV of
     all of them is about to be published, and must not be.
     """
-    requests = work.plan.requests
+    requests = work.layout.requests
     chunks = [
         i
         for i, scheduled in enumerate(requests)
@@ -449,21 +383,6 @@ def _unsound_chunks(work: LaunchedStep) -> list[int]:
     if not chunks:
         return []
     finite = torch.isfinite(work.output.hidden).all(dim=-1).cpu().numpy()  # one read for all
-    firsts = _firsts(work)
-    spans = [(firsts[i], requests[i].stop - requests[i].start) for i in chunks]
-    sound = [bool(finite[first : first + count].all()) for first, count in spans]
-    return [index for index, is_sound in zip(chunks, sound, strict=True) if not is_sound]
-
-
-def _verified_requests(
-    work: LaunchedStep, verified: Sequence[Verified], outputs: Sequence[RequestOutput]
-) -> list[VerifiedRequest]:
-    """Which rows of the batch hold what was committed."""
-    found = []
-    for scheduled, first, outcome, output in zip(
-        work.plan.requests, _firsts(work), verified, outputs, strict=True
-    ):
-        behind = first + scheduled.stop - scheduled.start  # the first row of the draft
-        kept = [*range(first, behind), *(behind + node for node in outcome.path)]
-        found.append(VerifiedRequest(scheduled, [] if output.error else kept, output))
-    return found
+    firsts = work.layout.first_rows
+    spans = [(firsts[i], firsts[i] + requests[i].stop - requests[i].start) for i in chunks]
+    return [i for i, span in zip(chunks, spans, strict=True) if not finite[slice(*span)].all()]

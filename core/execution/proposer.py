@@ -15,8 +15,10 @@ from typing import Protocol
 
 import msgspec
 
-from ..interface.speculator import ProposerTraits
-from ..interface.step import Draft, RequestOutput, ScheduledRequest
+from ..interface.draft import Draft
+from ..interface.output import RequestOutput
+from ..interface.plan import ScheduledRequest
+from ..interface.protocols import ProposerTraits
 from ..ops.batch import ForwardOutput, RaggedBatch, Taps
 
 
@@ -44,7 +46,7 @@ class Proposer(Protocol):
         """Boundaries of the target's residual stream that `observe` is to find; fixed."""
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> Sequence[Draft]:
-        """One draft for each request, in order, each of at most ``max_draft`` nodes.
+        """One draft for each request, in order, each of at most its plan's ``max_draft`` nodes.
 
         Of a tree no more nodes beside the trunk are verified than ``spare_page_ids`` have slots
         for. A proposer that keeps KV of its nodes has the same slots in its own pool; accepted ones

@@ -6,8 +6,7 @@ from array import array
 
 import torch
 
-from ..interface.sampling_params import TokenSamplingParams
-from ..interface.step import SamplingMetadata
+from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..model.decoder import Decoder
 from ..ops.batch import Segment, Taps, Wanted
 from ..ops.kv_pool import KVPool

@@ -12,7 +12,8 @@ import msgspec
 
 from ...radix_cache import Eviction, KVLease
 from ..errors import ForetokenError, InvalidRequest
-from .step import SamplingMetadata, TokenLogprob
+from .output import TokenLogprob
+from .sampling import SamplingMetadata
 
 OnToken = Callable[[int], str | None]
 """Called with every served token in order; returns the stop string that it completes, or None."""
@@ -169,9 +170,9 @@ class Request:
     lease: KVLease | None = None  # owned while RUNNING
     usage: Usage = field(default_factory=Usage)
     num_preemptions: int = 0
-    num_prepaid: int = 0  # tokens charged to its tenant in steps that did not compute them
+    num_charged_not_computed: int = 0  # tokens charged already, computed again for free
     num_prompt_logprobs: int = 0  # sent so far
-    num_noted: int = 0  # leading tokens counted as cached or written already
+    num_tokens_accounted: int = 0  # leading ones counted as cached or written
     num_uncached: int = 0  # tokens without KV when it was queued
     is_early: bool = False  # admitted before its turn, because it is short
 

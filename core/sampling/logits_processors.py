@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface.sampling_params import ConstraintFailed
-from ..interface.step import Refusal, SamplingMetadata, beyond_vocabulary
+from ..interface.output import Refusal
+from ..interface.sampling import ConstraintFailed, SamplingMetadata, beyond_vocabulary
 from .top_k_top_p import TopKTopP, nonzero
 
 _NEVER = -math.inf

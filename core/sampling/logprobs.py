@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..interface.step import TokenLogprob
+from ..interface.output import TokenLogprob
 from .logits_processors import best_ids
 from .top_k_top_p import mass_unit, masses
 

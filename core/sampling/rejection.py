@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..interface.step import Draft
+from ..interface.draft import Draft
 from .gumbel import gumbel_rows, purpose_seed, uniform, vocabulary_hashes
 from .logits_processors import SampleRow, argmax, has_truncation, scaled, truncate
 from .top_k_top_p import masses

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface.sampling_params import TokenSamplingParams
+from ..interface.sampling import TokenSamplingParams
 
 _NEVER = -math.inf
 _SORTABLE = 4096  # tokens; sorting fewer is cheaper than narrowing them further

@@ -25,7 +25,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..interface.step import Refusal, SamplingMetadata, TokenLogprob
+from ..interface.output import Refusal, TokenLogprob
+from ..interface.sampling import SamplingMetadata
 from .gumbel import gumbel_rows, vocabulary_hashes
 from .logits_processors import (
     SampleRow,
@@ -47,7 +48,7 @@ _DEVICE_BLOCK = 2**25
 class VerifyRequest(msgspec.Struct, frozen=True, gc=False):
     """One request's share: its prompt and output so far, and a draft of what follows.
 
-    A draft with ``parents`` is a tree, as `core.interface.step.Draft` has it.
+    A draft with ``parents`` is a tree, as `core.interface.draft.Draft` has it.
     """
 
     tokens: array[int]

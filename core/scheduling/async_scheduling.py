@@ -12,8 +12,8 @@ from array import array
 
 from msgspec.structs import replace
 
+from ..interface.plan import ScheduledRequest, StepPlan
 from ..interface.request import Request
-from ..interface.step import ScheduledRequest, StepPlan
 from .scheduler import Scheduler, schedule_request
 
 

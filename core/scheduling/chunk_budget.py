@@ -8,9 +8,12 @@ pause on one machine and a long one on another.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from ..interface.step import LEAST_CHUNK, StepOutput, StepPlan, num_chunk_tokens
+from ..interface.output import StepOutput
+from ..interface.plan import ScheduledRequest, StepPlan
 
+LEAST_CHUNK = 16  # prompt tokens that a step computes at least: smaller chunks are not cut
 MEAN_RATE, STALE_RATE = 0.2, 0.5  # of a new value in a running mean; where the mean is old
 REGROWTH = 1 / 64  # of the room for prompts, by each step that fills it, once memory ran out
 STEP_SECONDS = 0.25  # that the prompts of a step may take where no request decodes
@@ -111,3 +114,17 @@ class ChunkBudget:
         size = num_decodes.bit_length()
         nearest = min(self._plain_s, key=lambda known: (abs(known - size), known), default=None)
         return 0.0 if nearest is None else self._plain_s[nearest]
+
+
+def num_step_tokens(requests: Iterable[ScheduledRequest]) -> int:
+    """Tokens computed for these requests, drafts not counted."""
+    return sum(scheduled.stop - scheduled.start for scheduled in requests)
+
+
+def num_chunk_tokens(requests: Iterable[ScheduledRequest]) -> int:
+    """Prompt tokens computed for these requests."""
+    return sum(
+        scheduled.stop - scheduled.start
+        for scheduled in requests
+        if scheduled.stop - scheduled.start > 1
+    )

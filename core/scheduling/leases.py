@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ...radix_cache import KVLease, PrefixCache
+from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ..interface.plan import NO_PAGES
 from ..interface.request import Request
-from ..interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ..interface.step import NO_PAGES
 
 RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
 
@@ -87,7 +88,7 @@ def acquire_kv(cache: PrefixCache, request: Request) -> KVLease:
         is_first=is_first,
     )
     if is_first:
-        request.usage.cached_tokens = request.num_noted = lease.num_cached_tokens
+        request.usage.cached_tokens = request.num_tokens_accounted = lease.num_cached_tokens
         request.usage.cache_loss = lease.eviction
     return lease
 
@@ -148,7 +149,7 @@ def allocate_draft_pages(
 def _note(request: Request, written: range, page_size: int) -> None:
     """Count the prompt's full pages among those written, once, even after preemptions."""
     upto = min(written.stop, request.prompt_len // page_size * page_size)
-    new = upto - max(written.start, request.num_noted)
+    new = upto - max(written.start, request.num_tokens_accounted)
     if new > 0:
         request.usage.cache_write_tokens += new
-        request.num_noted = upto
+        request.num_tokens_accounted = upto

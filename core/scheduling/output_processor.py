@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..errors import DeadlineExceeded, ForetokenError, InvalidRequest
+from ..interface.output import Refusal, RequestOutput, TokenLogprob
+from ..interface.plan import ScheduledRequest
 from ..interface.request import Delta, FinishReason, Request, RequestStatus
-from ..interface.step import (
-    Refusal,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    TokenLogprob,
-)
+from ..interface.sampling import SamplingMetadata
 
 
 def take_output(
@@ -30,7 +26,7 @@ def take_output(
     if out.prompt_logprobs:
         delta.prompt_logprobs = _new_prompt_logprobs(request, scheduled, out)
     _append(request, out, delta)
-    request.num_computed = min(scheduled.stop + out.num_accepted, len(request.tokens))
+    request.num_computed = min(scheduled.stop + len(out.path), len(request.tokens))
     if delta.token_ids:
         _count(request, out, delta, now)
     return delta
@@ -87,20 +83,22 @@ def _end_at(request: Request, token_id: int, delta: Delta) -> None:
 
 
 def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> None:
-    usage, served = request.usage, min(out.num_accepted, len(delta.token_ids))
+    usage, draft = request.usage, out.draft
+    accepted = [draft.sources[node] for node in out.path[: len(delta.token_ids)]]
+    served = len(accepted)
     if usage.completion_tokens == 0:
         usage.time_to_first_token = now - request.arrival_time
     usage.completion_tokens += len(delta.token_ids)
     usage.verify_steps += 1
     usage.steps_by_accepted[served] = usage.steps_by_accepted.get(served, 0) + 1
-    delta.token_sources = [*out.sources[:served], *[""] * (len(delta.token_ids) - served)]
-    if out.num_proposed:
-        usage.proposed_tokens += out.num_proposed
+    delta.token_sources = [*accepted, *[""] * (len(delta.token_ids) - served)]
+    if draft.token_ids:
+        usage.proposed_tokens += len(draft.token_ids)
         usage.accepted_tokens += served
-        usage.tree_steps += out.is_tree
-        delta.num_proposed = out.num_proposed
-        delta.proposed_sources = list(out.sources)
-        delta.accepted_sources = list(out.sources[:served])
+        usage.tree_steps += not draft.is_chain
+        delta.num_proposed = len(draft.token_ids)
+        delta.proposed_sources = list(draft.sources)
+        delta.accepted_sources = accepted
         _add_counts(usage.proposed_by_source, delta.proposed_sources)
         _add_counts(usage.accepted_by_source, delta.accepted_sources)
 

@@ -13,7 +13,7 @@ from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps
 from ..errors import InvalidRequest, PromptTooLong, QueueFull
 from ..interface.request import Request, RequestStatus, Tenant, by_order
-from ..interface.step import beyond_vocabulary
+from ..interface.sampling import beyond_vocabulary
 from .leases import shares_prefill, would_fit
 from .request_queue import WaitingQueue
 

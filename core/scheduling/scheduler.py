@@ -16,16 +16,13 @@ from itertools import repeat
 from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
+from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ..interface.output import RequestOutput, StepOutput
+from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
+from ..interface.protocols import NO_SPECULATION, Speculator
 from ..interface.request import Delta, FinishReason, Request, RequestStatus, by_order, by_work
-from ..interface.speculator import (
-    NO_DRAFT_PLAN,
-    NO_SPECULATION,
-    DraftPlan,
-    Speculator,
-    guarded,
-)
-from ..interface.step import NO_PAGES, RequestOutput, ScheduledRequest, StepOutput, StepPlan
 from .chunk_budget import ChunkBudget, newcomer_share
+from .guarded_speculator import guarded
 from .leases import (
     acquire_kv,
     allocate_draft_pages,
@@ -110,7 +107,7 @@ class Scheduler:
         """Credit the tokens that a step run in parts did not compute: they were charged already."""
         for scheduled in plan.requests:
             if (request := self.running.get(scheduled.request_id)) is not None:
-                request.num_prepaid += max(0, scheduled.stop - request.num_computed)
+                request.num_charged_not_computed += max(0, scheduled.stop - request.num_computed)
 
     def expire(self, now: float) -> list[Event]:
         """End the requests whose deadline has passed; one that never ran has failed."""
@@ -158,7 +155,7 @@ class Scheduler:
         self.cache.return_newly_allocated_pages(plan.newly_allocated_pages)
         for scheduled in plan.requests:
             if (request := self.running.get(scheduled.request_id)) is not None:
-                request.num_prepaid += 1
+                request.num_charged_not_computed += 1
 
     def _plan_decodes(self, budget: int) -> list[Request]:
         """Running requests that lack one token, in order, each with a page for it."""
@@ -209,8 +206,8 @@ class Scheduler:
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charge the tenant for planned tokens, less those that it was charged for before."""
-        num_due = max(0, num_tokens - request.num_prepaid)
-        request.num_prepaid -= num_tokens - num_due
+        num_due = max(0, num_tokens - request.num_charged_not_computed)
+        request.num_charged_not_computed -= num_tokens - num_due
         self.waiting.charge(request.tenant, num_due)
 
     def _plan_chunks(
@@ -330,9 +327,10 @@ class Scheduler:
         self._released_request_ids.append(request.request_id)
 
     def flush(self, *namespaces: str | None) -> int:
-        """Drop what no request uses, cached pages and what drafts draw on; returns the pages freed.
+        """Drop unused cached pages and the tokens that look-up drafters have indexed.
 
-        Of these namespaces, of all when none is named; None is the shared default.
+        Of these namespaces, of all when none is named; None is the shared default. Returns how many
+        pages that freed.
         """
         try:
             self.speculator.flush(*namespaces)
@@ -343,8 +341,8 @@ class Scheduler:
     def flush_prefix(self, tokens: array[int], namespace: str | None) -> int:
         """Drop cached pages that begin with ``tokens`` and no request uses; returns how many.
 
-        Drafts of the namespace go altogether: they know no prefixes. Raises `InvalidRequest` for
-        tokens that do not fill a page.
+        All indexed tokens of the namespace are dropped: they are not stored by prefix. Raises
+        `InvalidRequest` for tokens that do not fill a page.
         """
         page_size = self.cache.page_size
         if len(tokens) < page_size:
@@ -369,9 +367,11 @@ class Scheduler:
             request = self.running.get(scheduled.request_id)
             if request is None:
                 continue
-            if out.num_proposed:  # rows were computed for all of them
-                self.waiting.charge(request.tenant, out.num_proposed)
-            delta = self._commit_request(request, scheduled, out, now, learns=not plan.is_plain)
+            if num_drafted := len(out.draft.token_ids):  # rows were computed for all of them
+                self.waiting.charge(request.tenant, num_drafted)
+            delta = self._commit_request(
+                request, scheduled, out, now, with_drafts=not plan.is_plain
+            )
             if delta.token_ids or delta.prompt_logprobs or delta.terminal:
                 events.append((request, delta))
         return events
@@ -383,7 +383,7 @@ class Scheduler:
         out: RequestOutput,
         now: float,
         *,
-        learns: bool,
+        with_drafts: bool,
     ) -> Delta:
         try:
             delta = take_output(request, scheduled, out, now)
@@ -391,7 +391,7 @@ class Scheduler:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
             return self._finish(request, failed, now)
-        if learns and delta.token_ids:
+        if with_drafts and delta.token_ids:
             self.speculator.observe(request, scheduled, out, len(delta.token_ids))
         if out.error is not None and not delta.terminal:  # the tokens before the failure are valid
             delta.error = request_error(request, out)
@@ -400,7 +400,7 @@ class Scheduler:
         elif request.lease is not None:
             if scheduled.stop - scheduled.start > 1 or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
-            if learns:  # without drafts no extra page was taken
+            if with_drafts:  # without drafts no extra page was taken
                 self.cache.shrink(request.lease, len(request.tokens))
         if 0 < len(delta.token_ids) == request.num_output:  # the prompt is computed
             pin_prompt(self.cache, request)
@@ -441,11 +441,8 @@ def schedule_request(
         stop=stop,
         page_ids=request.lease.page_ids if request.lease is not None else array("q"),
         sampling=request.sampling,
-        draft=plan.draft,
-        max_draft=plan.max_draft,
+        draft_plan=plan,
         spare_page_ids=spare_page_ids,
-        row_prices=plan.row_prices,
-        pass_price=plan.pass_price,
     )
 
 
@@ -471,7 +468,7 @@ def share_chunk_tokens(prompts: Sequence[Request], budget: int) -> Mapping[str, 
 def draft_limits(requests: Sequence[Request], depth_cap: int) -> list[int]:
     """Most draft tokens of each request: an answer's last token is never drafted.
 
-    0 before the first token, which drafts would delay.
+    0 until the prompt is computed: drafting would delay the first token.
     """
     num_left = (request.max_len - len(request.tokens) - 1 for request in requests)
     return [

@@ -28,8 +28,10 @@ from prometheus_client.utils import floatToGoString
 from ..._version import __version__
 from ...radix_cache import PrefixCache
 from ..errors import DeadlineExceeded
+from ..interface.output import StepOutput
+from ..interface.plan import StepPlan
 from ..interface.request import Delta, FinishReason, Request
-from ..interface.step import StepOutput, StepPlan
+from ..scheduling.chunk_budget import num_step_tokens
 from ..scheduling.scheduler import Scheduler
 from .spec_decode_stats import SpecDecodeStats
 
@@ -463,7 +465,7 @@ class EngineMetrics:
             self._notify(observer.observe_step, plan, output, began=began, ended=ended)
 
     def _observe_batch(self, plan: StepPlan) -> None:
-        num_requests, num_tokens = len(plan.requests), plan.num_tokens
+        num_requests, num_tokens = len(plan.requests), num_step_tokens(plan.requests)
         num_prefill = 0
         if num_tokens > num_requests:  # else every request has a single token
             lens = [scheduled.stop - scheduled.start for scheduled in plan.requests]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from ..interface.output import RequestOutput
 from ..interface.request import Delta
-from ..interface.step import RequestOutput
 from ..scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ class SpecDecodeStats:
     def observe_requests(self, outputs: Iterable[RequestOutput]) -> None:
         """What a step verified."""
         for output in outputs:
-            if output.num_proposed:
-                self.path_lens[output.draft_len] += 1
-                self.num_trees += output.is_tree
+            if output.draft.token_ids:
+                self.path_lens[output.draft.height] += 1
+                self.num_trees += not output.draft.is_chain
 
     def observe_delta(self, delta: Delta) -> None:
         """What a step served to one request."""

@@ -1,9 +1,26 @@
 """Controller: decides how much each request drafts in a step.
 
-A token is drafted if its expected gain exceeds the price of its row, by measured acceptance and
-measured costs: `allocate` makes that choice, the `Controller` keeps what it needs from step to
-step. A proposer that does not pay is probed at intervals, within a budget. Look-ups need no
-probes: each guess is scored against the committed tokens, verified or not.
+The rule: where the engine yields r tokens a second (`CostModel.rate`), drafting a set D of tokens
+gains, in tokens,
+
+    net_gain(D) = sum of s_i  -  r * (c(n + |D|) - c(n))  -  sum of r * k * l_i  -  r * overhead
+
+    s_i         the chance that token i and all before it on its path are accepted: of what was
+                looked up `lookup`; of a proposer's b-th best node `expected_accepted`
+    c(n)        seconds of a pass of n rows; `CostModel.row_seconds` has the differences
+    k, l_i      seconds for each key that a row attends to, and the tokens behind its request
+    overhead    seconds of the host, where anything is drafted
+
+Where a proposer drafts, r * seconds of its passes are subtracted, too, and a price for the KV that
+it lacks (``catch_up_price``). Its b-th node takes a row as often as it has one: `node_probability`.
+
+`allocate` chooses the D with the largest net_gain, which may be empty. Chances never rise along a
+path, so it is a prefix of all tokens sorted by s_i - r * k * l_i. estimators.py estimates s_i,
+cost_model.py measures seconds, and docs/speculation.md explains the rule with figures.
+
+The `Controller` keeps what that needs from step to step. A proposer that does not pay is probed at
+intervals, within a budget. Look-ups need no probes: each guess is scored against the committed
+tokens, verified or not.
 """
 
 from __future__ import annotations
@@ -21,7 +38,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 PAYBACK_STEPS = 12.0  # over which catching up with a request's KV must pay
-LEAST_SHOWN = 0.01  # rows that a node of the proposer takes at least
+LEAST_ROWS = 0.01  # rows that a node of the proposer takes at least
 FEW_UNCACHED_TOKENS = 4  # tokens; so many are owed after any accepted draft, and paid in full
 PROBE_SHARE = 0.01  # of all time that probes of an unused proposer may take
 FIRST_PROBE, LAST_PROBE = 32, 1024  # steps between two probes
@@ -33,8 +50,9 @@ class StepCandidates:
 
     ``lookup`` [num_requests, F]: chances of the nodes of a known draft, those of the nodes before
     each included, the best first; 0 beyond the last.
-    ``proposer_worth`` [num_requests, D]: accepted tokens that the proposer's b-th best node would
-    bring, 0 where it may not draft; ``proposer_shown``, alike: how often it would have such a node.
+    ``expected_accepted`` [num_requests, D]: accepted tokens that the proposer's b-th best node
+    would bring, 0 where it may not draft; ``node_probability``, alike: how often there would be
+    such a node.
     ``passes_per_node``: passes of the proposer for each node.
     ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the proposer lacks. ``budget``:
     rows that all drafts together may add. ``num_prefill``: prompt tokens of others in the same
@@ -44,13 +62,13 @@ class StepCandidates:
     """
 
     lookup: FloatArray
-    proposer_worth: FloatArray
+    expected_accepted: FloatArray
     num_uncached_draft_tokens: IntArray
     budget: int
     num_prefill: int = 0
     num_others: int = 0
     tokens_per_pass: int = 1
-    proposer_shown: FloatArray | float = 1.0
+    node_probability: FloatArray | float = 1.0
     passes_per_node: float = 1.0
     context_lens: IntArray | int = 0
 
@@ -69,14 +87,14 @@ class StepCandidates:
 class Allocation:
     """What each request drafts: of a known draft, or with the proposer, which begins with that.
 
-    ``net``: expected tokens beyond the price of the drafts, in tokens. ``row_prices``: tokens that
+    ``net_gain``: expected tokens beyond the price of the drafts. ``row_prices``: tokens that
     one more row for each request must bring it, none where the proposer is not asked;
     ``pass_price``: that one more pass of the proposer must bring the step.
     """
 
     num_lookup: IntArray  # [num_requests] best nodes of the known draft
     num_proposer: IntArray  # [num_requests] nodes that the proposer is expected to guess
-    net: float = 0.0
+    net_gain: float = 0.0
     row_prices: FloatArray | None = None  # [num_requests, most]
     pass_price: float = 0.0
 
@@ -139,7 +157,7 @@ class Controller:
         self._num_decodes = candidates.num_decodes
         self._rate = self.costs.rate(self._num_decodes)
         chosen = allocate(candidates, self.costs, self._rate)
-        if candidates.proposer_worth.any() and not chosen.num_proposer.any():
+        if candidates.expected_accepted.any() and not chosen.num_proposer.any():
             chosen = self._with_probe(candidates, chosen)
         self._rows = candidates.num_rows + chosen.num_rows
         self._count(chosen)
@@ -152,7 +170,7 @@ class Controller:
 
     def _with_probe(self, candidates: StepCandidates, chosen: Allocation) -> Allocation:
         """Add a probe, if one is due, for the request that lacks the least draft KV."""
-        may = candidates.proposer_worth[:, 0] > 0.0
+        may = candidates.expected_accepted[:, 0] > 0.0
         row = int(np.where(may, candidates.num_uncached_draft_tokens, 1 << 40).argmin())
         cost_s = float(self.costs.draft_pass(1 + int(candidates.num_uncached_draft_tokens[row])))
         if not self._probes.is_due(cost_s) or chosen.num_rows >= candidates.budget:
@@ -160,7 +178,7 @@ class Controller:
         self._probe_s = cost_s
         num_lookup, depths = chosen.num_lookup.copy(), chosen.num_proposer.copy()
         num_lookup[row], depths[row] = 0, 1
-        return Allocation(num_lookup, depths, chosen.net)
+        return Allocation(num_lookup, depths, chosen.net_gain)
 
     def observe(self, seconds: float, *, num_drafted: int, num_hits: int) -> None:
         """Learn a step's seconds; ``num_drafted`` tokens came from the proposer."""
@@ -213,12 +231,12 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
     if candidates.budget <= 0:
         return Allocation(none, none)
     every = np.ones_like(candidates.lookup)
-    best = _take(candidates.lookup, every, candidates, costs, rate)
-    chosen = Allocation(best.counts, none, best.net)
-    if candidates.proposer_worth.any():
+    best = _best_prefix(candidates.lookup, every, candidates, costs, rate)
+    chosen = Allocation(best.counts, none, best.net_gain)
+    if candidates.expected_accepted.any():
         with_proposer = _best_with_proposer(candidates, costs, rate)
-        if with_proposer.net > chosen.net:
-            prices = _row_prices(candidates, costs, rate, candidates.proposer_worth.shape[1])
+        if with_proposer.net_gain > chosen.net_gain:
+            prices = _row_prices(candidates, costs, rate, candidates.expected_accepted.shape[1])
             return replace(with_proposer, row_prices=prices)
     return chosen
 
@@ -244,81 +262,81 @@ def _key_prices(candidates: StepCandidates, costs: CostModel, rate: float) -> Fl
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    """The prefix of the sorted tokens that was taken."""
+class _Prefix:
+    """The best prefix of the sorted tokens."""
 
     counts: IntArray  # [num_requests]
-    net: float
+    net_gain: float
 
 
-def _take(
+def _best_prefix(
     survival: FloatArray,
-    shown: FloatArray,
+    num_rows: FloatArray,
     candidates: StepCandidates,
     costs: CostModel,
     rate: float,
     *,
     with_proposer: bool = False,
-) -> _Taken:
+) -> _Prefix:
     """The best prefix of the sorted tokens of ``survival`` [num_requests, width].
 
-    ``shown``, alike: rows that each is expected to take, above 0; the sort is by worth for a row.
+    ``num_rows``, alike: rows that each is expected to take, above 0; the sort is by gain for a row.
     """
     num_requests, width = survival.shape
-    table = survival - _key_prices(candidates, costs, rate)[:, None] * shown
-    flat, num_rows = table.ravel(), shown.ravel()
-    for_a_row = np.minimum.accumulate(table / shown, axis=1).ravel()
+    gains = survival - _key_prices(candidates, costs, rate)[:, None] * num_rows
+    for_a_row = np.minimum.accumulate(gains / num_rows, axis=1).ravel()
     most = min(candidates.budget, int(np.count_nonzero(for_a_row > 0.0)))
     if not most:
-        return _Taken(np.zeros(num_requests, dtype=np.int64), 0.0)
+        return _Prefix(np.zeros(num_requests, dtype=np.int64), 0.0)
     order = (-for_a_row).argsort(kind="stable") if num_requests > 1 else np.arange(width)
     order = order[:most]
     by_row = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
-    seconds = np.interp(num_rows[order].cumsum(), np.arange(most + 1), by_row)
+    seconds = np.interp(num_rows.ravel()[order].cumsum(), np.arange(most + 1), by_row)
     overhead = costs.draft_overhead(candidates.num_decodes, with_proposer=with_proposer)
-    net = flat[order].cumsum() - rate * (seconds + overhead)
-    if net.max() <= 0.0:
-        return _Taken(np.zeros(num_requests, dtype=np.int64), 0.0)
-    taken = int(net.argmax()) + 1
-    counts = np.bincount(order[:taken] // width, minlength=num_requests)
-    return _Taken(counts, float(net[taken - 1]))
+    net_gains = gains.ravel()[order].cumsum() - rate * (seconds + overhead)
+    if net_gains.max() <= 0.0:
+        return _Prefix(np.zeros(num_requests, dtype=np.int64), 0.0)
+    length = int(net_gains.argmax()) + 1
+    counts = np.bincount(order[:length] // width, minlength=num_requests)
+    return _Prefix(counts, float(net_gains[length - 1]))
 
 
 def _best_with_proposer(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
     """The best of all numbers of passes of the proposer."""
-    lookup, nodes = candidates.lookup, candidates.proposer_worth
+    lookup, nodes = candidates.lookup, candidates.expected_accepted
     uncached = candidates.num_uncached_draft_tokens
     num_requests, num_depths = nodes.shape
     width = max(lookup.shape[1], num_depths)
     row_prices = _row_prices(candidates, costs, rate, 1)
     # A node that is not worth its row at its place is not drafted: it costs nothing.
-    node_rows = np.maximum(LEAST_SHOWN, np.broadcast_to(candidates.proposer_shown, nodes.shape))
+    node_rows = np.maximum(LEAST_ROWS, np.broadcast_to(candidates.node_probability, nodes.shape))
     passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))
     pass_s, owed_s = float(passes[1]), float(passes[2] - passes[1])
     # What is owed once is shared among the steps that it may serve.
     late = np.maximum(0, uncached - FEW_UNCACHED_TOKENS) / PAYBACK_STEPS
     owed = np.minimum(uncached, FEW_UNCACHED_TOKENS) + late
-    entry = rate * owed * (owed_s / max(1, int(uncached.max())))  # [num_requests] tokens
-    lookup_worth = np.maximum(lookup - row_prices, 0.0).sum(axis=1)
+    catch_up_price = rate * owed * (owed_s / max(1, int(uncached.max())))  # [num_requests] tokens
+    lookup_gain = np.maximum(lookup - row_prices, 0.0).sum(axis=1)
     none = np.zeros(num_requests, dtype=np.int64)
     best = Allocation(none, none)
     for depth in _last_depths(candidates, num_depths):
         rows = node_rows[:, :depth] * row_prices
-        worth = np.maximum(nodes[:, :depth] - rows, 0.0).sum(axis=1) - entry
-        by_proposer = (worth > lookup_worth) & (nodes[:, 0] > 0.0)
+        gain = np.maximum(nodes[:, :depth] - rows, 0.0).sum(axis=1) - catch_up_price
+        by_proposer = (gain > lookup_gain) & (nodes[:, 0] > 0.0)
         if not by_proposer.any():
             continue
-        survival, shown = np.zeros((num_requests, width)), np.ones((num_requests, width))
+        survival, num_rows = np.zeros((num_requests, width)), np.ones((num_requests, width))
         survival[:, : lookup.shape[1]] = np.where(by_proposer[:, None], 0.0, lookup)
         survival[by_proposer, :depth] = nodes[by_proposer, :depth]
-        shown[by_proposer, :depth] = node_rows[by_proposer, :depth]
-        taken = _take(survival, shown, candidates, costs, rate, with_proposer=True)
-        depths = np.where(by_proposer, taken.counts, 0)
+        num_rows[by_proposer, :depth] = node_rows[by_proposer, :depth]
+        prefix = _best_prefix(survival, num_rows, candidates, costs, rate, with_proposer=True)
+        depths = np.where(by_proposer, prefix.counts, 0)
         num_passes = _num_passes(candidates, int(depths.max()))
-        net = taken.net - rate * pass_s * num_passes - float(entry[depths > 0].sum())
-        if depths.any() and net > best.net:
-            counts = np.where(by_proposer, 0, taken.counts)
-            best = Allocation(counts, depths, net, pass_price=rate * pass_s)
+        paid = rate * pass_s * num_passes + float(catch_up_price[depths > 0].sum())
+        if depths.any() and prefix.net_gain - paid > best.net_gain:
+            counts = np.where(by_proposer, 0, prefix.counts)
+            net_gain = prefix.net_gain - paid
+            best = Allocation(counts, depths, net_gain, pass_price=rate * pass_s)
     return best
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...core.interface.plan import ScheduledRequest
 from ...core.interface.request import Request
-from ...core.interface.step import RequestOutput, ScheduledRequest
 from ..sources.grammar import GrammarSource
 from ..sources.merge import GuessTree, Survival, common_len, merge
 from ..sources.source import GuardedSource, Guess
-from .acceptance import TRIAL_WEIGHT, AcceptanceModel, NodeWorth
+from .estimators import TRIAL_WEIGHT, AcceptanceModel, NodeWorth
+from .outcome import DraftOutcome
 
 NO_SURVIVAL: Survival = np.zeros(0)
 FRUITLESS = 2  # steps in a row in which nothing was worth a row, until back-off begins
@@ -54,7 +55,7 @@ class DraftState:
         self,
         sources: Sequence[GuardedSource],
         grammar: GrammarSource | None,
-        odds: AcceptanceModel,
+        acceptance: AcceptanceModel,
         most: int,
     ) -> GuessTree | None:
         """Merge the guesses of all sources, of at most ``most`` tokens each; None without a guess.
@@ -73,7 +74,7 @@ class DraftState:
         if not guesses:
             return None
         survivals = [
-            odds.survival(
+            acceptance.survival(
                 each.source,
                 each.kind,
                 request.request_id,
@@ -84,11 +85,11 @@ class DraftState:
         ]
         return merge(guesses, survivals)
 
-    def score(self, odds: AcceptanceModel, served: array[int]) -> None:
+    def score(self, acceptance: AcceptanceModel, served: array[int]) -> None:
         """Compare every guess, verified or not, with what was committed."""
         for guess in self.guesses:
             hits = common_len(guess.token_ids, served)
-            odds.score(
+            acceptance.score(
                 guess.source,
                 guess.kind,
                 self.request.request_id,
@@ -100,22 +101,24 @@ class DraftState:
 
     def judge_proposer(
         self,
-        worth: NodeWorth,
+        node_worth: NodeWorth,
         scheduled: ScheduledRequest,
-        output: RequestOutput,
+        outcome: DraftOutcome,
         num_served: int,
         *,
         is_trial: bool,
     ) -> None:
         """Count what the proposer's nodes brought, and note how much KV it has now."""
-        self.proposer_len = scheduled.stop - output.num_uncached_draft_tokens + num_served - 1
-        if scheduled.draft.token_ids and not scheduled.row_prices:
+        plan, num_uncached = scheduled.draft_plan, outcome.note.num_uncached
+        self.proposer_len = scheduled.stop - num_uncached + num_served - 1
+        if plan.draft.token_ids and not plan.row_prices:
             return  # of two chains the better was verified: no fair sample of the proposer's
-        if output.num_ranked or not output.num_uncached_draft_tokens:  # else it was catching up
-            worth.observe(
-                scheduled.max_draft,
-                output.num_ranked,
-                output.accepted_ranks,
+        num_ranked = outcome.num_ranked
+        if num_ranked or not num_uncached:  # else it was catching up
+            node_worth.observe(
+                plan.max_draft,
+                num_ranked,
+                outcome.accepted_ranks,
                 sampled=self.is_sampled,
                 weight=TRIAL_WEIGHT if is_trial else 1.0,
             )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ModelLoadError
-from ...core.interface.step import ScheduledRequest
+from ...core.interface.plan import ScheduledRequest
 from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
 from ...core.model.fields import Fields

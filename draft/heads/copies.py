@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import is_out_of_memory
-from ...core.interface.step import ScheduledRequest
+from ...core.interface.plan import ScheduledRequest
 from ...core.model.decoder import OwnDecoder
 from ...core.ops.kv_pool import KVPool
 from ..proposers.tree_growth import TreeGrowth

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.execution.layout import natural_slots
-from ...core.interface.step import ScheduledRequest
+from ...core.execution.step_layout import table_slots
+from ...core.interface.plan import ScheduledRequest
 from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
 from ...core.model.fields import Fields
@@ -226,7 +226,7 @@ class _EagleDrafting(Drafting):
         self._features = features_of(starts)  # [queries of the call before, hidden]
         page_size = pool.page_size
         self._roots = [
-            natural_slots(start.scheduled, len(start.scheduled.tokens) - 1, 1, page_size)
+            table_slots(start.scheduled, len(start.scheduled.tokens) - 1, 1, page_size)
             for start in starts
         ]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...core.execution.proposer import VerifiedRequest
-from ...core.interface.step import ScheduledRequest
+from ...core.interface.plan import ScheduledRequest
 from ...core.ops.batch import IntArray
 from ...core.ops.kv_pool import KVPool
 from .layers import TapConfig

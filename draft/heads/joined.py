@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ModelLoadError
-from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.ops.batch import Segment, Taps, Wanted
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page

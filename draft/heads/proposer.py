@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ...core.execution.proposer import VerifiedRequest
-from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.speculator import ProposerTraits
-from ...core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest
+from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
+from ...core.interface.plan import ScheduledRequest
+from ...core.interface.protocols import ProposerTraits
+from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import OwnDecoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ...core.ops.kv_pool import KVPool
@@ -156,7 +157,7 @@ class HeadProposer(ABC):
         self.head_kv.add(live, torch.split(taps, [len(each.batch_rows) for each in live]))
 
     def _judge(self, verified: VerifiedRequest) -> None:
-        if not verified.scheduled.max_draft:
+        if not verified.scheduled.draft_plan.max_draft:
             return
         tree = self._trees.pop(verified.scheduled.request_id, None)
         if tree is not None and verified.output.error is None:
@@ -192,7 +193,9 @@ class HeadProposer(ABC):
         )
         scheduled = ScheduledRequest(
             request_id="", tokens=tokens, start=0, stop=0, page_ids=pages, sampling=sampling,
-            max_draft=self.config.tokens_per_pass, row_prices=(TRIED_PRICE,),
+            draft_plan=DraftPlan(
+                max_draft=self.config.tokens_per_pass, row_prices=(TRIED_PRICE,)
+            ),
         )  # fmt: skip
         feature = torch.zeros(self.config.hidden_size, dtype=self.dtype, device=self.device)
         start = DraftStart(scheduled, self.config.first_position, feature)
@@ -213,7 +216,9 @@ class HeadProposer(ABC):
     def _grow(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:
         """Grow trees together: whether another pass pays is decided for all of them at once."""
         trees = [self._tree(start.scheduled) for start in starts]
-        num_drafted = min(self.config.longest, max(start.scheduled.max_draft for start in starts))
+        num_drafted = min(
+            self.config.longest, max(start.scheduled.draft_plan.max_draft for start in starts)
+        )
         drafting = self.begin(starts, num_drafted)
         nodes, before = [[ROOT] for _ in trees], dict[tuple[int, int], int]()
         for level in count():

@@ -34,7 +34,7 @@ class GapModel:
 
     def __init__(self, falloff: float, rest: float, slope: float) -> None:
         self.falloff, self.rest, self.slope = falloff, rest, slope  # B, a and b
-        self.usual = 0.7  # chance of the best token behind a node, lately
+        self.mean_best = 0.7  # chance of the best token behind a node, lately
 
     def chances(self, scores: Sequence[float]) -> list[float]:
         """The chance that the target takes each of the best tokens, by their falling ``scores``."""
@@ -48,7 +48,7 @@ class GapModel:
             return
         weights, rest = self._weights(scores)
         total = sum(weights) + rest
-        self.usual += RATE * (weights[0] / total - self.usual)
+        self.mean_best += RATE * (weights[0] / total - self.mean_best)
         errors = [weight / total - (index == rank) for index, weight in enumerate(weights)]
         rest_error = rest / total - (rank is None)
         gaps = [min(MAX_GAP, scores[0] - score) for score in scores]

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...core.execution.proposer import VerifiedRequest
-from ...core.interface.speculator import ProposerTraits
-from ...core.interface.step import Draft, ScheduledRequest
+from ...core.interface.draft import Draft
+from ...core.interface.plan import ScheduledRequest
+from ...core.interface.protocols import ProposerTraits
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import (
     ForwardOutput,
@@ -132,7 +133,7 @@ class LmProposer:
         for each in verified:
             tree = (
                 self._trees.pop(each.scheduled.request_id, None)
-                if each.scheduled.max_draft
+                if each.scheduled.draft_plan.max_draft
                 else None
             )
             draft_kv = self._draft_kvs.get(each.scheduled.request_id)

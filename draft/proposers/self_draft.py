@@ -12,8 +12,9 @@ from array import array
 from collections.abc import Sequence
 
 from ...core.execution.proposer import VerifiedRequest
-from ...core.interface.speculator import ProposerTraits
-from ...core.interface.step import Draft, ScheduledRequest
+from ...core.interface.draft import Draft
+from ...core.interface.plan import ScheduledRequest
+from ...core.interface.protocols import ProposerTraits
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
 from ...core.ops.kv_pool import KVPool
@@ -67,5 +68,9 @@ class SelfProposer:
         """Learn from verified trees; the runner has moved the KV, which is the target's."""
         for each in verified:
             tree = self._trees.pop(each.scheduled.request_id, None)
-            if tree is not None and each.scheduled.max_draft and each.output.error is None:
+            if (
+                tree is not None
+                and each.scheduled.draft_plan.max_draft
+                and each.output.error is None
+            ):
                 tree.judge(each.output.token_ids)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from ...core.interface.step import ScheduledRequest
+from ...core.interface.plan import ScheduledRequest
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.sampler import Sampler, TorchSampler
 

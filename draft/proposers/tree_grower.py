@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.interface.step import ScheduledRequest
+from ...core.interface.plan import ScheduledRequest
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import DeviceTokens, ForwardOutput, SamplingPlan, Segment, Wanted
 from ...core.ops.kv_pool import KVPool
@@ -59,12 +59,14 @@ class TreeGrower:
         return TreeGrowth(scheduled, gap_model, self._source, self._pool.page_size)
 
     def has_room(self, scheduled: ScheduledRequest) -> bool:
-        return len(scheduled.tokens) + scheduled.max_draft <= self._decoder.config.max_model_len
+        """Whether the longest draft of a request is within the decoder's context."""
+        longest = len(scheduled.tokens) + scheduled.draft_plan.max_draft
+        return longest <= self._decoder.config.max_model_len
 
     def grow(self, trees: Sequence[TreeGrowth], first: Opened) -> None:
         """Expand the trees, level by level, behind their first one."""
-        reads_text = any(tree.scheduled.sampling.reads_text for tree, _ in first.nodes)
-        if isinstance(first.found, Sequence) or reads_text:
+        needs_history = any(tree.scheduled.sampling.needs_history for tree, _ in first.nodes)
+        if isinstance(first.found, Sequence) or needs_history:
             first.read()
             while any(found := frontiers(trees)):
                 self._advance(trees, found).read()
@@ -93,7 +95,7 @@ class TreeGrower:
         The host waits once: when it reads the last pass, the others are over.
         """
         passes = [first]
-        while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.scheduled.max_draft]:
+        while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.plan.max_draft]:
             passes.append(self._advance_on_device(trees, passes[-1], len(passes)))
         for level, each in enumerate(passes):
             assert not isinstance(each.found, Sequence)

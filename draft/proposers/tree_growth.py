@@ -17,12 +17,14 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from ...core.execution.layout import natural_slots, spare_slots
-from ...core.interface.step import NO_DRAFT, Draft, ScheduledRequest
+from ...core.execution.step_layout import spare_slots, table_slots
+from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
+from ...core.interface.plan import ScheduledRequest
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.rejection import SampledDraft, draw
 from ...core.sampling.sampler import DraftVocab, Sampler
 from ...core.sampling.verifier import Best, SampledToken
+from ..control.outcome import DraftNote
 from .gap_model import GapModel
 
 NUM_BEST = 4  # tokens behind a node that may become its children
@@ -71,14 +73,16 @@ class TreeGrowth:
     rankings: dict[int, _Ranking] = field(default_factory=dict)  # by expanded node, ROOT among them
     drawn_from: list[Tensor] = field(default_factory=list)  # [vocab] each, where it matters
     num_levels: int = 0  # that were computed, one after another
+    plan: DraftPlan = field(init=False)
     _root: _Node = field(init=False)
     _spare: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.plan = self.scheduled.draft_plan
         self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
         self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
-        if self.is_tree and self.scheduled.draft.odds:
-            self._begin_with(self.scheduled.draft)
+        if self.is_tree and self.plan.draft.odds:
+            self._begin_with(self.plan.draft)
 
     def _begin_with(self, known: Draft) -> None:
         """The tokens that were looked up."""
@@ -112,7 +116,7 @@ class TreeGrowth:
 
         A known chain is compared with the grown one by survival, which needs scores.
         """
-        return bool(self.scheduled.row_prices or self.is_tree or self.scheduled.draft.odds)
+        return bool(self.plan.row_prices or self.is_tree or self.plan.draft.odds)
 
     def expand(self, node: int, best: Best) -> None:
         """Note what a pass found behind ``node``."""
@@ -196,7 +200,7 @@ class TreeGrowth:
                 continue
             if node.is_first:
                 at = len(self.scheduled.tokens) + node.level - 1
-                (node.slot,) = natural_slots(self.scheduled, at, 1, self.page_size)
+                (node.slot,) = table_slots(self.scheduled, at, 1, self.page_size)
             else:
                 node.slot = self._spare.pop()
         opened = [index for index in nodes if self.nodes[index].is_open]
@@ -205,7 +209,7 @@ class TreeGrowth:
 
     def _least(self) -> float:
         """The odds that one more node must exceed."""
-        odds, most = self._ranked_odds(), self.scheduled.max_draft
+        odds, most = self._ranked_odds(), self.plan.max_draft
         prices = [self._price(count) for count in range(most + 1)]
         count = self._best(odds)[0]
         if count == most:
@@ -219,7 +223,7 @@ class TreeGrowth:
 
     def _price(self, count: int) -> float:
         """Tokens that so many nodes must bring."""
-        prices = self.scheduled.row_prices
+        prices = self.plan.row_prices
         if not count or not prices:
             return 0.0
         if count <= len(prices):
@@ -232,16 +236,16 @@ class TreeGrowth:
         they bring beyond these: a row may cost nothing, and the next one a tile's price.
         """
         count, most, total = 0, 0.0, 0.0
-        for index, each in enumerate(odds[: self.scheduled.max_draft], 1):
+        for index, each in enumerate(odds[: self.plan.max_draft], 1):
             total += each
             if (net := total - self._price(index)) > most:
                 count, most = index, net
         return count, most
 
-    def worth(self, frontier: Sequence[int]) -> float:
+    def expected_gain(self, frontier: Sequence[int]) -> float:
         """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
         odds = self._ranked_odds()
-        added = [self.gap_model.usual * self._left(self.nodes[node]) for node in frontier]
+        added = [self.gap_model.mean_best * self._left(self.nodes[node]) for node in frontier]
         return self._best(sorted(odds + added, reverse=True))[1] - self._best(odds)[1]
 
     def path(self, node: int) -> list[int]:
@@ -267,19 +271,15 @@ class TreeGrowth:
         slots = [self.nodes[index].slot for index in self.path(node)]
         return [slot for slot in slots if slot is not None]
 
-    def draft(self, num_uncached_draft_tokens: int = 0) -> Draft:
+    def draft(self, num_uncached: int = 0) -> Draft:
         """The best ``max_draft`` nodes above a row's price, depth first, the best child first.
 
         Where there is room for a chain alone: the better of the drafter's and the one looked up.
         """
-        known = NO_DRAFT if self.is_tree else self.scheduled.draft.trunk()
+        note = DraftNote(self.num_levels, num_uncached)
+        known = NO_DRAFT if self.is_tree else self.plan.draft.trunk()
         if known.odds and sum(known.odds) >= sum(node.survival for node in self.nodes):
-            return replace(
-                known,
-                num_uncached_draft_tokens=num_uncached_draft_tokens,
-                odds=[0.0] * len(known.odds),
-                num_levels=self.num_levels,
-            )
+            return replace(known, odds=[0.0] * len(known.odds), note=note)
         likely = [index for index, node in enumerate(self.nodes) if node.survival]
         best = sorted(likely, key=lambda index: -self.nodes[index].survival)
         best = best[: self._best([self.nodes[index].survival for index in best])[0]]
@@ -293,20 +293,13 @@ class TreeGrowth:
         draft = Draft(
             token_ids=[self.nodes[node].token_id for node in order],
             sources=tuple(self.nodes[node].source for node in order),
-            num_uncached_draft_tokens=num_uncached_draft_tokens,
             parents=() if parents == list(range(-1, len(order) - 1)) else parents,
             odds=[self.nodes[node].own_survival for node in order],
-            num_levels=self.num_levels,
+            note=note,
         )
         if self.drawn_from and order:
             probs = torch.stack(self.drawn_from[: len(order)])
-            return SampledDraft(
-                draft.token_ids,
-                draft.sources,
-                num_uncached_draft_tokens,
-                num_levels=self.num_levels,
-                probs=probs,
-            )
+            return SampledDraft(draft.token_ids, draft.sources, note=note, probs=probs)
         return draft
 
     def _kept_children(self, node: _Node, kept: set[int]) -> list[int]:
@@ -330,7 +323,7 @@ class TreeGrowth:
                 break
             node, slot = right, self.nodes[right].slot
             if slot is not None:
-                (home,) = natural_slots(self.scheduled, at, 1, self.page_size)
+                (home,) = table_slots(self.scheduled, at, 1, self.page_size)
                 found.append((slot, home))
         return found
 
@@ -347,9 +340,10 @@ def frontiers(
     """The nodes of each tree to compute next; none where a pass would not pay for itself."""
     found = [tree.frontier(level) for tree in trees]
     growing = [(tree, nodes) for tree, nodes in zip(trees, found, strict=True) if nodes]
-    price = max((tree.scheduled.pass_price for tree, _ in growing), default=0.0)
+    price = max((tree.plan.pass_price for tree, _ in growing), default=0.0)
     is_worth = (
-        not (price and takes_pass) or sum(tree.worth(nodes) for tree, nodes in growing) > price
+        not (price and takes_pass)
+        or sum(tree.expected_gain(nodes) for tree, nodes in growing) > price
     )
     return found if is_worth else [[] for _ in trees]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...core.interface.request import Request
-from ...core.interface.sampling_params import Constraint, ConstraintFailed
+from ...core.interface.sampling import Constraint, ConstraintFailed
 from .merge import common_len
 from .source import Guess, Priors
 

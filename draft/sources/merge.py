@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.interface.step import Draft
+from ...core.interface.draft import Draft
 from .source import Guess
 
 Survival = NDArray[np.float64]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...core.interface.request import Request
-from ...core.interface.speculator import CircuitBreaker
+from ...core.scheduling.guarded_speculator import CircuitBreaker
 
 logger = logging.getLogger(__name__)
 INDEX_CHUNK = 2048  # tokens that one call of `Source.index` indexes at most

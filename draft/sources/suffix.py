@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.interface.request import Request
-from ...core.sampling.gumbel import splitmix64
 from .source import INDEX_CHUNK, Guess, Odds, Priors
 
 ORDERS = (16, 8, 4, 3, 2, 1)  # last tokens that must be equal, the surest first
@@ -148,24 +147,24 @@ class SuffixIndex:
         equal then. Positions before ``shared_from`` are left to segments that have them already.
         """
         self._num_opened += 1
-        own = splitmix64(self._num_opened)
+        number = self._num_opened
         shared = () if shared_salt is None else ORDERS[:NUM_SHARED]
         segment = Segment(
-            number=self._num_opened,
+            number=number,
             scope=scope,
             tokens=tokens,
-            own_salts=tuple(self._salt(own, order) for order in ORDERS),
-            first_salts=tuple(self._salt(~own & MASK, ORDERS[index]) for index in FIRST_ORDERS),
+            own_salts=tuple(self._salt(number, order) for order in ORDERS),
+            first_salts=tuple(self._salt(~number, ORDERS[index]) for index in FIRST_ORDERS),
             shared_salts=tuple(self._salt(shared_salt or 0, order) for order in shared),
             shared_from=shared_from,
             indexed_to=shared_from,
             indexed_from=shared_from,
         )
-        self.segments[segment.number] = segment
+        self.segments[number] = segment
         return segment
 
     def _salt(self, seed: int, order: int) -> int:
-        return splitmix64(seed + order) & self._slot_mask
+        return hash((seed, order)) & self._slot_mask  # of integers: the same in every process
 
     def keep(self, segment: Segment) -> None:
         """Replace the lent tokens by a copy of those that were indexed for others."""

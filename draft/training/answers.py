@@ -16,8 +16,7 @@ from pathlib import Path
 from ...core.engine.engine import Engine
 from ...core.execution.model_runner import ModelRunner
 from ...core.interface.request import Request
-from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler

@@ -18,8 +18,7 @@ from foretoken.bench.real import (
     paired,
 )
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 
 
 def request(depth: object = "auto") -> Request:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from foretoken.core.interface.request import Request, Usage
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.draft.sources.source import Source
 
 MakeRequest = Callable[..., Request]

@@ -13,19 +13,26 @@ from foretoken import LLM, SamplingParams
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.engine.engine import Engine
 from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import (
+    NO_SPECULATION,
+    OnKernelsStarted,
+    Pending,
+    Speculator,
+    ignore_kernels,
+)
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import MAX_FAILURES, NO_SPECULATION, Speculator
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest, StepPlan
-from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel
-from foretoken.draft.sources.suffix import SuffixSource
+from foretoken.draft.control.estimators import AcceptanceModel
+from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.speculator import DraftSpeculator
 from foretoken.radix_cache import PrefixCache
 from support.proposers import MODEL, BareProposer
@@ -128,7 +135,7 @@ def test_a_lost_draft_model_is_planned_for_no_more_and_steps_are_launched_ahead(
     target: Decoder,
 ) -> None:
     speculator = DraftSpeculator(
-        [SuffixSource(num_slots=2**12)],
+        [PredictionSource()],  # there is none: look-ups find nothing
         Controller(CostModel()),
         AcceptanceModel(),
         depth=DEPTH,
@@ -137,11 +144,11 @@ def test_a_lost_draft_model_is_planned_for_no_more_and_steps_are_launched_ahead(
     )
     token_ids, runner, metrics = served(target, speculator)
     assert token_ids == served(target, NO_SPECULATION)[0]
-    asked = [any(row.max_draft for row in plan.requests) for plan in runner.plans]
+    asked = [any(row.draft_plan.max_draft for row in plan.requests) for plan in runner.plans]
     assert asked == [False] + [True] * MAX_FAILURES + [False] * (len(asked) - MAX_FAILURES - 1)
     rest = runner.plans[MAX_FAILURES + 1 :]
     assert sum(plan.is_plain for plan in rest) > len(rest) // 3
     assert runner.num_ahead > 10
     assert 'foretoken:drafter_disabled{source="proposer"} 1.0' in metrics
-    for name in ("suffix", "all"):
+    for name in ("prediction", "all"):
         assert f'foretoken:drafter_disabled{{source="{name}"}} 0.0' in metrics

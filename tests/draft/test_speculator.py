@@ -8,26 +8,23 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from foretoken.core.interface.draft import NO_DRAFT_PLAN, DraftPlan
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import MAX_FAILURES, NO_DRAFT_PLAN, DraftPlan
-from foretoken.core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from foretoken.draft.control.acceptance import AcceptanceModel
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.draft.control.controller import Allocation, Controller, StepCandidates
 from foretoken.draft.control.cost_model import CostCurve, CostModel, StepProfile
 from foretoken.draft.control.draft_state import FRUITLESS, MAX_PAUSE
+from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.sources.merge import common_len
 from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.prefix import PrefixSource
 from foretoken.draft.sources.source import GuardedSource, Guess, Priors, Source
 from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import LOOKUP_LEN, PROPOSER_NODES, DraftSpeculator
+from support.drafts import proposed
 from support.proposers import MODEL
 
 TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
@@ -158,7 +155,7 @@ class Bench:
         *,
         limit: int = 20,
         lm_hits: int = 0,
-        num_uncached_draft_tokens: int = 0,
+        num_uncached: int = 0,
         draft_s: float = 0.0,
     ) -> DraftPlan:
         """A step of one request, which goes on with ``said`` as far as its draft comes true.
@@ -173,25 +170,24 @@ class Bench:
         served = said[: hits + 1]
         # the model knows how far to trust itself, and stops where a pass would bring too little
         most = min(plan.max_draft, lm_hits + 1 if plan.pass_price < 0.5 else 1)
-        num_own = 0 if num_uncached_draft_tokens else most
-        draft_len = max(len(plan.draft.token_ids), num_own)
+        num_own = 0 if num_uncached else most
+        draft = proposed(
+            len(plan.draft.token_ids),
+            hits,
+            num_own=num_own,
+            num_own_hits=min(lm_hits, num_own),
+            num_uncached=num_uncached,
+        )
+        num_rows = 1 + len(draft.token_ids)
         output = RequestOutput(
-            request_id=request.request_id,
-            token_ids=served,
-            num_proposed=draft_len,
-            num_accepted=min(hits, len(served)),
-            draft_len=draft_len,
-            num_levels=num_own,
-            num_ranked=num_own,
-            accepted_ranks=range(min(lm_hits, num_own)),
-            num_uncached_draft_tokens=num_uncached_draft_tokens,
+            request_id=request.request_id, token_ids=served, draft=draft, path=range(hits)
         )
         request.tokens.extend(served)
         if not drafts_nothing:
             self.speculator.observe(request, row, output, len(served))
-        forward_s = float(self._machine.at(1 + draft_len))
+        forward_s = float(self._machine.at(num_rows))
         draft_s *= num_own
-        self._commit([row], [output], 1 + draft_len, forward_s, draft_s)
+        self._commit([row], [output], num_rows, forward_s, draft_s)
         return plan
 
     def _commit(
@@ -227,8 +223,7 @@ def _row(request: Request, plan: DraftPlan) -> ScheduledRequest:
         stop=len(request.tokens),
         page_ids=array("q"),
         sampling=request.sampling,
-        draft=plan.draft,
-        max_draft=plan.max_draft,
+        draft_plan=plan,
     )
 
 
@@ -366,7 +361,7 @@ def test_the_better_of_two_chains_is_no_sample_of_the_draft_models() -> None:
     for token_id in TEXT:
         bench.step(fixed, [token_id])
     bench.plan(auto := bench.request(TEXT))
-    assert bench.seen[-1].proposer_worth[0, 0] == pytest.approx(0.65), "as if it was never asked"
+    assert bench.seen[-1].expected_accepted[0, 0] == pytest.approx(0.65), "as if it was never asked"
     assert bench.plan(auto)[0].max_draft > 0
 
 
@@ -546,12 +541,12 @@ def test_what_the_draft_model_lacks_is_followed() -> None:
     bench = Bench(Says("nothing"), proposer=MODEL)
     request = bench.request(TEXT)
     lacking = []
-    for num_uncached_draft_tokens in (10, 4, 0, 0):
+    for num_uncached in (10, 4, 0, 0):
         assert bench.step(
             request,
             [1, 2, 3],
-            lm_hits=2 * (not num_uncached_draft_tokens),
-            num_uncached_draft_tokens=num_uncached_draft_tokens,
+            lm_hits=2 * (not num_uncached),
+            num_uncached=num_uncached,
         ).max_draft
         lacking.append(int(bench.seen[-1].num_uncached_draft_tokens[0]))
     assert lacking[:3] == [len(TEXT), 11, 5]
@@ -562,9 +557,9 @@ def test_catching_up_teaches_nothing_about_the_draft_model() -> None:
     bench = Bench(Says("nothing"), proposer=MODEL)
     request = bench.request(TEXT)
     for _ in range(30):
-        bench.step(request, [1], num_uncached_draft_tokens=10)
-    trusted = bench.seen[-1].proposer_worth[0, 0]
-    assert trusted == pytest.approx(bench.seen[0].proposer_worth[0, 0])
+        bench.step(request, [1], num_uncached=10)
+    trusted = bench.seen[-1].expected_accepted[0, 0]
+    assert trusted == pytest.approx(bench.seen[0].expected_accepted[0, 0])
 
 
 def test_while_prompts_wait_the_draft_model_does_not_catch_up_with_much() -> None:
@@ -809,7 +804,7 @@ def test_nothing_is_kept_of_requests_that_left() -> None:
     speculator = bench.speculator
     assert not speculator._states
     assert not speculator._indexer._num_indexed
-    assert not speculator.odds._adjustments
+    assert not speculator.acceptance._adjustments
     assert not speculator.has_work()
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from foretoken.core.execution import layout
-from foretoken.core.interface.step import Draft, ScheduledRequest
+from foretoken.core.execution import step_layout
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
@@ -117,46 +118,42 @@ def swapped_siblings(draft: Draft) -> Draft:
 def test_siblings_swapped_behind_verification_are_noticed(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segments = layout.request_segments
+    segments = step_layout.request_segments
 
     def swapped(row: ScheduledRequest, tokens, draft: Draft, page_size: int):  # type: ignore[no-untyped-def]
         return segments(row, tokens, swapped_siblings(draft) if draft.parents else draft, page_size)
 
-    monkeypatch.setattr("foretoken.core.execution.model_runner.request_segments", swapped)
+    monkeypatch.setattr(step_layout, "request_segments", swapped)
     served = house.run(shuffled(1), None, speculator=RandomTrees(house.solo), max_batch_tokens=160)
     assert any(served[i] != house.solo[i] for i in served)
 
 
 def test_a_wrong_slot_in_a_tail_is_noticed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    spare = layout.spare_slots
+    spare = step_layout.spare_slots
 
     def rotated(row: ScheduledRequest, page_size: int) -> list[int]:
         slots = spare(row, page_size)
         return slots[1:] + slots[:1]
 
-    monkeypatch.setattr(layout, "moves", layout.moves)
-    moves = layout.moves
-    monkeypatch.setattr(
-        "foretoken.core.execution.model_runner.moves",
-        lambda *args: [(a, b) for a, b in _with(spare, moves, *args)],
-    )
-    monkeypatch.setattr(layout, "spare_slots", rotated)
+    copies = step_layout.request_copies
+    monkeypatch.setattr(step_layout, "request_copies", lambda *args: _with(spare, copies, *args))
+    monkeypatch.setattr(step_layout, "spare_slots", rotated)
     served = house.run(shuffled(1), None, speculator=RandomTrees(house.solo), max_batch_tokens=160)
     assert any(served[i] != house.solo[i] for i in served)
 
 
-def _with(spare, moves, *args):  # type: ignore[no-untyped-def]
-    """The moves as if no slot had changed."""
-    rotated, layout.spare_slots = layout.spare_slots, spare
+def _with(spare, copies, *args):  # type: ignore[no-untyped-def]
+    """The copies as if no slot had changed."""
+    rotated, step_layout.spare_slots = step_layout.spare_slots, spare
     try:
-        return moves(*args)
+        return copies(*args)
     finally:
-        layout.spare_slots = rotated
+        step_layout.spare_slots = rotated
 
 
 def test_accepted_nodes_that_stay_where_they_are_are_noticed(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.core.execution.model_runner.moves", lambda *_: [])
+    monkeypatch.setattr(step_layout, "request_copies", lambda *_: [])
     served = house.run(shuffled(1), None, speculator=RandomTrees(house.solo), max_batch_tokens=160)
     assert any(served[i] != house.solo[i] for i in served), REQUESTS[0]

@@ -16,8 +16,10 @@ import pytest
 
 from foretoken.core.engine.engine import Engine
 from foretoken.core.errors import DeadlineExceeded, ForetokenError, InvalidRequest
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Delta, FinishReason
-from foretoken.core.interface.step import RequestOutput, StepOutput, StepPlan
+from foretoken.core.scheduling.chunk_budget import num_step_tokens
 from support.fake_model import FakeRunner, answer, make_request, make_scheduler, sometimes
 from support.fault_table import BAD, NAMES, NUM_TOKENS, PROMPTS, Act, Reader, live, no_act
 from support.fixed_depth import FixedDepth
@@ -65,7 +67,7 @@ def with_bad(plan: StepPlan) -> BaseException | None:
 
 
 def beyond(num_tokens: int) -> Callable[[StepPlan], BaseException | None]:
-    return lambda plan: MemoryError() if plan.num_tokens > num_tokens else None
+    return lambda plan: MemoryError() if num_step_tokens(plan.requests) > num_tokens else None
 
 
 def reads_badly(after: int) -> Callable[[int], str | None]:

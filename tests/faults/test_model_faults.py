@@ -13,8 +13,9 @@ from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.engine import Engine
 from foretoken.core.errors import ForetokenError
 from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.draft import Draft
 from foretoken.core.interface.request import Delta, Request
-from foretoken.core.interface.step import Draft, SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.scheduling.request_table import SchedulerLimits

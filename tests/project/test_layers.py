@@ -64,6 +64,7 @@ def test_imports_point_left(layer: str) -> None:
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "core": (
         ("errors",),
+        ("validation",),
         ("interface",),
         ("config",),
         ("scheduling", "sampling"),

@@ -12,7 +12,7 @@ import pytest
 
 import foretoken
 from foretoken import LLM, ModelLoadError, SamplingParams
-from foretoken.core.interface.sampling_params import TokenSamplingParams
+from foretoken.core.interface.sampling import TokenSamplingParams
 from support.plain_http import get, post
 from support.server_process import running
 

@@ -28,8 +28,9 @@ from foretoken.api.serving.settings import Listen, ObservingOptions
 from foretoken.api.types.request_context import CONTEXT, RequestContext
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Usage
-from foretoken.core.interface.step import RequestOutput, StepOutput, StepPlan
 from foretoken.core.scheduling.scheduler import schedule_request
 from support.fake_model import make_request
 from support.observed_app import KEY, MODEL, Observed

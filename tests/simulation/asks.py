@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Pin, Request
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata
 
 from .model import VOCAB_SIZE, solo
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from foretoken.core.interface.output import StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request, RequestStatus, by_order
-from foretoken.core.interface.step import (
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-    num_chunk_tokens,
-)
+from foretoken.core.scheduling.chunk_budget import num_chunk_tokens, num_step_tokens
 from foretoken.core.scheduling.scheduler import Scheduler
 
 
@@ -48,9 +45,9 @@ class CheckedScheduler(Scheduler):
         assert len(set(ids)) == len(ids), "a request is in a plan twice"
         assert plan.requests or not self.running, "a plan is empty while a request runs"
         assert len(self.running) <= self.limits.max_running, "more run than may"
-        num_rows = plan.num_tokens
+        num_rows = num_step_tokens(plan.requests)
         for row in plan.requests:
-            num_rows += max(row.max_draft, len(row.draft.token_ids))
+            num_rows += row.draft_plan.num_rows
             self._check_row(row)
         assert num_rows <= self.limits.max_batch_tokens, "a step is larger than its budget"
 
@@ -75,7 +72,7 @@ class CheckedScheduler(Scheduler):
         assert row.start == request.num_computed < row.stop <= len(request.tokens)
         size, shared = self.cache.page_size, request.lease.num_shared_pages
         assert row.start >= shared * size, "a step writes a page that the tree owns"
-        depth = max(row.max_draft, row.draft.height)
+        depth = row.draft_plan.depth
         assert len(row.page_ids) * size >= row.stop + depth, "a row lacks pages"
         assert len(request.tokens) + depth < request.max_len or not depth, (
             "a draft cannot be served"

@@ -8,19 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from foretoken.core.execution.proposer import Proposer
+from foretoken.core.interface.draft import NO_DRAFT, NO_DRAFT_PLAN, Draft, DraftPlan
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import NO_SPECULATION, Speculator
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import NO_DRAFT_PLAN, NO_SPECULATION, DraftPlan, Speculator
-from foretoken.core.interface.step import (
-    NO_DRAFT,
-    Draft,
-    RequestOutput,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.prefix import PrefixSource
 from foretoken.draft.sources.suffix import SuffixSource
@@ -72,7 +67,9 @@ class FakeProposer(BareProposer):
         chain = self._chains.of(row)
         self._catch_up(row, chain)
         state, guessed = chain[-1], array("q")
-        for _ in range(self._rng.randint(0, row.max_draft + 1)):  # sometimes one too many
+        for _ in range(
+            self._rng.randint(0, row.draft_plan.max_draft + 1)
+        ):  # sometimes one too many
             is_right = self._rng.random() < self._skill
             guessed.append(choose(state) if is_right else self._rng.randrange(VOCAB_SIZE))
             state = advance(state, guessed[-1])

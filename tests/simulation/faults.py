@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from foretoken.core.interface.step import StepPlan
+from foretoken.core.interface.plan import StepPlan
 
 from .model import HashDecoder
 from .thread import HANGS

@@ -21,23 +21,18 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from foretoken.core.execution.launch_behind import Finished, launch_behind
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
-from foretoken.core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from foretoken.core.interface.step_runner import (
-    Finished,
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import (
     OnKernelsStarted,
     Pending,
     StepCancelled,
     ignore_kernels,
-    launch_behind,
 )
+from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
 from foretoken.core.sampling.verifier import NOT_FINITE, Verified, VerifyRequest
 

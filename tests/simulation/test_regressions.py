@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foretoken.core.interface.step import StepPlan
+from foretoken.core.interface.plan import StepPlan
 
 from . import loop as loops
 from .asks import Ask

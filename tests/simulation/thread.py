@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from foretoken.core.engine.model_thread import Job
 from foretoken.core.engine.step_executor import InFlightStep
 from foretoken.core.errors import EngineDead
-from foretoken.core.interface.step import StepPlan
+from foretoken.core.interface.plan import StepPlan
 
 from .loop import SimulatedLoop
 

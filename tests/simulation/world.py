@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead
-from foretoken.core.interface.step import StepPlan
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.radix_cache import PrefixCache
 

@@ -19,15 +19,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 from foretoken.api.build import engine_builder as builder
 from foretoken.api.cli.commands import main
 from foretoken.core.engine.engine import Engine
+from foretoken.core.execution.launch_behind import Finished, launch_behind
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
 from foretoken.core.interface.request import Delta, Request
-from foretoken.core.interface.step import RequestOutput, ScheduledRequest, StepOutput, StepPlan
-from foretoken.core.interface.step_runner import (
-    Finished,
-    OnKernelsStarted,
-    Pending,
-    ignore_kernels,
-    launch_behind,
-)
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.telemetry.metrics import EngineObserver

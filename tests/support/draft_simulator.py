@@ -19,21 +19,17 @@ from typing import Protocol
 import numpy as np
 
 from foretoken.api.types.sampling_params import SamplingParams
+from foretoken.core.interface.draft import NO_DRAFT_PLAN, Draft, DraftPlan
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from foretoken.core.interface.step import (
-    Draft,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from foretoken.draft.control.acceptance import AcceptanceModel
+from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.sources.source import Guess, Priors
 from foretoken.draft.speculator import DraftSpeculator
+from support.drafts import proposed
 from support.proposers import MODEL
 
 DEPTHS = (0, 1, 2, 4, 8, 16)  # constant ones to compare with
@@ -460,8 +456,7 @@ def _row(each: Served) -> ScheduledRequest:
         stop=stop,
         page_ids=array("q"),
         sampling=each.request.sampling,
-        draft=each.plan.draft,
-        max_draft=each.plan.max_draft,
+        draft_plan=each.plan,
     )
 
 
@@ -469,11 +464,12 @@ def _output(each: Served) -> RequestOutput:
     return RequestOutput(
         request_id=each.request.request_id,
         token_ids=[RIGHT] * (each.num_hits + 1),
-        num_proposed=each.num_drafted,
-        num_accepted=each.num_hits,
-        draft_len=max(each.num_own, each.plan.draft.height),
-        num_levels=each.num_own,
-        num_ranked=each.num_own,
-        accepted_ranks=range(each.num_own_hits),
-        num_uncached_draft_tokens=each.num_uncached_draft_tokens,
+        draft=proposed(
+            each.num_drafted,
+            each.num_hits,
+            num_own=each.num_own,
+            num_own_hits=each.num_own_hits,
+            num_uncached=each.num_uncached_draft_tokens,
+        ),
+        path=range(each.num_hits),
     )

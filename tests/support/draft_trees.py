@@ -10,11 +10,11 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from foretoken.core.execution.layout import request_segments
+from foretoken.core.execution.step_layout import request_segments
+from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import DraftPlan
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype
@@ -108,7 +108,7 @@ class TreeProposer(BareProposer):
 
     def _tree(self, row: ScheduledRequest) -> Draft:
         at = len(row.tokens) - row.sampling.prompt_len
-        right = self._answers[row.request_id][at : at + row.max_draft]
+        right = self._answers[row.request_id][at : at + row.draft_plan.max_draft]
         return tree_of(random_paths(self._rng, right, 4, 257)) if right else Draft()
 
 
@@ -141,7 +141,7 @@ class TreeRows:
             stop=length,
             page_ids=self.pages[:-num_spare],
             sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=length),
-            draft=draft,
+            draft_plan=DraftPlan(draft),
             spare_page_ids=self.pages[-num_spare:],
         )
 

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from foretoken.api.types.sampling_params import SamplingParams
-from foretoken.core.execution.layout import natural_slots
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
+from foretoken.core.execution.step_layout import table_slots
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.plan import ScheduledRequest
+from foretoken.core.interface.protocols import ProposerTraits, Speculator
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import ProposerTraits, Speculator
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder
 from foretoken.core.model.rough_copy import rough_decoder
@@ -27,9 +29,9 @@ from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.draft.proposers.self_draft import SelfProposer
 from foretoken.draft.sources.oracle import OracleSource
@@ -105,7 +107,7 @@ class RandomDrafts(BareProposer):
         self._rng = random.Random(5)
 
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
-        return [Draft.of(self._guess(row.max_draft), "random") for row in rows]
+        return [Draft.of(self._guess(row.draft_plan.max_draft), "random") for row in rows]
 
     def _guess(self, most: int) -> list[int]:
         return [self._rng.randrange(-2, 260) for _ in range(self._rng.randrange(most + 1))]
@@ -118,7 +120,7 @@ class Perfect(BareProposer):
         self._targets = targets
 
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
-        return [Draft.of(self._rest(row)[: row.max_draft], "perfect") for row in rows]
+        return [Draft.of(self._rest(row)[: row.draft_plan.max_draft], "perfect") for row in rows]
 
     def _rest(self, row: ScheduledRequest) -> list[int]:
         return self._targets[row.request_id][len(row.tokens) - row.sampling.prompt_len :]
@@ -202,7 +204,7 @@ class Forgetful(SelfProposer):
         size = self._kv.page_size
         for row in rows:
             slots = {page * size + at for page in row.spare_page_ids for at in range(size)}
-            slots |= {*natural_slots(row, row.start, len(row.page_ids) * size - row.start, size)}
+            slots |= {*table_slots(row, row.start, len(row.page_ids) * size - row.start, size)}
             self._kv.copy_slots([self._kv.num_pages * size - 1] * len(slots), [*slots])
         return drafts
 

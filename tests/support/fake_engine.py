@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from foretoken.api.types.sampling_params import NO_DEFAULTS
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead, ForetokenError, InvalidRequest, PromptTooLong
+from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason, Request
-from foretoken.core.interface.step import TokenLogprob
 
 MAX_MODEL_LEN = 256
 

@@ -12,23 +12,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from foretoken.core.execution.launch_behind import Finished, launch_behind
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import OnKernelsStarted, Pending, Speculator, ignore_kernels
 from foretoken.core.interface.request import OnToken, Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import Speculator
-from foretoken.core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from foretoken.core.interface.step_runner import (
-    Finished,
-    OnKernelsStarted,
-    Pending,
-    ignore_kernels,
-    launch_behind,
-)
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache
@@ -58,18 +48,18 @@ def no_draft(row: ScheduledRequest, rng: random.Random) -> list[int]:
 
 
 def perfect(row: ScheduledRequest, rng: random.Random) -> list[int]:
-    return answer(row.tokens, row.max_draft)
+    return answer(row.tokens, row.draft_plan.max_draft)
 
 
 def wrong(row: ScheduledRequest, rng: random.Random) -> list[int]:
-    return [EOS] * row.max_draft
+    return [EOS] * row.draft_plan.max_draft
 
 
 def sometimes(row: ScheduledRequest, rng: random.Random) -> list[int]:
     """Right up to a random point."""
-    right = answer(row.tokens, row.max_draft)
-    cut = rng.randrange(row.max_draft + 1)
-    return right[:cut] + [EOS] * (rng.randrange(row.max_draft - cut + 1))
+    right = answer(row.tokens, row.draft_plan.max_draft)
+    cut = rng.randrange(row.draft_plan.max_draft + 1)
+    return right[:cut] + [EOS] * (rng.randrange(row.draft_plan.max_draft - cut + 1))
 
 
 class FakeRunner:
@@ -103,7 +93,7 @@ class FakeRunner:
         return StepOutput(requests=[self._row(row) for row in plan.requests])
 
     def _row(self, row: ScheduledRequest) -> RequestOutput:
-        draft = self._drafter(row, self._rng) if row.samples and row.max_draft else []
+        draft = self._drafter(row, self._rng) if row.samples and row.draft_plan.max_draft else []
         for position in range(row.start):
             held = self._kv[self._slot(row, position)]
             assert held == hash(tuple(row.tokens[: position + 1])), "foreign KV on the path"
@@ -120,10 +110,8 @@ class FakeRunner:
         return RequestOutput(
             request_id=row.request_id,
             token_ids=right[: num_accepted + 1],
-            num_proposed=len(draft),
-            num_accepted=num_accepted,
-            sources=["fake"] * len(draft),
-            draft_len=len(draft),
+            draft=Draft.of(draft, "fake"),
+            path=range(num_accepted),
         )
 
     def _slot(self, row: ScheduledRequest, position: int) -> tuple[int, int]:

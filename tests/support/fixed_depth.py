@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from foretoken.core.interface.draft import DraftPlan
+from foretoken.core.interface.protocols import Speculator
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import DraftPlan, Speculator
 
 
 class FixedDepth(Speculator):

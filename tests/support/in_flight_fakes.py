@@ -11,20 +11,11 @@ from typing import Any
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.model_thread import Job
 from foretoken.core.engine.step_executor import InFlightStep
-from foretoken.core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from foretoken.core.interface.step_runner import (
-    Finished,
-    OnKernelsStarted,
-    Pending,
-    ignore_kernels,
-    launch_behind,
-)
+from foretoken.core.execution.launch_behind import Finished, launch_behind
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
+from foretoken.core.interface.sampling import SamplingMetadata
 
 PROMPT = array("q", [7, 8, 9])
 SAMPLING = SamplingMetadata(params=SamplingParams(), seed=0, prompt_len=3)

@@ -12,9 +12,9 @@ from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.engine.model_thread import Supervision
 from foretoken.core.errors import ForetokenError
+from foretoken.core.interface.plan import StepPlan
+from foretoken.core.interface.protocols import NO_SPECULATION
 from foretoken.core.interface.request import Delta, FinishReason, OnToken, Request
-from foretoken.core.interface.speculator import NO_SPECULATION
-from foretoken.core.interface.step import StepPlan
 from support import virtual_time
 from support.fake_model import make_request, make_scheduler
 from support.virtual_thread import Ahead, Launching, OneByOne, a_second

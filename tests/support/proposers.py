@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from foretoken.core.interface.speculator import ProposerTraits
+from foretoken.core.interface.protocols import ProposerTraits
 from foretoken.core.ops.batch import Taps
 
 MODEL = ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=True)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from foretoken.api.types.sampling_params import SamplingParams
-from foretoken.core.interface.sampling_params import Constraint, ConstraintFailed, Mask
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import Constraint, ConstraintFailed, Mask, SamplingMetadata
 from foretoken.core.sampling.logits_processors import SampleRow
 
 PROMPT_LEN = 2

@@ -27,9 +27,11 @@ import torch
 from foretoken.api.build import engine_builder as builder
 from foretoken.api.cli.commands import main
 from foretoken.api.text.tokenizer import Tokenizer
-from foretoken.core.execution.layout import num_logits
 from foretoken.core.execution.model_runner import LaunchedStep, ModelRunner
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.execution.step_layout import num_logits
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.plan import ScheduledRequest
+from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.sampling.verifier import Verified
 
 WINNING = 1e4  # a logit above all others, per byte of the token
@@ -145,7 +147,7 @@ class ScriptedRunner(ModelRunner):
 
     def _verify(self, work: LaunchedStep) -> list[Verified]:
         at, logits = 0, work.output.logits
-        for row, draft in zip(work.plan.requests, work.drafts, strict=True):
+        for row, draft in zip(work.layout.requests, work.layout.drafts, strict=True):
             num_draft = len(draft.token_ids)
             at += num_logits(row, num_draft)
             if row.samples:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from foretoken.core.engine.model_thread import Job
-from foretoken.core.interface.step import StepOutput, StepPlan
-from foretoken.core.interface.step_runner import (
-    Finished,
+from foretoken.core.execution.launch_behind import Finished
+from foretoken.core.interface.output import StepOutput
+from foretoken.core.interface.plan import StepPlan
+from foretoken.core.interface.protocols import (
     OnKernelsStarted,
     Pending,
     StepCancelled,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from ....core.interface.step import TokenLogprob
+from ....core.interface.output import TokenLogprob
 from ...types.results import CallDelta, TextDelta
 from ..protocol import TokenInfo
 from .protocol import (

@@ -9,8 +9,8 @@ from uuid import uuid4
 
 from msgspec.structs import asdict, replace
 
+from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
-from ....core.interface.step import TokenLogprob
 from ...protocol.answers import refuse_aborted
 from ...runtime.cache_diagnostics import openai_diagnostics
 from ...runtime.chat import ChatAnswer

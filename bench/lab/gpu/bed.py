@@ -17,7 +17,9 @@ from msgspec.structs import replace
 from ....api.types.sampling_params import SamplingParams
 from ....core.config import EngineConfig
 from ....core.execution.model_runner import ModelRunner
-from ....core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest, StepPlan
+from ....core.interface.draft import NO_DRAFT, Draft, DraftPlan
+from ....core.interface.plan import ScheduledRequest, StepPlan
+from ....core.interface.sampling import SamplingMetadata
 from ....core.model.decoder import Decoder
 from ....core.ops.kv_pool import KVPool
 from ...common.report import Spread
@@ -63,7 +65,7 @@ class Bed:
             stop=start + length,
             page_ids=array("q", range(first, first + self.pages_each)),
             sampling=SamplingMetadata(params=GREEDY, seed=index, prompt_len=start + length),
-            draft=Draft.of(guesses, "made up") if num_drafts else NO_DRAFT,
+            draft_plan=DraftPlan(Draft.of(guesses, "made up") if num_drafts else NO_DRAFT),
         )
 
     def part(self, row: ScheduledRequest, start: int, stop: int) -> StepPlan:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from ....core.interface.step import ScheduledRequest, StepOutput, StepPlan
+from ....core.interface.output import StepOutput
+from ....core.interface.plan import ScheduledRequest, StepPlan
 from ...common.report import Spread
 from .bed import PAGE_SIZE, Bed
 from .stage import Stage

@@ -12,7 +12,7 @@ from ....api.types.sampling_params import SamplingParams
 from ....core.config import EngineConfig
 from ....core.engine.engine import Engine
 from ....core.interface.request import Request
-from ....core.interface.step import SamplingMetadata
+from ....core.interface.sampling import SamplingMetadata
 from .wire import Call, Generate, Job, Tokens, serve
 
 QUANTIZE: dict[str, Literal["none", "int8", "int4"]] = {

@@ -115,7 +115,7 @@ def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
     at_once = max(1, _ROUNDED_AT_ONCE // (width * packed.in_features))  # panels
     parts = [
         _quantized_panels(to_int4_min(_unpacked(panels, packed.in_features)), width)
-        for panels in packed.weight.split(at_once)
+        for panels in torch.split(packed.weight, at_once)
     ]
     values = _own(torch.cat(parts))
     bias = None if packed.bias is None else packed.bias.data_ptr()

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...interface.sampling_params import ConstraintFailed, Mask
-from ...interface.step import Refusal, SamplingMetadata
+from ...interface.output import Refusal
+from ...interface.sampling import ConstraintFailed, Mask, SamplingMetadata
 from ...sampling.gumbel import vocabulary_hashes
 from ...sampling.logits_processors import SampleRow, out_of_vocabulary
 from ...sampling.sampler import DraftVocab

@@ -9,10 +9,10 @@ import pytest
 
 from foretoken.api.build.drafts import DraftSpec, make_speculator
 from foretoken.core.config import EngineConfig
+from foretoken.core.interface.draft import DraftPlan
+from foretoken.core.interface.protocols import ProposerTraits
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import DraftPlan, ProposerTraits
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.draft.control.controller import StepCandidates
 from foretoken.draft.control.cost_model import StepProfile
 from foretoken.draft.speculator import DraftSpeculator

@@ -14,7 +14,7 @@ from foretoken.api.runtime.chat import ChoiceReader
 from foretoken.api.text import chat_template
 from foretoken.api.types.results import Choice, TextDelta, ToolChoice
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.step import TokenLogprob
+from foretoken.core.interface.output import TokenLogprob
 
 TALK = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {

@@ -16,7 +16,7 @@ from foretoken.api.runtime.cache_diagnostics import (
 from foretoken.api.runtime.prompt_history import Part, PromptLog, PromptNote, conversation_parts
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.request import CacheOptions, Request
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.radix_cache import Eviction
 
 PAGE = 4

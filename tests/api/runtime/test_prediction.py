@@ -14,7 +14,7 @@ from foretoken.api.text.chat_template import INLINE_CHARS
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import MAX_PREDICTION_CHARS, MAX_PREDICTION_IDS
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.scheduling.request_table import check_token_ids
 
 TALK = [{"role": "user", "content": "hi"}]

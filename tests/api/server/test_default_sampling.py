@@ -11,7 +11,7 @@ import pytest
 from foretoken import AsyncLLM, SamplingParams
 from foretoken.api.server.prewarm import Warm, prewarm
 from foretoken.api.types.sampling_params import NO_DEFAULTS, SamplingDefaults
-from foretoken.core.interface.sampling_params import RECOMMENDED
+from foretoken.core.interface.sampling import RECOMMENDED
 
 TALK = [{"role": "user", "content": "hi"}]
 PLAIN = {

@@ -23,7 +23,7 @@ from foretoken.api.structured.grammar_text import json_rule, lark_text
 from foretoken.api.structured.matcher import Grammar, GrammarMatcher, Vocabulary
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.core.errors import EngineDead, QueueFull
-from foretoken.core.interface.sampling_params import ConstraintFailed
+from foretoken.core.interface.sampling import ConstraintFailed
 
 FOLDERS = ("byte_level_folder", "metaspace_folder", "byte_fallback_folder")
 SCHEMA = {

@@ -11,7 +11,7 @@ import pytest
 from foretoken.api.types.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams
 from foretoken.core.config import EngineConfig, parse_overrides
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.sampling_params import RECOMMENDED, TokenSamplingParams
+from foretoken.core.interface.sampling import RECOMMENDED, TokenSamplingParams
 
 VALUES = {
     "temperature": 0.25,

@@ -19,8 +19,9 @@ from foretoken.core.errors import (
     InvalidRequest,
     QueueFull,
 )
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Delta, FinishReason
-from foretoken.core.interface.step import RequestOutput, StepOutput, StepPlan
 from support.fake_model import FakeRunner, answer, make_request, make_scheduler, perfect
 from support.fixed_depth import FixedDepth
 

@@ -9,8 +9,8 @@ import pytest
 
 from foretoken.core.engine.model_thread import ModelThread
 from foretoken.core.engine.step_executor import InFlightStep
-from foretoken.core.interface.step import StepOutput
-from foretoken.core.interface.step_runner import StepCancelled
+from foretoken.core.interface.output import StepOutput
+from foretoken.core.interface.protocols import StepCancelled
 from support.in_flight_fakes import FAILED, Device, Hand, chain, run, tokens_of, yields
 
 

@@ -10,8 +10,9 @@ import weakref
 import pytest
 
 from foretoken.core.engine.model_thread import ModelThread
-from foretoken.core.interface.step import StepOutput, StepPlan
-from foretoken.core.interface.step_runner import StepCancelled
+from foretoken.core.interface.output import StepOutput
+from foretoken.core.interface.plan import StepPlan
+from foretoken.core.interface.protocols import StepCancelled
 from support.in_flight_fakes import FAILED, Hand, Recorder, chain, run, tokens_of, yields
 
 

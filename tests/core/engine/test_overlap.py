@@ -88,7 +88,9 @@ def test_between_drafts_steps_overlap_while_all_are_silent(runner_type, max_runn
     plain = served(False, Ahead(), max_running=max_running)
     assert [each[:3] for each in told] == [each[:3] for each in plain]
     ahead = runner.ahead
-    drafted = [plan for plan in runner.plans if any(row.max_draft for row in plan.requests)]
+    drafted = [
+        plan for plan in runner.plans if any(row.draft_plan.max_draft for row in plan.requests)
+    ]
     assert ahead
     assert drafted
     assert all(row.stop % 9 for plan in ahead for row in plan.requests)

@@ -9,7 +9,7 @@ import pytest
 
 from foretoken import LLM, Completion, SamplingParams
 from foretoken.core.engine import step_executor
-from foretoken.core.interface.step import StepPlan
+from foretoken.core.interface.plan import StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEADY: list[dict[str, Any]] = [

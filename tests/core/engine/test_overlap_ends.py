@@ -9,8 +9,8 @@ import pytest
 
 from foretoken.core.engine.model_thread import StepHung
 from foretoken.core.errors import EngineDead
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import FinishReason
-from foretoken.core.interface.step import StepPlan
 from support import virtual_time
 from support.fake_model import answer
 from support.overlap_fixture import PROMPTS, Reader, both, come_to_rest, make_engine, read_all, run

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from foretoken.core.errors import EngineDead, ForetokenError
-from foretoken.core.interface.step import RequestOutput, StepOutput, StepPlan
-from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import StepPlan
+from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
 from support.fake_model import answer
 from support.overlap_fixture import (
     PROMPTS,

@@ -10,8 +10,9 @@ import pytest
 
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.step_executor import OverlapWork
-from foretoken.core.interface.step import StepOutput, StepPlan
-from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
+from foretoken.core.interface.output import StepOutput
+from foretoken.core.interface.plan import StepPlan
+from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
 from support.fake_model import FakeRunner, make_request, make_scheduler
 
 

@@ -13,10 +13,11 @@ from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.engine.step_bisection import StepBisection, forget_frames
 from foretoken.core.errors import EngineDead, ForetokenError, is_out_of_memory
+from foretoken.core.interface.output import StepOutput
+from foretoken.core.interface.plan import StepPlan
+from foretoken.core.interface.protocols import NO_SPECULATION
 from foretoken.core.interface.request import Delta, FinishReason
-from foretoken.core.interface.speculator import NO_SPECULATION
-from foretoken.core.interface.step import LEAST_CHUNK, StepOutput, StepPlan
-from foretoken.core.scheduling.chunk_budget import REGROWTH
+from foretoken.core.scheduling.chunk_budget import LEAST_CHUNK, REGROWTH, num_step_tokens
 from support.fake_model import (
     Driver,
     FakeRunner,
@@ -145,7 +146,7 @@ def test_a_failure_that_does_not_come_again_costs_nobody_anything() -> None:
 
 def test_a_failure_that_follows_from_drafts_costs_the_drafts_alone() -> None:
     def fault(plan: StepPlan) -> Exception | None:
-        drafted = any(row.max_draft for row in plan.requests)
+        drafted = any(row.draft_plan.max_draft for row in plan.requests)
         return RuntimeError("the draft broke the step") if drafted else None
 
     told, engine, _ = serve(Faulty(fault, drafter=perfect), PROMPTS[:1])
@@ -222,7 +223,7 @@ def test_five_culprits_among_sixty_four_take_no_innocent_with_them() -> None:
 
 def test_drafts_that_make_every_step_fail_are_given_up() -> None:
     def fault(plan: StepPlan) -> Exception | None:
-        drafts = any(row.max_draft for row in plan.requests)
+        drafts = any(row.draft_plan.max_draft for row in plan.requests)
         return RuntimeError("no kernel for so many rows") if drafts else None
 
     told, engine, _ = serve(Faulty(fault), PROMPTS[:1], max_tokens=100)
@@ -302,13 +303,13 @@ class Small(Faulty):
 
     def __init__(self, most: int, failure: Exception) -> None:
         def fault(plan: StepPlan) -> Exception | None:
-            return failure if plan.num_tokens > most else None
+            return failure if num_step_tokens(plan.requests) > most else None
 
         super().__init__(fault, page_size=16, drafter=sometimes)
 
     @property
     def sizes(self) -> list[int]:
-        return [plan.num_tokens for plan in self.plans]
+        return [num_step_tokens(plan.requests) for plan in self.plans]
 
 
 OUT_OF_MEMORY = [
@@ -374,18 +375,25 @@ def test_a_prompt_fails_when_its_least_chunk_does_not_fit_either() -> None:
     assert type(told[0]) is ForetokenError
     assert told[1] == answer([2, 3], 8)
     assert was_alive
-    assert min(plan.num_tokens for plan in runner.plans if plan.num_tokens > 2) == LEAST_CHUNK
+    assert (
+        min(
+            num_step_tokens(plan.requests)
+            for plan in runner.plans
+            if num_step_tokens(plan.requests) > 2
+        )
+        == LEAST_CHUNK
+    )
 
 
 def test_a_step_may_have_more_of_prompts_again_when_memory_is_back() -> None:
     driver = Driver(make_scheduler(max_batch_tokens=128, num_pages=2000), FakeRunner(4))
     driver.add(make_request("a", [1 + j % 6 for j in range(900)]))
     plan = driver.scheduler.schedule(0.0)
-    assert plan.num_tokens == 128
+    assert num_step_tokens(plan.requests) == 128
     driver.scheduler.shrink_chunks(plan)
     sizes = []
     while driver.scheduler.running["a"].num_pending > 1:
-        sizes.append(driver.step().num_tokens)
+        sizes.append(num_step_tokens(driver.step().requests))
     assert sizes[0] == 64
     assert sizes[5] == int(64 * (1 + REGROWTH) ** 5)
     assert sizes[:-1] == sorted(sizes[:-1])

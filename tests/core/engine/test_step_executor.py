@@ -8,7 +8,8 @@ import pytest
 
 from foretoken.core.engine.model_thread import Job, Watchdog
 from foretoken.core.engine.step_executor import MAX_FAILURES, OverlapWork, StepExecutor
-from foretoken.core.interface.step import StepOutput, StepPlan
+from foretoken.core.interface.output import StepOutput
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.scheduling.scheduler import Event
 from foretoken.core.telemetry.metrics import EngineMetrics
 from support.fake_model import FakeRunner, make_request, make_scheduler

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from foretoken.core.interface.step import NO_DRAFT, Draft
+from foretoken.core.interface.draft import NO_DRAFT, Draft
 
-CHAIN = Draft((5, 6, 7), ("a", "a", "b"), num_uncached_draft_tokens=2)
+CHAIN = Draft((5, 6, 7), ("a", "a", "b"), note="mine")
 #   5 -> 6 -> 7
 #     -> 8 -> 9
 #   4
-TREE = replace(
-    Draft.of((5, 6, 7, 8, 9, 4), "a"), num_uncached_draft_tokens=3, parents=(-1, 0, 1, 0, 3, -1)
-)
+TREE = replace(Draft.of((5, 6, 7, 8, 9, 4), "a"), note="mine", parents=(-1, 0, 1, 0, 3, -1))
 
 
 def test_a_chain_may_leave_out_its_parents() -> None:
@@ -26,7 +24,7 @@ def test_a_chain_may_leave_out_its_parents() -> None:
 def test_the_trunk_of_a_tree_is_its_first_run_of_children() -> None:
     trunk = TREE.trunk()
     assert (trunk.token_ids, trunk.sources, trunk.parents) == ((5, 6, 7), ("a",) * 3, ())
-    assert trunk.num_uncached_draft_tokens == TREE.num_uncached_draft_tokens
+    assert trunk.note == TREE.note
 
 
 def test_a_path_leads_from_the_first_level_to_its_node() -> None:
@@ -47,7 +45,7 @@ def test_the_first_nodes_of_a_draft_are_a_draft(draft: Draft) -> None:
 def test_parents_that_make_no_tree_leave_what_is_a_chain_of_it(parents: tuple[int, ...]) -> None:
     trunk = replace(CHAIN, parents=parents).trunk()
     assert trunk.parents == ()
-    assert not replace(CHAIN, parents=parents).is_tree
+    assert not replace(CHAIN, parents=parents).is_valid
     assert len(trunk.token_ids) == (parents == (-1,))
 
 
@@ -56,5 +54,6 @@ def test_levels_and_runs_of_a_tree() -> None:
     assert TREE.runs() == [(0, 3), (3, 5), (5, 6)]
     assert (TREE.height, TREE.trunk_len) == (3, 3)
     assert CHAIN.depths() == [1, 2, 3]
+    assert [each.is_chain for each in (CHAIN, TREE, NO_DRAFT)] == [True, False, True]
     assert CHAIN.runs() == replace(CHAIN, parents=(-1, 0, 1)).runs() == [(0, 3)]
     assert (NO_DRAFT.height, NO_DRAFT.trunk_len, NO_DRAFT.runs()) == (0, 0, [])

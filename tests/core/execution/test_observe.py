@@ -13,16 +13,19 @@ from torch import Tensor
 from foretoken.core.execution import model_runner
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import VerifiedRequest
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import MAX_FAILURES
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest, StepPlan
-from foretoken.core.interface.step_runner import StepCancelled
+from foretoken.core.interface.draft import NO_DRAFT_PLAN, Draft, DraftPlan
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import StepCancelled
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
+from foretoken.draft.control.outcome import DraftNote, DraftOutcome
 from support.checkpoints import make_checkpoint
 from support.draft_trees import tree_of
+from support.drafts import with_drafts
 from support.proposers import BareProposer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +83,7 @@ def compute(decoder: Decoder, observer: Observer, *rows: ScheduledRequest, is_pl
     runner = ModelRunner(decoder, decoder.make_pool(16, page_size=16), observer)
     for each in rows:  # what stands before a row
         if each.start:
-            runner.step(plan_of(replace(each, start=0, stop=each.start, max_draft=0)))
+            runner.step(plan_of(replace(each, start=0, stop=each.start, draft_plan=NO_DRAFT_PLAN)))
     observer.steps.clear()
     return runner.step(plan_of(*rows, is_plain=is_plain)).requests
 
@@ -109,9 +112,9 @@ def test_plain_steps_and_prefill_are_observed(decoder: Decoder) -> None:
 def test_the_rows_of_refused_draft_tokens_are_left_out(decoder: Decoder) -> None:
     right = answer(decoder, 2)
     observer = Observer([Draft.of([right[0], right[1] + 1, 3], "x")])
-    drafting = replace(row(PROMPT, 4, 5), max_draft=3)
+    drafting = with_drafts(row(PROMPT, 4, 5), max_draft=3)
     _, out = compute(decoder, observer, row(PROMPT, 0, 2, 1), drafting)
-    assert out.num_accepted == 1
+    assert len(out.path) == 1
     assert observer.steps == [[([0, 1], [5, 9]), ([4, 5], [5, right[0]])]]
     assert observer.rows[1].output is out
 
@@ -121,9 +124,9 @@ def test_where_a_path_beside_the_trunk_won_its_rows_hold_the_positions(decoder: 
     wrong = [token + 1 for token in right]
     observer = Observer()
     tree = tree_of([wrong, [wrong[0], right[1]], right])
-    forked = replace(row(PROMPT, 4, 5), draft=tree, spare_page_ids=array("q", [3]))
+    forked = replace(row(PROMPT, 4, 5), draft_plan=DraftPlan(tree), spare_page_ids=array("q", [3]))
     out, _ = compute(decoder, observer, forked, row(PROMPT, 0, 2, 1))
-    assert out.num_accepted == 2
+    assert len(out.path) == 2
     assert observer.steps == [[([4, 5, 6], [5, *right]), ([0, 1], [5, 9])]]
 
 
@@ -155,7 +158,7 @@ def test_a_proposer_that_is_let_go_is_reported_and_its_taps_stay(
 
     monkeypatch.setattr(decoder, "forward", watched)
     runner = ModelRunner(decoder, decoder.make_pool(16, page_size=16), Observer())
-    drafting = replace(row(PROMPT, 0, 5), max_draft=2)
+    drafting = with_drafts(row(PROMPT, 0, 5), max_draft=2)
     lost = [
         runner.step(plan_of(drafting, is_plain=False)).lost_proposer
         for _ in range(MAX_FAILURES + 2)
@@ -164,7 +167,9 @@ def test_a_proposer_that_is_let_go_is_reported_and_its_taps_stay(
     assert taps == [Observer.taps] * (MAX_FAILURES + 2)
 
 
-@pytest.mark.parametrize(("drafts", "num_uncached"), [([Draft((), (), 2)], 2), (None, 0)])
+@pytest.mark.parametrize(
+    ("drafts", "num_uncached"), [([Draft(note=DraftNote(0, 2))], 2), (None, 0)]
+)
 def test_where_the_proposer_has_no_draft_what_was_looked_up_is_verified(
     decoder: Decoder, drafts: list[Draft] | None, num_uncached: int
 ) -> None:
@@ -172,11 +177,12 @@ def test_where_the_proposer_has_no_draft_what_was_looked_up_is_verified(
     right = answer(decoder, 3)
     known = replace(Draft.of(right, "suffix"), odds=(0.9, 0.8, 0.7))
     (out,) = compute(
-        decoder, Observer(drafts), replace(row(PROMPT, 4, 5), draft=known, max_draft=4)
+        decoder, Observer(drafts), with_drafts(row(PROMPT, 4, 5), draft=known, max_draft=4)
     )
-    assert (out.num_accepted, out.sources) == (3, ("suffix",) * 3)
-    assert (out.num_ranked, list(out.accepted_ranks)) == (0, [])
-    assert out.num_uncached_draft_tokens == num_uncached
+    assert (list(out.path), out.draft.sources) == ([0, 1, 2], ("suffix",) * 3)
+    outcome = DraftOutcome(out.draft, out.path)
+    assert (outcome.num_ranked, list(outcome.accepted_ranks)) == (0, [])
+    assert outcome.note.num_uncached == num_uncached
 
 
 def test_a_step_that_failed_behind_its_observation_is_not_observed_again(

@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.core.interface.sampling_params import ConstraintFailed, Mask, TokenSamplingParams
-from foretoken.core.interface.step import Refusal, SamplingMetadata
+from foretoken.core.interface.output import Refusal
+from foretoken.core.interface.sampling import (
+    ConstraintFailed,
+    Mask,
+    SamplingMetadata,
+    TokenSamplingParams,
+)
 from foretoken.core.sampling.logits_processors import SampleRow, apply_processors
 from foretoken.core.sampling.rejection import probabilities
 from foretoken.core.sampling.verifier import ALL_BANNED, VerifyRequest, sample, verify

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.sampling_params import TokenSamplingParams
+from foretoken.core.interface.sampling import TokenSamplingParams
 
 CORE = Path(__file__).resolve().parents[3] / "core"
 

@@ -8,8 +8,8 @@ import pytest
 
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import ForetokenError
+from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason
-from foretoken.core.interface.step import TokenLogprob
 from support.fake_model import make_request
 
 

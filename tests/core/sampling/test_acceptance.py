@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.verifier import VerifyRequest, best, sample, verify
 

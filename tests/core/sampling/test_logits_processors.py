@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling.logits_processors import (
     SampleRow,
     apply_processors,
@@ -415,8 +414,8 @@ READS_HISTORY = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
 def test_a_parameter_that_reads_the_text_is_one_that_edits(name: str) -> None:
     sampling = make_row(**{name: EDITS[name]}).sampling
     assert sampling.has_processors
-    assert sampling.reads_text == (name in READS_HISTORY)
-    assert make_row(logprobs=1).sampling.reads_text
+    assert sampling.needs_history == (name in READS_HISTORY)
+    assert make_row(logprobs=1).sampling.needs_history
     assert not make_row(logprobs=1).sampling.has_processors
 
 

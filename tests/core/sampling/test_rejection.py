@@ -13,8 +13,7 @@ import torch
 
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling import rejection
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.rejection import SampledDraft, draw, probabilities, verify_by_rejection

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling import verifier as verify_module
 from foretoken.core.sampling.gumbel import gumbel_rows
 from foretoken.core.sampling.logits_processors import SampleRow, apply_processors, scaled, truncate

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from foretoken.core.execution.launch_behind import Finished, launch_behind
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import NO_SPECULATION, Speculator
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import NO_SPECULATION, Speculator
-from foretoken.core.interface.step import ScheduledRequest, StepPlan
-from foretoken.core.interface.step_runner import Finished, launch_behind
 from foretoken.core.scheduling.async_scheduling import plan_next, replan
 from support.fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 from support.fixed_depth import FixedDepth
@@ -204,7 +204,7 @@ def test_behind_a_draft_nothing_is_planned() -> None:
     scene = Scene(speculator=FixedDepth(2))
     plan = scene.begin()
     scene.scheduler.speculator.inner = NO_SPECULATION
-    assert any(row.max_draft for row in plan.requests)
+    assert any(row.draft_plan.max_draft for row in plan.requests)
     assert scene.ahead(plan) is None
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.request import CacheOptions, Pin, Request
-from foretoken.core.interface.step import RequestOutput, StepOutput
 from support.fake_model import VOCAB_SIZE, Driver, FakeRunner, answer, make_request, make_scheduler
 
 PRIVATE = CacheOptions(read=False, write=False)

@@ -9,15 +9,16 @@ import pytest
 
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import (
+from foretoken.core.interface.output import StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.scheduling.chunk_budget import (
     LEAST_CHUNK,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
+    MEASURE,
+    REMEASURE,
+    WIDE_CHUNK,
+    ChunkBudget,
 )
-from foretoken.core.scheduling.chunk_budget import MEASURE, REMEASURE, WIDE_CHUNK, ChunkBudget
 from support.fake_model import Driver, FakeRunner, make_request, make_scheduler
 
 SAMPLING = SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=1)

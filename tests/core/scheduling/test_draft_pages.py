@@ -8,21 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from foretoken.core.interface.draft import NO_DRAFT_PLAN, Draft, DraftPlan
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import NO_SPECULATION
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import (
-    MAX_FAILURES,
-    NO_DRAFT_PLAN,
-    NO_SPECULATION,
-    DraftPlan,
-    GuardedSpeculator,
-)
-from foretoken.core.interface.step import (
-    Draft,
-    RequestOutput,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES, GuardedSpeculator
 from foretoken.core.scheduling.leases import allocate_draft_pages
 from foretoken.core.scheduling.scheduler import draft_limits
 from foretoken.radix_cache import KVLease, PrefixCache

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.output import RequestOutput, TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason, Request
-from foretoken.core.interface.step import RequestOutput, TokenLogprob
 from foretoken.core.scheduling.output_processor import take_output
 from foretoken.core.scheduling.scheduler import schedule_request
 from support.fake_model import EOS, make_request
 
+TWO = Draft.of([4, 4], "ngram")
 NAMED = 5  # a stop token that the caller asked for
 
 
@@ -28,7 +30,7 @@ def take(request: Request, *, now: float = 1.0, **output: object) -> Delta:
 def test_only_a_stop_token_that_the_caller_named_is_a_reason(
     token_id: int, told: int | None
 ) -> None:
-    delta = take(running(), token_ids=[4, token_id, 6], num_accepted=2)
+    delta = take(running(), token_ids=[4, token_id, 6], draft=TWO, path=(0, 1))
     assert delta.token_ids == [4, token_id]
     assert (delta.finish_reason, delta.stop_reason) == (FinishReason.STOP, told)
 
@@ -45,7 +47,7 @@ def test_prompt_logprobs_are_told_once_though_preemption_computes_them_twice() -
 
 def test_log_probabilities_are_cut_as_the_tokens_are() -> None:
     entries = [TokenLogprob(token_id, -1.0) for token_id in (4, EOS, 6)]
-    delta = take(running(), token_ids=[4, EOS, 6], num_accepted=2, logprobs=entries)
+    delta = take(running(), token_ids=[4, EOS, 6], draft=TWO, path=(0, 1), logprobs=entries)
     assert delta.logprobs == entries[:2]
 
 
@@ -63,10 +65,8 @@ def test_accepted_tokens_behind_the_cut_were_proposed_and_not_served() -> None:
     take(
         request,
         token_ids=[4, 4, EOS, 4, 4],
-        num_proposed=4,
-        num_accepted=4,
-        sources=sources,
-        draft_len=4,
+        draft=Draft([4, 4, EOS, 4], sources),
+        path=range(4),
     )
     usage = request.usage
     assert (usage.completion_tokens, usage.proposed_tokens, usage.accepted_tokens) == (3, 4, 3)

@@ -11,8 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from foretoken.core.errors import InvalidRequest, PromptTooLong, QueueFull
+from foretoken.core.interface.output import Refusal, RequestOutput, StepOutput
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import RequestStatus, by_order
-from foretoken.core.interface.step import Refusal, RequestOutput, StepOutput, StepPlan
+from foretoken.core.scheduling.chunk_budget import num_step_tokens
 from support.fake_model import (
     VOCAB_SIZE,
     Driver,
@@ -85,7 +87,7 @@ def test_a_long_prompt_never_stalls_a_stream() -> None:
         before = len(driver.served["stream"])
         plan = driver.step()
         assert len(driver.served["stream"]) == before + 1
-        assert plan.num_tokens <= 8
+        assert num_step_tokens(plan.requests) <= 8
     driver.run()
     assert driver.served["long"] == answer(prompt_of(100, 1), 2)
 
@@ -96,7 +98,10 @@ def test_drafts_and_chunks_share_the_token_budget() -> None:
         driver.add(make_request(str(index), prompt_of(30, index), max_tokens=20))
     while driver.scheduler.num_requests:
         plan = driver.step()
-        assert plan.num_tokens + sum(row.max_draft for row in plan.requests) <= 10
+        assert (
+            num_step_tokens(plan.requests) + sum(row.draft_plan.max_draft for row in plan.requests)
+            <= 10
+        )
 
 
 def test_identical_prompts_that_arrive_together_share_one_prefill() -> None:
@@ -216,7 +221,9 @@ def test_drafts_never_evict_what_is_cached() -> None:
     driver.add(make_request("new", prompt_of(2, 2), max_tokens=9))
     driver.step()
     plan = driver.step()
-    assert plan.requests[0].max_draft == 1  # eight pages: four cached, three needed, one free
+    assert (
+        plan.requests[0].draft_plan.max_draft == 1
+    )  # eight pages: four cached, three needed, one free
     assert driver.scheduler.cache.match_len(array("q", [*prompt_of(4, 1), 1])) == 4
 
 
@@ -463,7 +470,7 @@ def test_no_draft_stands_before_the_first_token() -> None:
     driver = drive(perfect, max_batch_tokens=16, depth=3)
     driver.add(request := make_request("a", prompt_of(17)))
     while request.num_output == 0:
-        assert all(row.max_draft == 0 for row in driver.step().requests)
+        assert all(row.draft_plan.max_draft == 0 for row in driver.step().requests)
     driver.run()
     assert request.usage.accepted_tokens > 0
 
@@ -556,7 +563,7 @@ class FailsBehind(FakeRunner):
     def step(self, plan: StepPlan) -> StepOutput:
         right = super().step(plan)
         rows = [
-            replace(out, error="nothing can be drawn") if out.num_accepted else out
+            replace(out, error="nothing can be drawn") if out.path else out
             for out in right.requests
         ]
         return StepOutput(requests=rows)

@@ -11,16 +11,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foretoken.core.errors import DeadlineExceeded, ForetokenError
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import NO_SPECULATION, Speculator
 from foretoken.core.interface.request import Delta, FinishReason, Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import MAX_FAILURES, NO_SPECULATION, Speculator
-from foretoken.core.interface.step import (
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.telemetry.metrics import EngineMetrics, EngineObserver
@@ -54,13 +51,10 @@ class Engine:
     ) -> None:
         """One draft: a letter per draft token names its source; ``path`` of them lead."""
         names = [{"n": "ngram", "m": "model", "p": "prediction"}[letter] for letter in sources]
-        row = RequestOutput(
-            request_id="a",
-            num_proposed=len(names),
-            num_accepted=accepted,
-            sources=names,
-            draft_len=len(names) if path is None else path,
-        )
+        length = len(names) if path is None else path  # the other nodes follow the last token
+        parents = [*range(-1, length - 1), *[-1] * (len(names) - length)]
+        draft = Draft(range(len(names)), names, parents=parents)
+        row = RequestOutput(request_id="a", draft=draft, path=range(accepted))
         delta = Delta(
             token_ids=[5] * (accepted + 1),
             num_proposed=len(names),

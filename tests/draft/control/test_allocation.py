@@ -35,7 +35,7 @@ def candidates(
     number = len(table)
     return StepCandidates(
         lookup=table,
-        proposer_worth=np.array(lm, dtype=float).reshape(number, -1),
+        expected_accepted=np.array(lm, dtype=float).reshape(number, -1),
         num_uncached_draft_tokens=np.array(num_uncached_draft_tokens or [0] * number),
         budget=budget,
         **more,
@@ -98,7 +98,7 @@ def test_nothing_is_taken_where_there_is_nothing_or_no_room() -> None:
         candidates([[0.9, 0.8]], [[0.9]], budget=-1),
     ):
         found = allocate(given, CostModel(LINE), 1.0)
-        assert (found.num_rows, found.net) == (0, 0.0)
+        assert (found.num_rows, found.net_gain) == (0, 0.0)
         assert len(found.num_lookup) == len(found.num_proposer) == len(given.lookup)
 
 
@@ -146,7 +146,7 @@ def test_of_all_prefixes_the_best_are_taken() -> None:
         given, costs, rate = random_case(rng, with_proposer=False)
         found = allocate(given, costs, rate)
         best = max(net_of(given, costs, rate, pairs) for pairs in every_choice(given))
-        assert found.net == pytest.approx(best, abs=1e-9)
+        assert found.net_gain == pytest.approx(best, abs=1e-9)
         pairs = [(count, 0) for count in found.num_lookup.tolist()]
         assert net_of(given, costs, rate, pairs) == pytest.approx(best, abs=1e-9)
 
@@ -170,12 +170,12 @@ def test_nodes_that_a_draft_hardly_ever_has_bring_nothing() -> None:
     """However much cheaper the rows behind the first are, which they do not take."""
     costs = CostModel(StepProfile({1: 1.0, 2: 1.1, 18: 1.1}, {1: 0.15}))
     shown = np.array([[1.0] + 15 * [0.01]])
-    given = candidates([[]], [[0.2] + 15 * [0.001]], proposer_shown=shown)
+    given = candidates([[]], [[0.2] + 15 * [0.001]], node_probability=shown)
     assert not lm_of(given, costs).num_proposer.any(), (
         "a row and a pass cost more than the first node"
     )
-    given = candidates([[]], [[0.3] + 15 * [0.001]], proposer_shown=shown)
-    assert lm_of(given, costs).net == pytest.approx(0.3 - 0.1 - 0.15, abs=0.03)
+    given = candidates([[]], [[0.3] + 15 * [0.001]], node_probability=shown)
+    assert lm_of(given, costs).net_gain == pytest.approx(0.3 - 0.1 - 0.15, abs=0.03)
 
 
 def test_each_request_takes_the_better_of_its_two_drafts_never_both() -> None:
@@ -213,7 +213,7 @@ def test_a_long_backlog_must_pay_within_a_few_steps_and_a_short_one_at_once() ->
     assert is_asked(most - 1)
     assert not is_asked(most + 1)
     worth = [
-        lm_of(candidates([[]], [[0.9]], num_uncached_draft_tokens=[n]), costs).net
+        lm_of(candidates([[]], [[0.9]], num_uncached_draft_tokens=[n]), costs).net_gain
         for n in (0, 2, 4)
     ]
     assert np.diff(worth) == pytest.approx([-0.1, -0.1], abs=1e-6)
@@ -227,9 +227,9 @@ def test_the_choice_comes_close_to_trying_everything() -> None:
         pairs = list(zip(found.num_lookup.tolist(), found.num_proposer.tolist(), strict=True))
         assert sum(map(sum, pairs)) <= given.budget
         assert not any(count and depth for count, depth in pairs)
-        assert found.net == pytest.approx(net_of(given, costs, rate, pairs), abs=1e-9)
+        assert found.net_gain == pytest.approx(net_of(given, costs, rate, pairs), abs=1e-9)
         best = max(net_of(given, costs, rate, pairs) for pairs in every_choice(given))
-        lost.append(best - found.net)
+        lost.append(best - found.net_gain)
         total += best
     assert max(lost) < 0.2, "tokens of a step"
     assert sum(lost) < 0.005 * total
@@ -268,7 +268,7 @@ def every_choice(given: StepCandidates) -> Iterator[list[tuple[int, int]]]:
             *((count, 0) for count in range(np.count_nonzero(free) + 1)),
             *((0, depth) for depth in range(1, np.count_nonzero(lm) + 1)),
         ]
-        for free, lm in zip(given.lookup, given.proposer_worth, strict=True)
+        for free, lm in zip(given.lookup, given.expected_accepted, strict=True)
     ]
     for pairs in itertools.product(*choices):
         if sum(map(sum, pairs)) <= given.budget:
@@ -280,7 +280,7 @@ def net_of(
 ) -> float:
     """Expected tokens beyond the price of their rows and of the draft model's passes."""
     gain = sum(
-        given.lookup[row, :count].sum() + given.proposer_worth[row, :depth].sum()
+        given.lookup[row, :count].sum() + given.expected_accepted[row, :depth].sum()
         for row, (count, depth) in enumerate(pairs)
     )
     chosen = sum(map(sum, pairs))

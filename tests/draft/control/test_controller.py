@@ -28,7 +28,7 @@ def candidates(
     table = np.array(lookup, dtype=float)
     return StepCandidates(
         lookup=table,
-        proposer_worth=np.array(lm, dtype=float).reshape(len(table), -1),
+        expected_accepted=np.array(lm, dtype=float).reshape(len(table), -1),
         num_uncached_draft_tokens=np.full(len(table), num_uncached_draft_tokens),
         budget=budget,
     )
@@ -56,7 +56,7 @@ def test_a_trial_is_one_token_of_the_request_that_lacks_least() -> None:
     controller = Controller(CostModel(CHEAP))
     given = StepCandidates(
         lookup=np.zeros((4, 0)),
-        proposer_worth=np.array([[0.02, 0.01], [0.0, 0.0], [0.02, 0.01], [0.02, 0.01]]),
+        expected_accepted=np.array([[0.02, 0.01], [0.0, 0.0], [0.02, 0.01], [0.02, 0.01]]),
         num_uncached_draft_tokens=np.array([30, 1, 5, 20]),  # the second may not be drafted for
         budget=9,
     )

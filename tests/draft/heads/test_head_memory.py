@@ -15,13 +15,14 @@ from msgspec.structs import replace
 
 from foretoken.core.engine.step_bisection import StepBisection
 from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import MAX_FAILURES
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest, StepPlan
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
+from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.heads import copies
@@ -91,7 +92,7 @@ class Bench:
         runner.step(StepPlan(requests=prompts, newly_allocated_pages=array("q"), is_plain=True))
         self.requests = [
             replace(
-                each, start=each.stop, stop=each.stop + 1, max_draft=6,
+                each, start=each.stop, stop=each.stop + 1, draft_plan=DraftPlan(max_draft=6),
                 page_ids=each.page_ids[:-2], spare_page_ids=each.page_ids[-2:],
             )
             for each in prompts

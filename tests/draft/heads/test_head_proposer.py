@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment, Wanted
@@ -103,11 +104,11 @@ class Reference:
         self._last = last = len(self._tokens) - 1
         self._taps = taps_of(target, self._tokens, head.config.taps)
         self._taps[last:] = 0.0  # not to be looked at
-        self._most = row.max_draft
+        self._most = row.draft_plan.max_draft
         if isinstance(head, MedusaHead):
-            self._most = min(row.max_draft, head.config.num_heads)
+            self._most = min(row.draft_plan.max_draft, head.config.num_heads)
         if isinstance(head, BlockHead):
-            self._most = min(row.max_draft, head.config.num_drafted)
+            self._most = min(row.draft_plan.max_draft, head.config.num_drafted)
             anchors = torch.tensor([[last]])
             self._hidden = head(torch.tensor([self._tokens]), self._taps[None], anchors)[0, 0]
 
@@ -250,8 +251,7 @@ def test_without_head_kv_there_is_no_draft_and_what_was_looked_up_is_not_the_hea
         stop=9,
         page_ids=array("q", range(4)),
         sampling=SamplingMetadata(params=params, seed=7, prompt_len=9),
-        draft=Draft([1, 2], ("suffix", "suffix"), odds=(0.9, 0.8)),
-        max_draft=4,
+        draft_plan=DraftPlan(Draft([1, 2], ("suffix", "suffix"), odds=(0.9, 0.8)), max_draft=4),
     )
     proposer = make_proposer(join_random("block", target))
     assert proposer.propose([row]) == [Draft()]

@@ -12,14 +12,11 @@ import torch
 
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import VerifiedRequest
+from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.output import RequestOutput
+from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import (
-    Draft,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-)
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
@@ -217,7 +214,7 @@ def row_of(tokens: list[int], max_draft: int = 4) -> ScheduledRequest:
         stop=len(tokens),
         page_ids=array("q", range(NUM_PAGES)),
         sampling=SamplingMetadata(params=params, seed=0, prompt_len=1),
-        max_draft=max_draft,
+        draft_plan=DraftPlan(max_draft=max_draft),
     )
 
 

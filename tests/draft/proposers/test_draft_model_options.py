@@ -10,8 +10,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.plan import ScheduledRequest
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
@@ -21,6 +22,7 @@ from foretoken.core.sampling.rejection import SampledDraft, draw
 from foretoken.core.sampling.verifier import VerifyRequest, sample, verify
 from foretoken.draft.proposers import temperature_tuner as tuner_module
 from foretoken.draft.proposers.lm_proposer import LmProposer
+from support.drafts import with_drafts
 from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 256, 4, 120
@@ -46,7 +48,7 @@ def row_of(tokens: Sequence[int], max_draft: int = 4, *, seed: int = 1, **form) 
         stop=len(tokens),
         page_ids=array("q", range(NUM_PAGES)),
         sampling=SamplingMetadata(params=TokenSamplingParams(**form), seed=seed, prompt_len=5),
-        max_draft=max_draft,
+        draft_plan=DraftPlan(max_draft=max_draft),
     )
 
 
@@ -65,7 +67,7 @@ def test_beside_looked_up_tokens_a_draft_for_rejection_sampling_is_drawn_all_the
     assert proposer_of(pair[1]).traits.weighs
     (alone,), (beside,) = (
         proposer.propose([each])
-        for proposer, each in zip(proposers, (row, replace(row, draft=known)), strict=True)
+        for proposer, each in zip(proposers, (row, with_drafts(row, draft=known)), strict=True)
     )
     assert isinstance(beside, SampledDraft)
     assert beside.token_ids == alone.token_ids
@@ -97,7 +99,7 @@ def test_a_draft_says_how_much_of_its_kv_is_missing(pair) -> None:
     told = []
     for _ in range(4):
         (draft,) = proposer.propose([row])
-        told.append((draft.num_uncached_draft_tokens, len(draft.token_ids)))
+        told.append((draft.note.num_uncached, len(draft.token_ids)))
     assert told == [(39, 0), (18, 0), (0, 4), (0, 4)]
 
 
@@ -107,7 +109,7 @@ def test_the_backlog_of_each_row_is_its_own(pair) -> None:
         replace(row_of(prompt_of(60)), page_ids=array("q", range(60))),
         replace(row_of(prompt_of(9)), request_id="b", page_ids=array("q", range(60, 80))),
     ]
-    assert [draft.num_uncached_draft_tokens for draft in proposer.propose(rows)] == [
+    assert [draft.note.num_uncached for draft in proposer.propose(rows)] == [
         60 - (20 + 2 - 9),
         0,
     ]
@@ -120,7 +122,7 @@ def test_where_the_context_ends_there_is_no_backlog(pair) -> None:
     row = row_of(prompt_of(longest - 2))
     row = replace(row, page_ids=array("q", range(pool.num_pages)))
     (draft,) = LmProposer(pair[1], pool).propose([row])
-    assert (draft.num_uncached_draft_tokens, len(draft.token_ids)) == (0, 0)
+    assert (draft.note.num_uncached, len(draft.token_ids)) == (0, 0)
 
 
 # ---- temperature -------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.plan import ScheduledRequest
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import SampledToken, sample

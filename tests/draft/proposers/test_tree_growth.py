@@ -11,20 +11,23 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.sampling.gumbel import gumbel_rows, vocabulary_hashes
 from foretoken.core.sampling.verifier import Best
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.draft.control.outcome import DraftNote
 from foretoken.draft.proposers.gap_model import GapModel, default_gap_models
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.draft.proposers.tree_growth import NUM_BEST, ROOT, TreeGrowth
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
+from support.drafts import with_drafts
 from support.fake_model import Driver
 from support.tiny_pair import write_pair
 
@@ -47,9 +50,8 @@ def row_of(
         stop=num_tokens,
         page_ids=array("q", range(20)),
         sampling=SamplingMetadata(params=params, seed=0, prompt_len=1),
-        max_draft=max_draft,
+        draft_plan=DraftPlan(max_draft=max_draft, **prices),  # type: ignore[arg-type]
         spare_page_ids=array("q", range(50, 50 + num_spare)),
-        **prices,  # type: ignore[arg-type]
     )
 
 
@@ -136,7 +138,7 @@ def test_a_row_without_spare_pages_gets_a_chain() -> None:
         (node,) = tree.open(tree.frontier())
         tree.expand(node, CLEAR)
     assert (list(tree.draft(3).token_ids), tree.draft(3).parents) == ([5, 1, 1, 1], ())
-    assert tree.draft(3).num_uncached_draft_tokens == 3
+    assert tree.draft(3).note == DraftNote(num_levels=4, num_uncached=3)
 
 
 def test_a_node_that_is_not_worth_its_row_is_not_drafted() -> None:
@@ -247,7 +249,7 @@ def test_a_model_goes_on_where_the_text_that_was_looked_up_leaves_doubt() -> Non
     draft = tree.draft()
     assert list(draft.token_ids[:4]) == [9, 10, 11, 1]
     assert draft.sources[:4] == ("suffix",) * 3 + ("lm",)
-    assert draft.num_levels == 2
+    assert draft.note.num_levels == 2
 
 
 def test_a_row_without_spare_pages_gets_the_better_chain() -> None:
@@ -255,7 +257,7 @@ def test_a_row_without_spare_pages_gets_the_better_chain() -> None:
         tree = grown(looked_up(9, 10, 11, odds=odds, num_spare=0))
         tree.expand(ROOT, CLOSE)
         draft = tree.draft(2)
-        assert (list(draft.token_ids), draft.num_uncached_draft_tokens) == (expected, 2)
+        assert (list(draft.token_ids), draft.note.num_uncached) == (expected, 2)
         assert any(draft.odds) == (expected == [5])
 
 
@@ -263,7 +265,7 @@ def test_a_chain_beside_one_that_was_looked_up_needs_scores_though_rows_have_no_
     """At a fixed depth, too: a token that is drawn alone seems certain, and would always win."""
     row = replace(looked_up(9, 10, odds=(0.2, 0.1), num_spare=0), row_prices=())
     assert grown(row).wants_best
-    assert not grown(replace(row, draft=Draft())).wants_best
+    assert not grown(with_drafts(row, draft=Draft())).wants_best
 
 
 def test_the_target_may_walk_from_looked_up_tokens_to_the_models() -> None:

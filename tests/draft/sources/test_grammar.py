@@ -10,12 +10,12 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from foretoken.core.interface.draft import NO_DRAFT_PLAN
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import ConstraintFailed, Mask
-from foretoken.core.interface.speculator import NO_DRAFT_PLAN
-from foretoken.draft.control.acceptance import AcceptanceModel
+from foretoken.core.interface.sampling import ConstraintFailed, Mask
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.sources.grammar import GrammarSource
 from foretoken.draft.sources.source import Guess, Priors, Source
 from foretoken.draft.speculator import DraftSpeculator

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from foretoken.core.interface.step import Draft
+from foretoken.core.interface.draft import Draft
 from foretoken.draft.sources.merge import common_len, merge
 from foretoken.draft.sources.source import Guess
 

@@ -10,8 +10,7 @@ import pytest
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.draft.training import traffic
 from foretoken.draft.training.records import read_records
 from foretoken.draft.training.traffic import TrafficRecorder

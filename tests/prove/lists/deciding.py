@@ -10,7 +10,7 @@ MUTATIONS = (
         "_Curve.count",
         "num_tried = num_hits + missed\n        for index",
         "num_tried = num_hits\n        for index",
-        ("control/test_acceptance.py",),
+        ("control/test_estimators.py",),
         "chances converge to the truth",
     ),
     Mutation(
@@ -18,7 +18,7 @@ MUTATIONS = (
         "AcceptanceModel.survival",
         "curve = self._curves[source][sampled][kind]",
         "curve = self._curves[source][False][kind]",
-        ("control/test_acceptance.py",),
+        ("control/test_estimators.py",),
         "greedy and sampled requests are learnt apart",
     ),
     Mutation(
@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         "allocation-drafts-beyond-the-budget",
-        "_take",
+        "_best_prefix",
         "most = min(candidates.budget, int(np.count_nonzero(for_a_row > 0.0)))",
         "most = int(np.count_nonzero(for_a_row > 0.0))",
         ("test_allocation.py",),
@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "silence-is-broken-by-a-failure",
         "GuardedSpeculator.drafts_nothing",
-        "            self._failed()\n            return True\n",
-        "            self._failed()\n            return False\n",
+        "if_failed=True",
+        "if_failed=False",
         ("test_draft_pages.py",),
         "a speculator that fails drafts nothing",
     ),

@@ -32,7 +32,7 @@ MUTATIONS = (
     Mutation(
         "ahead-of-rows-that-read-the-text",
         "StepPlan.is_decode_only",
-        "            and not scheduled.sampling.reads_text\n",
+        "            and not scheduled.sampling.needs_history\n",
         "",
         ("test_nothing_is_planned_where_a_row_reads_the_text",),
         "penalties see every token",
@@ -79,7 +79,7 @@ MUTATIONS = (
     ),
     Mutation(
         "launched-goes-on-from-anothers-token",
-        "PendingStep.lend",
+        "PendingStep.next_inputs",
         "sources[batch_rows[scheduled.request_id]] = index",
         "sources[batch_rows[scheduled.request_id]] = 0",
         ("test_overlap_engine.py",),

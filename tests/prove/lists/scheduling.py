@@ -128,7 +128,7 @@ MUTATIONS = (
     Mutation(
         "tenants-drafts-are-free",
         "Scheduler.commit",
-        "self.waiting.charge(request.tenant, out.num_proposed)",
+        "self.waiting.charge(request.tenant, num_drafted)",
         "self.waiting.charge(request.tenant, 0)",
         ("test_rejected_drafts_are_charged_to_whoever_had_them",),
         "rejected drafts are charged to their owner",

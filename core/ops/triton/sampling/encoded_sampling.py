@@ -9,8 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....interface.sampling_params import Mask
-from ....interface.step import SamplingMetadata
+from ....interface.sampling import Mask, SamplingMetadata
 from ....sampling.gumbel import stream_start
 from ....sampling.logits_processors import SampleRow, out_of_vocabulary
 from .history import History

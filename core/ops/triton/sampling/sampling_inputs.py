@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....interface.sampling_params import ConstraintFailed
-from ....interface.step import Refusal
+from ....interface.output import Refusal
+from ....interface.sampling import ConstraintFailed
 from ....sampling.gumbel import stream_keys
 from ....sampling.logits_processors import MIN_TEMPERATURE, SampleRow
 from ....sampling.verifier import LogitsRow

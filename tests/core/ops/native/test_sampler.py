@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Refusal, SamplingMetadata
+from foretoken.core.interface.output import Refusal
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.ops.native import Variant, native_library, variants
 from foretoken.core.ops.native.sampler import NativeSampler
 from foretoken.core.sampling.logits_processors import SampleRow, apply_processors, scaled, truncate

@@ -13,10 +13,10 @@ import torch
 from foretoken.api.build.engine_builder import build
 from foretoken.core.config import EngineConfig
 from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.plan import StepPlan
+from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
 from foretoken.core.interface.request import OnToken, Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata, StepPlan
-from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from support.checkpoints import make_reference, save
 
 pytest.importorskip("triton")

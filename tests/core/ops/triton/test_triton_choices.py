@@ -12,19 +12,16 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import (
-    Draft,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepPlan,
-)
+from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.output import RequestOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.ops.batch import SamplingPlan, Segment, Wanted
 from foretoken.core.sampling.gumbel import vocabulary_hashes
 from foretoken.core.sampling.verifier import NOT_FINITE
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from support.draft_trees import tree_of
+from support.drafts import with_drafts
 
 pytest.importorskip("triton")
 
@@ -157,12 +154,12 @@ def test_draft_trees_are_followed_by_what_the_graph_chose(twins: Twins) -> None:
     wrong = [(token + 1) % VOCAB for token in cut]
     tree = tree_of([wrong[:2], [wrong[0], cut[1]], cut[:2]])
     rows = [
-        replace(row("drawn"), draft=Draft.of([*drawn[:1], (drawn[1] + 1) % VOCAB], "a")),
-        replace(row("cut"), draft=tree, spare_page_ids=array("q", [40])),
+        with_drafts(row("drawn"), draft=Draft.of([*drawn[:1], (drawn[1] + 1) % VOCAB], "a")),
+        replace(row("cut"), draft_plan=DraftPlan(tree), spare_page_ids=array("q", [40])),
     ]
     refused, won = twins.step(rows, in_graph=True)
-    assert (list(refused.token_ids), refused.num_accepted) == (drawn[:2], 1)
-    assert (list(won.token_ids), won.num_accepted) == (cut, 2)
+    assert (list(refused.token_ids), len(refused.path)) == (drawn[:2], 1)
+    assert (list(won.token_ids), len(won.path)) == (cut, 2)
 
 
 def test_a_short_chunk_yields_its_token_in_the_graph_and_none_where_it_ends_early(
@@ -186,7 +183,7 @@ def test_beside_a_long_chunk_tokens_are_chosen_behind_the_graph(twins: Twins) ->
 def test_graphs_of_more_rows_choose_nothing(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "MAX_ROWS", 7)
     before, begun = len(twins.graphs.made), twins.graphs.num_replayed
-    rows = [replace(row("drawn"), draft=Draft.of([1] * 6, "a")), row("cut")]
+    rows = [with_drafts(row("drawn"), draft=Draft.of([1] * 6, "a")), row("cut")]
     twins.step(rows, in_graph=False)
     assert (len(twins.graphs.made), twins.graphs.num_replayed) == (before + 1, begun + 1)
 
@@ -224,7 +221,8 @@ def test_a_step_of_few_rows_is_a_copy_a_graph_and_a_copy_back(
     twins: Twins, monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:
     rows = [
-        replace(row(name), draft=Draft.of([1, 2][:num_drafts], "a")) for name in ("cut", "drawn")
+        with_drafts(row(name), draft=Draft.of([1, 2][:num_drafts], "a"))
+        for name in ("cut", "drawn")
     ]
     twins.step(rows, in_graph=True)
     if torch.get_default_device().type != "cpu":
@@ -249,7 +247,7 @@ def test_a_step_of_few_rows_is_a_copy_a_graph_and_a_copy_back(
 
 
 def test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it(twins: Twins) -> None:
-    rows = [replace(row(name), max_draft=3) for name in ("drawn", "floored")]
+    rows = [with_drafts(row(name), max_draft=3) for name in ("drawn", "floored")]
     found = []
     for runner, temperature_scale in zip(
         (*twins.runners, twins.runners[1]), (0.3, 0.3, 1.0), strict=True
@@ -266,7 +264,7 @@ def test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it(twi
 def test_trees_of_a_draft_model_are_the_same_over_graphs_and_without(twins: Twins) -> None:
     """A pass of a level is a graph that leaves the logits; the best few are raced for behind it."""
     rows = [
-        replace(row(name), max_draft=5, spare_page_ids=array("q", [40 + at]))
+        replace(row(name), draft_plan=DraftPlan(max_draft=5), spare_page_ids=array("q", [40 + at]))
         for at, name in enumerate(("drawn", "cut"))
     ]
     found = []
@@ -275,7 +273,9 @@ def test_trees_of_a_draft_model_are_the_same_over_graphs_and_without(twins: Twin
         proposer = LmProposer(runner.decoder, make_pool(runner.decoder))
         drafts = proposer.propose(rows)
         found.append([(list(each.token_ids), list(each.parents), each.odds) for each in drafts])
-        num_passes = max(each.num_levels for each in drafts) if runner is twins.runners[0] else 0
+        num_passes = (
+            max(each.note.num_levels for each in drafts) if runner is twins.runners[0] else 0
+        )
         assert twins.graphs.num_replayed - before == num_passes
     assert found[0] == found[1]
     assert any(parents for _, parents, _ in found[0]), "a tree"

@@ -15,11 +15,10 @@ from foretoken.api.build.engine_builder import build
 from foretoken.core.config import EngineConfig
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
+from foretoken.core.interface.plan import StepPlan
+from foretoken.core.interface.protocols import OnKernelsStarted, Pending, Speculator, ignore_kernels
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import Speculator
-from foretoken.core.interface.step import SamplingMetadata, StepPlan
-from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.scheduling.request_table import SchedulerLimits

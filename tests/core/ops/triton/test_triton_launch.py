@@ -13,20 +13,16 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import (
-    Draft,
-    RequestOutput,
-    SamplingMetadata,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-)
-from foretoken.core.interface.step_runner import StepRunner
+from foretoken.core.interface.draft import Draft
+from foretoken.core.interface.output import RequestOutput, StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.protocols import StepRunner
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import NOT_FINITE, SampledToken
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.draft.proposers.tree_growth import frontiers
+from support.drafts import with_drafts
 
 pytest.importorskip("triton")
 
@@ -278,13 +274,13 @@ def test_a_row_that_is_ahead_may_have_a_draft(lab: Lab) -> None:
     with lab.is_slow():
         under_way = lab.runner.launch(lab.plan(["greedy"]))
         (row,) = lab.plan(["greedy"], num_ahead=1).requests
-        row = replace(row, draft=Draft.of([second, (third + 1) % VOCAB], "a"))
+        row = with_drafts(row, draft=Draft.of([second, (third + 1) % VOCAB], "a"))
         following = lab.runner.launch(
             StepPlan(requests=[row], newly_allocated_pages=array("q")), under_way
         )
         assert list(under_way.finish().requests[0].token_ids) == [first]
         (found,) = following.finish().requests
-    assert (list(found.token_ids), found.num_accepted) == ([second, third], 1)
+    assert (list(found.token_ids), len(found.path)) == ([second, third], 1)
 
 
 @only_eager
@@ -330,7 +326,9 @@ class Drafter:
     def _propose(self, proposer: LmProposer, depths: dict[str, int]) -> list[list[int]]:
         rows = self.lab.plan(list(depths)).requests
         self.log.clear()
-        drafts = proposer.propose([replace(row, max_draft=depths[row.request_id]) for row in rows])
+        drafts = proposer.propose(
+            [with_drafts(row, max_draft=depths[row.request_id]) for row in rows]
+        )
         for row, draft in zip(rows, drafts, strict=True):
             self.lab.tokens[row.request_id].extend(draft.token_ids[:2])
         return [list(draft.token_ids) for draft in drafts]

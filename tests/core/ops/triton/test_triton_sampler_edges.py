@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 pytest.importorskip("triton")
 
-from foretoken.core.interface.step import Refusal
+from foretoken.core.interface.output import Refusal
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.verifier import (
     ALL_BANNED,

@@ -1,10 +1,18 @@
-"""AcceptanceModel: how likely draft tokens are accepted, by source, kind, position and request.
+"""The estimators of acceptance, each with the question that it answers.
 
-The chance of a token *given that all before it are accepted* is learnt for each source and kind of
-guess in classes of positions, separately for greedy and for sampled requests. If a source does
-better or worse for one request, the request's survival is the curve's survival ** hazard
-(proportional hazards, Cox 1972). The hazard is the request's rejections over those that the curve
-expected. One rejection changes it a little, three in a row a lot.
+`AcceptanceModel`: how likely are the first 1, 2, ... tokens of a guess that was looked up accepted,
+from this source, of this kind, for this request? The chance of a token *given that all before it
+are accepted* is learnt for each source and kind of guess in classes of positions, separately for
+greedy and for sampled requests. If a source does better or worse for one request, the request's
+survival is the curve's survival ** hazard (proportional hazards, Cox 1972). The hazard is the
+request's rejections over those that the curve expected. One rejection changes it a little, three in
+a row a lot.
+
+`NodeWorth`: how many accepted tokens does the b-th best node of a proposer's draft bring, and how
+often has a draft so many nodes? Asked before the proposer drafts.
+
+A third one, `GapModel` (draft/models/tree_growth.py), works in the model thread, while a draft
+grows: which of the best tokens of a place will the target take, by the gaps of their scores?
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ HAZARD_PRIOR = 1.0  # expected rejections that "as usual" weighs as much as
 HAZARD_KEEP = 0.95  # what is left of a request's counts after each of its guesses
 HAZARD_RANGE = (0.1, 12.0)
 CHANCE_RANGE = (0.005, 0.998)
-PRIOR_DRAFTS = 4.0  # that the prior of a node's worth weighs as much as
+PRIOR_DRAFTS = 4.0  # that the prior of a node weighs as much as
 TRIAL_WEIGHT = 5.0  # drafts that one of a model counts as that is tried now and then
 NODE_WINDOW = 60.0  # drafts over which counts of nodes fade
 
@@ -145,23 +153,23 @@ class AcceptanceModel:
 
 
 class NodeWorth:
-    """What the b-th best node of a model's draft brings: how often it was accepted, by b.
+    """Learns how often the b-th best node of a proposer's draft is accepted, by b.
 
-    Of drafts that might have had so many nodes: one that the drafter did not think worth its row
-    brought nothing, and cost nothing. While nothing is known of a node, those before it are
-    continued: the worth falls as it fell. For greedy and for sampled requests apart.
+    Counts drafts that might have had so many nodes: a node that the proposer did not think worth
+    its row brought nothing, and cost nothing. While nothing is known of a node, those before it are
+    continued: its value falls as it fell. For greedy and for sampled requests apart.
     """
 
     def __init__(self, most: int, *, greedy: float, sampled: float) -> None:
         self._counts = _NodeCounts(most, greedy), _NodeCounts(most, sampled)
 
-    def worth(self, most: int, *, sampled: bool) -> FloatArray:
+    def expected_accepted(self, most: int, *, sampled: bool) -> FloatArray:
         """Accepted tokens that each of ``most`` nodes brings a draft, [most]; never rising."""
-        return self._counts[sampled].refreshed().worth[:most]
+        return self._counts[sampled].refreshed().accepted[:most]
 
-    def shown(self, most: int, *, sampled: bool) -> FloatArray:
+    def node_probability(self, most: int, *, sampled: bool) -> FloatArray:
         """How often a draft has so many nodes, [most]; never rising."""
-        return self._counts[sampled].refreshed().shown[:most]
+        return self._counts[sampled].refreshed().probability[:most]
 
     def observe(
         self,
@@ -183,9 +191,13 @@ class _NodeCounts:
     """Faded counts of drafts by rank, and what follows from them; all [most]."""
 
     def __init__(self, most: int, first: float) -> None:
-        self.worth, self.shown = np.ones(most), np.ones(most)
-        self._first = first  # worth of the best node while nothing is known
-        self._num_hits, self._num_shown, self._num_trials = [0.0] * most, [0.0] * most, [0.0] * most
+        self.accepted, self.probability = np.ones(most), np.ones(most)
+        self._first = first  # accepted tokens of the best node while nothing is known
+        self._num_hits, self._num_proposed, self._num_trials = (
+            [0.0] * most,
+            [0.0] * most,
+            [0.0] * most,
+        )
         self._is_stale = True
 
     def count(self, most: int, num_proposed: int, ranks: Sequence[int], weight: float) -> None:
@@ -193,7 +205,9 @@ class _NodeCounts:
         keep, hit = (1.0 - 1.0 / NODE_WINDOW) ** weight, set(ranks)
         for rank in range(min(most, len(self._num_trials))):
             self._num_trials[rank] = keep * self._num_trials[rank] + weight
-            self._num_shown[rank] = keep * self._num_shown[rank] + weight * (rank < num_proposed)
+            self._num_proposed[rank] = keep * self._num_proposed[rank] + weight * (
+                rank < num_proposed
+            )
             self._num_hits[rank] = keep * self._num_hits[rank] + weight * (rank in hit)
         self._is_stale = True
 
@@ -202,12 +216,12 @@ class _NodeCounts:
         if not self._is_stale:
             return self
         self._is_stale = False
-        worth, fall, shown = 1.0, self._first, 1.0
-        counts = zip(self._num_hits, self._num_shown, self._num_trials, strict=True)
-        for rank, (num_hits, num_shown, num_trials) in enumerate(counts):
-            trials, before = PRIOR_DRAFTS + num_trials, worth
-            worth = min(worth, (PRIOR_DRAFTS * worth * fall + num_hits) / trials)
-            shown = min(shown, (PRIOR_DRAFTS * shown + num_shown) / trials)
-            fall = worth / max(before, 1e-9)
-            self.worth[rank], self.shown[rank] = worth, shown
+        accepted, fall, probability = 1.0, self._first, 1.0
+        counts = zip(self._num_hits, self._num_proposed, self._num_trials, strict=True)
+        for rank, (num_hits, num_proposed, num_trials) in enumerate(counts):
+            trials, before = PRIOR_DRAFTS + num_trials, accepted
+            accepted = min(accepted, (PRIOR_DRAFTS * accepted * fall + num_hits) / trials)
+            probability = min(probability, (PRIOR_DRAFTS * probability + num_proposed) / trials)
+            fall = accepted / max(before, 1e-9)
+            self.accepted[rank], self.probability[rank] = accepted, probability
         return self

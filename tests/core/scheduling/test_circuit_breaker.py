@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.core.interface.speculator import CircuitBreaker
+from foretoken.core.scheduling.guarded_speculator import CircuitBreaker
 
 
 def after(breaker: CircuitBreaker, outcomes: str) -> bool:

@@ -1,40 +1,38 @@
-"""TokenSamplingParams: the sampling options that concern token ids and logits, checked once.
+"""The sampling options of a request, and what the samplers of all backends must know of it.
 
-The API's `SamplingParams` adds what concerns text: stop strings, structured output, predictions.
-What the answer may consist of reaches the core as a `Constraint`: it knows token ids, no grammar.
+The API's `SamplingParams` adds what concerns text to `TokenSamplingParams`: stop strings,
+structured output, predictions. What the answer may consist of reaches the core as a `Constraint`:
+it knows token ids, no grammar.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar, cast
 
-from ..errors import InvalidRequest, shown
+from ..errors import shown
+from ..validation import (
+    MAX_INT,
+    as_tuple,
+    check_bounds,
+    check_integer,
+    check_number,
+    require,
+    with_defaults,
+)
 from .settings import setting
 
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 MAX_LISTED = 1024  # stop_token_ids
 MAX_ALLOWED = 2**14
-MAX_INT = 2**31 - 1
 NO_IDS: tuple[int, ...] = ()
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields for which the files of models recommend values."""
 
-
-CheckNumber = Callable[[str, object, float, float], None]
-
-
-class Bound(NamedTuple):
-    """The range of a number."""
-
-    name: str
-    check: CheckNumber
-    low: float
-    high: float
-    default: object
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,61 +93,6 @@ class TokenSamplingParams:
                 check_integer(name, token_id, 0, MAX_INT)
         if self.allowed_token_ids is not None:
             require(len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty")
-
-
-def with_defaults(
-    owner: type, bounds: Iterable[tuple[str, CheckNumber, float, float]]
-) -> tuple[Bound, ...]:
-    """Bounds of a dataclass's fields, each with the field's default."""
-    defaults = {each.name: each.default for each in fields(owner)}
-    return tuple(Bound(*bound, defaults[bound[0]]) for bound in bounds)
-
-
-def check_bounds(params: object, bounds: Iterable[Bound]) -> None:
-    """Raise `InvalidRequest` for a field outside its bounds; defaults are within them."""
-    for name, check, low, high, default in bounds:
-        value = getattr(params, name)
-        if value is not default:
-            check(name, value, low, high)
-
-
-def require(holds: bool, param: str, message: str) -> None:
-    """Raise `InvalidRequest` naming ``param`` unless the condition holds."""
-    if not holds:
-        raise InvalidRequest(f"{param} {message}", param=param)
-
-
-def as_tuple(param: str, values: Sequence[object]) -> tuple[object, ...]:
-    """A list's items; raises `InvalidRequest` for what is not a list."""
-    require(not isinstance(values, (str, bytes)), param, "must be a list")
-    try:
-        return tuple(values)
-    except TypeError:
-        raise InvalidRequest(f"{param} must be a list", param=param) from None
-
-
-def check_integer(param: str, value: object, low: float, high: float) -> None:
-    """Raise `InvalidRequest` unless ``value`` is an integer from ``low`` to ``high``."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int:
-        raise InvalidRequest(f"{param} must be an integer, not {shown(value)}", param=param)
-    if not low <= value <= high:  # type: ignore[operator]
-        raise _outside(param, value, low, high)
-
-
-def check_number(param: str, value: object, low: float, high: float) -> None:
-    """Raise `InvalidRequest` unless ``value`` is a number from ``low`` to ``high``."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number:
-        raise InvalidRequest(f"{param} must be a number, not {shown(value)}", param=param)
-    # NaN fails every comparison, so it is refused here as well.
-    if not low <= value <= high:  # type: ignore[operator]
-        raise _outside(param, value, low, high)
-
-
-def _outside(param: str, value: object, low: float, high: float) -> InvalidRequest:
-    message = f"{param} must be from {low:.12g} to {high:.12g}, not {shown(value)}"
-    return InvalidRequest(message, param=param)
 
 
 BOUNDS = with_defaults(
@@ -217,3 +160,74 @@ class Constraint(Protocol):
 
     def fork(self) -> Constraint:
         """Another one at the beginning of the output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class SamplingMetadata:
+    """What the samplers of all backends must know of one request, resolved once at admission.
+
+    ``has_processors``: logits processors apply at every position; below ``min_tokens`` they apply
+    in any case. ``needs_history``: choosing or reporting a token needs more than its logits and its
+    position. ``constraint`` belongs to the model thread; other threads fork it. Compared by
+    identity.
+    """
+
+    params: TokenSamplingParams
+    seed: int  # the request's own seed, or the one drawn for it; 64 bits, unsigned
+    prompt_len: int  # tokens; output position = token index - prompt_len
+    stop_ids: frozenset[int] = frozenset()  # suppressed while fewer than min_tokens are out
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
+    constraint_param: str | None = None  # the field that it was made from, for errors
+    has_processors: bool = field(init=False)
+    needs_history: bool = field(init=False)
+    _cache: dict[Hashable, object] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """The only place that says which parameters edit logits before the temperature."""
+        params = self.params
+        reads_history = (
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty != 0.0
+            or params.presence_penalty != 0.0
+            or bool(self.bad_words_ids)
+            or self.constraint is not None
+        )
+        has_bias = bool(params.logit_bias) or params.allowed_token_ids is not None
+        wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        object.__setattr__(self, "has_processors", reads_history or has_bias)
+        object.__setattr__(self, "needs_history", reads_history or wants_logprobs)
+
+    def has_processors_at(self, position: int) -> bool:
+        """Whether logits processors apply at this output position."""
+        return self.has_processors or position < self.params.min_tokens
+
+    def token_id_fields(self) -> dict[str, Collection[int]]:
+        """The token ids that the caller's parameters name, by parameter.
+
+        Ids of ``stop_ids`` that the caller did not write (a model's own) are left out.
+        """
+        return {
+            "logit_bias": self.params.logit_bias or (),
+            "allowed_token_ids": self.params.allowed_token_ids or (),
+            "bad_words": [token_id for word in self.bad_words_ids for token_id in word],
+            "stop_token_ids": self.params.stop_token_ids,
+        }
+
+    def cached(self, make: Callable[..., Made], *args: Hashable) -> Made:
+        """Return ``make(self, *args)``, made once and kept as long as the request.
+
+        For what a backend derives from the parameters. Called in the model thread.
+        """
+        key = (make, *args)
+        if key not in self._cache:
+            self._cache[key] = make(self, *args)
+        return cast("Made", self._cache[key])
+
+
+def beyond_vocabulary(param: str, ids: Collection[int], vocab_size: int) -> str | None:
+    """What is wrong with token ids that a vocabulary does not have; None if it has them all."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return None
+    wrong = min(ids) if min(ids) < 0 else max(ids)
+    return f"{param} must have token ids from 0 to {vocab_size - 1}, not {shown(wrong)}"

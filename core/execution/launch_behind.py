@@ -1,53 +1,14 @@
-"""StepRunner: the protocol that computes steps; one may be launched before the last has ended."""
+"""Launch a plan that was made ahead where the step before it is over already."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from msgspec.structs import replace
 
-from .step import RequestOutput, ScheduledRequest, StepOutput, StepPlan
-
-OnKernelsStarted = Callable[[], None]
-
-
-class StepCancelled(Exception):  # noqa: N818 - nothing went wrong with this step itself
-    """A step was not computed: it was withdrawn, or the step before chose no token for it."""
-
-
-class Pending(Protocol):
-    """A step that was launched."""
-
-    def finish(self) -> StepOutput:
-        """Wait for the output; may be repeated. Raises what the step raised: no output is valid."""
-
-
-def ignore_kernels() -> None:
-    """An `OnKernelsStarted` that does nothing."""
-
-
-class StepRunner(Protocol):
-    """Computes steps in the model thread."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether `launch` returns before the step is computed, as on a GPU."""
-
-    def launch(
-        self,
-        plan: StepPlan,
-        after: Pending | None = None,
-        on_kernels_started: OnKernelsStarted = ignore_kernels,
-    ) -> Pending:
-        """Begin one ragged batch.
-
-        Requests that are ``is_ahead`` take their last token from ``after``, the step launched
-        before this one, of which they are part too. The output of a request without such a
-        token means nothing. ``on_kernels_started`` is called once or more, before kernels begin:
-        Python's lock is free then, for a while. Raises ValueError for a plan that cannot follow
-        ``after``, `StepCancelled` where no request has a token, and what beginning it raises.
-        """
+from ..interface.output import RequestOutput, StepOutput
+from ..interface.plan import ScheduledRequest, StepPlan
+from ..interface.protocols import Pending, StepCancelled
 
 
 class Finished:

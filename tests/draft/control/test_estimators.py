@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from foretoken.draft.control.acceptance import MAX_LENGTH, AcceptanceModel
+from foretoken.draft.control.estimators import MAX_LENGTH, AcceptanceModel
 from foretoken.draft.sources.source import BUCKETS, Odds, Priors
 
 

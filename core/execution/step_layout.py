@@ -1,0 +1,225 @@
+"""StepLayout: where the tokens of a step lie, and which of its logits decide what.
+
+A draft tree is verified without an ancestor mask. Each run of its nodes, every one the child of
+the node before it, is a segment. The trunk, the first run, follows the pending tokens in the slots
+that its positions have in the page table; the others take slots of spare pages, and their segments'
+tails say where the keys of their ancestors are. So every row adds up the keys of its own path, each
+at its absolute position: the bits of plain decoding.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..interface.draft import Draft
+from ..interface.output import TokenLogprob
+from ..interface.plan import ScheduledRequest
+from ..ops.batch import SamplingPlan, Segment
+from ..sampling.logits_processors import SampleRow
+from ..sampling.logprobs import token_logprobs
+from ..sampling.verifier import VerifyRequest
+
+# -- slots and segments ----------------------------------------------------------------------------
+
+
+def cut_to_spare_pages(draft: Draft, scheduled: ScheduledRequest, page_size: int) -> Draft:
+    """The draft without the last nodes for which no slot of the spare pages is left."""
+    if not draft.parents:
+        return draft
+    num_spare = len(scheduled.spare_page_ids) * page_size
+    return draft.first(draft.trunk_len + num_spare) if num_spare else draft.trunk()
+
+
+def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
+    """The slots for nodes beside the trunk."""
+    return [
+        page_id * page_size + offset
+        for page_id in scheduled.spare_page_ids
+        for offset in range(page_size)
+    ]
+
+
+def table_slots(scheduled: ScheduledRequest, first: int, count: int, page_size: int) -> list[int]:
+    """The slots of ``count`` positions from ``first`` on, by the page table."""
+    return [
+        scheduled.page_ids[position // page_size] * page_size + position % page_size
+        for position in range(first, first + count)
+    ]
+
+
+def request_segments(
+    scheduled: ScheduledRequest, tokens: array[int], draft: Draft, page_size: int
+) -> list[Segment]:
+    """A request's pending ``tokens`` and its trunk, then the other runs of its draft."""
+    runs = draft.runs()
+    trunk_len = runs[0][1] if runs else 0
+    tokens.extend(draft.token_ids[:trunk_len])
+    segments = [
+        Segment(tokens, scheduled.start, scheduled.page_ids, num_logits(scheduled, trunk_len))
+    ]
+    if len(runs) < 2:
+        return segments
+    spare = spare_slots(scheduled, page_size)
+    for first, stop in runs[1:]:
+        path = draft.path(first)
+        own = spare[first - trunk_len : stop - trunk_len]
+        ancestors = [spare[node - trunk_len] for node in path[:-1] if node >= trunk_len]
+        segments.append(
+            Segment(
+                token_ids=draft.token_ids[first:stop],
+                start=scheduled.stop + len(path) - 1,
+                page_ids=scheduled.page_ids,
+                num_logits=stop - first,
+                tail=array("q", ancestors + own),
+            )
+        )
+    return segments
+
+
+def request_copies(
+    scheduled: ScheduledRequest, draft: Draft, path: Sequence[int], page_size: int
+) -> list[tuple[int, int]]:
+    """(from, to) of the slots of accepted nodes that are not where their positions want them.
+
+    ``path``: the accepted nodes, the first level first.
+    """
+    if not draft.parents or not path or path[-1] == len(path) - 1:
+        return []
+    trunk_len, spare = draft.trunk_len, spare_slots(scheduled, page_size)
+    targets = table_slots(scheduled, scheduled.stop, len(path), page_size)
+    pairs = zip(path, targets, strict=True)
+    return [(spare[node - trunk_len], slot) for node, slot in pairs if node >= trunk_len]
+
+
+def num_logits(scheduled: ScheduledRequest, num_drafted: int) -> int:
+    """Last rows whose logits matter, the ``num_drafted`` of the request's draft among them."""
+    wants_prompt = scheduled.sampling.params.prompt_logprobs is not None
+    if wants_prompt and scheduled.start + 1 < scheduled.sampling.prompt_len:
+        return scheduled.stop - scheduled.start + num_drafted
+    return num_drafted + 1 if scheduled.samples else 0
+
+
+# -- the step --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLayout:
+    """The requests of a step and their drafts, as rows of a batch and of its logits.
+
+    Rows and logits of a request follow those of the request before it. ``unknown_rows``: by request
+    that is ahead, the row of the token that the step before is choosing. ``sampled_rows``: rows of
+    the logits that decide, of all that were wanted.
+    """
+
+    requests: Sequence[ScheduledRequest]
+    drafts: Sequence[Draft]
+    page_size: int
+    segments: list[Segment] = field(default_factory=list)
+    first_rows: list[int] = field(default_factory=list)  # of each request
+    first_logits: list[int] = field(default_factory=list)  # of each request
+    unknown_rows: dict[str, int] = field(default_factory=dict)
+    sampled_rows: list[int] = field(default_factory=list)
+    verify_requests: list[VerifyRequest] = field(default_factory=list)  # of those that sample
+    sampled: list[tuple[ScheduledRequest, Draft]] = field(default_factory=list)  # the same
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @classmethod
+    def of(
+        cls, requests: Sequence[ScheduledRequest], drafts: Sequence[Draft], page_size: int
+    ) -> StepLayout:
+        """Lay out a step."""
+        layout, row, logit = cls(requests, drafts, page_size), 0, 0
+        for scheduled, draft in zip(requests, drafts, strict=True):
+            layout.first_rows.append(row)
+            layout.first_logits.append(logit)
+            tokens = scheduled.tokens[scheduled.start : scheduled.stop - scheduled.is_ahead]
+            if scheduled.is_ahead:
+                layout.unknown_rows[scheduled.request_id] = row
+                tokens.append(0)
+            num_drafted = len(draft.token_ids)
+            row += len(tokens) + num_drafted
+            logit += num_logits(scheduled, num_drafted)
+            layout.segments.extend(request_segments(scheduled, tokens, draft, page_size))
+            if scheduled.samples:
+                layout._add_sampled(scheduled, draft, range(logit - num_drafted - 1, logit))
+        return layout
+
+    def _add_sampled(self, scheduled: ScheduledRequest, draft: Draft, rows: range) -> None:
+        self.sampled.append((scheduled, draft))
+        self.sampled_rows.extend(rows)
+        self.verify_requests.append(
+            VerifyRequest(scheduled.tokens, draft.token_ids, scheduled.sampling, draft.parents)
+        )
+
+    # -- before the outcome is known
+
+    def sampled_logits(self, logits: Tensor) -> Tensor:
+        """The rows that decide, of all ``logits`` of the step."""
+        return logits if len(self.sampled_rows) == len(logits) else logits[self.sampled_rows]
+
+    def sampling_plan(self, num_logits: int) -> SamplingPlan | None:
+        """What is to be drawn, known before the pass; None where some of the logits do not decide.
+
+        A row for each draft token and one before them, in the order of `walk_drafts`.
+        """
+        if len(self.sampled_rows) != num_logits:
+            return None
+        rows, counts = [], []
+        for request, (scheduled, draft) in zip(self.verify_requests, self.sampled, strict=True):
+            ahead, runs = int(scheduled.is_ahead), draft.runs()
+            rows.append(SampleRow(request.tokens, request.sampling, num_ahead=ahead))
+            counts.append(1 + (runs[0][1] if runs else 0))
+            for first, stop in runs[1:]:
+                rows.append(SampleRow(request.tokens, request.sampling, request.tail(first), ahead))
+                counts.append(stop - first)
+        return SamplingPlan(rows, counts)
+
+    def sample_rows(self) -> list[SampleRow]:
+        """What each of the sampled rows decides."""
+        return [
+            SampleRow(request.tokens, request.sampling, request.tail(node), int(scheduled.is_ahead))
+            for request, (scheduled, _) in zip(self.verify_requests, self.sampled, strict=True)
+            for node in range(-1, len(request.draft))
+        ]
+
+    # -- once the accepted path of each request is known
+
+    def kv_copies(self, paths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """(from, to) of slots by which the KV of accepted nodes gets to its positions."""
+        return [
+            pair
+            for scheduled, draft, path in zip(self.requests, self.drafts, paths, strict=True)
+            if draft.parents
+            for pair in request_copies(scheduled, draft, path, self.page_size)
+        ]
+
+    def kept_rows(self, paths: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Rows of the batch that hold each request's committed positions, in their order."""
+        kept = []
+        for scheduled, first, path in zip(self.requests, self.first_rows, paths, strict=True):
+            behind = first + scheduled.stop - scheduled.start  # the first row of the draft
+            kept.append([*range(first, behind), *(behind + node for node in path)])
+        return kept
+
+    def prompt_logprobs(self, logits: Tensor) -> list[Sequence[TokenLogprob]]:
+        """Log-probabilities of the prompt tokens behind each chunk's, where they are wanted."""
+        return [
+            () if each.sampling.params.prompt_logprobs is None else _logprobs(each, first, logits)
+            for each, first in zip(self.requests, self.first_logits, strict=True)
+        ]
+
+
+def _logprobs(scheduled: ScheduledRequest, first: int, logits: Tensor) -> Sequence[TokenLogprob]:
+    num_top, prompt_len = scheduled.sampling.params.prompt_logprobs, scheduled.sampling.prompt_len
+    following = scheduled.tokens[scheduled.start + 1 : min(scheduled.stop + 1, prompt_len)]
+    if num_top is None or not following:
+        return ()
+    return token_logprobs(logits[first : first + len(following)], following, num_top)

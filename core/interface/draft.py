@@ -1,0 +1,143 @@
+"""Draft: a tree of draft tokens. DraftPlan: what one request drafts in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count, takewhile
+
+import msgspec
+
+
+class Draft(msgspec.Struct, frozen=True, gc=False):
+    """A tree of draft tokens behind a request's ``tokens``, and the source of each.
+
+    ``parents[i]`` is the node that node ``i`` follows: an earlier one, or -1 for the last of
+    ``tokens``. Nodes come depth first, the best child first, and siblings differ: so a prefix of
+    the nodes is a tree, too. A draft without ``parents`` is a chain: each token follows the one
+    before it.
+    """
+
+    token_ids: Sequence[int] = ()
+    sources: Sequence[str] = ()  # [len(token_ids)]
+    parents: Sequence[int] = ()  # [len(token_ids)], or none for a chain
+    # [len(token_ids)] chance that a node and all before it on its path come true, or none. A
+    # proposer reports its own estimate, 0 for looked-up nodes that it did not find itself
+    odds: Sequence[float] = ()
+    note: object = None  # of the proposer for the speculator; no other code reads it
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], source: str) -> Draft:
+        """A draft whose tokens all come from one source."""
+        return cls(token_ids, (source,) * len(token_ids))
+
+    def first(self, count: int) -> Draft:
+        """The tree of its first ``count`` nodes."""
+        if count >= len(self.token_ids):
+            return self
+        count = max(0, count)
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids[:count],
+            sources=self.sources[:count],
+            parents=self.parents[:count],
+            odds=self.odds[:count],
+        )
+
+    def trunk(self) -> Draft:
+        """The chain of its best path: from the first node on, as far as each follows the last."""
+        if not self.parents:
+            return self
+        return msgspec.structs.replace(self.first(self.trunk_len), parents=())
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first level down to ``node``, which is the last of them."""
+        if not self.parents:
+            return list(range(node + 1))
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def depths(self) -> list[int]:
+        """The level of each node, 1 for those behind the last of ``tokens``."""
+        if not self.parents:
+            return list(range(1, len(self.token_ids) + 1))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def height(self) -> int:
+        """Tokens of its longest path."""
+        if not self.parents:
+            return len(self.token_ids)
+        return max(self.depths(), default=0)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Runs of nodes ``[first, stop)``, each the child of the one before it; trunk first."""
+        num_nodes = len(self.token_ids)
+        if not self.parents:
+            return [(0, num_nodes)] if num_nodes else []
+        starts = [
+            node for node, parent in enumerate(self.parents) if node == 0 or parent != node - 1
+        ]
+        return list(zip(starts, [*starts[1:], num_nodes], strict=True))
+
+    @property
+    def trunk_len(self) -> int:
+        """Nodes of the first run."""
+        if not self.parents:
+            return len(self.token_ids)
+        return sum(takewhile(bool, map(int.__eq__, self.parents, count(-1))))
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it has one path at most."""
+        return self.trunk_len == len(self.token_ids)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether every node follows an earlier one, or the last of ``tokens``."""
+        num_parents = len(self.parents)
+        sound = all(-1 <= parent < node for node, parent in enumerate(self.parents))
+        return sound and num_parents in (0, len(self.token_ids))
+
+
+NO_DRAFT = Draft()
+
+
+class DraftPlan(msgspec.Struct, frozen=True, gc=False):
+    """What one request drafts in a step: known tokens, a number for the proposer, or both.
+
+    With both the proposer merges what it guesses into the known tokens; where it may not branch,
+    the better of the two chains is verified. Either may be a tree. If pages are short, the last
+    nodes beside the trunk are dropped first.
+    """
+
+    draft: Draft = NO_DRAFT
+    max_draft: int = 0  # draft tokens that the proposer may draft, the known ones among them
+    may_branch: bool = False  # whether what the proposer guesses may be a tree
+    # Tokens that 1, 2, ... nodes must bring in all; beyond these each costs what the last one adds.
+    row_prices: tuple[float, ...] = ()
+    pass_price: float = 0.0  # the same for one more pass of the proposer, of all requests together
+
+    @property
+    def depth(self) -> int:
+        """Most positions behind the request's tokens that its draft reaches."""
+        return max(self.draft.height, self.max_draft)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward pass that it adds to a plain decode."""
+        return max(len(self.draft.token_ids), self.max_draft)
+
+    @property
+    def num_beside_trunk(self) -> int:
+        """Most draft tokens whose KV needs a slot of a spare page."""
+        known = len(self.draft.token_ids) - self.draft.trunk_len if self.draft.parents else 0
+        return max(known, self.max_draft - 1 if self.may_branch else 0)
+
+
+NO_DRAFT_PLAN = DraftPlan()

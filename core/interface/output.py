@@ -1,0 +1,52 @@
+"""StepOutput: what the model thread returns for a `StepPlan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from .draft import NO_DRAFT, Draft
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token under the model's unprocessed distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
+
+
+class Refusal(str):
+    """An error that the request's own parameters caused, for example its grammar."""
+
+    __slots__ = ()
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a step yields for one scheduled request.
+
+    ``token_ids`` is the accepted path followed by the recovered or bonus token; empty for a chunk
+    that does not reach the end.
+    """
+
+    request_id: str
+    token_ids: Sequence[int] = ()
+    draft: Draft = NO_DRAFT  # that was verified
+    path: Sequence[int] = ()  # its accepted nodes, the first level first
+    logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] if requested
+    prompt_logprobs: Sequence[TokenLogprob] = ()  # of the prompt in tokens[start + 1 : stop + 1]
+    error: str | None = (
+        None  # this request failed alone (NaN logits); `Refusal`: by its own parameters
+    )
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The outcome of a `StepPlan`, requests in its order. Times are in seconds."""
+
+    requests: Sequence[RequestOutput]
+    times: Mapping[str, float] = msgspec.field(default_factory=dict)  # "draft", "forward", "verify"
+    num_rows: int = 0  # that the target's forward pass computed
+    lost_proposer: bool = False  # it failed repeatedly and drafts no more

@@ -1,0 +1,67 @@
+"""StepPlan: what the event loop asks the model thread to compute.
+
+While a step runs, the event loop changes no request, so a plan may lend the request's own
+``tokens`` and page table instead of copying them; the model thread only reads them.
+
+Several of these objects are made for each request and step. They are msgspec structs because a
+dataclass takes several times as long to construct and is tracked by the garbage collector.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from .draft import NO_DRAFT_PLAN, DraftPlan
+from .sampling import SamplingMetadata
+
+NO_PAGES = array("q")
+
+
+class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
+
+    ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
+    to ``stop`` and the longest path of its draft. Nodes of the draft beside its trunk have their KV
+    in the ``spare_page_ids`` until one of their paths is accepted. A request that ``is_ahead`` has
+    one pending token, at ``stop - 1``, which the step under way is choosing: ``tokens`` holds those
+    before it, and may grow meanwhile.
+    """
+
+    request_id: str
+    tokens: array[int]  # prompt and output so far; lent, read only
+    start: int
+    stop: int
+    page_ids: array[int]  # page table; lent, read only
+    sampling: SamplingMetadata
+    draft_plan: DraftPlan = NO_DRAFT_PLAN  # a draft is a chain if no page is spare
+    spare_page_ids: array[int] = NO_PAGES  # at the lease's end; held for this step
+    is_ahead: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last token, so that its last row yields a new one."""
+        return self.is_ahead or self.stop == len(self.tokens)
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One ragged batch."""
+
+    requests: Sequence[ScheduledRequest]
+    # taken from the free list since the last plan: their content is void
+    newly_allocated_pages: array[int]
+    is_plain: bool = False  # no request drafts: the speculator learns nothing from it
+    # requests that released their pages since the last plan: finished or preempted
+    released_request_ids: Sequence[str] = ()
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether every request decodes one token, without a draft, by its logits and position."""
+        return self.is_plain and all(
+            scheduled.stop - scheduled.start == 1
+            and scheduled.samples
+            and not scheduled.sampling.needs_history
+            for scheduled in self.requests
+        )

@@ -1,0 +1,84 @@
+"""Checks of options: the engine's (`EngineConfig`) and a request's (`TokenSamplingParams`).
+
+Each raises `InvalidRequest` naming the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from typing import NamedTuple
+
+from .errors import InvalidRequest, shown
+
+MAX_INT = 2**31 - 1
+ENDLESS = 2**40  # a bound from here on is not worth naming beside the other one
+
+CheckNumber = Callable[[str, object, float, float], None]
+
+
+class Bound(NamedTuple):
+    """The range of a number."""
+
+    name: str
+    check: CheckNumber
+    low: float
+    high: float
+    default: object
+
+
+def with_defaults(
+    owner: type, bounds: Iterable[tuple[str, CheckNumber, float, float]]
+) -> tuple[Bound, ...]:
+    """Bounds of a dataclass's fields, each with the field's default."""
+    defaults = {each.name: each.default for each in fields(owner)}
+    return tuple(Bound(*bound, defaults[bound[0]]) for bound in bounds)
+
+
+def check_bounds(params: object, bounds: Iterable[Bound]) -> None:
+    """Raise `InvalidRequest` for a field outside its bounds; defaults are within them."""
+    for name, check, low, high, default in bounds:
+        value = getattr(params, name)
+        if value is not default:
+            check(name, value, low, high)
+
+
+def require(holds: bool, param: str, message: str) -> None:
+    """Raise `InvalidRequest` naming ``param`` unless the condition holds."""
+    if not holds:
+        raise InvalidRequest(f"{param} {message}", param=param)
+
+
+def as_tuple(param: str, values: Sequence[object]) -> tuple[object, ...]:
+    """A list's items; raises `InvalidRequest` for what is not a list."""
+    require(not isinstance(values, (str, bytes)), param, "must be a list")
+    try:
+        return tuple(values)
+    except TypeError:
+        raise InvalidRequest(f"{param} must be a list", param=param) from None
+
+
+def check_integer(param: str, value: object, low: float, high: float) -> None:
+    """Raise `InvalidRequest` unless ``value`` is an integer from ``low`` to ``high``."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int:
+        raise InvalidRequest(f"{param} must be an integer, not {shown(value)}", param=param)
+    if not low <= value <= high:  # type: ignore[operator]
+        raise _outside(param, value, low, high)
+
+
+def check_number(param: str, value: object, low: float, high: float) -> None:
+    """Raise `InvalidRequest` unless ``value`` is a number from ``low`` to ``high``."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number:
+        raise InvalidRequest(f"{param} must be a number, not {shown(value)}", param=param)
+    # NaN fails every comparison, so it is refused here as well.
+    if not low <= value <= high:  # type: ignore[operator]
+        raise _outside(param, value, low, high)
+
+
+def _outside(param: str, value: object, low: float, high: float) -> InvalidRequest:
+    allowed = f"from {low:.12g} to {high:.12g}"
+    if high >= ENDLESS:
+        allowed = f"at most {high:.15g}" if value > high else f"at least {low:.12g}"  # type: ignore[operator]
+    return InvalidRequest(f"{param} must be {allowed}, not {shown(value)}", param=param)

@@ -1,0 +1,54 @@
+"""DraftOutcome: what a verified draft tells about the proposer that took part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ...core.interface.draft import Draft
+
+
+class DraftNote(msgspec.Struct, frozen=True, gc=False):
+    """A proposer's `Draft.note`: the work that it did for the draft, or has left to do."""
+
+    num_levels: int = 0  # levels of the draft that it computed one after another
+    num_uncached: int = 0  # tokens of the request whose KV it lacks
+
+
+NO_NOTE = DraftNote()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutcome:
+    """A draft in which a proposer took part, or that was verified in its place.
+
+    ``path``: the accepted nodes.
+    """
+
+    draft: Draft
+    path: Sequence[int]
+
+    @property
+    def note(self) -> DraftNote:
+        """The proposer's note; an empty one if the proposer was not called."""
+        return self.draft.note if isinstance(self.draft.note, DraftNote) else NO_NOTE
+
+    @property
+    def num_ranked(self) -> int:
+        """Nodes that the proposer found itself."""
+        odds = self.draft.odds
+        return sum(map(bool, odds)) if odds else len(self.draft.token_ids)
+
+    @property
+    def accepted_ranks(self) -> Sequence[int]:
+        """Ranks of accepted nodes among those that the proposer found, by its odds, best is 0.
+
+        Without odds the order of the nodes is taken for that of their odds.
+        """
+        odds = self.draft.odds
+        if not odds:
+            return self.path
+        order = sorted(range(len(odds)), key=lambda node: -odds[node])
+        return tuple(order.index(node) for node in self.path if odds[node])
