@@ -339,7 +339,7 @@ class Drafter:
         """The same, each token read before the next pass."""
 
         def grow(proposer: LmProposer, first: Any) -> None:
-            trees = [tree for tree, _ in first.places]
+            trees = [tree for tree, _ in first.nodes]
             first.read()
             while any(found := frontiers(trees)):
                 proposer._advance(trees, found).read()
