@@ -28,19 +28,21 @@ async def watch_loading(model: str | None, loading: Awaitable[None]) -> None:
 
 
 async def _watch(line: str, loading: Awaitable[None]) -> None:
-    began, is_rewritten = time.monotonic(), _is_rewritable()
+    began = time.monotonic()
+    if not _is_rewritable():
+        await loading  # if it fails, the error is the only line
+        print(f"{line}{time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        return
     print(line, end="", file=sys.stderr, flush=True)
-    ticker = asyncio.create_task(_tick(line, began)) if is_rewritten else None
+    ticker = asyncio.create_task(_tick(line, began))
     try:
         await loading
     except BaseException:
         print(file=sys.stderr)
         raise
     finally:
-        if ticker is not None:
-            ticker.cancel()
-    start = f"\r{line}" if is_rewritten else ""
-    print(f"{start}{time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        ticker.cancel()
+    print(f"\r{line}{time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
 
 def _is_rewritable() -> bool:

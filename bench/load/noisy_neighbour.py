@@ -116,6 +116,8 @@ def _one_round(records: Sequence[Record], steady: int) -> dict[str, float] | Non
     if not before or not during:
         return None
     alone, joined = _p99(token_gaps(before)), _p99(token_gaps(during))
+    if not alone:
+        return None  # all tokens came at once: there is no gap to compare with
     gap_alone, gap_joined = (_p99([end - begin for begin, end, _ in x]) for x in (before, during))
     return {
         "streams_left": float(sum(r.ended > long.times[0] for r in streams)),

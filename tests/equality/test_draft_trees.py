@@ -9,7 +9,7 @@ import pytest
 from foretoken.core.execution import step_layout
 from foretoken.core.interface.draft import Draft
 from foretoken.core.interface.plan import ScheduledRequest
-from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
 from support.draft_trees import RandomTrees, TreeDepth
@@ -85,14 +85,14 @@ def test_the_slots_of_a_step_are_copied_in_one_call_behind_the_pass(
         copied(pool, sources, targets)
 
     def forward(
-        decoder: Decoder, batch: RaggedBatch, pool: KVPool, wanted: Wanted
+        decoder: OwnDecoder, batch: RaggedBatch, pool: KVPool, wanted: Wanted
     ) -> ForwardOutput:
         events.append("forward")
         return computed(decoder, batch, pool, wanted)
 
-    copied, computed = KVPool.copy_slots, Decoder.forward
+    copied, computed = KVPool.copy_slots, OwnDecoder.forward
     monkeypatch.setattr(KVPool, "copy_slots", copy_slots)
-    monkeypatch.setattr(Decoder, "forward", forward)
+    monkeypatch.setattr(OwnDecoder, "forward", forward)
     house.run(shuffled(5)[:8], None, speculator=RandomTrees(house.solo), max_batch_tokens=160)
     before = ["forward" if event != "forward" else "" for event in events]
     assert all(a == "forward" for a, b in zip(events, before[1:], strict=False) if b)

@@ -72,7 +72,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model",),
         ("execution", "engine"),
     ),
-    "draft": (("sources",), ("control", "proposers"), ("heads", "speculator"), ("training",)),
+    "draft": (("sources",), ("control",), ("proposers",), ("heads", "speculator"), ("training",)),
     "api": (
         ("types",),
         ("text",),

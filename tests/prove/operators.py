@@ -21,7 +21,6 @@ _BOUNDS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Gt: (">", ">="),
     ast.GtE: (">=", ">"),
 }
-SECONDS = 60.0  # for the tests of a generated mutation
 _SHOWN = 50  # characters of what a mutation changes, in its name
 
 
@@ -53,9 +52,7 @@ def generated(target: Target, source: str) -> list[Mutation]:
             name = f"{name} #{seen[name]}"
         after = source[: change.start] + change.text + source[change.end :]
         mutations.append(
-            Mutation(
-                name, target.place, source, after, target.tests, _shown(change, source), SECONDS
-            )
+            Mutation(name, target.place, source, after, target.tests, _shown(change, source))
         )
     return mutations
 

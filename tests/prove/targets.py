@@ -16,6 +16,7 @@ _TREE = (
 _CACHE = ("radix_cache/test_prefix_cache.py", "radix_cache/test_eviction.py")
 _QUOTA = ("radix_cache/test_quota.py", "radix_cache/test_eviction.py")
 _SCHEDULER = ("core/scheduling/test_scheduler.py", "core/scheduling/test_chunk_budget.py")
+_SHORT = ("core/scheduling/test_scheduler.py", "simulation/test_long_prompts.py")
 _QUEUE = ("core/scheduling/test_request_queue.py", "core/scheduling/test_fairness.py")
 _LEASES = ("core/scheduling/test_cache_options.py", "core/scheduling/test_scheduler.py")
 _OUTPUT = ("core/scheduling/test_output_processor.py", "core/scheduling/test_scheduler.py")
@@ -39,16 +40,18 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
         "PinnedPrefixes.keep", "PinnedPrefixes.expire", "PinnedPrefixes._shrink",
     ),
     _SCHEDULER: (
+        "Scheduler._release", "Scheduler._commit_request", "Scheduler._finish", "check_fits",
+        "RequestTable._check_room", "RequestTable.candidates", "RequestTable.discard",
+    ),
+    _SHORT: (
         "Scheduler._plan_chunks", "Scheduler._fill_in_turn", "Scheduler._admit_early",
-        "Scheduler._preempt", "Scheduler._release", "Scheduler._commit_request",
-        "Scheduler._finish", "check_fits", "RequestTable._check_room",
-        "RequestTable.candidates", "RequestTable.short_ones", "RequestTable.discard",
+        "Scheduler._preempt", "RequestTable.short_ones", "would_fit",
     ),
     _QUEUE: (
         "WaitingQueue.begin_round", "WaitingQueue._enter", "WaitingQueue._leave",
         "WaitingQueue._least", "VirtualTokenCounter.forget",
     ),
-    _LEASES: ("cache_limit", "shares_prefill", "would_fit"),
+    _LEASES: ("cache_limit", "shares_prefill"),
     ("core/scheduling/test_draft_pages.py",): ("allocate_draft_pages",),
     _OUTPUT: ("take_output", "_end_at"),
     _OVERLAP: (

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 
@@ -25,6 +24,7 @@ from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.radix_cache import PrefixCache
+from support.drafts import with_drafts
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
 from support.tiny_pair import write_pair
@@ -241,7 +241,7 @@ def test_kv_of_an_accepted_token_that_no_pass_has_read_is_computed(pair, max_dra
     pools = [draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE) for _ in range(2)]
     prompt = prompt_of(21)
     old = LmProposer(draft, pools[0])
-    row = msgspec.structs.replace(row_of(prompt, max_draft), row_prices=(1e-9,))
+    row = with_drafts(row_of(prompt, max_draft), row_prices=(1e-9,))
     drafted = old.propose([row])[0].token_ids
     assert len(drafted) == max_draft
     output = RequestOutput(request_id="a", token_ids=[*drafted, 7])

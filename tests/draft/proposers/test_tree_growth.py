@@ -153,7 +153,7 @@ def test_nodes_that_open_a_tile_of_rows_pay_for_it_together() -> None:
     for tile, num_drafted in ((0.05, 4), (0.2, 4), (0.9, 2)):
         tree = grown(row_of(row_prices=(0.0, 0.0, tile, tile, tile, tile)))
         tree.expand(ROOT, best)
-        chance = tree.nodes[0].odds
+        chance = tree.nodes[0].survival
         assert (2 * chance > tile) == (num_drafted == 4)
         assert len(tree.draft().token_ids) == num_drafted
 
@@ -164,7 +164,7 @@ def test_a_pass_pays_by_what_it_brings_beyond_the_rows_that_it_opens() -> None:
     for row in (free, dear):
         tree = grown(row)
         tree.expand(ROOT, CLEAR)
-        gains.append(tree.worth(tree.frontier()))
+        gains.append(tree.expected_gain(tree.frontier()))
     assert gains[0] > gains[1] > 0.0, "a likelier node takes the row of an unlikely one"
 
 
@@ -202,7 +202,7 @@ def looked_up(
 ) -> ScheduledRequest:
     draft = Draft(array("q", token_ids), ("suffix",) * len(token_ids), odds=odds)
     row = row_of(num_spare=num_spare, row_prices=(0.05,), **options)  # type: ignore[arg-type]
-    return replace(row, draft=draft)
+    return with_drafts(row, draft=draft)
 
 
 def odds_of(tree: TreeGrowth) -> dict[int, float]:
@@ -263,7 +263,7 @@ def test_a_row_without_spare_pages_gets_the_better_chain() -> None:
 
 def test_a_chain_beside_one_that_was_looked_up_needs_scores_though_rows_have_no_price() -> None:
     """At a fixed depth, too: a token that is drawn alone seems certain, and would always win."""
-    row = replace(looked_up(9, 10, odds=(0.2, 0.1), num_spare=0), row_prices=())
+    row = with_drafts(looked_up(9, 10, odds=(0.2, 0.1), num_spare=0), row_prices=())
     assert grown(row).wants_best
     assert not grown(with_drafts(row, draft=Draft())).wants_best
 
@@ -308,7 +308,7 @@ class Doubting:
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         pool = self._draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
         newcomer = LmProposer(self._draft, pool, window=10_000)
-        newcomer._gap_models = self._proposer._gap_models
+        newcomer._grower._gap_models = self._proposer._grower._gap_models
         drafts = self._proposer.propose(rows)
         for draft, right in zip(drafts, newcomer.propose(rows), strict=True):
             assert draft == right or not draft.token_ids, "not caught up is the only excuse"
@@ -379,8 +379,8 @@ def test_growing_ends_where_a_pass_would_not_pay(pair) -> None:
     for pass_price in (0.0, 0.5, 100.0):
         proposer = LmProposer(draft, draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE))
         passes: list[int] = []
-        choose = proposer._choose
-        proposer._choose = lambda *args, n=passes, do=choose: n.append(1) or do(*args)  # type: ignore[method-assign]
+        choose = proposer._grower._choose
+        proposer._grower._choose = lambda *args, n=passes, do=choose: n.append(1) or do(*args)  # type: ignore[method-assign]
         row = row_of(max_draft=12, num_spare=3, row_prices=(0.001,), pass_price=pass_price)
         (found,) = proposer.propose([row])
         assert found.token_ids

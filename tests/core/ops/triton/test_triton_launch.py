@@ -21,6 +21,7 @@ from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingPar
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import NOT_FINITE, SampledToken
 from foretoken.draft.proposers.lm_proposer import LmProposer
+from foretoken.draft.proposers.tree_grower import TreeGrower
 from foretoken.draft.proposers.tree_growth import frontiers
 from support.drafts import with_drafts
 
@@ -336,14 +337,14 @@ class Drafter:
     def read_one_by_one(self, depths: dict[str, int], *, scale: float = 1.0) -> list[list[int]]:
         """The same, each token read before the next pass."""
 
-        def grow(proposer: LmProposer, first: Any) -> None:
-            trees = [tree for tree, _ in first.places]
+        def grow(grower: TreeGrower, first: Any) -> None:
+            trees = [tree for tree, _ in first.nodes]
             first.read()
             while any(found := frontiers(trees)):
-                proposer._advance(trees, found).read()
+                grower._advance(trees, found).read()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LmProposer, "_grow_on_device", grow)
+            patch.setattr(TreeGrower, "_grow_on_device", grow)
             return self.draft(depths, scale=scale)
 
 
