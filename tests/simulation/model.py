@@ -118,11 +118,13 @@ class Laid:
     segments: Sequence[Segment]
     lens: np.ndarray = field(init=False)
     first_rows: np.ndarray = field(init=False)
+    num_logits: int = field(init=False)
     states: list[list[State]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.lens = np.array([len(segment.token_ids) for segment in self.segments])
         self.first_rows = np.cumsum(self.lens) - self.lens
+        self.num_logits = sum(segment.num_logits for segment in self.segments)
 
 
 class HashDecoder:

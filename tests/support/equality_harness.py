@@ -186,7 +186,7 @@ CHEAP = StepProfile(  # drafts cost next to nothing: the controller drafts, and 
 )
 DEPTHS: dict[str, int | Literal["auto"]] = dict.fromkeys(SOURCES, 4)
 DEPTHS |= {"auto": "auto", "auto+lm": "auto", "auto+block": "auto", "auto+eagle": "auto"}
-DEPTHS |= {"auto+medusa": "auto", "auto+self": "auto"}
+DEPTHS["auto+medusa"] = "auto"
 DEPTHS |= {"fixed+lm": 4, "fixed+block": 4}
 HEADS = {name: name for name in ("block", "reduced", "eagle", "medusa")}  # kinds of `join_random`
 HEADS |= {f"auto+{name}": name for name in ("block", "eagle", "medusa")} | {"fixed+block": "block"}
@@ -247,7 +247,7 @@ def make_speculator(name: str) -> DraftSpeculator:
         SOURCES.get(name, SOURCES["all"])(),
         Controller(Frozen(CHEAP)),
         AcceptanceModel(),
-        depth=DEPTHS[name],
+        depth=DEPTHS.get(name, "auto"),
         proposer=_traits(name) if "+" in name else None,
         clock=lambda: 0.0,
     )
@@ -306,7 +306,11 @@ class House:
             vocab_size=256,
         )
         if speculator is None:
-            speculator = make_speculator(drafter) if drafter in DEPTHS else FixedDepth(depth)
+            speculator = (
+                make_speculator(drafter)
+                if drafter in DEPTHS or drafter == "auto+self"
+                else FixedDepth(depth)
+            )
         scheduler = Scheduler(cache, limits, speculator)
         more = drafter in SELF_DRAFTERS  # one page that is never used
         pool = self.target.make_pool(num_pages + more, page_size=page_size, kv_dtype=self.kv_dtype)
