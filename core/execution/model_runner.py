@@ -124,6 +124,11 @@ class ModelRunner:
         """Whether the device computes behind the host's back, tokens included."""
         return self._on_device and not self.rejection
 
+    @property
+    def _chooses_on_device(self) -> bool:
+        """Whether the device chooses the tokens before the host waits for the pass."""
+        return self._on_device and self.is_async
+
     def step(self, plan: StepPlan) -> StepOutput:
         """Launch one step and wait for it."""
         return self.launch(plan).finish()
@@ -287,11 +292,13 @@ class ModelRunner:
     def _forward(
         self, batch: RaggedBatch, layout: StepLayout, on_kernels_started: OnKernelsStarted
     ) -> ForwardOutput:
-        draws = layout.sampling_plan(batch.num_logits) if self.is_async else None
+        draws = layout.sampling_plan(batch.num_logits) if self._chooses_on_device else None
         # The taps of a proposer that was given up stay: a GPU's graphs were captured with them.
         wanted = Wanted(draws, self._taps, on_kernels_started)
         output = self.decoder.forward(batch, self.pool, wanted)
-        if output.taps is not None and self.is_async:  # the next pass may come before `_observe`
+        if (
+            output.taps is not None and self._chooses_on_device
+        ):  # the next pass may come before `_observe`
             output = output._replace(taps=output.taps.clone())
         return output
 
@@ -306,7 +313,7 @@ class ModelRunner:
 
     def _begin(self, output: ForwardOutput, layout: StepLayout) -> PendingTokens | None:
         """The tokens that the device chooses: along with the pass, or behind it."""
-        if output.tokens is not None or not (layout.sampled and self.is_async):
+        if output.tokens is not None or not (layout.sampled and self._chooses_on_device):
             return output.tokens
         sampler = self.decoder.sampler
         assert isinstance(sampler, DeviceSampler)
