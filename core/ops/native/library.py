@@ -23,6 +23,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ft_lanes": (_I32, ()),
     "ft_tile_rows": (_I32, ()),
     "ft_linear": (_I32, (_PTR, _PTR, _I32, _I64, _PTR, _I32)),
+    "ft_rough_copy": (None, (_PTR, _PTR)),
     "ft_add_norm": (None, (_PTR, _PTR, ctypes.c_float, _PTR, _PTR, _I64, _I64, _I32)),
     "ft_activate": (None, (_PTR, _PTR, _I64, _I64, _PTR, _I32)),
     "ft_rope_write": (None, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _PTR)),

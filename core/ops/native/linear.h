@@ -73,4 +73,7 @@ FT_EXPORT int ft_linear(const ft_linear_weight *weight, const void *x, int x_dty
 int ft_linear_many(const ft_linear_weight *const *weights, const int64_t *firsts, int64_t count,
                    const void *x, int x_dtype, void *y, int y_dtype);
 
+/* `out`: the values of an INT4_MIN weight made from one of full precision, of any of its kinds. */
+FT_EXPORT void ft_rough_copy(const ft_linear_weight *weight, void *out);
+
 #endif

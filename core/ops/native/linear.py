@@ -18,7 +18,6 @@ from ..quantize import (
     QuantizedWeight,
     WeightKind,
     quantize_weight,
-    to_int4_min,
 )
 from .library import NativeLibrary
 from .memory import HugeArena
@@ -38,7 +37,6 @@ _OFFSETS: dict[WeightKind, int] = {
     "int6_k": 32,
 }  # values are unsigned
 _BYTES = ("int8_group", "int5_k", "int6_k")  # kinds whose values lie in bytes
-_ROUNDED_AT_ONCE = 1 << 24  # weights of a rough copy that are float32 for a moment
 _PER_SUPER = SUPER // GROUP
 _ARENA = HugeArena()  # of all weights: small ones share a page
 
@@ -111,13 +109,10 @@ def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
     plain = packed.struct.kind in (*_KINDS.values(), _WIDE_KIND)
     if not plain:
         raise ValueError("a weight that is quantised already has no rough copy")
-    width = 2 * library.lanes
-    at_once = max(1, _ROUNDED_AT_ONCE // (width * packed.in_features))  # panels
-    parts = [
-        _quantized_panels(to_int4_min(_unpacked(panels, packed.in_features)), width)
-        for panels in torch.split(packed.weight, at_once)
-    ]
-    values = _own(torch.cat(parts))
+    num_groups = -(-packed.in_features // GROUP)
+    shape = (len(packed.weight), num_groups, 2 * library.lanes * (GROUP // 2 + 4))
+    values = _ARENA.empty_like(torch.empty(shape, dtype=torch.uint8, device="meta"))
+    library.c.ft_rough_copy(ctypes.byref(packed.struct), values.data_ptr())
     bias = None if packed.bias is None else packed.bias.data_ptr()
     kind = _QUANTIZED_KINDS["int4_min"]
     struct = LinearStruct(
@@ -126,11 +121,6 @@ def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
     return NativeLinear(
         values, packed.bias, True, None, packed.out_features, packed.in_features, struct
     )
-
-
-def _unpacked(panels: Tensor, in_features: int) -> Tensor:
-    """``[panels, steps, width, per_step]`` to ``[panels * width, in_features]``."""
-    return panels.transpose(1, 2).flatten(2).flatten(0, 1)[:, :in_features]
 
 
 def _in_features(weight: Tensor | QuantizedWeight) -> int:

@@ -18,7 +18,6 @@ from foretoken.core.ops.quantize import (
     QuantizedWeight,
     WeightKind,
     quantize_weight,
-    to_int4_min,
 )
 from support.native_variants import every_variant
 
@@ -249,6 +248,30 @@ def test_rows_of_stored_weights_have_the_same_bits_alone_and_in_any_batch(librar
 # -- rough copies, for drafts
 
 
+def in_four_bits(weight):
+    """16 levels from the least to the greatest of each group."""
+    padded = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % 32))
+    groups = padded.view(len(weight), -1, 32)
+    low, high = groups.aminmax(dim=2)
+    minimum = low.half()
+    scale = ((high - minimum.float()) * torch.tensor(1 / 15)).half()
+    for_one = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
+    values = (groups - minimum.float().unsqueeze(2)) * for_one.unsqueeze(2)
+    values = values.round_().clamp_(0, 15).to(torch.int8).view_as(padded)
+    return QuantizedWeight("int4_min", values, scale, minimum)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e-7, 3e-5, 1.0, 3e3])
+def test_a_rough_copy_has_the_bytes_of_a_quantised_weight(library, dtype, size):
+    """Scales and minima of every kind of float16: none, subnormal and normal."""
+    weight = (rows(130, 97, torch.float32) * size).to(dtype)
+    weight[3], weight[4, :40] = 0, size
+    copy = rough_copy(library, pack_linear(library, weight, None))
+    expected = pack_linear(library, in_four_bits(weight), None)
+    assert torch.equal(copy.weight.flatten(), expected.weight.flatten())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_rough_copy_is_the_weight_in_four_bits(library, shape, dtype):
@@ -256,7 +279,7 @@ def test_a_rough_copy_is_the_weight_in_four_bits(library, shape, dtype):
     weight, bias, packed = make(library, shape, ("none", dtype, 0.0))
     x = torch.randint(-127, 128, (29, shape[1]), generator=torch.Generator().manual_seed(1)).float()
     x[:, ::32] = 127
-    rounded = to_int4_min(weight).dequantize()[:, : shape[1]].double()
+    rounded = in_four_bits(weight).dequantize()[:, : shape[1]].double()
     expected = x.double() @ rounded.T + bias.double()
     copy = rough_copy(library, packed)
     found = linear(library, x.to(dtype), copy, torch.float32).double()
