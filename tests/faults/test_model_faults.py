@@ -42,12 +42,11 @@ def pair(tmp_path_factory) -> Iterator[tuple[Decoder, Decoder]]:
 class Poisoned(ModelRunner):
     """One value takes the place of all the bad request's logits, from its second token on."""
 
-    launches = False  # a pass that chooses, too, would choose by sound logits
     value = float("nan")
 
     def _verify(self, work):
         at = 0
-        for row, draft in zip(work.plan.requests, work.drafts, strict=True):
+        for row, draft in zip(work.plan.requests, work.layout.drafts, strict=True):
             count = len(draft.token_ids) + 1 if row.samples else 0
             if row.request_id == BAD and len(row.tokens) > row.sampling.prompt_len:
                 work.output.logits[at : at + count] = self.value

@@ -243,6 +243,6 @@ def test_a_draft_model_that_breaks_down_stops_drafting(pair) -> None:
             factor = math.nan if Breaking.calls == 3 else 1.0
             return output._replace(logits=output.logits * factor)
 
-    proposer._decoder = Breaking()  # type: ignore[assignment]
+    proposer._grower._decoder = Breaking()  # type: ignore[assignment]
     (draft,) = proposer.propose([row_of(prompt_of(9), temperature=0.0)])
     assert len(draft.token_ids) == len(draft.sources) == 2
