@@ -13,11 +13,12 @@ from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.execution.proposer import Proposer
 from ...core.interface.protocols import NO_SPECULATION, Speculator
 from ...core.model.decoder import Decoder
+from ...core.model.rough_copy import NoRoughCopyError, rough_decoder
 from ...core.ops.kv_pool import KVPool
 from ...draft.control.controller import Controller
-from ...draft.control.cost_model import CostModel
+from ...draft.control.cost_model import CostModel, StepProfile, best_chain
 from ...draft.control.estimators import AcceptanceModel
-from ...draft.control.profiler import profile_step
+from ...draft.control.profiler import profile_pass, profile_step
 from ...draft.heads.proposer import HeadProposer
 from ...draft.proposers.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
@@ -35,15 +36,24 @@ FREE: dict[str, Callable[[], Source]] = {
     "ngram": partial(SuffixSource, own_only=True),
 }
 SELF = "self"  # the target in 4 bits
+LEAST_BYTES = 64 << 20  # of weights: fewer stay in caches, and 4 bits are read as fast as 16
+MEMORY_SHARE = 0.2  # of the free memory, that `auto` may take for a rough copy
+LIKELY = 0.7  # odds of its tokens: less than any model is known to have
+LEAST_GAIN = 1.05  # over steps without drafts
+TRIED_ROWS, NUM_TRIED_PAGES, TRIED_PAGE_SIZE = (1, 2, 3, 5), 5, 16
 AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """``--draft`` parsed: model-free sources by name, and the folder or hub id of a draft model."""
+    """``--draft`` parsed: model-free sources by name, and the folder or hub id of a draft model.
+
+    ``may_lack_model``: the engine goes on without the model where it cannot be had or does not pay.
+    """
 
     sources: tuple[str, ...] = ()
     model: str | None = None
+    may_lack_model: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -52,7 +62,8 @@ class DraftSpec:
 
 
 def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
-    """Parse ``draft``; "auto": all model-free sources, and the draft model beside the target.
+    """Parse ``draft``; "auto": all model-free sources, and the draft model beside the target, else
+    `SELF` where that pays.
 
     In a list "auto" means all model-free sources; the draft model is the one listed. Raises
     `InvalidRequest` for an empty name, a source named twice, or two draft models.
@@ -60,7 +71,11 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     if config.draft == "none" or config.speculation in ("off", 0):
         return DraftSpec()
     if config.draft == "auto":
-        return DraftSpec(AUTO, None if own_draft is None else str(own_draft))
+        if own_draft is not None:
+            return DraftSpec(AUTO, str(own_draft))
+        has_prices = config.speculation == "auto" and config.verify == "coupled"
+        is_plain = config.quantize == "none"
+        return DraftSpec(AUTO, SELF if has_prices and is_plain else None, may_lack_model=True)
     names = [name.strip() for name in config.draft.split(",")]
     for name in names:
         if name in ("", "none"):
@@ -94,6 +109,38 @@ def _sources(name: str) -> tuple[str, ...]:
     if name == "auto":
         return AUTO
     return (name,) if name in FREE or name.startswith("oracle:") else ()
+
+
+def rough_copy(target: Decoder, spec: DraftSpec) -> Decoder | str:
+    """The target in 4 bits, which drafts for it; or why `auto` goes on without.
+
+    Raises `ModelLoadError` where ``spec`` names it and it cannot be had.
+    """
+    if not spec.may_lack_model:
+        try:
+            return rough_decoder(target)
+        except NoRoughCopyError as reason:
+            raise ModelLoadError(
+                f"draft '{SELF}' {reason}: leave it out, and look-ups draft, a draft model or a "
+                "trained head"
+            ) from None
+    try:
+        copy = rough_decoder(target, least_bytes=LEAST_BYTES, memory_share=MEMORY_SHARE)
+    except NoRoughCopyError as reason:
+        return str(reason)
+    pass_s, gain = self_draft_price(target, copy)
+    return copy if gain >= LEAST_GAIN else f"would not pay: a pass takes {pass_s:.2f} of a step"
+
+
+def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
+    """What a pass of a rough copy takes of a step; and what chains of it gain at `LIKELY` odds.
+
+    Measured for one request, with few tokens behind it.
+    """
+    pool = target.make_pool(NUM_TRIED_PAGES, page_size=TRIED_PAGE_SIZE)
+    forward, _ = profile_pass(target, pool, TRIED_ROWS)
+    draft, _ = profile_pass(copy, pool, TRIED_ROWS[:1])
+    return draft[1] / forward[1], best_chain(StepProfile(forward, draft), LIKELY)
 
 
 def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:

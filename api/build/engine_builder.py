@@ -23,7 +23,6 @@ from ...core.model.decoder import Decoder
 from ...core.model.loader import load_decoder
 from ...core.model.opening import open_model
 from ...core.model.report import weight_files
-from ...core.model.rough_copy import rough_decoder
 from ...core.model.shapes import LM_HEAD
 from ...core.ops.base import Ops
 from ...core.ops.batch import Taps
@@ -42,7 +41,15 @@ from ...draft.proposers.self_draft import SelfProposer
 from ...draft.proposers.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
-from .drafts import SELF, check_compatible, make_speculator, measure_costs, parse_draft
+from .drafts import (
+    SELF,
+    DraftSpec,
+    check_compatible,
+    make_speculator,
+    measure_costs,
+    parse_draft,
+    rough_copy,
+)
 from .kv_pools import make_pools, model_len, out_of_memory_told
 from .model_files import find_model
 from .sampling_defaults import sampling_defaults
@@ -63,6 +70,8 @@ class Built:
     max_model_len: int  # tokens, prompt and answer together
     eos_token_ids: frozenset[int]
     exact: bool = True  # whether a request's bits are the same in any batch
+    drafters: tuple[str, ...] = ()  # as answers and metrics name them
+    no_self_draft: str = ""  # why `auto` drafts without the model itself, if it does
     model_path: str = "own"  # what computes the layers: own, or transformers' modules
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
     settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
@@ -79,7 +88,10 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     spec = parse_draft(config, own_draft=source.draft)
     device = _choose_device(config)
     sizes = config.sizes(device.type)
-    target, draft = _load_models(source.path, spec.model, config, device)
+    target = _load(source.path, config, device)
+    set_threads = _thread_setter(config.threads, target.ops)
+    set_threads()
+    draft, no_self_draft = _load_draft(source.path, spec, config, target)
     is_self = spec.model == SELF
     drafts = [] if draft is None or is_self else [draft]
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
@@ -111,7 +123,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         engine=Engine(
             scheduler,
             runner,
-            on_thread_start=_thread_setter(config.threads, target.ops),
+            on_thread_start=set_threads,
             warm_up=partial(
                 _warm_up,
                 (target, pool),
@@ -130,6 +142,8 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         max_model_len=scheduler.capacity,
         eos_token_ids=frozenset(target.config.eos_token_ids),
         exact=target.exact,
+        drafters=(*spec.sources, *([] if proposer is None else [proposer.source])),
+        no_self_draft=no_self_draft,
         model_path=target.path,
         sampling_defaults=defaults,
         settings=settings,
@@ -201,24 +215,24 @@ def _warn_of_short_memory(path: Path, device: torch.device) -> None:
         )  # fmt: skip
 
 
-def _load_models(
-    path: Path, draft: str | None, config: EngineConfig, device: torch.device
-) -> tuple[Decoder, Decoder | JoinedHead | None]:
-    """The target and the model that drafts, if there is one, on the same device.
-
-    For `SELF` that is a rough copy of the target.
-    """
-    target = _load(path, config, device)
-    if draft is None:
-        return target, None
-    if draft == SELF:
-        return target, rough_decoder(target)
-    draft_path = find_model(draft).path
+def _load_draft(
+    path: Path, spec: DraftSpec, config: EngineConfig, target: Decoder
+) -> tuple[Decoder | JoinedHead | None, str]:
+    """The model that drafts, on the target's device; and why `auto` leaves out the self-draft."""
+    if spec.model is None:
+        return None, ""
+    if spec.model == SELF:
+        copy = rough_copy(target, spec)
+        if not isinstance(copy, str):
+            return copy, ""
+        logger.info("auto drafts without '%s': it %s", SELF, copy)
+        return None, copy
+    draft_path = find_model(spec.model).path
     if head_kind(draft_path) is not None:
-        return target, load_head(draft_path, target, partial(_output_matrix, path))
-    decoder = _load(draft_path, config, device)
+        return load_head(draft_path, target, partial(_output_matrix, path)), ""
+    decoder = _load(draft_path, config, target.device)
     check_compatible(draft_path, decoder, path, target)
-    return target, decoder
+    return decoder, ""
 
 
 def _output_matrix(path: Path) -> torch.Tensor:

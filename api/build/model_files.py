@@ -184,6 +184,12 @@ _PATHS = {
 }
 
 
+def _rough_copy(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "none: weights that are quantised already, and transformers' modules, have no copy"
+    return f"{format_size(num_bytes)} for a copy in 4 bits, which --draft auto makes where it pays"
+
+
 def check_model(model: str) -> int:
     """``foretoken models check MODEL``: print its type, memory and path; 1 if it is refused."""
     from ...core.model.report import inspect_model
@@ -210,6 +216,7 @@ def check_model(model: str) -> int:
         f"model     {report.model_type}, {report.num_parameters / 1e9:.2f} billion parameters"
         f"\npath      {_PATHS[report.path]}"
         f"\nweights   {weights}"
+        f"\nself-draft {_rough_copy(report.rough_copy_bytes)}"
         f"\nKV        {room}"
         f"\ncontext   {report.max_model_len:,} tokens"
     )

@@ -75,6 +75,8 @@ class ModelRoutes:
             max_model_len=built.max_model_len,
             exact=built.exact,
             model_path=built.model_path,
+            drafters=list(built.drafters),
+            no_self_draft=built.no_self_draft or None,
             display_name=name,
             created_at=self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
             tool_parser=self.service.chat.syntax.tool_parser,

@@ -21,7 +21,8 @@ class Model(Struct, kw_only=True):
     """A served model; ``max_model_len``: limit on prompt and answer together, in tokens.
 
     ``exact``: whether logits have the same bits in any batch. ``model_path``: the implementation
-    of the layers, ``own`` or ``transformers``.
+    of the layers, ``own`` or ``transformers``. ``drafters``: names of what drafts, grammars and
+    predictions aside; ``no_self_draft``: why ``--draft auto`` does without the model's own drafts.
     """
 
     id: str
@@ -31,6 +32,8 @@ class Model(Struct, kw_only=True):
     max_model_len: int
     exact: bool
     model_path: str
+    drafters: list[str]
+    no_self_draft: str | None = None
     type: str = "model"
     display_name: str
     created_at: str

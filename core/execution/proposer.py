@@ -38,6 +38,10 @@ class Proposer(Protocol):
     """Guesses the next tokens of a batch of requests."""
 
     @property
+    def source(self) -> str:
+        """Its name in answers and metrics."""
+
+    @property
     def traits(self) -> ProposerTraits:
         """How it works, as far as prices depend on it; fixed."""
 

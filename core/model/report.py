@@ -18,6 +18,7 @@ from .formats.gguf import GgufFile
 from .formats.quantized import read_scheme
 from .opening import open_model, read_config
 from .page_layout import PageLayout
+from .rough_copy import ROUGH_BYTES
 from .shapes import tensor_shapes
 
 Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]
@@ -37,6 +38,7 @@ class ModelReport:
     dtype: str = ""
     most_bytes: int = 0  # of weights in memory: fewer where quantised ones stay packed
     kv_bytes_per_token: int | None = None  # in the model's dtype; None: known when it is loaded
+    rough_copy_bytes: int | None = None  # of its matrices in 4 bits; None: it cannot have these
     max_model_len: int = 0  # tokens
     problem: str | None = None
 
@@ -102,6 +104,7 @@ def _report(
 ) -> ModelReport:
     item = getattr(torch, dtype)
     page = bytes_per_mixed_page(shapes, page_size=_PAGE, dtype=item) if shapes else None
+    has_rough_copy = path == "own" and not quantization
     return ModelReport(
         model_type=config.model_type,
         path=path,
@@ -112,6 +115,7 @@ def _report(
         most_bytes=num_parameters * item.itemsize,
         dtype=dtype,
         kv_bytes_per_token=None if page is None else page // _PAGE,
+        rough_copy_bytes=int(ROUGH_BYTES * num_parameters) if has_rough_copy else None,
         max_model_len=config.max_model_len,
     )
 

@@ -21,40 +21,55 @@ from .decoder import Decoder, OwnDecoder
 logger = logging.getLogger(__name__)
 _Copy: TypeAlias = Callable[[PackedLinear], PackedLinear]
 _KEPT = ("router", "shared_gate")  # are small, and choose
-_INSTEAD = "leave out 'self': look-ups, a draft model or a trained head draft for it"
-_SHARE = 0.36  # of the bytes of bfloat16 weights, at most: 5 bits a weight, and padding
+ROUGH_BYTES = 0.625  # a weight: 4 bits, and a scale and a minimum of 16 bits for 32
+_PADDED = 1.15  # panels and groups are filled up
 
 
-def rough_decoder(target: Decoder) -> OwnDecoder:
+class NoRoughCopyError(ModelLoadError):
+    """The model has no rough copy; the message says why, as what is said of draft 'self'."""
+
+
+def rough_decoder(
+    target: Decoder, *, least_bytes: int = 0, memory_share: float = 1.0
+) -> OwnDecoder:
     """Copy a decoder with matrices of 4 bits, for drafts on the same pages.
 
-    Raises `ModelLoadError` where the target has no weights to round, or memory is too small.
+    Raises `NoRoughCopyError` where the target has no weights to round, they have less than
+    ``least_bytes``, or the copy would take more than ``memory_share`` of the free memory.
     """
     kind = target.config.model_type
     if not isinstance(target, OwnDecoder):
-        raise ModelLoadError(
-            f"draft 'self' rounds the weights of foretoken's own decoder, and {kind} is computed "
-            f"by transformers' modules: {_INSTEAD}"
+        raise NoRoughCopyError(
+            f"rounds the weights of foretoken's own decoder, and {kind} is computed by "
+            "transformers' modules"
         )
     ops = target.ops
     if not isinstance(ops, NativeOps):
-        raise ModelLoadError(
-            f"draft 'self' needs the native kernels on a CPU, and {type(ops).__name__} on "
-            f"{target.device} computes: {_INSTEAD}"
+        raise NoRoughCopyError(
+            f"needs the native kernels on a CPU, and {type(ops).__name__} on {target.device} "
+            "computes"
         )
-    num_bytes = sum(each.weight.nbytes for each in _matrices(target.weights))
-    needed, free = int(_SHARE * num_bytes), free_memory(target.device)
-    if needed > free:
-        raise ModelLoadError(
-            f"draft 'self' needs {format_size(needed)} for a copy of the weights in 4 bits, and "
-            f"{format_size(free)} are free: {_INSTEAD}"
+    matrices = [each.weight for each in _matrices(target.weights)]
+    num_bytes = sum(each.nbytes for each in matrices)
+    if num_bytes < least_bytes:
+        raise NoRoughCopyError(
+            f"saves nothing where weights have {format_size(num_bytes)}, which caches hold"
+        )
+    needed, free = (
+        int(_PADDED * ROUGH_BYTES * sum(each.numel() for each in matrices)),
+        free_memory(target.device),
+    )
+    if needed > memory_share * free:
+        of_these = "" if memory_share == 1.0 else f", of which it may have {memory_share:.0%}"
+        raise NoRoughCopyError(
+            f"needs {format_size(needed)} for a copy of the weights in 4 bits, and "
+            f"{format_size(free)} are free{of_these}"
         )
     try:
         copy = OwnDecoder(target.config, _copied(target.weights, ops.rough_copy), ops)
     except ValueError:
-        raise ModelLoadError(
-            f"draft 'self' rounds weights of 16 or 32 bits, and those of {kind} are quantised "
-            f"already: {_INSTEAD}"
+        raise NoRoughCopyError(
+            f"rounds weights of 16 or 32 bits, and those of {kind} are quantised already"
         ) from None
     size = sum(each.weight.nbytes for each in _matrices(copy.weights))
     logger.info("draft 'self': a copy of the weights in 4 bits, %s", format_size(size))

@@ -55,6 +55,7 @@ class LmProposer:
     ``temperature_scale`` divides the draft's logits on top of the temperature; None: it is tuned.
     """
 
+    source = SOURCE
     taps: Taps = ()
 
     def __init__(

@@ -27,6 +27,7 @@ SOURCE = "self"
 class SelfProposer:
     """Drafts with ``decoder``, a rough copy of the target, on the target's ``pool``."""
 
+    source = SOURCE
     taps: Taps = ()
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:

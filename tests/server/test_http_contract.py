@@ -288,6 +288,8 @@ def test_models_are_listed_and_found(url: str) -> None:
     assert one == listed["data"][0]
     assert (one["object"], one["type"], one["max_model_len"]) == ("model", "model", 512)
     assert (one["exact"], one["model_path"], one["lifecycle"]) == (True, "own", "active")
+    assert one["drafters"] == ["radix", "suffix", "lm"]
+    assert one["no_self_draft"] is None
     assert time.strptime(one["created_at"], "%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -235,6 +235,8 @@ def make_built(engine: FakeEngine, folder: Path, eos: int, vocab_size: int) -> S
         max_model_len=MAX_MODEL_LEN,
         exact=True,
         model_path="own",
+        drafters=("radix",),
+        no_self_draft="",
         eos_token_ids=frozenset({eos}),
         sampling_defaults=NO_DEFAULTS,
         settings={"draft": "auto,/models/head", "dump_dir": "/dumps", "kv_tokens": 4096},
