@@ -159,6 +159,10 @@ class Bench:
         self._own = built.engine.scheduler.speculator
         self._others: dict[str, Speculator] = {}
 
+    def use(self, setting: str, speculator: Speculator) -> None:
+        """Plan the drafts of a setting by this one."""
+        self._others[setting] = guarded(speculator)
+
     async def cell(
         self, cell: Cell, asked: Sequence[Sequence[int]], settings: Sequence[str], turns: Turns
     ) -> dict[str, list[Figures]]:
@@ -481,9 +485,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     draft = parse_draft(EngineConfig(draft=args.draft or "auto"), own_draft=None)
+    has_model = draft.model is not None and not draft.may_lack_model
     if args.settings is None:
-        args.settings = list(DRAFT_SETTINGS if draft.model else SETTINGS)
-    if draft.model is None and any(each.startswith(("chain-", "tree-")) for each in args.settings):
+        args.settings = list(DRAFT_SETTINGS if has_model else SETTINGS)
+    if not has_model and any(each.startswith(("chain-", "tree-")) for each in args.settings):
         parser.error("chain-N and tree-N need a draft model or head: name one with --draft")
     report: dict[str, object] = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)

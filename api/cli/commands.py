@@ -24,7 +24,7 @@ from .flags import Parser, add_show_drafts, engine_options
 from .train_draft import add_flags as add_train_draft_flags
 from .train_draft import train_draft
 
-BENCHMARKS = ("offline", "phases", "real", "serve")
+BENCHMARKS = ("offline", "phases", "real", "self", "serve")
 """Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
 EPILOG = (
     "--help-all shows all flags. Each may also be set by a variable FORETOKEN_<FLAG> or in the "
@@ -74,7 +74,7 @@ def _parser() -> Parser:
     _add_train_draft(commands)
     _add_selftest(commands)
     commands.add_parser(
-        "bench", help="run a benchmark: serve, offline, phases or real", add_help=False
+        "bench", help="run a benchmark: serve, offline, phases, real or self", add_help=False
     )
     return parser
 

@@ -18,7 +18,11 @@ class ReplayRunner(ModelRunner):
     """Steers every request along its answer in ``recorded`` (by request id), if there are any."""
 
     recorded: Mapping[str, Sequence[int]] = {}
-    launches = False  # what is to be said must be known when the tokens are chosen
+
+    @property
+    def is_async(self) -> bool:
+        """Never: what is to be said must be known when the tokens are chosen."""
+        return False
 
     @classmethod
     def over(cls, runner: ModelRunner) -> ReplayRunner:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from ..config import format_size
 from ..errors import ModelLoadError
-from ..ops.base import PackedLinear
+from ..ops.base import DecoderWeights, PackedLinear
 from ..ops.device import free_memory
 from ..ops.native.native_ops import NativeOps
 from .decoder import Decoder, OwnDecoder
@@ -49,7 +49,7 @@ def rough_decoder(
             f"needs the native kernels on a CPU, and {type(ops).__name__} on {target.device} "
             "computes"
         )
-    matrices = [each.weight for each in _matrices(target.weights)]
+    matrices = [each.weight for each in rounded_matrices(target.weights)]
     num_bytes = sum(each.nbytes for each in matrices)
     if num_bytes < least_bytes:
         raise NoRoughCopyError(
@@ -71,20 +71,20 @@ def rough_decoder(
         raise NoRoughCopyError(
             f"rounds weights of 16 or 32 bits, and those of {kind} are quantised already"
         ) from None
-    size = sum(each.weight.nbytes for each in _matrices(copy.weights))
+    size = sum(each.weight.nbytes for each in rounded_matrices(copy.weights))
     logger.info("draft 'self': a copy of the weights in 4 bits, %s", format_size(size))
     return copy
 
 
-def _matrices(value: object) -> list[PackedLinear]:
-    """Every matrix that is copied."""
+def rounded_matrices(weights: DecoderWeights) -> list[PackedLinear]:
+    """Every matrix of which a rough copy has its own."""
     found: list[PackedLinear] = []
 
     def note(matrix: PackedLinear) -> PackedLinear:
         found.append(matrix)
         return matrix
 
-    _copied(value, note)
+    _copied(weights, note)
     return found
 
 
