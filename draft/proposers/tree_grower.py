@@ -47,10 +47,12 @@ class TreeGrower:
         temperature_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._decoder, self._pool, self._source = decoder, pool, source
-        self._sampler = decoder.sampler
+        self._sampler = sampler = decoder.sampler
         self._gap_models = default_gap_models()  # by whether tokens are sampled
         self._independent = independent
-        self._draws_on_device = isinstance(decoder.sampler, DeviceSampler) and not independent
+        # Asked once: whether an object keeps a protocol takes as long as a small matrix.
+        self._device_sampler = sampler if isinstance(sampler, DeviceSampler) else None
+        self._draws_on_device = self._device_sampler is not None and not independent
         self._temperature_scale = temperature_scale
 
     def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
@@ -152,8 +154,8 @@ class TreeGrower:
         if output.tokens is not None or not nodes:
             return Opened(nodes, output.tokens or ())
         wants_best = any(tree.wants_best for tree, _ in nodes)
-        if isinstance(sampler, DeviceSampler) and not (wants_best or self._independent):
-            begun = sampler.begin(output.logits, rows, temperature_scale=scale)
+        if self._device_sampler is not None and not (wants_best or self._independent):
+            begun = self._device_sampler.begin(output.logits, rows, temperature_scale=scale)
             return Opened(nodes, begun)
         independent = self._independent
         best = choose(

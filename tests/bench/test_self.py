@@ -18,27 +18,8 @@ def test_it_prices_passes_and_runs_chains_of_simulated_acceptance(
     monkeypatch.setattr(bench, "RANDOM", {"tiny": tiny_qwen3})
     monkeypatch.setattr(bench, "SIMULATED", (1.0,))
     out = tmp_path / "self.json"
-    bench.main(
-        [
-            "--models",
-            "tiny",
-            "--prompts",
-            "1",
-            "--turns",
-            "1",
-            "--max-tokens",
-            "16",
-            "--repeats",
-            "1",
-            "--requests",
-            "1",
-            "2",
-            "--threads",
-            "1",
-            "--out",
-            str(out),
-        ]
-    )
+    sizes = "--prompts 1 --turns 1 --max-tokens 16 --repeats 1 --requests 1 2 --threads 1"
+    bench.main(["--models", "tiny", *sizes.split(), "--out", str(out)])
     report = json.loads(out.read_text())
     (price,), (speed,) = report["prices"], report["speed"]
     assert 0.1 < price["floor"] < 0.4, "of float32 or bfloat16"
