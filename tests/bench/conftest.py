@@ -35,6 +35,6 @@ def _listening():
 
 @pytest.fixture
 def server(_listening: FakeServer) -> FakeServer:
-    """As it is without orders."""
+    """Fake server without orders of an earlier test."""
     _listening.reset()
     return _listening

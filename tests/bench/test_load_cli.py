@@ -1,4 +1,4 @@
-"""Which loop a run takes, by its flags and its workload; in virtual time."""
+"""Choice of the load's loop, open or closed, by flags and workload; in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every benchmark prints and records."""
+"""Reports of all benchmarks: what they print and record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one request meets on the event loop's side is counted, and does not grow unnoticed."""
+"""A request's walk on the event loop's side is counted, and does not grow unnoticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workloads ask for: the same each time, shared where it should be."""
+"""Workloads make the same requests each time, and share prefixes where they should."""
 
 from __future__ import annotations
 

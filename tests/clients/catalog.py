@@ -1,4 +1,4 @@
-"""Which clients there are, where each is installed, and how one is run against a server."""
+"""Catalog of clients: where each is installed, and how one is run against a server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Client:
         return f"{Path(self.script).stem.removeprefix('run_')}-{self.environment or 'js'}"
 
     def command(self) -> list[str]:
-        """What runs it."""
+        """Command line that runs the client's script, up to the script's own arguments."""
         path = str(HERE / self.script)
         if not self.environment:
             return ["node", path]
@@ -77,7 +77,7 @@ CLIENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a client's run told."""
+    """Results of one client's run, by feature."""
 
     client: Client
     versions: dict[str, str]  # by package

@@ -1,4 +1,4 @@
-"""What the scripts of the clients share. Standard library only: it runs in their environments.
+"""Code that all clients' scripts share. Standard library only: it runs in their environments.
 
 A script names one client's features, each a function that uses the client as its users do and
 asserts what it gave. `Features.run` tells how each went, one JSON object a line.
@@ -39,7 +39,7 @@ def say(answer: str) -> str:
 
 
 def call(name: str, /, **arguments: object) -> str:
-    """What the model writes to call a tool."""
+    """Return a tool call as the model writes it."""
     body = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{body}\n</tool_call>"
 
@@ -51,7 +51,7 @@ def expect(got: object, wanted: object, what: str = "") -> None:
 
 
 def refused(kind: type[Refusal], work: Callable[[], object]) -> Refusal:
-    """What ``work`` is refused with, which must be an error of this kind."""
+    """Return the error of this kind that ``work`` raises; else raises AssertionError."""
     try:
         work()
     except kind as error:
@@ -97,7 +97,7 @@ def _own_stdout() -> TextIO:
 
 
 def _failure(check: Callable[[], Any], runner: asyncio.Runner) -> str:
-    """What went wrong, or nothing."""
+    """Return the error that the check raised, with its line; empty if it raised none."""
     try:
         result = check()
         if inspect.iscoroutine(result):

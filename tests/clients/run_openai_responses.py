@@ -18,7 +18,7 @@ PARIS = call("get_weather", city="Paris")
 
 
 class Person(BaseModel):
-    """What structured answers are read into."""
+    """Form of the structured answers."""
 
     name: str
     age: int

@@ -1,4 +1,4 @@
-"""Same seed, same tokens with a trained head drafting, on every backend of this machine."""
+"""A trained head that drafts changes no token, on every backend of this machine."""
 
 from __future__ import annotations
 

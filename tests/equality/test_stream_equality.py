@@ -1,4 +1,4 @@
-"""Same seed, same tokens: whatever guesses, whatever rides along, whatever was cached.
+"""Drafts, other requests of the batch and cached prefixes change no token of a stream.
 
 Every request runs alone first, without any draft. Then all of them run through the whole engine
 (scheduler, cache, ragged forward, verifier) in many ways, and every stream must be that first one.
@@ -31,7 +31,7 @@ def house(request) -> House:
 
 @pytest.fixture
 def turn(request) -> Callable[[list[str | None], str | None, Sequence[int]], int]:
-    """Which of some values goes with this drafter on these kernels.
+    """Return a function that picks one of some values for a drafter on these kernels.
 
     Kernels, drafters and sizes know nothing of each other: every two of them meet, not all three.
     """

@@ -79,7 +79,7 @@ def prompts(params: list[SamplingParams]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plain(pair) -> dict[int, Completion]:
-    """What each request says alone, without drafts."""
+    """Answers of each request alone, without drafts."""
     params = asked()
     with make_llm(pair, None, max_running=1) as llm:
         answers = llm.generate(prompts(params), params)

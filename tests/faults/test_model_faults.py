@@ -133,7 +133,7 @@ def say(engine: Engine, requests: Sequence[Request]) -> dict[str, Reader]:
 
 @pytest.fixture(scope="module")
 def solo(pair) -> dict[str, list[int]]:
-    """What each request says alone."""
+    """Tokens of each request alone."""
     return {name: say(real_engine(pair), [real_request(name)])[name].tokens for name in NAMES}
 
 

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def effort(request: pytest.FixtureRequest) -> Effort:
-    """As the command line says; the defaults where tests/fuzz is not on it."""
+    """Effort that the command line sets; its defaults where tests/fuzz is not on it."""
     option = request.config.getoption
     return Effort(option("--fuzz-examples", EXAMPLES), option("--fuzz-seed", SEED))
 

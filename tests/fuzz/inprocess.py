@@ -55,7 +55,7 @@ class App:
         return self.ask("POST", path, json.dumps(body).encode())
 
     def cache(self) -> dict[str, Any]:
-        """What GET /cache tells."""
+        """Return the body of GET /cache."""
         return dict(self.ask("GET", "/cache").json())
 
     def close(self) -> None:

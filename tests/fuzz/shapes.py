@@ -1,4 +1,4 @@
-"""What every refusal must look like."""
+"""Shapes that every refusal must have."""
 
 from __future__ import annotations
 

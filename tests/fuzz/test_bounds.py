@@ -37,7 +37,7 @@ def test_a_number_is_served_at_its_bounds_and_refused_beyond(app: App, path: str
 
 
 def _beside(path: str, name: str) -> dict[str, Any]:
-    """What a field asks for beside it."""
+    """Return the other fields that a request must set for this field to be taken."""
     if name == "min_tokens":
         return {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 2**31 - 1}
     return {"logprobs": True} if name == "top_logprobs" and path != "/v1/responses" else {}

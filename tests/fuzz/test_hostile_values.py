@@ -48,7 +48,7 @@ def _inputs(path: str, effort: Effort) -> Iterator[tuple[Place, str, bytes]]:
 
 
 def healthy(app: App) -> list[Any]:
-    """What an honest request is told."""
+    """Ask an honest request; return its choices."""
     body = {"prompt": "def add(a, b):", "max_tokens": 12, "seed": 3, "logprobs": 1}
     response = app.post("/v1/completions", body)
     assert response.status_code == 200, response.text

@@ -1,4 +1,4 @@
-"""What the package imports is declared: nothing comes along with something else."""
+"""Every import of the package is declared: nothing comes along with something else."""
 
 from __future__ import annotations
 

@@ -147,12 +147,12 @@ def test_the_dashboard_can_be_imported() -> None:
 
 
 def flags(args: list[str]) -> Any:
-    """What `foretoken` makes of them; exits where one is unknown."""
+    """Parse the arguments as `foretoken` does; exits where one is unknown."""
     return commands._parser().parse_args(args)
 
 
 def listening_by(variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Listen:
-    """Where and how a server listens with these variables, which must all be known."""
+    """Return where and how a server listens with these variables; all of them must be known."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     warned: list[str] = []

@@ -62,7 +62,7 @@ def text_of(node: ast.expr) -> str | None:
 
 
 def fault(help: str | None) -> str | None:
-    """What is wrong with a help text."""
+    """Return the fault of a help text, or None."""
     if not help:
         return "there is none"
     word = re.split(r"[^\w-]", help, maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""Where the repository's functions, classes, constants and tests stand, found by their names."""
+"""Places of the repository's functions, classes, constants and tests, found by their names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MACRO = re.compile(r"^#define (\w+)(?:.*\\\n)*.*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a name stands for: some lines of a file below the root."""
+    """Lines of a file below the root that a name stands for."""
 
     file: str
     start: int  # characters
@@ -69,7 +69,7 @@ class Code:
         return place, text[: place.start] + changed + text[place.end :]
 
     def tests_named(self, name: str) -> list[str]:
-        """As pytest names them: a function, or a file and all in it.
+        """Return the tests of a name, as pytest names them: a function, or a file and all in it.
 
         The name may begin with the file, or with its folder, where the end alone is not clear.
         """

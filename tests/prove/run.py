@@ -17,7 +17,7 @@ Outcome = Literal["caught", "survived", "does not apply", "not compiled", "its t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What came of one mutation."""
+    """Outcome of one mutation."""
 
     mutation: Mutation
     outcome: Outcome

@@ -14,7 +14,9 @@ from prove.run import Outcome, Verdict, prove
 from prove.workplace import Workplace
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {
+    "pyproject.toml": (ROOT / "pyproject.toml").read_text(encoding="utf-8"),  # pytest's options
     "__init__.py": "",
     "core/__init__.py": "",
     "core/sums.py": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n",

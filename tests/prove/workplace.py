@@ -19,13 +19,14 @@ from pathlib import Path
 from .code import Code, Place
 from .mutation import Mutation
 
-_OPTIONS = ("-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", "-rfE")
+_PLUGINS = ("-p", "pytest_timeout")  # those that the settings in pyproject.toml belong to
+_OPTIONS = (*_PLUGINS, "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", "-rfE")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+)", re.MULTILINE)  # without its parameters
 
 
 @dataclass(frozen=True, slots=True)
 class TestRun:
-    """What came of some tests."""
+    """Outcome of some tests."""
 
     __test__ = False  # pytest: this is none of yours
 
@@ -52,7 +53,7 @@ class Workplace:
         )
         self._environment = os.environ | {
             "PYTHONPATH": str(folder),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take seconds, and none is needed
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # the others take seconds, and none is needed
             "OMP_NUM_THREADS": "1",
             "FORETOKEN_CACHE": str(self._libraries),
         }

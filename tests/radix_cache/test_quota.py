@@ -1,4 +1,4 @@
-"""What one namespace left in the cache beyond its quota makes room first.
+"""Pages of a namespace beyond its quota make room first.
 
 The state machine in test_cache_machine.py runs with quotas as well; here is what they are for.
 """

@@ -1,4 +1,4 @@
-"""What shared/CONTRACT.md promises of `AsyncLLM`."""
+"""Promises of shared/CONTRACT.md about `AsyncLLM`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shared/CONTRACT.md and docs/server.md promise of the command line."""
+"""Promises of shared/CONTRACT.md and docs/server.md about the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shared/CONTRACT.md and shared/API.md promise of the OpenAI routes and their neighbours."""
+"""Promises of shared/CONTRACT.md and shared/API.md about the OpenAI routes and neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shared/CONTRACT.md and shared/API.md promise of requests that are wrong."""
+"""Promises of shared/CONTRACT.md and shared/API.md about requests that are wrong."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def tokens(llm: LLM, **fields: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def drawn() -> list[int]:
-    """What seed 5 draws of the same weights without any recommendation."""
+    """Tokens that seed 5 draws of the same weights without any recommendation."""
     with LLM(BUILTIN, **OPTIONS) as llm:
         return tokens(llm)
 

@@ -1,4 +1,4 @@
-"""What a server tells of its requests: metrics, log lines and traces, over the built-in pair."""
+"""Reports of a server on its requests: metrics, log lines, traces; with the built-in pair."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def server(shared: Observed) -> Observed:
 
 
 def grown(server: Observed, before: dict[str, float]) -> dict[str, float]:
-    """What has grown since, without the probe that asks."""
+    """Return the metrics that have grown since ``before``, less those of the scrape itself."""
     after = server.samples()
     return {
         name.removeprefix("foretoken:"): value - before.get(name, 0)
@@ -254,7 +254,7 @@ def test_probes_are_told_at_debug_alone(server: Observed, caplog: pytest.LogCapt
 
 
 class Written(logging.Handler):
-    """What a formatter makes of each record, where it is logged."""
+    """Handler that keeps the text that a formatter makes of each record."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__()

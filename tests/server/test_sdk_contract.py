@@ -1,4 +1,4 @@
-"""What shared/CONTRACT.md promises of `LLM`, `Completion`, `Usage` and `SamplingParams`."""
+"""Promises of shared/CONTRACT.md about `LLM`, `Completion`, `Usage` and `SamplingParams`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shared/CONTRACT.md promises of the errors and the life of `LLM`."""
+"""Promises of shared/CONTRACT.md about the errors and the life of `LLM`."""
 
 from __future__ import annotations
 

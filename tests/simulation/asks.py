@@ -1,4 +1,4 @@
-"""What a simulated client asks for, and what it must get, known in advance."""
+"""Requests of simulated clients, and the answers they must get, known in advance."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class CheckedScheduler(Scheduler):
         return events
 
     def _owner(self, row: ScheduledRequest) -> Request | None:
-        """Whose row it is; only of a plan made ahead they may be gone."""
+        """Return the request of a row; None if it ended, which only a row planned ahead allows."""
         request = self.running.get(row.request_id)
         assert request is not None or row.is_ahead, "a request ended while it was in a step"
         assert request is None or row.stop <= len(request.tokens), "a row goes too far"

@@ -118,7 +118,7 @@ class Client:
                 await self.read(*stream)
 
     async def cancelled(self, ask: Ask, request_id: str) -> None:
-        """Its task is cancelled wherever it stands."""
+        """Ask in a task of its own, and cancel that wherever it stands."""
         task = asyncio.create_task(self.guarded(ask, request_id))
         await asyncio.sleep(self._rng.expovariate(10.0))
         task.cancel()

@@ -76,7 +76,7 @@ class FakeProposer(BareProposer):
         return Draft.of(guessed, "fake") if guessed else NO_DRAFT
 
     def _catch_up(self, row: ScheduledRequest, chain: Sequence[object]) -> None:
-        """What is not void must be right: pages come with the draft's KV or as fresh ones."""
+        """Compare the draft KV of a path with the right one; void slots are written."""
         for position, right in enumerate(chain):
             slot = row.page_ids[position // self._page_size], position % self._page_size
             if self._kv.setdefault(slot, right) != right:
@@ -166,7 +166,7 @@ class Forks(FixedDepth):
         return plans
 
     def _fork(self, request: Request, most: int, budget: int) -> DraftPlan:
-        """As many ways as the budget has rows for."""
+        """Draft up to three paths, as many as the budget has rows for."""
         paths = [self._path(request, most) for _ in range(self._rng.randint(1, 3))]
         while paths:
             plan = DraftPlan(tree_of(paths, ["forks"] * len(paths)))

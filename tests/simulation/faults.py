@@ -66,7 +66,7 @@ class Faults:
     # -- of the model's step --------------------------------------------------------------------
 
     def seconds(self) -> float:
-        """That a step takes."""
+        """Draw the time that a step takes."""
         if self.happens("model hangs"):
             return self._rng.choice([HANGS, 1000.0])
         if self.happens("slow step"):

@@ -163,7 +163,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def state(self) -> str:
-        """Where every task stands."""
+        """Describe where every task stands."""
         tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
         lines = [f"at {self._now:.3f} s, turn {self.num_turns}"]
         return "\n".join(lines + [f"  {task.get_name()}: {_place(task)}" for task in tasks])

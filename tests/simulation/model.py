@@ -43,7 +43,7 @@ Violation = Callable[[str], None]
 
 
 def root(salt: int) -> State:
-    """What stands before the first token."""
+    """Return the state before the first token."""
     return (hash((7, salt)), 0, 0)
 
 
@@ -60,7 +60,7 @@ def choose(state: State) -> int:
 
 @lru_cache(maxsize=4096)
 def solo(prompt: tuple[int, ...], salt: int, num_tokens: int) -> tuple[int, ...]:
-    """What a request gets that is served alone, without drafts and stops."""
+    """Return the tokens of a request that is served alone, without drafts and stops."""
     state = root(salt)
     for token in prompt:
         state = advance(state, token)
@@ -89,7 +89,7 @@ class Pages:
         self.data[slot // self.page_size][slot % self.page_size] = state
 
     def slot(self, segment: Segment, position: int) -> int:
-        """Where a segment has a position."""
+        """Return the slot of a segment's position."""
         behind = position - (segment.stop - len(segment.tail))
         if behind >= 0:
             return segment.tail[behind]
@@ -113,7 +113,7 @@ class Chains:
 
 @dataclass
 class Laid:
-    """What `RaggedBatch` tells of its segments."""
+    """Batch of segments with the properties of a `RaggedBatch` that are read here."""
 
     segments: Sequence[Segment]
     lens: np.ndarray = field(init=False)
@@ -198,7 +198,7 @@ class HashDecoder:
         return torch.from_numpy(values)
 
     def verify(self, logits: torch.Tensor, rows: Sequence[VerifyRequest]) -> list[Verified]:
-        """What `core.sampling.verifier` does at temperature 0."""
+        """Verify drafts as `core.sampling.verifier` does at temperature 0."""
         finite = logits.isfinite().all(dim=-1).tolist()
         chosen = list(zip(logits.argmax(dim=-1).tolist(), finite, strict=True))
         found = []
@@ -224,7 +224,7 @@ def _verified(row: VerifyRequest, chosen: Sequence[tuple[int, bool]]) -> Verifie
 
 @dataclass
 class SimulatedLaunch:
-    """What the device has for the host, if it waits for it."""
+    """Outcome that the device has for the host, if it waits for it."""
 
     outcome: StepOutput | Exception
 

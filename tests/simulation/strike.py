@@ -66,7 +66,7 @@ async def _run(coroutine: Any) -> Any:
 
 
 def struck(coroutine: Coroutine[Any, Any, Any], strike: Strike) -> Coroutine[Any, Any, Any]:
-    """As a coroutine that a task can be made of."""
+    """Strike a coroutine; returns one that a task can be made of."""
     return _run(strike.over(coroutine))
 
 

@@ -115,7 +115,7 @@ def test_who_closes_may_be_cancelled_at_any_await(drain_seconds) -> None:
 
 @pytest.mark.parametrize("doomed", ["Engine._run", "Engine._close"])
 def test_a_loop_that_is_torn_down_at_any_await_ends_every_stream(doomed) -> None:
-    """As `asyncio.run` does it: all tasks are cancelled at once, and waited for."""
+    """`asyncio.run` tears down so: all tasks are cancelled at once, and waited for."""
 
     async def scenario(loop: SimulatedLoop, strike: Strike) -> None:
         world = make_world(loop)

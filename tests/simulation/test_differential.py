@@ -45,7 +45,7 @@ def way(rng: random.Random, speculator: str) -> Shape:
 
 
 def serve(asks: list[Ask], shape: Shape, seed: int) -> tuple[dict[str, list[int]], Findings]:
-    """What each is told, by its place in ``asks``; they are asked in random order, all at once."""
+    """Ask all at once, in random order; return each one's tokens, by its place in ``asks``."""
 
     async def scenario(loop: SimulatedLoop) -> tuple[dict[str, list[int]], Findings]:
         rng = random.Random(f"order {seed}")

@@ -211,7 +211,7 @@ def test_a_tenant_with_many_short_prompts_does_not_keep_anothers_waiting() -> No
 
 
 def test_no_shorter_prompt_is_admitted_into_pages_that_a_longer_one_will_need() -> None:
-    """Its pages are taken chunk by chunk: those that it lacks still are not free."""
+    """A long prompt takes pages chunk by chunk: those that it lacks still are not free."""
     driver = make_driver(num_pages=25)
     long = come(driver, "long", 1400)
     driver.step()

@@ -1,4 +1,4 @@
-"""What seeds have found, each as a scenario of its own: seeds change with the generator."""
+"""Findings of seeds, each as a scenario of its own: seeds change with the generator."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_day_passes_in_no_time_and_timers_keep_their_order() -> None:
 
 
 def orders(body) -> set[tuple[str, ...]]:
-    """What a body notes, over many seeds."""
+    """Return the orders in which a body notes its events, over many seeds."""
 
     async def scenario(loop: SimulatedLoop) -> tuple[str, ...]:
         seen: list[str] = []

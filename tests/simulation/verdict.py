@@ -1,4 +1,4 @@
-"""What must be true when all is over, whatever has happened."""
+"""Verdict on a world at its end: conditions that must hold whatever has happened."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Shape:
 
 @dataclass
 class Findings:
-    """What a seed came to, for the report."""
+    """Counts and the trace of one seed's run, for the report."""
 
     num_requests: int = 0
     num_steps: int = 0
@@ -253,7 +253,7 @@ class World:
                         self.violation(f"the audit says {verdict}")
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """As at the end of a process; the time of it is known."""
+        """Close the engine as at the end of a process, and note the time."""
         if self.closed_at is None:
             self.closed_at = self.loop.time()
         await self.engine.close(drain_seconds=drain_seconds)

@@ -1,4 +1,4 @@
-"""What an answer said, in any of the four dialects: texts, how each ended, how often it ended.
+"""Answers in any of the four dialects: their texts, how each ended, how often it ended.
 
 A stream ends with one *terminal* event: ``[DONE]``, ``response.completed`` and its kin,
 ``message_stop``, or one error. An answer that is no stream is its own terminal.
@@ -69,7 +69,7 @@ class Told:
             self.num_late += bool(self.ends.get(index))
 
     def fault(self) -> str | None:
-        """What is wrong with how it ended: one terminal, one reason for each choice."""
+        """Return the fault of its end, or None: one terminal, one reason for each choice."""
         if self.is_unreadable:
             return "unreadable"
         if self.num_terminals != 1:

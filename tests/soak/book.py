@@ -1,4 +1,4 @@
-"""What a soak saw: counts, checks of the invariants, latencies."""
+"""Book of a soak: counts, checks of the invariants, latencies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Of one canary, in seconds. ``gaps`` are between the events that brought words."""
+    """Latency of one canary, in seconds. ``gaps`` are between the events that brought words."""
 
     wave: str
     cycle: int

@@ -37,7 +37,7 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 def growth(idle: Sequence[Footprint]) -> list[Growth]:
-    """Of one process; nothing where there were too few idle moments to tell."""
+    """Return the growth of one process; nothing if it had too few idle moments to tell."""
     if len(idle) < MIN_SAMPLES:
         return []
     found = [_trend("memory", idle, lambda sample: sample.memory, MEMORY_BOUND)]

@@ -69,7 +69,7 @@ class Turn:
 
 
 def num_cycles(seconds: float) -> int:
-    """Of a run so long."""
+    """Return the number of cycles of a run of so many seconds."""
     if seconds < MIN_CYCLES * MIN_WAVE_SECONDS * len(WAVES) * 2:
         return 1
     return max(MIN_CYCLES, round(seconds / CYCLE_SECONDS))

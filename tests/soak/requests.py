@@ -46,15 +46,15 @@ class Known:
 
     @property
     def path(self) -> str:
-        """Its route."""
+        """Route of the request."""
         return PATHS[self.dialect]
 
     def cold(self) -> dict[str, Any]:
-        """As it is learned, in a stream: nothing speculated, nothing borrowed."""
+        """Return the body that the answer is learned by: nothing speculated, nothing borrowed."""
         return {**self._asked(stream=True), "speculation": "off", "cache": COLD}
 
     def varied(self, rng: random.Random, *, stream: bool) -> dict[str, Any]:
-        """As it is asked later: fields that must not change a word are drawn."""
+        """Return a body for later: fields that must not change a word are drawn."""
         body = self._asked(stream=stream)
         body["speculation"] = rng.choice(["auto", "auto", "off", 1, 4, 8])
         body["cache_salt"] = self.tenant or rng.choices(TENANTS, weights=[8, 4, 2, 1])[0]

@@ -25,7 +25,7 @@ _TROUBLE = re.compile(r"\b(ERROR|CRITICAL|Traceback)\b|\"level\": ?\"(error|crit
 
 
 class Footprint(msgspec.Struct, frozen=True):
-    """What a process holds. Memory is what it allocated (bytes), not what it mapped from files."""
+    """Resources of a process. Memory: bytes that it allocated, not what it mapped from files."""
 
     at: float  # time.monotonic
     memory: int
@@ -65,13 +65,13 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
+        """Id of the process that runs now."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Exit status of the process; None while it runs."""
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> float:
@@ -132,7 +132,7 @@ class Server:
         return found is not None
 
     def footprint(self) -> Footprint:
-        """Of the process that runs now."""
+        """Return the footprint of the process that runs now."""
         return footprint(self.pid)
 
     def signal(self, number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""What a soak comes to: one line for each invariant, leak and promise."""
+"""Verdicts of a soak: one line for each invariant, leak and promise."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def word(self) -> str:
-        """What is shown."""
+        """Word that the report shows for the verdict."""
         if self.violations:
             return "VIOLATED"
         return "holds" if self.checks else "not checked"

@@ -1,4 +1,4 @@
-"""What looks at the server all the while: canaries, health checks, scrapes, and the ledger.
+"""Watch of the server during a soak: canaries, health checks, scrapes, and the ledger.
 
 Nothing here puts load on it worth mentioning. When a wave is over the server must become idle,
 and then every page must be accounted for.
@@ -120,7 +120,7 @@ class Watch:
                         world.book.check("I9", reply.seconds < MAX_PROBE_SECONDS, told)
 
     async def _own_lag(self) -> None:
-        """Where timers of our own are late, I9 cannot be told from a busy machine."""
+        """Note when timers of our own are late: I9 cannot be told from a busy machine then."""
         while True:
             due = time.monotonic() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
@@ -129,7 +129,7 @@ class Watch:
                 self._world.book.facts["own timers late"] += 1
 
     async def _samples(self) -> None:
-        """What it holds, and what it tells of itself."""
+        """Sample the server's footprint and its metrics while it is up."""
         while True:
             async with self._turn(2.0):
                 if self._world.phase == "up":
@@ -211,7 +211,7 @@ class Watch:
                 world.book.check(kind, is_fine, f"audit: {reply.status} {reply.body[:500]!r}")
 
     async def _empty_footprint(self) -> Footprint:
-        """What it holds once it has noticed that all connections are gone."""
+        """Return the server's footprint once it has noticed that all connections are gone."""
         least = min((each.descriptors for each in self.idle[-1]), default=0)
         end, found = time.monotonic() + CLOSE_SECONDS, self._server.footprint()
         while found.descriptors > least and time.monotonic() < end:
@@ -220,7 +220,7 @@ class Watch:
         return found
 
     async def scrape(self) -> dict[str, float]:
-        """Its metrics, summed over their labels; those of a server that died stay as they were."""
+        """Scrape metrics, summed over labels; those of a server that died stay as they were."""
         reply = await self._world.get("/metrics")
         found: dict[str, float] = {}
         for name, value in _SAMPLE.findall(reply.body.decode("utf-8", "replace")):

@@ -120,7 +120,7 @@ class Link:
         return "whole", ""
 
     async def _pieces(self, pace: Pace | None) -> AsyncIterator[bytes]:
-        """What comes, until the other end is done. Raises OSError."""
+        """Yield the bytes that come, until the other end is done. Raises OSError."""
         piece, pause = PIECE, 0.0
         while True:
             if pace is not None:

@@ -22,7 +22,7 @@ Actor = Callable[["World", random.Random], Awaitable[None]]
 
 @dataclass(slots=True)
 class World:
-    """What all clients share."""
+    """World of a soak: the state that all clients share."""
 
     address: Address
     key: str
@@ -75,7 +75,7 @@ class World:
         return await ask(self.address, self.request("GET", path), limit=LIMIT)
 
     async def learn(self) -> None:
-        """What each known request says when it is alone; raises SystemExit if it says nothing."""
+        """Learn what each known request says alone; raises SystemExit if it says nothing."""
         for known in [*self.canaries, *self.plain, *self.wordy, *self.featured]:
             stream = Stream(known.dialect)
             request = self.request("POST", known.path, known.cold())
@@ -167,7 +167,7 @@ class World:
 
 
 def _told(known: Known, reply: Reply, reader: Stream | None) -> Told | None:
-    """What a 200 said; None of another answer, and of one of which not all came."""
+    """Return the content of a whole answer with status 200; None of any other."""
     if reply.status != OK:
         return None
     if reader is not None:

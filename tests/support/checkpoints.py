@@ -315,7 +315,7 @@ class ModelDriver:
 
 
 def void_item(pool: KVPool) -> float:
-    """What fills a pool so that all of it reads as NaN.
+    """Return the item that fills a pool so that all of it reads as NaN.
 
     Bytes of -1 make scales of NaN; bytes of a float8 that is NaN make the items so.
     """

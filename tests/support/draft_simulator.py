@@ -45,7 +45,7 @@ Chance = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed in a step."""
+    """Work of one step, in requests, rows and tokens."""
 
     num_requests: int
     num_rows: int  # of the target's pass
@@ -99,13 +99,13 @@ class Machine:
         )
 
     def disturbed(self, times: Times, rng: np.random.Generator) -> Times:
-        """As they are observed."""
+        """Return the times as they are observed, with noise and stalls."""
         factor = float(rng.lognormal(0.0, self.noise)) if self.noise else 1.0
         factor *= 10.0 if rng.random() < self.stalls else 1.0
         return Times(times.forward * factor, times.draft * factor, times.host * factor)
 
     def profile(self) -> StepProfile:
-        """What is measured at start-up."""
+        """Return the profile that is measured at start-up."""
         return StepProfile({n: self.forward(n) for n in ROWS}, {n: self.draft(n) for n in ROWS})
 
 
@@ -121,7 +121,7 @@ class Regime:
 
 @cache
 def _draws(seed: int) -> list[float]:
-    """What decides for each token of a text whether a guess comes true: only read."""
+    """Draw the number that decides, for each token of a text, whether a guess comes true."""
     return np.random.default_rng(seed).random(20_000).tolist()
 
 
@@ -160,7 +160,7 @@ class Served:
 
     @property
     def num_own(self) -> int:
-        """Those that count: the draft model guesses nothing until it has caught up."""
+        """Draft model's tokens that count: it guesses nothing until it has caught up."""
         return 0 if self.num_uncached_draft_tokens else self.num_grown
 
     @property
@@ -180,14 +180,14 @@ class Served:
         return self.num_own + self.plan.draft.height - shared
 
     def odds(self, length: int) -> float:
-        """That so many tokens of the draft model come true, as it knows."""
+        """Return the odds that so many of the draft model's tokens come true, as it knows them."""
         chance = self.seat.regime.lm
         assert chance is not None
         return math.prod(chance(self.seat.at + ahead, ahead) for ahead in range(length))
 
 
 class Policy(Protocol):
-    """What decides how much is drafted."""
+    """Policy: it decides how much is drafted."""
 
     num_look_ups: int
 
@@ -345,7 +345,7 @@ def best_constant(
 def _constant(
     regime: Regime, depth: int, lm: bool, num_requests: int, num_tokens: int
 ) -> list[Work]:
-    """What a constant depth has computed does not depend on the machine."""
+    """Return the work of a constant depth, which does not depend on the machine."""
     policy = Constant(depth, lm=lm)
     return [work for _, work in _steps(regime, policy, num_requests, num_tokens)]
 
@@ -415,7 +415,7 @@ def _grow(served: Sequence[Served]) -> None:
 
 
 def _decode(served: Sequence[Served], proposer_len: dict[str, int]) -> Work:
-    """What comes true of the plans. ``proposer_len``: tokens of each with draft KV."""
+    """Grow the texts by a step of their plans. ``proposer_len``: tokens of each with draft KV."""
     first_rows, depths = 0, []
     _grow(served)
     for each in served:
@@ -447,7 +447,7 @@ def _guess(seat: Seat, length: int) -> array[int]:
 
 
 def _row(each: Served) -> ScheduledRequest:
-    """As it was before the step's tokens came."""
+    """Make the request's row as it was before the step's tokens came."""
     stop = len(each.request.tokens) - each.num_hits - 1
     return ScheduledRequest(
         request_id=each.request.request_id,

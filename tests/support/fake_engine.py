@@ -88,7 +88,7 @@ class FakeEngine:
         self._live.clear()
 
     def die(self) -> None:
-        """As a failed step."""
+        """Stop as after steps that failed."""
         self.alive, self.failure = False, RuntimeError("secret")
         for live in self._live.values():
             live.stream.push(Delta(error=EngineDead("steps failed; the engine stopped")))
@@ -225,7 +225,7 @@ def _logprob(token_id: int, num_top: int) -> TokenLogprob:
 
 
 def make_built(engine: FakeEngine, folder: Path, eos: int, vocab_size: int) -> SimpleNamespace:
-    """What `api.build.engine_builder.build` gives, without importing torch."""
+    """Make the result of `api.build.engine_builder.build`, without importing torch."""
     return SimpleNamespace(
         engine=engine,
         path=folder,

@@ -31,7 +31,7 @@ Drafter = Callable[[ScheduledRequest, random.Random], list[int]]
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the fake model says after these tokens; never EOS."""
+    """Return the fake model's token after these; never EOS."""
     return 1 + hash(tuple(tokens)) % (VOCAB_SIZE - 1)
 
 

@@ -101,7 +101,7 @@ class StreamGraph(FakeGraph):
 
 
 class _Asker(_Recorder):
-    """As the recorder of a graph; but what an operation makes is void until it is done.
+    """Recorder of a graph in which the result of an operation is void until it is done.
 
     What it writes in place it writes when its turn comes: memory on the device may be in use still.
     """

@@ -1,4 +1,4 @@
-"""What the tables of faults share: requests that are served together, and what must hold for them.
+"""Tables of faults: the common requests, served together, and what must hold for them.
 
 Each fault strikes one request, "bad", or nobody.
 """

@@ -44,7 +44,7 @@ def interleaved(rows: Array, num_heads: int) -> Array:
 
 
 def rounded(values: torch.Tensor, kind: GgmlType) -> torch.Tensor:
-    """What a matrix is once it was quantised, row by row."""
+    """Quantise a matrix row by row, and return its values then."""
     raw = gguf.quantize(np.ascontiguousarray(values.float().numpy()), kind)
     return torch.from_numpy(np.array(gguf.dequantize(raw, kind))).view(values.shape)
 

@@ -1,4 +1,4 @@
-"""What ``foretoken serve`` makes of its flags, of the environment and of a file."""
+"""Options as ``foretoken serve`` reads them from its flags, the environment and a file."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def given(*args: str) -> Given:
 
 
 def listening(*args: str) -> Listen:
-    """Where and how ``foretoken serve ARGS`` listens."""
+    """Return where and how ``foretoken serve ARGS`` listens."""
     return commands.listen_options(given(*args))

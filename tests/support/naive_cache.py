@@ -65,7 +65,7 @@ class NaiveCache:
         return {each for end in self.pins for each in self.prefixes(end[0], list(end[1]))}
 
     def idle(self) -> set[Prefix]:
-        """What could be had back: evictable, or kept by pins alone."""
+        """Return the prefixes that could be had back: evictable, or kept by pins alone."""
         return set(self.pages).difference(*(b.shared for b in self.live))
 
     def evictable(self) -> set[Prefix]:
@@ -150,6 +150,6 @@ def nth(prefixes: Iterable[Prefix], which: int) -> Prefix:
 
 
 def prefix_of(lock: LockHandle) -> Prefix:
-    """What a receipt of the tree holds."""
+    """Return the prefix that a receipt of the tree holds."""
     path = lock.node.path()
     return lock.node.namespace, tuple(token for node in path for token in node.key)

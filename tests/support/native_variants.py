@@ -13,5 +13,5 @@ building.EMULATION = EMULATION  # whoever imports this module has the variant "a
 
 
 def every_variant() -> tuple[Variant, ...]:
-    """Those of this machine, and the emulated matrix unit wherever it can be compiled."""
+    """Return this machine's variants, and the emulated matrix unit wherever it can be compiled."""
     return (*variants(), "amx-emulated") if can_run("amx-emulated") else variants()

@@ -75,7 +75,7 @@ class Observed:
         }
 
     def spans(self) -> list[ReadableSpan]:
-        """Those that ended since the last call."""
+        """Return the spans that ended since the last call."""
         ended = list(self._spans.get_finished_spans())
         self._spans.clear()
         return ended

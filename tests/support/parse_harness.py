@@ -1,4 +1,4 @@
-"""What a parser makes of a text, however it is cut."""
+"""Harness of parsers: a text must give the same events however it is cut."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def syntax(
     template: str = "",
     vocab: Mapping[str, int] | None = None,
 ) -> Syntax:
-    """Of a family, by name."""
+    """Return the syntax of a family, by its name."""
     return Syntax.choose(template, vocab or {}, tool_parser=family, reasoning_parser=reasoning)
 
 
@@ -61,7 +61,7 @@ class Read:
 
 
 def read(make: Callable[[], OutputParser], text: str) -> Read:
-    """What is in a text, which is read whole, by characters, and by threes: always the same."""
+    """Read a text whole, by characters, and by threes: the events must always be the same."""
     ways = [[text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]]
     events, *others = [parse(make(), pieces) for pieces in ways]
     assert all(other == events for other in others)

@@ -68,7 +68,7 @@ def post(
 
 
 def payloads(response: http.client.HTTPResponse) -> Iterator[str]:
-    """What stands behind ``data:`` in each event of a stream."""
+    """Yield the text behind ``data:`` in each event of a stream."""
     for line in response:
         if line.startswith(b"data: "):
             yield line[6:].decode().rstrip("\n")

@@ -1,4 +1,4 @@
-"""What fakes of proposers have in common."""
+"""Base of the fakes of proposers."""
 
 from __future__ import annotations
 

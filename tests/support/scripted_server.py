@@ -127,7 +127,7 @@ class Tokens:
         return self._decode(token_ids, skip_special_tokens=False)
 
     def join(self, token_ids: Sequence[int]) -> bytes:
-        """What the tokens say together."""
+        """Return the bytes of all these tokens together."""
         return b"".join(self.bytes_of.get(token_id, b"") for token_id in token_ids)
 
 

@@ -126,7 +126,7 @@ def plain(joined: JoinedHead) -> Any:
 
 
 def save_medusa(head: MedusaHead, folder: Path, *, pickled: bool = False) -> None:
-    """As Medusa-1 heads are published: the heads alone, numbered, and a config of two numbers."""
+    """Save heads as Medusa-1 publishes them: alone, numbered, and a config of a few values."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "base_model_name_or_path": "target",

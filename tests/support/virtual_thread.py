@@ -23,7 +23,7 @@ Seconds = Callable[[str], float | None]
 
 
 def a_second(name: str) -> float:
-    """What every call takes, but those that only launch."""
+    """Return the duration of a call: a second, but none for those that only launch."""
     return 0.0 if name == "_launch" else 1.0
 
 

@@ -85,7 +85,7 @@ def _events(text: str) -> list[Body]:
 
 @pytest.fixture
 def prompt(engine, tokenizer) -> Callable[[], str]:
-    """What the engine was last given, as text."""
+    """Return a function that reads the engine's last prompt as text."""
 
     def read() -> str:
         request = engine.requests[-1]

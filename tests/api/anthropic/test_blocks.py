@@ -1,4 +1,4 @@
-"""What a turn's deltas become, without a server."""
+"""Blocks of the Messages dialect that a turn's deltas become, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which draft models speak the target's tokens: an id must mean the same text to both.
+"""Draft models must speak the target's tokens: an id must mean the same text to both.
 
 How text is cut into tokens (merges, normaliser, pre-tokeniser) is no matter: the draft reads ids.
 """

@@ -51,7 +51,7 @@ def test_any_proposer_is_priced_by_its_traits(tokens_per_pass, catches_up, weigh
 
 
 def _decision(speculator: Any) -> tuple[StepCandidates, DraftPlan]:
-    """What the controller is asked about one request of nine tokens, and the plan for it."""
+    """Return the controller's candidates for one request of nine tokens, and the plan for it."""
     assert isinstance(speculator, DraftSpeculator)
     seen, allocate = [], speculator.controller.allocate
 

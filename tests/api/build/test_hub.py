@@ -1,4 +1,4 @@
-"""What is told of models of the hub that cannot be had; the hub is a server of this process."""
+"""Errors for models of the hub that cannot be had; the hub is a server of this process."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_pool_larger_than_free_memory_is_refused_with_both_numbers(target, free) -> None:
-    """As memory is granted on first touch, the process would be killed once the pool fills."""
+    """Memory is granted on first touch: the process would be killed once the pool fills."""
     free(600 * MIB)
     with pytest.raises(ModelLoadError, match=r"2 GiB .* 600 MiB: lower --kv-memory") as refused:
         pages(target, kv_memory="2GiB")

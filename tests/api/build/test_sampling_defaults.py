@@ -35,7 +35,7 @@ FORMATS: dict[str, tuple[str, Any]] = {
 
 
 def found(path: Path, **options: Any) -> dict[str, float]:
-    """What a model's requests get, of what is not the default."""
+    """Return the sampling values that a model gives its requests, less those that are default."""
     return sampling_defaults(ModelSource(path, "m"), EngineConfig(**options)).given
 
 

@@ -148,7 +148,7 @@ def test_an_interrupt_stops_the_answer_alone_and_what_was_written_counts(
 
 
 def test_what_cancels_the_conversation_ends_it(monkeypatch) -> None:
-    """As Ctrl-C does where stdin is a pipe."""
+    """Ctrl-C cancels the conversation where stdin is a pipe."""
     partner = Partner()
 
     async def answer(messages, params, texts) -> None:

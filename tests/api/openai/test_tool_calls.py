@@ -46,7 +46,7 @@ def ask(client, **options):
 
 
 def read(stream):
-    """What a client makes of a stream: words, thoughts, calls, the reason."""
+    """Read a stream as a client does: words, thoughts, calls, finish reasons."""
     words, thoughts, calls, reasons = "", "", {}, []
     for chunk in stream:
         for choice in chunk.choices:

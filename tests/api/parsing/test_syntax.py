@@ -1,4 +1,4 @@
-"""Which family a model is of, what its text must show, and what can not be asked for."""
+"""Syntax of a model: its family, the marks its text must show, the requests it must refuse."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Calling(ChatClient):
 
 @pytest.fixture
 def calling(llm):
-    """Of an LLM that says the parts above."""
+    """Chat client of an LLM that says the parts above."""
     llm._llm._chat_client = Calling(llm._llm)
     return llm._llm._chat_client
 

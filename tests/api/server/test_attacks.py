@@ -1,4 +1,4 @@
-"""What a hostile client tries on a real server, socket by socket.
+"""Attacks of a hostile client on a real server, socket by socket.
 
 Each deadline is a second, so that those tests wait on their socket about that long.
 """

@@ -9,7 +9,7 @@ from foretoken.api.serving.event_loop_lag import LoopLag
 
 
 def samples(lag: LoopLag) -> dict[str, float]:
-    """What a scrape finds."""
+    """Return the samples that a scrape finds, by the ends of their names."""
     found = [sample for family in lag.collect() for sample in family.samples]
     names = [sample.name.removeprefix("foretoken:event_loop_lag_") for sample in found]
     return dict(zip(names, (sample.value for sample in found), strict=True))

@@ -1,4 +1,4 @@
-"""What one key must not learn of another, and how owners share a memory."""
+"""Secrets that one key must keep from another, and the memory that owners share."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def stream(server, path, headers=None, until=None) -> list[Event]:
 
 
 def text_of(events: list[Event]) -> list[str]:
-    """What they say, without what differs from one answer to the next."""
+    """Return the text of each event, without ids and times, which differ between answers."""
     found = []
     for event in events:
         data = {} if event.data == "[DONE]" else json.loads(event.data)

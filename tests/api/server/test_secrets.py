@@ -1,4 +1,4 @@
-"""What an unexpected exception says is for the log; a client learns that there was one."""
+"""The text of an unexpected exception is for the log; a client learns that there was one."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def start(byte_level_folder, tmp_path):
 
 @pytest.fixture
 def text(tokenizer):
-    """Of the first tokens of the answer."""
+    """Return a function that decodes the first ``count`` tokens of the answer."""
     return lambda count: tokenizer.decode(answer(PROMPT, count), skip_special_tokens=True)
 
 

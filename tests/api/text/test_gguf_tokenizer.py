@@ -34,7 +34,7 @@ def write(file: Path, architecture: str, pre: str) -> Path:
 
 
 def pieces(file: Path) -> list[str]:
-    """What a text is split into before pairs are merged."""
+    """Cut the text into the pieces within which pairs are merged."""
     hf = load_gguf_tokenizer(file)
     found = hf.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
     return [TEXT[begin:end] for _, (begin, end) in found]

@@ -1,4 +1,4 @@
-"""What a tokenizer tells of its failures, what it does in its thread, which decoder it finds."""
+"""Tokenizer: how it reports failures, when it uses its thread, how its decoder is found."""
 
 from __future__ import annotations
 

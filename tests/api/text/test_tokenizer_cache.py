@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def again(model: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedTokenizer:
-    """What a later process gets; it fails where it converts."""
+    """Load a tokenizer as a later process does; the test fails if it is converted again."""
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer_cache, "_convert", lambda _: pytest.fail("converted again"))
         return load_tokenizer(model)

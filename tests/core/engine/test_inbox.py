@@ -1,4 +1,4 @@
-"""What callers leave for the engine's loop, and what they are told."""
+"""Inbox of the engine's loop: how callers leave requests and aborts, and learn of their end."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from support.virtual_thread import Ahead, Launching
 
 
 def served(overlap: bool, runner: Ahead, **options: Any) -> list[tuple[Any, ...]]:
-    """What each of many readers was told, and what was counted for each."""
+    """Return the tokens, reason and counts of each of many readers, with or without overlap."""
 
     async def scenario() -> list[tuple[Any, ...]]:
         engine, readers = make_engine(runner, overlap=overlap, **options), []

@@ -1,4 +1,4 @@
-"""What hangs or is closed while two steps are under way: as if there had been one."""
+"""Hangs and closes while two steps are under way: as if there had been one."""
 
 from __future__ import annotations
 

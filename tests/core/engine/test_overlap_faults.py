@@ -1,4 +1,4 @@
-"""What fails while two steps are under way: as if there had been one."""
+"""Failures while two steps are under way: as if there had been one."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_the_draft_model_hears_of_who_left_even_if_a_step_ahead_has_nobody_left(
 
 
 class Hoarder:
-    """What the frames of a launch hold: tensors, say."""
+    """Object that the frames of a failed launch hold, as they hold tensors."""
 
 
 class OutOfMemory(Launching):

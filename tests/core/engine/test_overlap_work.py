@@ -17,7 +17,7 @@ from support.fake_model import FakeRunner, make_request, make_scheduler
 
 
 class Work:
-    """What is to be done, how often it was, and whether it is much."""
+    """Overlap work of a test: it counts its runs, and may be much, or fail."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -145,7 +145,7 @@ def test_kernels_that_begin_when_the_loop_is_gone_tell_nobody() -> None:
 
 
 class Announcing(FakeRunner):
-    """Its kernels go on until somebody lets them end."""
+    """Runner whose kernels go on until the test lets them end."""
 
     def __init__(self) -> None:
         """On the running loop."""
@@ -178,7 +178,7 @@ class Announcing(FakeRunner):
 
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_tokens_are_told_while_the_next_ones_are_computed(num_requests) -> None:
-    """Those of a few at once, of many as soon as the kernels begin."""
+    """Tokens of a few requests are told at once, of many as soon as the kernels begin."""
 
     async def scenario() -> None:
         runner = Announcing()

@@ -76,7 +76,7 @@ async def read(stream: TokenStream) -> list[int] | ForetokenError:
 
 
 def serve(runner: FakeRunner, prompts=PROMPTS, *, max_tokens: int = 8, **options):
-    """What each prompt's reader was told, and the engine afterwards."""
+    """Serve the prompts; return what each reader was told, the engine, and whether it lived."""
 
     async def scenario():
         options.setdefault("depth", 3)
@@ -324,7 +324,7 @@ OUT_OF_MEMORY = [
 
 def test_what_a_failed_run_held_is_let_go_before_the_next() -> None:
     class Holding(FakeRunner):
-        """What the frames of a failed run hold stands for its tensors."""
+        """Runner that fails once; a set in the failed frame stands for its tensors."""
 
         held: weakref.ref | None = None
 

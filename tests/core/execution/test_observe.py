@@ -1,4 +1,4 @@
-"""What a proposer observes of every step: which rows of the batch hold what was committed."""
+"""Observing a step: a proposer learns which rows of the batch hold committed tokens."""
 
 from __future__ import annotations
 

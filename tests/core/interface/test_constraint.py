@@ -25,7 +25,7 @@ Path = tuple[int, ...]
 
 
 class Table:
-    """What may follow each path; behind the others there is no limit."""
+    """Constraint by a table of the tokens that may follow each path; other paths have no limit."""
 
     def __init__(self, table: dict[Path, Sequence[int]]) -> None:
         self.table, self.asked = table, []

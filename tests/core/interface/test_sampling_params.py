@@ -14,7 +14,7 @@ CORE = Path(__file__).resolve().parents[3] / "core"
 
 
 def test_every_parameter_is_read_by_the_core() -> None:
-    """What the core does not read belongs to the API."""
+    """A parameter that the core does not read belongs to the API."""
     here = CORE / "interface" / "sampling_params.py"
     code = "".join(path.read_text("utf-8") for path in CORE.rglob("*.py") if path != here)
     unread = [each.name for each in fields(TokenSamplingParams) if f".{each.name}" not in code]

@@ -1,4 +1,4 @@
-"""What families fold into their weights; each difference taken away changes the logits."""
+"""Differences that families fold into their weights: without any one the logits change."""
 
 from __future__ import annotations
 

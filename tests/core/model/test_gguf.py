@@ -158,7 +158,7 @@ def test_a_dtype_that_is_asked_for_holds_all_weights_in_it(llama, tmp_path):
 
 
 def test_mixed_types_of_one_stacked_matrix_are_cast(llama, tmp_path, monkeypatch):
-    """As in files that keep the values of attention at more bits."""
+    """Some files keep the values of attention at more bits than queries and keys."""
     if native_library() is None:
         pytest.skip("no native kernels here")
     file = write(llama, tmp_path / "mixed.gguf", kind=GgmlType.Q8_0)

@@ -312,7 +312,7 @@ def test_a_multimodal_checkpoint_serves_its_text(impl: Any, tmp_path: Path) -> N
 
 
 def test_a_text_model_in_doubt_is_left_to_transformers(tmp_path: Path) -> None:
-    """Its output tied outside of the text's config alone, or its tensors named otherwise."""
+    """In doubt: the output is tied in the outer config alone, or tensors have other names."""
     folder = save(gemma3_with_vision(), tmp_path)
     file = folder / "config.json"
     config = json.loads(file.read_text())

@@ -18,7 +18,7 @@ def test_it_says_whether_it_could_and_may_be_called_again() -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * mmap.PAGESIZE
 

@@ -59,7 +59,7 @@ def lm_drafts(outputs: Sequence[array[int]], samplings: Sequence[SamplingMetadat
 
 
 def certain_drafts(outputs: Sequence[array[int]], samplings: Sequence[SamplingMetadata]) -> Drafts:
-    """What a look-up finds depends on the tokens alone; some of it is nonsense."""
+    """Draft as a look-up does: by the tokens alone; some of it is nonsense."""
     drafts = [(int(DRAFT[tokens[-1]].argmax()), (tokens[-1] * 3) % VOCAB) for tokens in outputs]
     return drafts, [None] * len(outputs)
 
@@ -167,7 +167,7 @@ def test_three_tokens_have_exactly_the_targets_joint_distribution(
 
 
 def test_two_tokens_have_exactly_the_targets_joint_distribution() -> None:
-    """As many as it takes to notice one recovery in fifty that is drawn from the whole target."""
+    """The sample is large enough to notice one wrong recovery in fifty."""
     assert deviation(decode(many(50_000), lm_drafts, length=2)) < 4
 
 

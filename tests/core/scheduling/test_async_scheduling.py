@@ -1,4 +1,4 @@
-"""What is planned while a step is under way, and when nothing is."""
+"""Plans made while a step is under way, and the cases in which none is made."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def test_a_plan_made_ahead_is_made_anew_of_those_who_still_run() -> None:
 
 
 def test_pages_of_a_withdrawn_plan_serve_the_plan_made_instead() -> None:
-    """What was evicted for them is not lost in vain."""
+    """The pages that were evicted for the withdrawn plan are put to use."""
     scene = Scene("a", max_tokens=40)
     cache = scene.scheduler.cache
     while True:

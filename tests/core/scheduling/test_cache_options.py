@@ -1,4 +1,4 @@
-"""What a request may read, write and pin: the scheduler against a model of hashes."""
+"""Cache options: whether a request may read, write and pin, with a model of hashes."""
 
 from __future__ import annotations
 

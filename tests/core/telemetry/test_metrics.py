@@ -30,7 +30,7 @@ LIMITS = SchedulerLimits(
 
 
 class Troubled:
-    """What an engine counts of its misfortunes."""
+    """An engine's counts of its misfortunes."""
 
     alive = True
     num_failed_steps, num_bisections, num_audit_failures, num_crash_dumps = 5, 4, 3, 2
@@ -340,7 +340,7 @@ class Logged:
         return self.decision
 
     def serve(self, sources: list[str], accepted: int) -> None:
-        """As the engine does: the tick comes before the tokens."""
+        """Report one step in the engine's order: the tick comes before the tokens."""
         self.log.tick()
         self.spec_stats.observe_delta(
             Delta(

@@ -1,4 +1,4 @@
-"""Which drafts of a batch are verified: every token that is worth more than its row."""
+"""Allocation of a batch's rows: a draft token is verified if it is worth more than its row."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def random_case(
 
 
 def every_choice(given: StepCandidates) -> Iterator[list[tuple[int, int]]]:
-    """What each request may draft, (known tokens, draft model's tokens), within the budget."""
+    """Yield every choice within the budget: (known, draft model's) tokens of each request."""
     choices = [
         [
             *((count, 0) for count in range(np.count_nonzero(free) + 1)),

@@ -1,4 +1,4 @@
-"""What the controller adds to an allocation: when it may begin, trials, the log."""
+"""Controller around an allocation: when drafting may begin, trials, the log."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def constant(chance: float) -> Regime:
 
 
 def by_depth(*chances: float) -> Regime:
-    """Of the first, second, ... token of a draft; the last holds on."""
+    """Make a regime of the chances of a draft's first, second, ... token; the last one holds on."""
     return Regime(known=lambda at, ahead: chances[min(ahead, len(chances) - 1)])
 
 
@@ -90,7 +90,7 @@ def in_pairs(names: Iterable[str], prices: Sequence[T]) -> list[tuple[str, int, 
 
 
 def num_tokens_of(length: int, num_requests: int) -> int:
-    """What many requests have in common is learnt from all of them: each may say less."""
+    """Return the tokens of each request: many of them learn together, so each may say less."""
     return length * {1: 1, 4: 4, 16: 8}[num_requests]
 
 

@@ -1,4 +1,4 @@
-"""What steps cost: curves that learn, and the tokens that are made of a second."""
+"""Cost model of steps: curves that learn, and the tokens that are made of a second."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def write(folder: Path, config: Json, tensors: Tensors, file: str = "model.safet
 
 
 def saved(folder: Path, head: BlockHead | EagleHead) -> tuple[Json, Tensors]:
-    """What we write of a head, without our own part of the config."""
+    """Save a head; return its config without our own part, and its tensors."""
     torch.manual_seed(2)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)

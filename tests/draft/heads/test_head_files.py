@@ -149,7 +149,7 @@ def test_medusa_heads_load_to_the_bit(tmp_path: Path, blocks: int, pickled: bool
 
 
 def test_medusa_heads_under_their_other_name(tmp_path: Path) -> None:
-    """As a part of a checkpoint the heads' names have a prefix."""
+    """Names of a Medusa head's tensors have a prefix where they are part of a checkpoint."""
     head = medusa()
     save_medusa(head, tmp_path)
     (tmp_path / "medusa_lm_head.safetensors").unlink()

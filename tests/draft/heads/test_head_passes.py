@@ -115,7 +115,7 @@ DIALECTS: list[dict[str, Any]] = [
 def test_the_columns_of_eagle_are_those_of_its_plain_pass(
     target: Decoder, dialect: dict[str, Any], page_size: int, length: int, first: int
 ) -> None:
-    """Of the last token, and of a tree: two tokens behind it, and one behind each of these."""
+    """The columns are the last token, and a tree: two tokens behind it, one behind each of them."""
     config = eagle_config(target.config, intermediate_size=40, **dialect)
     head, alone = lent(EagleHead(config), target)
     layers = EaglePass(head, target)
@@ -198,7 +198,7 @@ def test_the_blocks_of_a_pass_are_those_of_the_plain_head(
 
 @torch.inference_mode()
 def test_pairs_are_the_markov_heads_and_unknown_tokens_have_none(target: Decoder) -> None:
-    """Of a head of fewer ids; what is looked up in NumPy is what the plain head computes."""
+    """A head of fewer ids: the look-up in NumPy gives what the plain head computes."""
     shape = {"draft_vocab_size": 90, "markov_vocab_size": 90}
     head = BlockHead(block_config(target.config, **shape))
     head.set_draft_ids(torch.arange(90) * 2 + 3)

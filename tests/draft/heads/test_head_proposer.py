@@ -76,7 +76,7 @@ def make_proposer(joined: JoinedHead, **options: bool) -> HeadProposer:
 
 
 def taps_of(target: Decoder, tokens: Sequence[int], boundaries: Sequence[int]) -> Tensor:
-    """Of a text, computed from nothing, [len(tokens), num_taps * hidden]."""
+    """Compute the taps of a text from nothing, [len(tokens), num_taps * hidden]."""
     parts = states_of(target, tuple(tokens))
     return torch.cat([parts[boundary] for boundary in boundaries], dim=-1)
 
@@ -95,7 +95,7 @@ def states_of(target: Decoder, tokens: tuple[int, ...]) -> Sequence[Tensor]:
 
 
 class Reference:
-    """What a head says behind a row's tokens, by its forward pass over the whole of them."""
+    """Reference draft of a head behind a row's tokens: its forward pass over the whole of them."""
 
     @torch.inference_mode()
     def __init__(self, head: Head, target: Decoder, row: ScheduledRequest) -> None:
@@ -134,7 +134,7 @@ class Reference:
         return self._target.sampler.best(wide, [wanted], NUM_BEST)[0].token_ids
 
     def chain(self) -> list[int]:
-        """Its whole draft, if that is a chain."""
+        """Return the head's whole draft, if that is a chain."""
         drafted: list[int] = []
         while len(drafted) < self._most:
             drafted.append(self.best(drafted)[0])
@@ -457,7 +457,7 @@ def test_taps_of_the_next_boundary_would_show(target, kind) -> None:
 def test_while_nothing_is_drafted_head_kv_is_written_a_page_at_a_time(
     target, kind, monkeypatch
 ) -> None:
-    """And all of it is there for whoever hits the pages."""
+    """Each full page has its head KV, for any request that hits it."""
     proposer = make_proposer(join_random(kind, target))
     write, written = proposer.head_kv._write, list[int]()
 

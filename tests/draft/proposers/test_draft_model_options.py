@@ -1,4 +1,4 @@
-"""What a drafting model tells beside its tokens, and the ways in which it may draw them."""
+"""Options of a drafting model: what it reports beside its tokens, and how it may draw them."""
 
 from __future__ import annotations
 

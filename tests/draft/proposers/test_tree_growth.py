@@ -206,7 +206,7 @@ def looked_up(
 
 
 def odds_of(tree: TreeGrowth) -> dict[int, float]:
-    """Of the tokens at the first level."""
+    """Return the survival odds of the tokens at the first level."""
     return {node.token_id: node.survival for node in tree.nodes if node.level == 1}
 
 

@@ -1,4 +1,4 @@
-"""What a constraint forces is drafted, however long nothing was; what it forbids is not."""
+"""Tokens that a constraint forces are drafted, however late; tokens that it forbids are not."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def guess(token_ids: Sequence[int], source: str) -> Guess:
 
 
 def laid_out(draft: Draft) -> list[tuple[int, int, str]]:
-    """Of each node its token, its parent and its source."""
+    """Return the token, the parent and the source of each node."""
     parents = draft.parents or range(-1, len(draft.token_ids) - 1)
     return list(zip(draft.token_ids, parents, draft.sources, strict=True))
 

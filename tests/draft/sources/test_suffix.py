@@ -289,7 +289,7 @@ def test_a_long_prompt_that_ends_soon_is_indexed_to_its_end_a_chunk_at_a_time(ma
 
 
 def test_the_newest_tokens_of_a_long_cached_prompt_are_found_first(make_request) -> None:
-    """And the request's own look-ups find its cached part later, its end before its start."""
+    """The request's own look-ups find its cached part later, its end before its start."""
     suffix = source(num_slots=2**22)
     cached, new, request = agent_turn(make_request)
     suffix.index(request)

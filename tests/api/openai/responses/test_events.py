@@ -51,7 +51,7 @@ def kinds(events):
 
 
 def without_ids(response):
-    """What stays the same from one request to the next, timing aside."""
+    """Return the parts of a response that two equal requests share; timing is left out."""
     items = [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
     usage = response.usage.model_dump(exclude={"speculation", "output_tokens_details"})
     return items, usage, response.status

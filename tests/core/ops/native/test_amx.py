@@ -102,7 +102,7 @@ def chain(pairs: list[tuple[int, int]]) -> int:
 
 
 def sum_of_tiles(x: list[int], w: list[int]) -> int:
-    """What amx.h describes: a tile is 32 numbers along K."""
+    """Sum products in the order that amx.h describes: a tile is 32 numbers along K."""
     total = 0
     for at in range(0, len(x), 32):
         pairs = list(zip(x[at : at + 32], w[at : at + 32], strict=True))
@@ -433,7 +433,7 @@ def test_a_variant_that_cannot_run_here_is_refused_by_name(asked, monkeypatch):
 
 
 def assembly(source: str) -> str:
-    """What the compiler makes of a source for the true unit."""
+    """Compile a source for the true matrix unit, to assembly."""
     flags = [flag for flag in building._FLAGS if flag != "-shared"]
     path = building._FOLDER / source
     variant = building.variant_flags("amx")

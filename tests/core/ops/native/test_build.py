@@ -106,7 +106,7 @@ def test_an_unknown_cpu_is_not_given_the_portable_variant_unasked(monkeypatch, c
 @needs_compiler
 @pytest.mark.parametrize("variant", get_args(Variant))
 def test_the_sources_are_free_of_warnings(variant):
-    """Those of the matrix unit, too, which this machine may not have."""
+    """The sources of the matrix unit are checked even on a machine without one."""
     sources = [str(p) for p in building._sources(variant) if p.suffix == ".c"]
     flags = [*building._FLAGS, *building.variant_flags(variant), *building._WARNINGS]
     flags.append(f"-I{building._FOLDER}")

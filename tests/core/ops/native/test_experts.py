@@ -64,7 +64,7 @@ def test_clamped_experts_with_biases_equal_the_oracle(dtype: torch.dtype, ops: N
 def test_quantised_experts_are_those_of_one_linear_after_another(
     quantize: Quantize, ops: NativeOps
 ) -> None:
-    """And a router is never quantised: it would choose others."""
+    """The router is never quantised: it would choose other experts."""
     quantised = NativeOps(ops.library, quantize)
     x = torch.randn(33, HIDDEN).bfloat16()
     weights = make_experts(quantised, Routing(3, renorm=0.0), torch.bfloat16)

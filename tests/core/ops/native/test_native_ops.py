@@ -116,7 +116,7 @@ def lone_rows_equal(operation: object, x: Tensor) -> bool:
 def test_queries_alone_are_turned_as_beside_keys_and_nothing_is_written(
     dtype: torch.dtype, ops: NativeOps
 ) -> None:
-    """Of a layer that reads the keys and values of another."""
+    """A layer that reads the keys and values of another has queries alone."""
     layers, qkv = Layers((6, 2, 24), 16, dtype), torch.randn(5, 240).to(dtype)
     segment = Segment(range(5), 3, array("q", [0]), 1)
     batch = build_batch([segment], page_size=16, device="cpu", min_rows=1)

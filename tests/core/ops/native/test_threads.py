@@ -108,7 +108,7 @@ def crew_of(threads: int) -> Crew:
 
 
 def test_threads_that_wait_for_each_other_become_fewer_and_are_tried_again_later(library):
-    """Where other processes leave a core too little, the others would wait at each layer."""
+    """If other processes leave a core too little, all threads would wait for it at each layer."""
     crew = crew_of(3)
     assert crew.note(library, 3, 0.5) == [2, 1, 1]  # never fewer than the caller
     assert crew.note(library, 16, 0.0) == [1] * 15 + [2]  # its patience has doubled twice

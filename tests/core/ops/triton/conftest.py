@@ -18,7 +18,7 @@ from support.quick_interpreter import quicken
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[torch.device]:
-    """Where tensors are made that name no device; `torch.get_default_device` tells."""
+    """Set the device of tensors that name none, which `torch.get_default_device` returns."""
     name = os.environ.get("FORETOKEN_TEST_DEVICE", "cpu")
     if name == "cpu" and importlib.util.find_spec("triton") is not None:
         quicken()

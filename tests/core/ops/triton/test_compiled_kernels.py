@@ -145,7 +145,7 @@ def test_fp8_is_read_by_two_numbers_an_instruction(kernels, name) -> None:
 
 
 def test_fp8_is_written_by_the_instruction_and_scaled_by_exact_divisions(kernels) -> None:
-    """What is scaled must be the oracle's bits: the usual division is off by a bit or two."""
+    """Scaled items must be the oracle's bits: the usual division is off by a bit or two."""
     assert kernels["rope write fp8"]["conversions of e4m3"] == ["cvt.rn.satfinite.e4m3x2.f32"]
     for name in ("rope write int8", "rope write fp8"):
         assert kernels[name]["divisions"] == ["div.rn"]

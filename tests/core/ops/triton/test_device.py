@@ -45,7 +45,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as torch says, there is a Hopper."""
+    """Make torch report a Hopper."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=None: "a Hopper")

@@ -32,7 +32,7 @@ class FakeEvent:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
-    """Those that are made, in turn."""
+    """Fake events, in the order in which they are made."""
     made: list[FakeEvent] = []
     monkeypatch.setattr(packets, "make_event", lambda _: made.append(FakeEvent()) or made[-1])
     return made

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each launch, whether it goes on from one that nobody has waited for."""
+    """Whether each launch went on from one that nobody had waited for, in their order."""
     made: list[bool] = []
     launch = ModelRunner.launch
 

@@ -1,4 +1,4 @@
-"""What the host tells the sampler's kernels: histories, masks, and what is kept of a request."""
+"""Controls that the host writes for the sampler's kernels: histories, masks, cached parts."""
 
 from __future__ import annotations
 

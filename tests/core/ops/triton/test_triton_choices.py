@@ -286,7 +286,7 @@ def test_trees_of_a_draft_model_are_the_same_over_graphs_and_without(twins: Twin
 
 
 def test_nothing_is_chosen_where_there_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies there is neither read nor written: it would be outside the logits."""
+    """Nothing is read or written for an absent row: it would be outside the logits."""
     rows, logits = [row_of(1, top_k=3), row_of(2), row_of(3, top_p=0.5)], logits_of(3, 40)
     controls = write_plain_controls(SamplingPlan(rows, [1, 1, 1]), 40)
     assert controls is not None

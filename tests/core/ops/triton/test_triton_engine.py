@@ -127,7 +127,7 @@ def serve(driver: Driver, asked: Sequence[Request]) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(decoders: Sequence[Decoder]) -> dict[str, list[int]]:
-    """What each request says by itself, token by token."""
+    """Tokens of each request when it runs by itself, token by token."""
     told = {}
     for request in requests():
         told |= serve(make_driver(decoders, speculator=FixedDepth(0)), [request])
@@ -167,7 +167,7 @@ def test_draft_trees_change_no_token(decoders, alone) -> None:
 
 @pytest.mark.parametrize("drafter", ["lm", "reduced", "eagle"])
 def test_trees_that_grow_by_the_races_best_few_change_no_token(decoders, wild, drafter) -> None:
-    """Of a draft model, in spare slots of its own pool, and of heads, one of fewer ids."""
+    """Trees grow in spare slots of a draft model's own pool, or from heads, one of fewer ids."""
     asked = requests(WILD)
     sources = {"lm": {"with_lm": True}}.get(drafter, {"head": drafter})
     driver = make_driver(decoders, speculator=TreeDepth(6), page_size=2, **sources)
@@ -197,7 +197,7 @@ def test_neither_chunks_nor_preemption_change_a_token(decoders, alone) -> None:
 def answers(
     folder: Path, device: torch.device, asked: Sequence[Request], **options: Any
 ) -> dict[str, list[int]]:
-    """What each request says, all of them at once on an engine."""
+    """Return the tokens of each request, all of them served at once by an engine."""
     config = EngineConfig(
         device=device.type,  # type: ignore[arg-type]
         backend="triton",

@@ -80,7 +80,7 @@ def test_clamped_experts_with_biases_equal_the_oracle() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_int8_experts_are_those_of_one_linear_after_another(bias: bool) -> None:
-    """And a router is never quantised: it would choose others."""
+    """The router is never quantised: it would choose other experts."""
     ops, x = TritonOps(quantize="int8"), torch.randn(9, HIDDEN).half()
     weights = make_experts(ops, Routing(3, renorm=0.0), torch.float16, bias=bias)
     found = ops.experts(x, weights)
@@ -102,7 +102,7 @@ def test_experts_that_the_library_would_multiply_are_the_same() -> None:
 
 @pytest.mark.parametrize("count", [2, 7])
 def test_rows_that_are_not_there_choose_no_expert_and_change_no_other(count: int) -> None:
-    """Of few pairs each may have a tile; of many each expert."""
+    """With few pairs each may have a tile of its own; with many each expert has."""
     ops, x = TritonOps(), torch.randn(2 * count, HIDDEN)
     weights = make_experts(ops, Routing(3, renorm=0.0), torch.float32)
     alone = ops.experts(x[:count], weights)

@@ -70,7 +70,7 @@ class Lab:
         return lambda: StreamGraph(self.stream, memory)
 
     def restart(self) -> None:
-        """As it was before anything was computed."""
+        """Restore the pool and the requests from before any step."""
         self.pool.data.copy_(self._content)
         self.tokens = {
             name: array("q", [(3 * i + at) % VOCAB for i in range(PROMPT_LEN)])

@@ -106,7 +106,7 @@ def hash_of(word: int) -> int:
 
 
 def test_noise_is_as_accurate_for_the_rarest_words() -> None:
-    """Those of a magnitude far below the last bit of u: one token in millions has such luck."""
+    """The rarest words are far below the last bit of u: one token in millions has such luck."""
     words = [0, 1, -1, 2**63 - 1, -(2**63)]
     words += [sign * (2**bit + 3**bit % 2**bit) for bit in range(2, 63) for sign in (1, -1)][:123]
     hashes, noise = torch.tensor([hash_of(word) for word in words]), torch.empty(128)

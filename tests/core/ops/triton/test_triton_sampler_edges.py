@@ -172,7 +172,7 @@ def test_drafts_are_followed_as_torch_follows_them() -> None:
 
 
 def test_the_places_of_a_draft_may_be_decided_all_at_once() -> None:
-    """As on a GPU: each place by its own path, of one request's masks and history."""
+    """A GPU decides each place by its own path, all of one request's masks and history."""
     form = {"repetition_penalty": 1.5, "allowed_token_ids": range(0, 40, 2), "min_tokens": 7}
     sampling = sampling_of(3, **form, stop_ids=frozenset({4}), bad_words_ids=((6, 8),))
     tokens, draft, logits = array("q", (0, 2, 9)), (6, 8, 6, 8), logits_of(5, 40, 1.0)

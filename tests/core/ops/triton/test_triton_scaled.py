@@ -87,7 +87,7 @@ def test_rows_of_any_size_are_scaled_alike(kind: KvDtype) -> None:
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_reads_as_nan(bad: float, kind: KvDtype) -> None:
-    """Its scale is infinite, by no maximum of a NaN: a GPU's passes over NaN."""
+    """The row's scale is infinite without a maximum over NaN: a GPU's maximum passes over NaN."""
     rows = torch.ones(2, WIDTH)
     rows[0, 5] = bad
     items, scales = scaled(rows, kind)
