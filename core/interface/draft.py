@@ -109,7 +109,7 @@ NO_DRAFT = Draft()
 
 
 class DraftPlan(msgspec.Struct, frozen=True, gc=False):
-    """What one request drafts in a step: known tokens, a number for the proposer, or both.
+    """Plan of one request's draft in a step: known tokens, a number for the proposer, or both.
 
     With both the proposer merges what it guesses into the known tokens; where it may not branch,
     the better of the two chains is verified. Either may be a tree. If pages are short, the last

@@ -89,7 +89,7 @@ class QuantizedWeight:
         return scale, minimum
 
     def rows(self, order: Tensor) -> QuantizedWeight:
-        """Its rows ``order`` [num_rows], in that order."""
+        """Select the rows ``order`` [num_rows], in that order."""
         minimum = None if self.minimum is None else self.minimum[order]
         factors = tuple(each[order] for each in self.factors)
         return QuantizedWeight(self.kind, self.values[order], self.scale[order], minimum, factors)

@@ -203,7 +203,7 @@ class WaitingQueue:
     # -- tenants' queues ------------------------------------------------------------------------
 
     def _urgent(self) -> list[TenantQueue]:
-        """Of each level as urgent as the most urgent request, the tenant served least."""
+        """The least served tenant of each level that is as urgent as the most urgent request."""
         if not self._levels:
             return []
         # Waiting raises a request to the most urgent waiting one and no further, so requests of a

@@ -178,7 +178,7 @@ def _has_plain_linears(model: nn.Module) -> bool:
 
 
 class _PackedExperts(NamedTuple):
-    """Of one layer: each expert's first linear, gate and up in one, and its second."""
+    """Two linears of each expert of a layer: gate and up in one, then down."""
 
     first: list[PackedLinear]
     second: list[PackedLinear]
@@ -208,7 +208,7 @@ def _pack_experts(module: Any, ops: Ops) -> _PackedExperts:  # noqa: ANN401 - of
 
 
 class _Place(NamedTuple):
-    """Where an attention module's keys and values lie."""
+    """An attention module, and the part and layer of the pool that hold its keys and values."""
 
     site: AttentionSite
     part: int  # of the pool
@@ -433,7 +433,7 @@ class TransformersDecoder:
 
 
 class _Seen:
-    """What hooks kept of a pass."""
+    """Hidden states and taps that hooks keep of a pass."""
 
     def __init__(self) -> None:
         self.hidden: Tensor

@@ -228,7 +228,7 @@ def _decoder_config(
     text: PreTrainedConfig,
     sites: tuple[AttentionSite, ...] | None,
 ) -> DecoderConfig:
-    """What the other rooms read of a config; what the layers compute is transformers' business."""
+    """Build the config that other rooms read; transformers' modules compute by their own."""
     first = sites[0] if sites else None
     num_layers = int(text.num_hidden_layers)
     return DecoderConfig(

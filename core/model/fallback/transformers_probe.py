@@ -1,5 +1,6 @@
-"""What a model of transformers asks for: the hooks that stand in for its attention and experts, and
-the probe, which runs it once on a few tokens to learn how each of its layers attends.
+"""Hooks that replace a transformers model's attention and experts, and the probe.
+
+The probe runs the model once on a few tokens to learn how each of its layers attends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PROBE_TOKENS = 4
 
 
 class Hooks(Protocol):
-    """What is done in place of transformers' attention and experts."""
+    """Functions that replace transformers' attention and experts."""
 
     def rule(self, mask_function: Callable[..., Any], window: int | None) -> int:
         """Keep the rule of a mask; its number."""
@@ -45,7 +46,7 @@ _CURRENT: ContextVar[Hooks] = ContextVar("foretoken_hooks")
 
 
 class AttentionCall(NamedTuple):
-    """What a layer passes to its attention function besides queries, keys and values."""
+    """Arguments of an attention function besides queries, keys and values."""
 
     mask: Tensor | None  # the number of a rule
     scale: float | None
@@ -99,7 +100,7 @@ def hooked(hooks: Hooks) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSite:
-    """What one attention module asks for. Dimensions are a head's; the window is in tokens."""
+    """Shape and options of one attention module. Dimensions are a head's; window in tokens."""
 
     module: str
     num_heads: int
@@ -114,7 +115,7 @@ class AttentionSite:
 
     @property
     def head_dim(self) -> int:
-        """Of the pages: keys and values are padded to the longer of the two, and to be even."""
+        """Dimensions of a head in the pages: the longer of key and value, rounded up to even."""
         longest = max(self.key_dim, self.value_dim)
         return longest + longest % 2
 
@@ -205,15 +206,17 @@ def _is_causal(function: Callable[..., Any], window: int | None, size: int | Non
 
 
 class Asked(NamedTuple):
-    """What a model asks for: its attention modules in the order of the layers, and linears whose
-    weights it reads itself, which therefore stay as they are."""
+    """Attention modules in the order of the layers, and names of linears to leave unpacked.
+
+    The model reads the weights of these linears itself.
+    """
 
     sites: tuple[AttentionSite, ...]
     read_directly: frozenset[str]
 
 
 def probe(model: nn.Module, device: torch.device | str) -> Asked:
-    """What a model asks for, by one pass of a few tokens, which may be upon the device "meta".
+    """Run a model on a few tokens, on any device (also "meta"), and record what it calls.
 
     Raises `ModelLoadError` for attention that does not go through transformers' interface, or for
     other masks than ours.

@@ -218,7 +218,7 @@ class TritonOps:
 
 
 class _Rule(NamedTuple):
-    """Which keys a row sees, and what becomes of its scores: as `TritonOps.attention` has them."""
+    """Keys that a row sees, and changes of its scores: arguments of `TritonOps.attention`."""
 
     window: int | None
     cap: float | None

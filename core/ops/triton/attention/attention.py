@@ -77,7 +77,7 @@ def attend_tile(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """What the queries have found, with some more keys: online softmax."""
+    """Add a tile of keys to the running (top, total, out) of the queries: online softmax."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAP > 0:  # CAP * tanh(scores / CAP)
         scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / CAP))))

@@ -66,11 +66,11 @@ class TileSchedule:
 
     @property
     def num_places(self) -> int:
-        """Of all rows."""
+        """Number of places of all rows."""
         return int(self.ends[-1])
 
     def parts(self, max_places: int) -> list[range]:
-        """As many neighbouring rows as have ``max_places`` together, a row or tile at least."""
+        """Cut the rows into ranges of at most ``max_places`` each, a row or tile at least."""
         found, stop, taken = [], 0, 0
         while stop < len(self.ends):
             room = max(taken + max_places, int(self.ends[stop]))
@@ -134,7 +134,7 @@ class _Spans:
 
     @classmethod
     def of(cls, batch: RaggedBatch, window: int | None, part: range | None) -> _Spans:
-        """Of all rows of a batch, or of a ``part`` of them."""
+        """Spans of all rows of a batch, or of the rows of a ``part``."""
         rows = np.repeat(np.arange(len(batch.lens)), batch.lens)
         positions = np.arange(len(rows)) + (batch.starts - batch.first_rows)[rows]
         first_splits = np.zeros(len(rows), dtype=np.int64)
@@ -149,7 +149,7 @@ class _Spans:
 
 
 def _lanes(batch: RaggedBatch, is_wide: NDArray[np.bool_], wide_rows: int) -> IntArray:
-    """Which row of its tile each row is; -1 for those of segments that are not wide."""
+    """Index of each row in its wide tile, [num_rows]; -1 for rows of segments that are not wide."""
     if not is_wide.any():
         return np.full(batch.lens.sum(), -1)
     firsts = np.repeat(batch.first_rows, batch.lens)
@@ -247,7 +247,7 @@ def _narrow(spans: _Spans, segments: IntArray, tile_rows: int) -> WorkItems:
 
 
 def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows: int) -> IntArray:
-    """Where a tile begins: with a row that has not the pages of the row before it, or is too many.
+    """Indices of rows that begin a tile: other pages than the row before, or the tile is full.
 
     ``owners``: segments of the rows, counted in the order of ``shared``.
     """

@@ -23,7 +23,7 @@ MAX_ROWS = 64
 
 
 class GraphOutputs(NamedTuple):
-    """What a graph leaves, until the next replay."""
+    """Outputs of a graph, valid until the next replay."""
 
     hidden: Tensor  # [bucket, hidden]
     taps: Tensor | None = None  # [bucket, num_taps * hidden]
@@ -32,13 +32,13 @@ class GraphOutputs(NamedTuple):
 
     @classmethod
     def of(cls, layers: LayersOutput) -> GraphOutputs:
-        """Of layers with nothing behind them."""
+        """Outputs of layers alone, without the output layer."""
         return cls(layers.hidden, layers.taps)
 
     def of_pass(self, num_rows: int, logit_rows: Tensor, *, has_chosen: bool) -> LayersOutput:
-        """What it leaves of a pass of so many rows. ``logit_rows`` [num_logits] is on the device.
+        """Cut the outputs to a pass of ``num_rows`` rows. ``logit_rows`` is on the device.
 
-        ``has_chosen``: whether the winners are the tokens that were to be drawn.
+        ``logit_rows``: [num_logits]. ``has_chosen``: whether the winners are the drawn tokens.
         """
         num_logits = len(logit_rows)
         logits = None if self.logits is None else self.logits[:num_logits]

@@ -26,7 +26,7 @@ Turns: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
-    """What does not change from pass to pass."""
+    """Values that are the same in every pass."""
 
     pool: KVPool
     heads: HeadLayout
@@ -90,7 +90,7 @@ def max_places(heads: HeadLayout) -> int:
 
 
 class Kinds(NamedTuple):
-    """Which kernels a work list needs: where there may be items of a kind, and sums to merge."""
+    """Kernels that a work list needs: for narrow and wide items, and to merge sums."""
 
     narrow: bool
     wide: bool
@@ -98,7 +98,7 @@ class Kinds(NamedTuple):
 
     @classmethod
     def of(cls, work: TileSchedule) -> Kinds:
-        """Those of one pass."""
+        """Kernels of one pass."""
         return cls(len(work.narrow) > 0, len(work.wide) > 0, work.num_places > 0)
 
 
@@ -113,9 +113,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DevicePlan:
-    """What the kernels of a pass read: a packet's fields on the device, and room for sums.
+    """Inputs of the kernels of a pass on the device, and buffers for partial sums.
 
-    Rows behind those of the batch have slot -1, place -1 and are in no item: nobody reads or
+    Rows behind those of the batch have slot -1, place -1 and are in no item: no kernel reads or
     writes for them.
     """
 

@@ -93,9 +93,9 @@ class _PoolGraphs:
         self._taps: dict[Taps, Tensor] = {}
 
     def tapped(self, taps: Taps, bucket: int, embedding: Tensor) -> Tensor | None:
-        """Where graphs of ``bucket`` rows leave their taps, [bucket, num_taps * hidden].
+        """Buffer for the taps of graphs of ``bucket`` rows, [bucket, num_taps * hidden].
 
-        Outside the memory that they share: taps outlive what a graph computes with.
+        It is outside the memory that graphs share, because taps are read after a replay.
         """
         if not taps:
             return None
