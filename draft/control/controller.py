@@ -85,7 +85,9 @@ class StepCandidates:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What each request drafts: of a known draft, or with the proposer, which begins with that.
+    """Draft tokens of each request: nodes of its known draft, or of the proposer.
+
+    The proposer's draft includes the known one.
 
     ``net_gain``: expected tokens beyond the price of the drafts. ``row_prices``: tokens that
     one more row for each request must bring it, none where the proposer is not asked;

@@ -60,7 +60,7 @@ class TrainOptions:
 
 @dataclass(slots=True)
 class Progress:
-    """What a stopped run needs besides weights, moments and the generator."""
+    """State of a stopped run besides weights, moments and the generator."""
 
     step: int = 0
     tokens: int = 0
