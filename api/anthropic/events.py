@@ -173,7 +173,7 @@ class MessageReply(Reply):
         return await self._writer.whole(self._answer)
 
     def events(self) -> AsyncGenerator[bytes]:
-        """As events."""
+        """Write the answer as events."""
         return self._writer.events(self._answer)
 
     def close(self) -> None:

@@ -188,7 +188,7 @@ async def _read(generation: Generation) -> Choice:
 
 
 async def each_of(readings: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each of them returns; they run beside each other, and the first failure is raised."""
+    """Run coroutines concurrently; returns their results, or raises the first failure."""
     if len(readings) == 1:
         return [await readings[0]]
     return await asyncio.gather(*readings)

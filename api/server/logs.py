@@ -66,8 +66,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def _told(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
-    """What the line has beside its message. Lines are written where they are logged: the request,
-    if any, is the one of the context variable."""
+    """Fields of a log line besides its message.
+
+    Lines are written where they are logged: the request, if any, is the context variable's.
+    """
     request = CONTEXT.get()
     if request is not None and request.request_id:
         yield "request_id", request.request_id
@@ -94,7 +96,7 @@ def log_request(request: RequestContext, seconds: float) -> None:
 
 
 def _cost(answers: Sequence[EngineAnswer]) -> dict[str, object]:
-    """What the engine did for it; nothing where it was not asked."""
+    """Tokens and times of the engine's answers; empty where none was started."""
     started = [answer for answer in answers if answer.finish_reasons]
     if not started:
         return {}
@@ -113,7 +115,7 @@ def _cost(answers: Sequence[EngineAnswer]) -> dict[str, object]:
 
 
 def _times(usages: Sequence[Usage]) -> dict[str, object]:
-    """Those that are known: the engine may not have ended a request yet whose caller left."""
+    """Times that are known: a request whose caller left may not have ended in the engine yet."""
     seconds = {
         "queue_ms": max(usage.queue_time for usage in usages),
         "ttft_ms": min(usage.time_to_first_token for usage in usages),

@@ -211,7 +211,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - values of a template
-        """What a call gives, in time."""
+        """Call a function of the template, unless its time is over."""
         BUDGET.get().check_time()
         return super().call(context, obj, *args, **kwargs)
 

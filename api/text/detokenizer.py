@@ -109,7 +109,7 @@ class ByteDetokenizer:
         return self._utf8.decode(b"".join(map(self._piece, token_ids)))
 
     def flush(self) -> str:
-        """What is left when nothing follows."""
+        """Return the rest of the text: no token follows."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -155,7 +155,7 @@ class WindowDetokenizer:
         return "".join(map(self.push, token_ids))
 
     def flush(self) -> str:
-        """What is left when nothing follows."""
+        """Return the rest of the text: no token follows."""
         return self._settle(self._pending_text()) + self._end_bytes()
 
     def _push_byte(self, token_id: int) -> str:

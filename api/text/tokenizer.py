@@ -129,7 +129,7 @@ class Tokenizer:
 
     @property
     def _most_chars(self) -> int:
-        """Of a text that may fit."""
+        """Most characters of a text that may fit."""
         return (self.max_model_len - 1) * self._most_chars_per_token
 
     def _too_long(self, num_chars: int) -> PromptTooLong:

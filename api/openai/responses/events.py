@@ -68,7 +68,7 @@ class ResponseReply(Reply):
         return response
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """As events; each step is sent at once.
+        """Write the answer as events; each step is sent at once.
 
         The stream begins before the prompt is read. An error after that is a response that
         failed: an event of its own would leave clients without an end.
