@@ -181,7 +181,7 @@ def _run(url: str, runs: Sequence[argparse.Namespace], roofline: Roofline | None
 
 
 def _roofline(args: argparse.Namespace, server_args: Sequence[str]) -> Roofline | None:
-    """Of a model whose files are here, on a server that is here; None: unknown."""
+    """Roofline of a model whose files are here, on a server that is here; None: unknown."""
     if "--quantize" in server_args:
         return None  # its bytes are not those of the files
     if args.model is not None:

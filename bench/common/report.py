@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: command, machine, table, spread, JSON."""
+"""Output of every benchmark: command, machine, table, spread, JSON."""
 
 from __future__ import annotations
 

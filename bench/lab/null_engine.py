@@ -75,7 +75,7 @@ class Clock:
 
 
 class NullEngine:
-    """What an `EngineClient` needs of an engine; repeats one word and computes nothing."""
+    """An engine that repeats one word and computes nothing, complete enough for `EngineClient`."""
 
     def __init__(self, clock: Clock, token_id: int) -> None:
         self.alive = True

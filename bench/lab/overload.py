@@ -1,4 +1,4 @@
-"""Which load a server holds: the offered rate rises until the queue refuses, and beyond.
+"""Highest load that a server holds: the offered rate rises until the queue refuses, and beyond.
 
 ``python -m foretoken.bench.lab.overload``; arguments behind ``--`` go to the server. Requests
 come by a Poisson process that the server cannot slow down; each is timed from the moment it was
@@ -89,7 +89,7 @@ class Overload:
         return Session(run)
 
     def _row(self, rate: float, records: Sequence[Record]) -> dict[str, object]:
-        """What the clients saw; failures are told apart from refusals."""
+        """Row of the table: results of the clients, failures apart from refusals."""
         figures = summary(records, self._args.slo)
         served = [record for record in records if record.error is None]
         refused = sum(record.error == REFUSED for record in records)

@@ -83,7 +83,7 @@ class TruePrices:
         )
 
     def profile(self) -> StepProfile:
-        """What an engine would have measured at its start."""
+        """Profile that an engine would have measured at its start."""
         forward = {rows: float(self.forward(rows)) for rows in self.recorded.knots}
         return StepProfile(forward, {}, self.recorded.key_s)
 

@@ -122,7 +122,7 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Of sorted values, between two neighbours linearly; nan of none."""
+    """Percentile of sorted values, linear between two neighbours; nan without values."""
     if not values:
         return math.nan
     at = share * (len(values) - 1)

@@ -1,4 +1,4 @@
-"""What stands round a load on a server: one of our own if none is named, and what it tells."""
+"""Server of a load, started here if none is named, and the figures that it reports."""
 
 from __future__ import annotations
 

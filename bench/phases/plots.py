@@ -173,7 +173,7 @@ def _depth(phases: Phases, panels: Panels) -> None:
 
 
 def _place(point: DepthPoint) -> float:
-    """Where a depth stands on the axis; "auto" apart from the rest."""
+    """Place of a depth on the axis; "auto" apart from the rest."""
     return point.depth if isinstance(point.depth, int) else 9.5
 
 
@@ -220,7 +220,7 @@ def _name(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def _legend(axes: Axes, where: Literal["best", "upper left"] = "best") -> None:
-    """What was measured first, then the lines."""
+    """Draw the legend: measurements first, then the lines."""
     named = zip(*axes.get_legend_handles_labels(), strict=True)
     handles, labels = zip(*sorted(named, key=lambda each: "roofline" in each[1]), strict=True)
     axes.legend(handles, labels, loc=where)

@@ -74,7 +74,7 @@ class Bed:
         return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=True)
 
     def seconds(self, plan: StepPlan, *, repeats: int) -> Spread:
-        """Of a whole step: batch, forward pass, tokens chosen and read back."""
+        """Time a whole step: batch, forward pass, tokens chosen and read back."""
         for _ in range(2):
             self.runner.step(plan)
         return Spread.of(list(self._timed(plan, repeats)))

@@ -124,7 +124,7 @@ async def _busy(stage: Stage, lab: Lab, name: str, prompts: list[list[int]], len
 async def _host(
     stage: Stage, lab: Lab, timed: Round, name: str, prompts: list[list[int]], length: int
 ) -> None:
-    """Where the event loop and the model thread spend a round; a wait for the device included."""
+    """Measure the parts of a round on the host; waiting for the device is one of them."""
     timed.clear()
     await together(lab, prompts, length)
     parts = timed.parts()

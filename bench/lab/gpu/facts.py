@@ -1,4 +1,4 @@
-"""What runs: the card, its clocks and driver, and the versions of what computes on it."""
+"""Facts of the machine: the card, its clocks and driver, and versions of packages."""
 
 from __future__ import annotations
 

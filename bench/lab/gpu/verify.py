@@ -1,4 +1,4 @@
-"""What it costs to verify drafts: a step with k draft tokens over one without, side by side."""
+"""Cost of verifying drafts: a step with k draft tokens over one without, side by side."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from .rows import Row
 
 @dataclass(slots=True)
 class Figures:
-    """What one engine did in one row: a value for each turn, or why there is none."""
+    """Results of one engine in one row: a value for each turn, or an error."""
 
     values: list[float] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)  # of the first turn
