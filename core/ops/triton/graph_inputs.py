@@ -75,7 +75,7 @@ class GraphInputs:
 
 
 class _Host:
-    """One of a packet's blocks of host memory."""
+    """One of the blocks of host memory."""
 
     def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
         size = _offsets(fields)[1]

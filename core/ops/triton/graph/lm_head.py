@@ -1,7 +1,7 @@
 """FusedLmHead: logits and tokens of few rows, in the graph of the layers.
 
 Launched one by one behind a pass of few rows, the output layer and the sampler's kernels would
-take longer to ask for than to compute, and the sampler would need a packet of its own.
+take longer to ask for than to compute, and the sampler would need inputs of its own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FusedLmHead:
         self._hashes = vocabulary_hashes(self._vocab_size, device)
 
     def compute(self, layers: LayersOutput, graph_inputs: GraphInputs) -> GraphOutputs:
-        """Behind the layers of [bucket] rows, by what the packet says."""
+        """Compute logits and winners of [bucket] rows, by the controls in the inputs."""
         fields, hidden = graph_inputs.device, layers.hidden
         rows = hidden.index_select(0, fields["logit_rows"])
         logits = self._ops.logits(rows, self._weights.lm_head, self._weights.logit_cap)
