@@ -208,7 +208,7 @@ class ModelRunner:
         if not scheduled.draft_plan.max_draft:
             return draft
         # The proposer found none of them.
-        return replace(draft, odds=(0.0,) * len(draft.token_ids), note=proposed.note)
+        return replace(draft, survival=(0.0,) * len(draft.token_ids), note=proposed.note)
 
     def _propose(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> dict[int, Draft]:
         """The proposer's drafts by index of the request; none if it fails."""
