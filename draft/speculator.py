@@ -203,7 +203,7 @@ class DraftSpeculator(Speculator):
         return padded(accepted), padded(probability)
 
     def _most_nodes(self, state: DraftState, limit: int, is_busy: bool) -> int:
-        """Most nodes of the model's draft; 0 while prompts wait and much KV is missing.
+        """Limit of the model's draft, in nodes; 0 while prompts wait and much KV is missing.
 
         Then the load may be growing, and catching up would delay the prompts.
         """

@@ -92,7 +92,7 @@ class Place(NamedTuple):
 
 
 def _in_tools(body: CountRequest) -> Iterator[Place]:
-    """With all of the system text: templates render both together, in an order of their own."""
+    """Breakpoints of tools, with all of the system text: templates render both together."""
     tools = body.tools or []
     for end, tool in enumerate(tools, start=1):
         if tool.is_custom:

@@ -169,7 +169,7 @@ class MessageReply(Reply):
         self._writer, self._answer = writer, answer
 
     async def whole(self) -> object:
-        """In one body."""
+        """Write the answer as one body."""
         return await self._writer.whole(self._answer)
 
     def events(self) -> AsyncGenerator[bytes]:

@@ -68,7 +68,7 @@ class PlainParser:
         return [Content(text)] if text else []
 
     def end(self) -> Sequence[Event]:
-        """Nothing is held back."""
+        """Return no events: no text is held back."""
         return []
 
 
@@ -96,7 +96,7 @@ class Source:
         self._is_keeping = False
 
     def add(self, text: str) -> None:
-        """More has arrived."""
+        """Append text that has arrived."""
         self._text = self._text[self._pos :] + text
         self._pos = 0
 

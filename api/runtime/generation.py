@@ -164,7 +164,7 @@ class Answer:
         return self.completion(choices)
 
     def completion(self, choices: list[Choice]) -> Completion:
-        """These choices, which are all that it has, with the prompt and the usage."""
+        """Build the completion of all ``choices``, with the prompt and the usage."""
         prompt_logprobs = None
         if self.params.prompt_logprobs is not None:
             prompt_logprobs = [None, *choices[0].prompt_logprobs]

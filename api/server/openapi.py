@@ -201,7 +201,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/ui/events"): Operation(media=EVENTS, errors=(403,)),
     ("GET", "/openapi.json"): Operation(),
 }
-"""By method and path. A query parameter with a "!" must be there."""
+"""Operations by method and path. A query parameter with a "!" is required."""
 
 
 class OpenApi:

@@ -106,5 +106,5 @@ class ServerMetrics(Collector):
         return family
 
     def render(self) -> bytes:
-        """In the text format of Prometheus, to follow the engine's."""
+        """Write the metrics in the text format of Prometheus, to follow the engine's."""
         return generate_latest(self.registry)

@@ -276,7 +276,7 @@ def _compiled(text: str) -> Template:
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
-    """With the names that transformers gives to chat templates."""
+    """Environment with the functions and filters that transformers gives to chat templates."""
     made = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )

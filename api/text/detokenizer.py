@@ -94,7 +94,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies, where each token is a run of bytes."""
+    """Detokenizer of byte-level vocabularies, where each token is a run of bytes."""
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
         self._piece = piece
@@ -114,7 +114,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other vocabulary: decode a token behind the one before it and take what is new.
+    """Detokenizer of other vocabularies: decodes a token behind the last one, keeps the new text.
 
     A decoder may treat the first token differently (SentencePiece strips its space), so each token
     is decoded in the company of its predecessor, at the start the prompt's last ones. Byte tokens

@@ -29,7 +29,7 @@ class Spread(msgspec.Struct, frozen=True):
         return cls(min(values), statistics.median(values), max(values))
 
     def scaled(self, factor: float) -> Spread:
-        """In another unit."""
+        """Multiply by ``factor``, to another unit."""
         return Spread(self.low * factor, self.median * factor, self.high * factor)
 
     def inverse(self, amount: float) -> Spread:

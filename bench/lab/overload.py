@@ -144,7 +144,7 @@ def _columns(name: str, found: object, *wanted: str) -> dict[str, object]:
 
 
 def _refusal_times(records: Sequence[Record]) -> list[float]:
-    """From due to the answer that says no."""
+    """Seconds from due to refusal, sorted."""
     return sorted(record.ended - record.due for record in records if record.error == REFUSED)
 
 

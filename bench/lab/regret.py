@@ -351,7 +351,7 @@ def fixed(text: Text, prices: TruePrices, num_seats: int, depth: int) -> Outcome
 def oracle(
     text: Text, prices: TruePrices, num_seats: int, known: _Counting, rate: float
 ) -> Outcome:
-    """By the chances of the whole text. ``rate``: tokens a second, a first estimate."""
+    """Replay with the chances of the whole text known. ``rate``: a first estimate, tokens/s."""
     best = Outcome(0, 1.0)
     for _ in range(3):  # the rate that a choice yields is the rate by which to choose
         acceptance = _Knowing(known.tallies)

@@ -72,7 +72,7 @@ def parsed(
 
 
 def _settled(args: argparse.Namespace) -> argparse.Namespace:
-    """With what only the workload can say."""
+    """Complete the options with those that the workload decides."""
     workload = WORKLOADS[args.workload]
     if args.temperature is None:
         args.temperature = workload.temperature

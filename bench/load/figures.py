@@ -256,7 +256,7 @@ def _goodput(
 
 
 def _sum(records: Sequence[Record], name: str) -> int | None:
-    """None where no server told it."""
+    """Sum of a figure; None where no server reported it."""
     told = [value for record in records if (value := getattr(record, name)) is not None]
     return sum(told) if told else None
 

@@ -100,7 +100,7 @@ class _Tokens(msgspec.Struct):
 
 
 async def wait_healthy(http: Http, seconds: float) -> None:
-    """Until /health says 200. A server that has none is taken as healthy."""
+    """Wait until /health returns 200. A server without that route is taken as healthy."""
     try:
         async with asyncio.timeout(seconds):
             while (await _health(http)) >= 500:  # noqa: ASYNC110 - nobody tells us

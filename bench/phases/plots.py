@@ -227,7 +227,7 @@ def _legend(axes: Axes, where: Literal["best", "upper left"] = "best") -> None:
 
 
 def _from_zero(axes: Axes) -> None:
-    """With room for the legend above the curves."""
+    """Begin the axis at zero, with room for the legend above the curves."""
     axes.set_ylim(0, HEADROOM * axes.get_ylim()[1])
     _legend(axes, "upper left")
 

@@ -29,7 +29,7 @@ class ExpertNames(NamedTuple):
 
     ``expert`` is the prefix of one, by its number. ``stacked``: all experts are in one tensor of
     each kind: "gpt-oss" transposed, with biases, a row of the gate before each of the factor;
-    "rows" the rows of the gate, then those of the factor. ``factors``: of what each says.
+    "rows" the rows of the gate, then those of the factor. ``factors``: of the output of each.
     """
 
     router: str = "mlp.gate"

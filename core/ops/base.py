@@ -195,7 +195,7 @@ class ExpertWeights:
     routing: Routing
     experts: tuple[MlpWeights, ...]  # all of one shape
     choice_bias: Tensor | None = None  # [num_experts] float32
-    factors: Tensor | None = None  # [num_experts] float32, of what each of them says
+    factors: Tensor | None = None  # [num_experts] float32, of the output of each
     shared: MlpWeights | None = None
     shared_gate: PackedLinear | None = None  # [1, hidden], not quantised
 
@@ -210,7 +210,7 @@ class ExpertWeights:
 class ExpertsBeside:
     """A mixture of experts beside an MLP; both read the stream, each by a norm of its own.
 
-    What the MLP says and what the experts say is added up, each behind its norm (Gemma 4).
+    The outputs of MLP and experts are added up, each behind its norm (Gemma 4).
     """
 
     experts: ExpertWeights

@@ -107,7 +107,7 @@ class QuantizedStack:
     one: Callable[[int], QuantizedWeight]
 
     def dequantize(self) -> Tensor:
-        """All of them in float32."""
+        """Dequantise the weights to float32."""
         return torch.stack([self.one(index).dequantize().T for index in range(self.count)])
 
 

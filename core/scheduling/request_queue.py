@@ -122,7 +122,7 @@ class WaitingQueue:
 
     @property
     def requests(self) -> ValuesView[Request]:
-        """All of them, in no order. O(1)."""
+        """All waiting requests, in no order. O(1)."""
         return self._requests.values()
 
     def __iter__(self) -> Iterator[Request]:

@@ -121,7 +121,7 @@ class EngineLog:
         self._load_before = Load()
 
     def tick(self) -> None:
-        """To be called with every step, before its tokens are counted; cheap."""
+        """Report when it is time; called in every step, before its tokens are counted. Cheap."""
         now, last = self._clock(), self._last_tick
         self._last_tick = now
         if now - last > 2 * self._interval_s:  # idle meanwhile: that time does not count

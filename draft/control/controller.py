@@ -348,6 +348,6 @@ def _num_passes(candidates: StepCandidates, depth: int) -> int:
 
 
 def _last_depths(candidates: StepCandidates, num_depths: int) -> list[int]:
-    """For each number of passes the most nodes that it yields: fewer are within these."""
+    """Most nodes that each number of passes yields: fewer are within these."""
     by_passes = {_num_passes(candidates, depth): depth for depth in range(1, num_depths + 1)}
     return list(by_passes.values())

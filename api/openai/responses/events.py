@@ -62,7 +62,7 @@ class ResponseReply(Reply):
         self._writer, self._answer, self._keep = writer, answer, keep
 
     async def whole(self) -> object:
-        """In one body."""
+        """Write the answer as one body."""
         response = await self._writer.collect(self._answer)
         self._keep(response)
         return response

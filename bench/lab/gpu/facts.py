@@ -28,7 +28,7 @@ def card(place: Place) -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """By package; Python's too."""
+    """Versions of packages and of Python, by name."""
     from ...._version import __version__
 
     found = {"python": platform.python_version()}

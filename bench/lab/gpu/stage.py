@@ -83,7 +83,7 @@ class Place:
 
     @property
     def backend(self) -> str:
-        """By name: where its kernels cannot be had, a stage fails rather than time another's."""
+        """Backend by name: without its kernels a stage fails rather than time another's."""
         return "torch" if self.rehearses else "triton"
 
     def shape(self, name: str, **changes: object) -> Path:
@@ -133,7 +133,7 @@ class Stage:
 
     @property
     def seconds_left(self) -> float:
-        """Until the stage is ended."""
+        """Seconds until the stage is ended."""
         return self._until - time.monotonic()
 
     def few(self, *cases: T) -> tuple[T, ...]:

@@ -111,11 +111,11 @@ class Builtin(Shape):
 
     @property
     def folder(self) -> Path:
-        """In the package: nothing is made."""
+        """Folder in the package: nothing is made."""
         return BUILTIN
 
     def write(self) -> Path:
-        """Nothing to do."""
+        """Return the folder: nothing is written."""
         return BUILTIN
 
 

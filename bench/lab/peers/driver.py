@@ -37,7 +37,7 @@ from .worker import Worker, WorkerError
 _OUT = RESULTS / "peers.json"
 KV_TOKENS = 20480
 Found = dict[str, dict[str, Figures]]
-"""By row, by engine."""
+"""Results by row and engine."""
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ def _attend(
 def _keep_rule(
     *, mask_function: Callable[..., Any], local_size: int | None = None, **_ignored: object
 ) -> Tensor:
-    """In place of a mask the number of its rule, 4-D so that no model expands it."""
+    """Return the number of a mask's rule in its place, 4-D so that no model expands it."""
     return torch.full((1, 1, 1, 1), _CURRENT.get().rule(mask_function, local_size))
 
 
@@ -205,7 +205,7 @@ def _is_causal(function: Callable[..., Any], window: int | None, size: int | Non
     return torch.equal(found.bool(), expected)
 
 
-class Asked(NamedTuple):
+class ProbeResult(NamedTuple):
     """Attention modules in the order of the layers, and names of linears to leave unpacked.
 
     The model reads the weights of these linears itself.
@@ -215,7 +215,7 @@ class Asked(NamedTuple):
     read_directly: frozenset[str]
 
 
-def probe(model: nn.Module, device: torch.device | str) -> Asked:
+def probe(model: nn.Module, device: torch.device | str) -> ProbeResult:
     """Run a model on a few tokens, on any device (also "meta"), and record what it calls.
 
     Raises `ModelLoadError` for attention that does not go through transformers' interface, or for
@@ -233,7 +233,7 @@ def probe(model: nn.Module, device: torch.device | str) -> Asked:
         )
     if not hooks.sites:
         raise ModelLoadError("no layer uses transformers' attention interface")
-    return Asked(tuple(hooks.sites.values()), frozenset(read))
+    return ProbeResult(tuple(hooks.sites.values()), frozenset(read))
 
 
 class _WatchedLinear(nn.Linear):

@@ -100,8 +100,8 @@ class GgufFile:
 
         Also where they only mark dimensions that do not turn.
         """
-        is_told = "full_attention" in self.values["rope_parameters"]
-        return () if is_told else tuple(self._meta.tensor(_ROPE_DIVISORS))
+        is_proportional = "full_attention" in self.values["rope_parameters"]
+        return () if is_proportional else tuple(self._meta.tensor(_ROPE_DIVISORS))
 
     @property
     def types(self) -> dict[str, int]:

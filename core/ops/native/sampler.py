@@ -47,7 +47,7 @@ class IdsStruct(ctypes.Structure):
 
 
 class SamplingStruct(ctypes.Structure):
-    """``ft_wishes`` of sample.h."""
+    """``ft_sampling`` of sample.h."""
 
     _fields_ = (
         ("seed", ctypes.c_uint64),

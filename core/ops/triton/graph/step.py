@@ -142,7 +142,7 @@ class TritonStep:
         self._one_tile = one_tile
         self._make_graph = make_graph
         self._graphs: WeakKeyDictionary[KVPool, _PoolGraphs] = WeakKeyDictionary()
-        self._has_said = False  # that a pass did not fit
+        self._has_logged = False  # that a pass did not fit
 
     def __call__(
         self, token_ids: Tensor, plans: Sequence[ForwardPlan], wanted: Wanted
@@ -179,8 +179,8 @@ class TritonStep:
 
     def _say(self, plan: TritonPlan) -> None:
         """Once: such passes take longer."""
-        if not self._has_said:
-            self._has_said = True
+        if not self._has_logged:
+            self._has_logged = True
             batch = plan.batch
             logger.warning(
                 "no CUDA graph fits %d rows, %d pages, %d positions: kernels are launched one "
@@ -211,7 +211,7 @@ class TritonStep:
     def _capture(
         self, make_graph: MakeGraph, geometry: Geometry, shared: _PoolGraphs, shape: _Shape
     ) -> _Captured:
-        """With a head where rows are few; where that fails, without one: its logits take memory."""
+        """Capture a graph; with the output layer if rows are few and memory suffices for logits."""
         bucket, has_wide, _ = shape
         if bucket <= MAX_ROWS and not has_wide:
             try:
