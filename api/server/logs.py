@@ -42,9 +42,9 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """The line without a traceback."""
-        told = " ".join(f"{name}={value}" for name, value in _told(record))
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record))
         line = super().formatMessage(record)
-        return f"{line} {told}" if told else line
+        return f"{line} {fields}" if fields else line
 
 
 class JsonFormatter(logging.Formatter):
@@ -58,14 +58,14 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **dict(_told(record)),
+            **dict(_fields(record)),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line).decode()
 
 
-def _told(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
+def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
     """Fields of a log line besides its message.
 
     Lines are written where they are logged: the request, if any, is the context variable's.
