@@ -89,8 +89,8 @@ class Bench:
         """Wait for the server, learn its model and how it counts."""
         await wait_healthy(self.http, HEALTHY_SECONDS)
         args = self.args
-        self.model, told_len = await first_model(self.http, self._wanted)
-        self.max_len = args.max_model_len or told_len
+        self.model, reported_len = await first_model(self.http, self._wanted)
+        self.max_len = args.max_model_len or reported_len
         self.encode = await server_encode(self.http, self.model)
 
     async def measure(self, args: argparse.Namespace) -> bool:

@@ -57,9 +57,9 @@ class Overload:
         notes: list[str] = []
         rate, num_refused = self._args.rate, 0
         while num_refused < 2 and len(rows) < self._args.max_steps:
-            row, told = await self._step(driver, rate)
+            row, remarks = await self._step(driver, rate)
             rows.append(row)
-            notes += told
+            notes += remarks
             num_refused += row["refused"] != 0
             rate *= self._args.factor
         return rows, list(dict.fromkeys(notes))
@@ -159,7 +159,7 @@ def held(rows: Sequence[dict[str, object]]) -> dict[str, object] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Raise the rate, print the table, write the JSON; 1 where a request failed or was not told."""
+    """Raise the rate; print the table, write the JSON. Returns 1 where a request failed."""
     given = list(argv or [])
     at = given.index("--") if "--" in given else len(given)
     args = _parsed(given[:at])

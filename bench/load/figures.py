@@ -21,7 +21,7 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class Record(msgspec.Struct, omit_defaults=True):
-    """One request as the client saw it; seconds on the client's clock. None: not told."""
+    """One request as the client saw it; seconds on the client's clock. None: not reported."""
 
     name: str
     due: float
@@ -257,8 +257,8 @@ def _goodput(
 
 def _sum(records: Sequence[Record], name: str) -> int | None:
     """Sum of a figure; None where no server reported it."""
-    told = [value for record in records if (value := getattr(record, name)) is not None]
-    return sum(told) if told else None
+    values = [value for record in records if (value := getattr(record, name)) is not None]
+    return sum(values) if values else None
 
 
 def _share(part: int | None, whole: int | None) -> float | None:

@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One request. ``watch`` is told its record whenever tokens have come."""
+    """One request. ``watch`` is called with its record whenever tokens have come."""
 
     name: str
     prompt: Sequence[Piece]

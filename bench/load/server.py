@@ -117,7 +117,7 @@ async def _health(http: Http) -> int:
 
 
 async def first_model(http: Http, wanted: str | None) -> tuple[str, int | None]:
-    """Name and longest context, the latter if told; the first model where none is wanted."""
+    """Name and longest context, the latter if reported; the first model where none is wanted."""
     status, body = await http.get("/v1/models")
     found: list[_Model] = []
     if status == 200:
@@ -164,7 +164,7 @@ class KvUsage:
         return found is not None
 
     def figures(self) -> dict[str, float] | None:
-        """Mean and highest; None where nothing was told."""
+        """Mean and highest; None where nothing was reported."""
         if not self.shares:
             return None
         return {"mean": sum(self.shares) / len(self.shares), "max": max(self.shares)}

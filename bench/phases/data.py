@@ -64,7 +64,7 @@ class Phases(msgspec.Struct, kw_only=True):
     command: str
     machine: dict[str, object]
     model: str
-    settings: dict[str, object]  # what the engine was told, and what it chose
+    settings: dict[str, object]  # the engine's options, and its own choices
     text: str  # what the prompts are made of
     draft: str
     simulated: bool  # whether acceptance is

@@ -15,7 +15,7 @@ from ..common.report import Spread
 from ..common.roofline import arithmetic_seconds, decode_floor, prefill_floor, weights_seconds
 from .data import DepthPoint, Phases
 
-# Okabe and Ito's colours: told apart by the colour-blind, and in grey.
+# Okabe and Ito's colours: distinct for the colour-blind, and in grey.
 BLUE, ORANGE, GREEN, INK, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#777777"
 STYLE: Any = {  # matplotlib names the type of its settings nowhere
     "font.size": 10,

@@ -9,7 +9,7 @@ from ..common.report import Spread, listed, table
 from ..common.roofline import batch_ridge, decode_floor, prefill_floor, prefill_ridge
 from .data import DepthPoint, Phases, PrefillPoint
 
-LOUD = 0.15  # of a median: repeats that lie further apart are told of
+LOUD = 0.15  # of a median: repeats that lie further apart are mentioned
 
 
 def write_report(phases: Phases, folder: Path, *, has_plots: bool) -> Path:

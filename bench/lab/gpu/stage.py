@@ -170,7 +170,7 @@ class Stage:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part whose failure is told and costs nothing else of the stage."""
+        """Run a part; its failure is reported, and the rest of the stage goes on."""
         try:
             yield
         except Exception as error:

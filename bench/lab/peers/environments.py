@@ -14,7 +14,7 @@ from .rows import Row
 
 
 def set_up(engines: Iterable[Engine], rows: Sequence[Row]) -> bool:
-    """Install, and convert what the rows want; what fails is told in one line and skipped.
+    """Install, and convert what the rows want; a failure is printed in one line and skipped.
 
     Returns whether all went well.
     """
