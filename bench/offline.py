@@ -56,7 +56,7 @@ class OfflineDriver:
             raise Failure(type(error).__name__, str(error)) from None
 
     async def settle(self) -> None:
-        """Nothing is missing: the engine tells the tokens of every delta."""
+        """Do nothing: the engine reports the tokens of every delta."""
 
     async def _ask(self, job: Job, record: Record) -> Content:
         params = SamplingParams(
@@ -208,7 +208,7 @@ def _part(figure: object, part: str) -> object:
 def _ratios(
     pairs: Sequence[tuple[dict[str, object], dict[str, object]]],
 ) -> dict[str, Spread]:
-    """On over off, pair by pair: above 1 speculation is faster."""
+    """Ratios of on over off, pair by pair: above 1 speculation is faster."""
     rates = [(_number(on, "output_tokens_per_s"), _number(off, "output_tokens_per_s"))
              for off, on in pairs]  # fmt: skip
     costs = [(_number(off, "cpu_ms_per_token"), _number(on, "cpu_ms_per_token"))

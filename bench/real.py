@@ -74,7 +74,7 @@ _NUMBERS = count()  # of runs: no two share a namespace
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What all settings run in turn."""
+    """Task, concurrency and temperature that all settings run in turn."""
 
     kind: str
     concurrency: int
@@ -83,7 +83,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Figures:
-    """What one setting took in a cell, all groups of prompts together."""
+    """Time and tokens of one setting in a cell, all groups of prompts together."""
 
     seconds: float = 0.0  # in which all seats were taken, groups one after another
     num_timed: int = 0  # tokens in these seconds
@@ -166,7 +166,7 @@ class Bench:
     async def cell(
         self, cell: Cell, asked: Sequence[Sequence[int]], settings: Sequence[str], turns: Turns
     ) -> dict[str, list[Figures]]:
-        """Of each setting, figures of every turn. Raises SystemExit where answers differ."""
+        """Figures of every turn by setting. Raises SystemExit where answers differ."""
         found: dict[str, list[Figures]] = {setting: [] for setting in settings}
         groups = [[prompt] for prompt in asked] if cell.concurrency == 1 else [asked]
         for turn in range(turns.most):
@@ -235,7 +235,7 @@ class Bench:
         return answers
 
     def _speculator(self, setting: str) -> Speculator:
-        """What plans the drafts of a setting; the engine is idle."""
+        """Speculator that plans the drafts of a setting; the engine is idle."""
         if not is_of_draft(setting):
             return self._own
         if setting not in self._others:
@@ -299,7 +299,7 @@ def is_of_draft(setting: str) -> bool:
 
 
 def drafts_by(setting: str) -> str:
-    """What drafts in a setting, for the JSON."""
+    """Name the drafters of a setting, for the JSON."""
     if is_of_draft(setting):
         return LOOK_UPS if setting == LOOK_UPS else "draft model or head"
     return {"off": "nothing", "auto": "everything"}.get(setting, "everything, at a fixed depth")

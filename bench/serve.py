@@ -89,8 +89,8 @@ class Bench:
         """Wait for the server, learn its model and how it counts."""
         await wait_healthy(self.http, HEALTHY_SECONDS)
         args = self.args
-        self.model, told_len = await first_model(self.http, self._wanted)
-        self.max_len = args.max_model_len or told_len
+        self.model, reported_len = await first_model(self.http, self._wanted)
+        self.max_len = args.max_model_len or reported_len
         self.encode = await server_encode(self.http, self.model)
 
     async def measure(self, args: argparse.Namespace) -> bool:
@@ -181,7 +181,7 @@ def _run(url: str, runs: Sequence[argparse.Namespace], roofline: Roofline | None
 
 
 def _roofline(args: argparse.Namespace, server_args: Sequence[str]) -> Roofline | None:
-    """Of a model whose files are here, on a server that is here; None: unknown."""
+    """Roofline of a model whose files are here, on a server that is here; None: unknown."""
     if "--quantize" in server_args:
         return None  # its bytes are not those of the files
     if args.model is not None:

@@ -23,7 +23,7 @@ REJECTION_WANTS_DEPTH = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What a step holds at most, and the tokens of a KV page."""
+    """Limits of a step (tokens, requests), and the size of a KV page in tokens."""
 
     page_size: int
     max_batch_tokens: int
@@ -224,7 +224,7 @@ class EngineConfig:
         require(by_native, "quantize", "int4 needs the native backend on the CPU")
 
     def sizes(self, device: str) -> Sizes:
-        """What was asked for, and the rest as suits a device, cpu or cuda."""
+        """Configured sizes; those that are not configured suit the ``device``, cpu or cuda."""
         usual = _SIZES[device]
         return Sizes(
             page_size=self.page_size or usual.page_size,

@@ -31,7 +31,7 @@ from .sources.merge import GuessTree, Survival
 from .sources.source import GuardedSource, Source, SourceIndexer
 
 PROPOSER = "proposer"  # its name beside those of sources
-SURE = 0.9  # odds of a whole known chain, from which on no proposer is asked at a fixed depth
+SURE = 0.9  # survival of a whole known chain, from which on no proposer is asked at a fixed depth
 LOOKUP_LEN = 24  # longest path of a look-up in "auto"
 PROPOSER_NODES = 16  # most nodes of its draft in "auto"
 FEW_TO_CATCH_UP = 6  # tokens of its KV that are caught up with while prompts wait
@@ -142,7 +142,7 @@ class DraftSpeculator(Speculator):
             return NO_DRAFT_PLAN
         tree = self._look_up(state, depth)
         known = NO_DRAFT if tree is None else tree.chain(depth)
-        is_sure = bool(known.odds) and known.odds[-1] >= SURE  # as what a grammar forces is
+        is_sure = bool(known.survival) and known.survival[-1] >= SURE  # as what a grammar forces is
         plan = DraftPlan(known, max_draft=0 if self._proposer is None or is_sure else depth)
         state.drafted(plan.num_rows, may_back_off=self._lost_proposer and self._overlaps)
         return plan if plan.num_rows else NO_DRAFT_PLAN
@@ -168,7 +168,7 @@ class DraftSpeculator(Speculator):
         )
         levels, nodes = self._draft_shape
         return StepCandidates(
-            lookup=padded([NO_SURVIVAL if s.tree is None else s.tree.odds for s in states]),
+            lookup=padded([NO_SURVIVAL if s.tree is None else s.tree.survival for s in states]),
             expected_accepted=expected_accepted,
             num_uncached_draft_tokens=np.array([self._num_uncached(state) for state in states]),
             budget=budget,
@@ -203,7 +203,7 @@ class DraftSpeculator(Speculator):
         return padded(accepted), padded(probability)
 
     def _most_nodes(self, state: DraftState, limit: int, is_busy: bool) -> int:
-        """Most nodes of the model's draft; 0 while prompts wait and much KV is missing.
+        """Limit of the model's draft, in nodes; 0 while prompts wait and much KV is missing.
 
         Then the load may be growing, and catching up would delay the prompts.
         """
@@ -247,7 +247,8 @@ class DraftSpeculator(Speculator):
         """A tree of the proposer, which begins with what was looked up and is worth its rows."""
         known = NO_DRAFT
         if state.tree is not None:
-            net = state.tree.odds[:most].cumsum() - row_prices[: len(state.tree.odds)][:most]
+            survival = state.tree.survival[:most]
+            net = survival.cumsum() - row_prices[: len(survival)]
             known = state.tree.draft(int(net.argmax()) + 1 if net.size and net.max() > 0.0 else 0)
         return DraftPlan(
             known,

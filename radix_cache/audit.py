@@ -146,7 +146,7 @@ def _pieces(page_ids: array[int]) -> Iterator[array[int]]:
 
 
 def check_lease(lease: KVLease, page_size: int) -> None:
-    """Its first pages are those that the tree lends it. O(pages)."""
+    """Assert that a lease's first pages are those that the tree lends it. O(pages)."""
     lent = [page_id for node in lease.lock.node.path() for page_id in node.page_ids]
     shared = lease.page_ids[: lease.num_shared_pages]
     assert lent == shared.tolist(), "a page table differs from the tree's path"

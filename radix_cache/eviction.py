@@ -1,4 +1,4 @@
-"""Which cached pages go: the order of eviction, each namespace's quota, and a log of what went.
+"""Eviction of cached pages: the order, each namespace's quota, and a log of evicted pages.
 
 Unlocked leaves go least recently used first. A leaf's rank is its ``last_used``, which changes only
 while the node is locked, and a locked node is not filed here. So an entry never has to move:

@@ -1,4 +1,4 @@
-"""What a radix tree is made of, and what it hands out."""
+"""Nodes of a radix tree, and the types that its methods return."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def read_arguments(text: str) -> object:
 
 
 def _as_written(text: str) -> object:
-    """What msgspec does not read and others do: half of a surrogate pair, as an escape."""
+    """Accept arguments that msgspec does not read: half of a surrogate pair, as an escape."""
     try:
         arguments = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -92,7 +92,7 @@ class Place(NamedTuple):
 
 
 def _in_tools(body: CountRequest) -> Iterator[Place]:
-    """With all of the system text: templates render both together, in an order of their own."""
+    """Breakpoints of tools, with all of the system text: templates render both together."""
     tools = body.tools or []
     for end, tool in enumerate(tools, start=1):
         if tool.is_custom:
@@ -135,7 +135,7 @@ def _message_head(body: CountRequest, index: int, last: Message) -> CountRequest
 
 
 def _control(block: AnyBlock) -> CacheControl | None:
-    """Of a block, or of what it holds."""
+    """Cache control of a block, or of the first text block of a tool result that has one."""
     if block.cache_control is None and isinstance(block, ToolResultBlock):
         inner = block.content if isinstance(block.content, list) else []
         controls = [each.cache_control for each in inner if isinstance(each, TextBlock)]

@@ -169,11 +169,11 @@ class MessageReply(Reply):
         self._writer, self._answer = writer, answer
 
     async def whole(self) -> object:
-        """In one body."""
+        """Write the answer as one body."""
         return await self._writer.whole(self._answer)
 
     def events(self) -> AsyncGenerator[bytes]:
-        """As events."""
+        """Write the answer as events."""
         return self._writer.events(self._answer)
 
     def close(self) -> None:

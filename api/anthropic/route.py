@@ -37,7 +37,7 @@ NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format", "promp
 
 
 class MessagesDialect(Dialect[C]):
-    """What the two routes share: decoding, checks and the form of errors."""
+    """Decoding, checks and the form of errors, shared by the two routes."""
 
     most_temperature = ANTHROPIC_TEMPERATURE
     ping = PING

@@ -165,10 +165,11 @@ def _choose_device(config: EngineConfig) -> torch.device:
 
 
 def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
-    """By default every core for the native kernels: their threads sleep as soon as they wait.
+    """Build the function that sets the number of threads; the native kernels get every core.
 
-    OpenMP's spin, and take the event loop's core from it: torch leaves one to it (measured: two
-    threads on two cores were slower than one, and with the native kernels 1.2 to 1.4 times faster).
+    Their threads sleep as soon as they wait. OpenMP's spin, and take the event loop's core from it:
+    torch leaves one to it (measured: two threads on two cores were slower than one, and with the
+    native kernels 1.2 to 1.4 times faster).
     What is left to torch beside the native kernels is small, and has one thread: a second one would
     have to wait until the kernels' own one sleeps.
     """
@@ -258,7 +259,7 @@ def _warm_up(
     *,
     taps: Taps = (),
 ) -> None:
-    """In the model thread, before the first request: make a GPU ready, measure what steps cost.
+    """Prepare the first request in the model thread: make a GPU ready, measure costs of steps.
 
     ``taps``: what the proposer observes of the target's passes.
     """

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """What is still buffered would raise again at exit."""
+    """Drop buffered output, which would raise again at exit."""
     with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
@@ -175,7 +175,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 
 
 def listen_options(given: Given) -> Listen:
-    """Where and how to listen, with the options of the HTTP side."""
+    """Address and TLS files to listen with, and the options of the HTTP side."""
     from ..server.foreign_pages import is_loopback
 
     address = given.make(Listen)

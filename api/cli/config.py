@@ -110,7 +110,7 @@ class Given:
         return None
 
     def _read_file(self, path: str) -> Mapping[str, Any]:
-        """Its values by the names of settings."""
+        """Read a TOML file: values by the names of settings. Raises `InvalidRequest`."""
         try:
             values = tomllib.loads(Path(path).read_text("utf-8"))
         except OSError as error:

@@ -145,7 +145,7 @@ async def show(
 
 
 def cost_line(answer: Answer) -> str:
-    """What the answer cost, in one line."""
+    """Cost of the answer, in one line."""
     usage = answer.usage
     parts = [
         f"{usage.completion_tokens} tokens in {usage.verify_steps} steps",

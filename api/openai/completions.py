@@ -43,7 +43,7 @@ def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence
 
 
 def echo_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], echoed: str) -> Iterator[int]:
-    """Where each prompt token begins in the echoed text.
+    """Offset in the echoed text at which each prompt token begins, in characters.
 
     A special token has the width of its name where the prompt contains it, else none.
     """

@@ -43,7 +43,7 @@ class Head:
         return f"{self.prefix}-{self.key}"
 
     def fields(self, kind: str) -> dict[str, Any]:
-        """Those of `protocol.AnswerHead`."""
+        """Fields of `protocol.AnswerHead`."""
         return {
             "id": self.id,
             "object": kind,

@@ -105,7 +105,7 @@ class CallState:
         return name
 
     def begin(self, name: str) -> Reading[None]:
-        """From here on there is no way back to words."""
+        """Begin a call: its text cannot become content again."""
         self.is_open = self.has_begun = True
         self.source.let_go()
         yield CallBegin(name)

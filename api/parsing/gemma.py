@@ -157,7 +157,7 @@ _RULES = {"integer": "INT", "number": "NUMBER", "boolean": "BOOL", "null": '"nul
 
 
 def gemma_block(lark: Lark, tools: Sequence[Tool], marks: GemmaMarks) -> str:
-    """What stands behind the first mark: one call."""
+    """Grammar of one call, from behind its first mark."""
     lark.rule("INT", r"/-?(0|[1-9][0-9]{0,17})/")
     lark.rule("NUMBER", r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/")
     lark.rule("BOOL", '"true" | "false"')

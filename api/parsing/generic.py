@@ -68,7 +68,7 @@ def as_text(
 
 
 def _append(written: list[Message], text: str, *, joins: bool) -> None:
-    """As a message of the user, or at the end of the last one."""
+    """Append a text as a message of the user, or at the end of the last one (``joins``)."""
     if joins:
         text = f"{_content(written.pop())}\n{text}"
     written.append({"role": "user", "content": text})
@@ -104,7 +104,7 @@ def _with_calls(message: Message) -> str:
 
 
 def _block(call: Mapping[str, Any]) -> str:
-    """As the model writes it."""
+    """Write a call as the model writes it."""
     function = call.get("function")
     function = function if isinstance(function, Mapping) else call
     arguments = function.get("arguments") or {}

@@ -64,7 +64,7 @@ def read_harmony(source: Source, *, has_tools: bool) -> Reading[None]:
 
 
 def _header(source: Source) -> Reading[str | None]:
-    """What stands before a message, which is taken; None where a message has none."""
+    """Read the header of a message; None where a message has none."""
     if not (yield from source.ahead(START)) and not (yield from source.ahead(CHANNEL)):
         return None
     pieces: list[str] = []

@@ -59,7 +59,7 @@ class Syntax:
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> Syntax:
-        """By the model's chat template (its text; "" without one), or by name.
+        """Choose parsers by the model's chat template (its text; "" without one), or by name.
 
         ``vocab``: token to id, added tokens included (`Tokenizer.vocab`); ``special_ids``: the
         tokens that ordinary text does not show. Raises `ValueError` for an unknown name.

@@ -54,10 +54,10 @@ class OutputParser(Protocol):
     """
 
     def feed(self, text: str) -> Sequence[Event]:
-        """What is certain now; the possible beginning of a mark is held back."""
+        """Add text; returns events that are certain now. The possible start of a mark waits."""
 
     def end(self) -> Sequence[Event]:
-        """What is left when nothing follows. A call that is cut short has no `CallEnd`."""
+        """Return the last events: no text follows. A call that is cut short has no `CallEnd`."""
 
 
 class PlainParser:
@@ -68,7 +68,7 @@ class PlainParser:
         return [Content(text)] if text else []
 
     def end(self) -> Sequence[Event]:
-        """Nothing is held back."""
+        """Return no events: no text is held back."""
         return []
 
 
@@ -78,7 +78,7 @@ _WHITE = re.compile(r"\s+")
 
 
 class Malformed(Exception):  # noqa: N818 - models make them, it is no error of ours
-    """What was being read is no call."""
+    """The text that was being read is no call."""
 
 
 class Cut(Exception):  # noqa: N818
@@ -86,7 +86,7 @@ class Cut(Exception):  # noqa: N818
 
 
 class Source:
-    """What has arrived and was not read yet."""
+    """Text that has arrived and was not read yet."""
 
     def __init__(self) -> None:
         self.is_ended = False
@@ -96,7 +96,7 @@ class Source:
         self._is_keeping = False
 
     def add(self, text: str) -> None:
-        """More has arrived."""
+        """Append text that has arrived."""
         self._text = self._text[self._pos :] + text
         self._pos = 0
 
@@ -107,7 +107,7 @@ class Source:
         self._kept, self._is_keeping = [], True
 
     def let_go(self) -> str:
-        """What was read since `keep`, which is no longer remembered."""
+        """Return the text read since `keep`, and stop remembering it."""
         kept, self._kept, self._is_keeping = self._kept, [], False
         return "".join(kept)
 
@@ -130,7 +130,7 @@ class Source:
         return self.take(self._num_left)
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """What is there of a run of characters; perhaps nothing."""
+        """Take the characters that match a pattern from here on; perhaps none."""
         found = pattern.match(self._text, self._pos)
         return self.take(found.end() - self._pos) if found else ""
 
@@ -244,14 +244,14 @@ class ReaderParser:
         self._reading = reader(self._source)
 
     def feed(self, text: str) -> Sequence[Event]:
-        """What is certain now."""
+        """Add text; returns events that are certain now."""
         if not text:
             return []
         self._source.add(text)
         return self._go_on()
 
     def end(self) -> Sequence[Event]:
-        """What is left when nothing follows."""
+        """Return the last events: no text follows."""
         self._source.is_ended = True
         return self._go_on()
 

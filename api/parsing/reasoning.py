@@ -22,7 +22,7 @@ class Thinking:
     label: str = ""
 
     def state(self, prompt_tail: str) -> ThinkingState:
-        """Where the prompt leaves the model."""
+        """State in which the prompt leaves the model: thinking, done with it, or free to begin."""
         tail = prompt_tail.rstrip()
         if tail.endswith(self.begin + self.label):
             return ThinkingState.OPEN

@@ -283,7 +283,7 @@ class ChatClient:
         return PROBE in self._llm.tokenizer.decode(token_ids)
 
     async def _note(self, chat: ChatInput) -> PromptNote:
-        """In a thread for a long conversation."""
+        """Compute the note of a prompt; in a thread for a long conversation."""
         size = MESSAGE_BYTES * len(chat.messages)
         return await self._llm.tokenizer.apart(size, lambda: chat.note)
 

@@ -164,7 +164,7 @@ class Answer:
         return self.completion(choices)
 
     def completion(self, choices: list[Choice]) -> Completion:
-        """These choices, which are all that it has, with the prompt and the usage."""
+        """Build the completion of all ``choices``, with the prompt and the usage."""
         prompt_logprobs = None
         if self.params.prompt_logprobs is not None:
             prompt_logprobs = [None, *choices[0].prompt_logprobs]
@@ -188,7 +188,7 @@ async def _read(generation: Generation) -> Choice:
 
 
 async def each_of(readings: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each of them returns; they run beside each other, and the first failure is raised."""
+    """Run coroutines concurrently; returns their results, or raises the first failure."""
     if len(readings) == 1:
         return [await readings[0]]
     return await asyncio.gather(*readings)

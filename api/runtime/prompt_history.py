@@ -205,7 +205,7 @@ class PromptLog:
         return self._prompts.get(response_id)
 
     def most_similar(self, prompt: Remembered, at_least: int) -> Remembered | None:
-        """Of the same owner and earlier: which begins with most of its tokens, the latest of these.
+        """Find the owner's earlier prompt with the longest common prefix, the latest of equals.
 
         When none has the first ``at_least`` tokens, the latest whose texts are mostly the same.
         O(prompts), for most differ at once, and O(prompt) for each that is nearer than the last.

@@ -130,7 +130,7 @@ def _num_bytes(scope: Scope) -> int:
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
-    """As `_offered` makes them. A key from the command line may be no valid UTF-8."""
+    """Digests of keys, as `_offered` makes them. A key of the command line may be no UTF-8."""
     return [caller_of(key.encode("utf-8", "surrogateescape")) for key in keys]
 
 

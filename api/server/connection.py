@@ -165,7 +165,10 @@ class Connection(H11Protocol):
 
     @property
     def _is_answered_early(self) -> bool:
-        """Not so of the request behind it, whose body may come together with the end of this."""
+        """Whether the request was answered while its body is still being sent.
+
+        It is false for the next request, whose body may come together with the end of this one.
+        """
         is_sending = self.conn.their_state is h11.SEND_BODY
         return is_sending and self.cycle.response_complete
 

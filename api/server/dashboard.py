@@ -113,7 +113,7 @@ class Dashboard:
 
     @property
     def routes(self) -> list[Route]:
-        """None with ``--no-ui``."""
+        """Routes of the page; empty with ``--no-ui``."""
         if not self.service.settings.ui:
             return []
         return [
@@ -273,4 +273,4 @@ def _lay(
 
 
 def _nothing() -> None:
-    """Nothing is held for a watcher."""
+    """Do nothing: a watcher holds no resource."""

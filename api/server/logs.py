@@ -42,9 +42,9 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """The line without a traceback."""
-        told = " ".join(f"{name}={value}" for name, value in _told(record))
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record))
         line = super().formatMessage(record)
-        return f"{line} {told}" if told else line
+        return f"{line} {fields}" if fields else line
 
 
 class JsonFormatter(logging.Formatter):
@@ -58,16 +58,18 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **dict(_told(record)),
+            **dict(_fields(record)),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line).decode()
 
 
-def _told(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
-    """What the line has beside its message. Lines are written where they are logged: the request,
-    if any, is the one of the context variable."""
+def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
+    """Fields of a log line besides its message.
+
+    Lines are written where they are logged: the request, if any, is the context variable's.
+    """
     request = CONTEXT.get()
     if request is not None and request.request_id:
         yield "request_id", request.request_id
@@ -94,7 +96,7 @@ def log_request(request: RequestContext, seconds: float) -> None:
 
 
 def _cost(answers: Sequence[EngineAnswer]) -> dict[str, object]:
-    """What the engine did for it; nothing where it was not asked."""
+    """Tokens and times of the engine's answers; empty where none was started."""
     started = [answer for answer in answers if answer.finish_reasons]
     if not started:
         return {}
@@ -113,7 +115,7 @@ def _cost(answers: Sequence[EngineAnswer]) -> dict[str, object]:
 
 
 def _times(usages: Sequence[Usage]) -> dict[str, object]:
-    """Those that are known: the engine may not have ended a request yet whose caller left."""
+    """Times that are known: a request whose caller left may not have ended in the engine yet."""
     seconds = {
         "queue_ms": max(usage.queue_time for usage in usages),
         "ttft_ms": min(usage.time_to_first_token for usage in usages),

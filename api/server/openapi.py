@@ -115,7 +115,7 @@ def one_of(schema: Schema, names: tuple[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What a route takes and gives. ``body`` and ``answer`` are structs; None: nothing, or free."""
+    """Input and output of a route. ``body`` and ``answer``: structs; None: nothing, or free."""
 
     body: Any = None
     answer: Any = None
@@ -201,7 +201,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/ui/events"): Operation(media=EVENTS, errors=(403,)),
     ("GET", "/openapi.json"): Operation(),
 }
-"""By method and path. A query parameter with a "!" must be there."""
+"""Operations by method and path. A query parameter with a "!" is required."""
 
 
 class OpenApi:

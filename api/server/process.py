@@ -179,7 +179,7 @@ def uvicorn_config(
 
 
 def _tls(certfile: str, keyfile: str | None) -> ssl.SSLContext:
-    """What the server proves itself by. Raises `InvalidRequest` naming the file."""
+    """Context with the server's certificate. Raises `InvalidRequest` naming the file."""
     for name, file in (("ssl_certfile", certfile), ("ssl_keyfile", keyfile or certfile)):
         try:
             Path(file).read_bytes()

@@ -41,7 +41,7 @@ class Counts(Protocol):
 
 
 def no_span(_context: RequestContext) -> AbstractContextManager[None]:
-    """Of a server that traces nothing."""
+    """Span of a server that traces nothing."""
     return contextlib.nullcontext()
 
 

@@ -46,7 +46,7 @@ class StaticPage:
         }
 
     def _hash(self, tag: str) -> str:
-        """What a policy calls the one inline script or style of the page."""
+        """Hash of the page's one inline script or style, as a content security policy names it."""
         found = re.search(f"<{tag}>(.*?)</{tag}>".encode(), self._html, re.DOTALL)
         digest = hashlib.sha256(found[1] if found else b"").digest()
         return f"sha256-{base64.b64encode(digest).decode()}"

@@ -157,7 +157,7 @@ class _Live:
     def take_part(
         self, scheduled: ScheduledRequest, output: StepOutput, began: float, ended: float
     ) -> None:
-        """Its share of a step."""
+        """Add the request's share of a step."""
         if scheduled.stop - scheduled.start == 1:
             for part, seconds in output.times.items():
                 self.seconds[part] = self.seconds.get(part, 0.0) + seconds

@@ -37,7 +37,7 @@ class LoopLag(Collector):
         self._worst = 0.0  # seconds, since it was last asked
 
     def collect(self) -> Iterator[Metric]:
-        """As it stands now; the worst begins anew."""
+        """Return the present values; the largest lag is reset."""
         yield from self._lag.collect()
         worst, self._worst = self._worst, 0.0
         yield gauge(

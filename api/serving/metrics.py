@@ -87,7 +87,7 @@ class ServerMetrics(Collector):
     # -- for Prometheus -------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        """As it stands now; called by the registry."""
+        """Return the present values; called by the registry."""
         yield gauge("ready", "1 while /ready returns 200", self.is_ready())
         yield gauge("http_connections", "Open connections", self.num_connections())
         yield gauge("http_requests_in_flight", "HTTP requests in progress", self._num_open)
@@ -106,5 +106,5 @@ class ServerMetrics(Collector):
         return family
 
     def render(self) -> bytes:
-        """In the text format of Prometheus, to follow the engine's."""
+        """Write the metrics in the text format of Prometheus, to follow the engine's."""
         return generate_latest(self.registry)

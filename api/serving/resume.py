@@ -82,7 +82,7 @@ class ResumableStream:
             self._task.cancel()
 
     async def read(self, reader: Reader) -> AsyncGenerator[bytes]:
-        """Its events, until another reader is attached."""
+        """Yield the stream's events, until another reader is attached."""
         while self._reader is reader:
             if self._next < self._first + len(self._kept):
                 event = self._kept[self._next - self._first]
@@ -152,7 +152,7 @@ class Reader(Reply):
 
 
 class ResumableStreams:
-    """Those of a server, by name. The oldest goes first, as `Shares` has it."""
+    """Resumable streams of a server, by name. The oldest goes first, as `Shares` decides."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

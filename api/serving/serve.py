@@ -14,7 +14,7 @@ from .sse import PING, EventStream, Reply, error_event
 
 
 class RequestBody(Protocol):
-    """What every decoded body has."""
+    """Fields that every decoded body has."""
 
     @property
     def model(self) -> str | None:

@@ -150,7 +150,10 @@ class Service:
 
 
 async def _read(request: Request, limits: Limits) -> bytes:
-    """What a client still sends behind a refusal is heard out by its connection."""
+    """Read a body; raises `ApiError` 413 or `ClientGone`.
+
+    After a refusal the connection reads the rest that a client still sends.
+    """
     limit, size = limits.max_body_bytes, 0
     if int(header(request.scope, b"content-length") or 0) > limit:
         raise _too_large(limits)

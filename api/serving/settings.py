@@ -102,7 +102,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listen:
-    """Where the server listens, its log, and how it starts and ends."""
+    """Address that the server listens on, its log, and how it starts and ends."""
 
     host: str = setting("127.0.0.1", "address to listen on", "HOST", group="server", is_basic=True)
     port: int = setting(8000, "port to listen on; 0: any free one", most=MAX_PORT, is_basic=True)

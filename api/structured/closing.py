@@ -179,7 +179,7 @@ class Closer:
         return True
 
     def _banned(self, at: _At, allowed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of these tokens, those behind which every known end is too long."""
+        """Tokens among ``allowed`` behind which every known end is too long."""
         if len(allowed) <= FEW:
             return self._late(at, allowed)
         group, partial = self._groups[allowed], self._is_partial[allowed]
@@ -202,7 +202,7 @@ class Closer:
         return found
 
     def _late_groups(self, at: _At, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As `_late`, of tokens with the same end the longest only is tried."""
+        """Find late tokens like `_late`; of tokens with the same end the longest only is tried."""
         groups = self._groups[token_ids]
         by_length = np.lexsort((self._lengths[token_ids], groups))
         last = by_length[np.flatnonzero(np.diff(groups[by_length], append=0))]
@@ -296,7 +296,7 @@ class Closer:
 
 
 def _first_mark(text: bytes) -> int:
-    """Where the first mark stands; the length of a text without any."""
+    """Index of the first mark; the length of a text without any."""
     return next((index for index, byte in enumerate(text) if byte in MARKS), len(text))
 
 

@@ -138,7 +138,7 @@ class Grammars:
         return known
 
     def _forget_some(self) -> None:
-        """What is dear to compile is big, too: a few of those are kept, or many that are cheap."""
+        """Drop the oldest grammars: slow ones are big, so fewer of them are kept."""
         ended = [job.future for job in self._grammars.values() if job.future.done()]
         grammars = [each.result() for each in ended if not (each.cancelled() or each.exception())]
         seconds = sum(grammar.seconds for grammar in grammars)

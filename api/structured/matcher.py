@@ -178,7 +178,7 @@ class GrammarMatcher:
         return self._is_closed_early or any(place < num_output for place in tuple(self._narrowed))
 
     def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
-        """Which tokens may follow, [vocab]; see `Constraint`."""
+        """Mask of the tokens that may follow, [vocab]; see `Constraint`."""
         return self._sound(lambda: self._allowed(tokens, start, tail))
 
     def forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
@@ -269,7 +269,7 @@ class GrammarMatcher:
         return self._consume(new[same:])
 
     def _settle(self, num_output: int) -> None:
-        """Of what is consumed, so many tokens are the output now."""
+        """Count the first ``num_output`` of the consumed tokens as output that will not change."""
         num_new = num_output - self._num_sure
         if num_new > len(self._tail):
             raise ConstraintFailed("the grammar does not allow the answer so far")

@@ -211,7 +211,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - values of a template
-        """What a call gives, in time."""
+        """Call a function of the template, unless its time is over."""
         BUDGET.get().check_time()
         return super().call(context, obj, *args, **kwargs)
 
@@ -276,7 +276,7 @@ def _compiled(text: str) -> Template:
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
-    """With the names that transformers gives to chat templates."""
+    """Environment with the functions and filters that transformers gives to chat templates."""
     made = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )

@@ -94,7 +94,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies, where each token is a run of bytes."""
+    """Detokenizer of byte-level vocabularies, where each token is a run of bytes."""
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
         self._piece = piece
@@ -109,12 +109,12 @@ class ByteDetokenizer:
         return self._utf8.decode(b"".join(map(self._piece, token_ids)))
 
     def flush(self) -> str:
-        """What is left when nothing follows."""
+        """Return the rest of the text: no token follows."""
         return self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For every other vocabulary: decode a token behind the one before it and take what is new.
+    """Detokenizer of other vocabularies: decodes a token behind the last one, keeps the new text.
 
     A decoder may treat the first token differently (SentencePiece strips its space), so each token
     is decoded in the company of its predecessor, at the start the prompt's last ones. Byte tokens
@@ -155,7 +155,7 @@ class WindowDetokenizer:
         return "".join(map(self.push, token_ids))
 
     def flush(self) -> str:
-        """What is left when nothing follows."""
+        """Return the rest of the text: no token follows."""
         return self._settle(self._pending_text()) + self._end_bytes()
 
     def _push_byte(self, token_id: int) -> str:

@@ -177,7 +177,7 @@ class Worker:
             del next_one  # may be big, and the next long in coming
 
     def _next(self) -> Job[Any] | None:
-        """None at the end."""
+        """Wait for the next job; None at the end."""
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()

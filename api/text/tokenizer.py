@@ -73,7 +73,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, *, max_model_len: int) -> Tokenizer:
-        """From a local folder or a GGUF file; raises `ModelLoadError`."""
+        """Load a tokenizer from a local folder or a GGUF file; raises `ModelLoadError`."""
         try:
             hf = load_tokenizer(path)
         except Exception as error:  # any of the files may be damaged in any way
@@ -129,7 +129,7 @@ class Tokenizer:
 
     @property
     def _most_chars(self) -> int:
-        """Of a text that may fit."""
+        """Most characters of a text that may fit."""
         return (self.max_model_len - 1) * self._most_chars_per_token
 
     def _too_long(self, num_chars: int) -> PromptTooLong:
@@ -265,7 +265,7 @@ class Tokenizer:
             raise InvalidRequest(template_error(error), param="messages") from error
 
     async def _rendered_apart(self, worker: Worker, render: Callable[[Budget], str]) -> str:
-        """In a thread; the template ends at its next step where nobody waits for it any more."""
+        """Render in a thread; if the caller is cancelled, the template ends at its next step."""
         budget: Budget | None = None
 
         def job() -> str:
@@ -284,7 +284,7 @@ class Tokenizer:
     def detokenizer(
         self, context_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """For an answer that follows these prompt tokens; special ones of ``shown`` are text."""
+        """Make a detokenizer of an answer behind ``context_ids``; tokens of ``shown`` are text."""
         if self.is_byte_level:
             return ByteDetokenizer(partial(self._shown_piece, shown) if shown else self._piece)
         return WindowDetokenizer(

@@ -97,7 +97,7 @@ def _key(path: Path) -> str:
 
 
 def _sources(path: Path) -> Iterator[tuple[str, bytes]]:
-    """What a tokenizer is made from, by name."""
+    """Contents that a tokenizer is made from, by name."""
     if path.suffix.lower() == GGUF:
         from ...core.model.formats.gguf_metadata import read_head
 

@@ -249,7 +249,7 @@ class Tool:
 
     @property
     def body(self) -> Mapping[str, Any]:
-        """In OpenAI's shape."""
+        """The tool in OpenAI's shape."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description

@@ -39,7 +39,7 @@ class Meter:
 
     @property
     def how(self) -> str:
-        """What computes, and on how many threads."""
+        """Name of the backend, and its number of threads."""
         by = "torch" if self._library is None else f"native kernels ({self._library.variant})"
         return f"{by}, {self._threads} threads" if self._threads > 1 else f"{by}, 1 thread"
 
@@ -85,7 +85,7 @@ def _torch_multiply(dtype: torch.dtype) -> float:
 
 
 def shape_of(decoder: Decoder, pool: KVPool) -> Shape:
-    """What decides how long a step of this model takes."""
+    """Collect the sizes that decide how long a step of this model takes."""
     config = decoder.config
     return Shape(
         block_params=sum(_layer_params(config, layer) for layer in range(config.num_layers)),
@@ -98,7 +98,7 @@ def shape_of(decoder: Decoder, pool: KVPool) -> Shape:
 
 
 def _layer_params(config: DecoderConfig, layer: int) -> int:
-    """Those of a layer's attention and its MLP."""
+    """Number of parameters of a layer's attention and MLP."""
     num_heads, num_kv_heads, head_dim = config.heads_of(layer)
     spec = config.layers[layer]
     num_kv = 0 if spec.kv_of is not None else 2 * num_kv_heads

@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: command, machine, table, spread, JSON."""
+"""Output of every benchmark: command, machine, table, spread, JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Spread(msgspec.Struct, frozen=True):
         return cls(min(values), statistics.median(values), max(values))
 
     def scaled(self, factor: float) -> Spread:
-        """In another unit."""
+        """Multiply by ``factor``, to another unit."""
         return Spread(self.low * factor, self.median * factor, self.high * factor)
 
     def inverse(self, amount: float) -> Spread:

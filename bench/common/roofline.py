@@ -1,4 +1,4 @@
-"""What a machine allows a model: operations, bytes, and the time that they need at least.
+"""Roofline of a model on a machine: operations, bytes, and the least time that they take.
 
 Every linear costs two operations for each parameter and token, attention four for each query
 feature and position that is seen; a step reads all weights once, and the KV that it looks back on.
@@ -21,7 +21,7 @@ NEAR = 1.2  # a last point closer than this to the one before would say nothing 
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine does at best, as measured in the same run."""
+    """Limits of the machine, measured in the same run."""
 
     read: float  # bytes a second from memory
     matrix: float  # operations a second
@@ -31,7 +31,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a model decides how long a step takes."""
+    """Sizes of a model that decide how long a step takes."""
 
     block_params: int  # of all layers' linears: multiplied for every token
     head_params: int  # of the output layer: multiplied where logits are wanted
@@ -73,12 +73,12 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arithmetic_seconds(shape: Shape, limits: Limits, prompt_len: int) -> float:
-    """What a prompt's operations take at least."""
+    """Least seconds for a prompt's operations."""
     return shape.prefill_ops(prompt_len) / limits.matrix
 
 
 def weights_seconds(shape: Shape, limits: Limits) -> float:
-    """What it takes at least to read the weights once."""
+    """Least seconds to read the weights once."""
     return shape.weight_bytes / limits.read
 
 
@@ -155,7 +155,7 @@ class Roofline:
 
 
 def measured_roofline(path: Path, weight_bytes: int | None = None) -> Roofline | None:
-    """Of a checkpoint's files, or of so many bytes; None where there are none."""
+    """Roofline of a checkpoint's files, or of ``weight_bytes``; None where there are no bytes."""
     if weight_bytes is None:
         weight_bytes = file_bytes(path)
     if not weight_bytes:

@@ -63,7 +63,7 @@ def prompts(seed: int = 0) -> Iterator[str]:
 
 
 class Subjects:
-    """What open questions are about."""
+    """Subjects of open questions."""
 
     def __init__(self) -> None:
         taken = set(_WORDS.findall(" ".join(real_tasks._QUESTIONS).lower())) - set(_LISTS["common"])

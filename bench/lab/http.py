@@ -1,4 +1,4 @@
-"""What the HTTP side costs without a model: `python -m foretoken.bench.lab.http`.
+"""Cost of the HTTP side without a model: `python -m foretoken.bench.lab.http`.
 
 Requests per second of small whole chats, and what is added to the time of a token when many are
 streamed, both beside bare starlette on the same uvicorn that answers the same bytes. The client is
@@ -45,7 +45,7 @@ class Target:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Address of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     def cpu_seconds(self) -> float:
@@ -104,7 +104,7 @@ def streamed() -> bytes:
 
 
 async def recorded(target: Target, mark: bytes) -> bytes:
-    """What ours says: whole answers, and one chunk of a stream, for the other to repeat."""
+    """Record foretoken's whole answers and one chunk of a stream, for the other to repeat."""
     http = Http(target.url)
     wholes = [await _whole(http, path, body) for path, body in requests().items()]
     http.close()
@@ -159,7 +159,7 @@ async def stream_times(target: Target, mark: bytes) -> tuple[Sequence[Sequence[f
 
 @dataclass(slots=True)
 class Rounds:
-    """What was measured of one server, round by round."""
+    """Measurements of one server, round by round."""
 
     rates: dict[str, list[float]] = field(default_factory=lambda: {CHAT: [], TEXT: []})
     cpu: dict[str, list[float]] = field(default_factory=lambda: {CHAT: [], TEXT: []})  # ms

@@ -75,7 +75,7 @@ class Clock:
 
 
 class NullEngine:
-    """What an `EngineClient` needs of an engine; repeats one word and computes nothing."""
+    """An engine that repeats one word and computes nothing, complete enough for `EngineClient`."""
 
     def __init__(self, clock: Clock, token_id: int) -> None:
         self.alive = True
@@ -91,10 +91,10 @@ class NullEngine:
         return time.monotonic()
 
     async def start(self) -> None:
-        """Nothing to start."""
+        """Do nothing."""
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def submit(self, request: Request) -> TokenStream:
         """Answer at the next turn of the loop, or with the ticks."""
@@ -108,7 +108,7 @@ class NullEngine:
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Too late."""
+        """Do nothing: the answer is already sent."""
 
     def _say(self, stream: TokenStream, count: int, *, is_last: bool) -> None:
         request = stream.request

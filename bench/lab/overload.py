@@ -1,4 +1,4 @@
-"""Which load a server holds: the offered rate rises until the queue refuses, and beyond.
+"""Highest load that a server holds: the offered rate rises until the queue refuses, and beyond.
 
 ``python -m foretoken.bench.lab.overload``; arguments behind ``--`` go to the server. Requests
 come by a Poisson process that the server cannot slow down; each is timed from the moment it was
@@ -57,9 +57,9 @@ class Overload:
         notes: list[str] = []
         rate, num_refused = self._args.rate, 0
         while num_refused < 2 and len(rows) < self._args.max_steps:
-            row, told = await self._step(driver, rate)
+            row, remarks = await self._step(driver, rate)
             rows.append(row)
-            notes += told
+            notes += remarks
             num_refused += row["refused"] != 0
             rate *= self._args.factor
         return rows, list(dict.fromkeys(notes))
@@ -89,7 +89,7 @@ class Overload:
         return Session(run)
 
     def _row(self, rate: float, records: Sequence[Record]) -> dict[str, object]:
-        """What the clients saw; failures are told apart from refusals."""
+        """Row of the table: results of the clients, failures apart from refusals."""
         figures = summary(records, self._args.slo)
         served = [record for record in records if record.error is None]
         refused = sum(record.error == REFUSED for record in records)
@@ -144,7 +144,7 @@ def _columns(name: str, found: object, *wanted: str) -> dict[str, object]:
 
 
 def _refusal_times(records: Sequence[Record]) -> list[float]:
-    """From due to the answer that says no."""
+    """Seconds from due to refusal, sorted."""
     return sorted(record.ended - record.due for record in records if record.error == REFUSED)
 
 
@@ -159,7 +159,7 @@ def held(rows: Sequence[dict[str, object]]) -> dict[str, object] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Raise the rate, print the table, write the JSON; 1 where a request failed or was not told."""
+    """Raise the rate; print the table, write the JSON. Returns 1 where a request failed."""
     given = list(argv or [])
     at = given.index("--") if "--" in given else len(given)
     args = _parsed(given[:at])

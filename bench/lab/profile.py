@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from event loop to event loop.
+"""Profile of a step's time, from event loop to event loop.
 
 Run: ``python -m foretoken.bench.lab.profile``.
 
@@ -67,7 +67,7 @@ class Timer:
 HOST = ("schedule", "drafts", "hop", "batch", "verify", "commit", "learn", "rest")
 """Parts of a round that are not the forward pass, in the order in which they come."""
 BESIDE = ("deliver", "index")
-"""What the event loop does while the model thread computes; readers run then, too."""
+"""Parts that the event loop runs while the model thread computes; readers run then, too."""
 
 
 class Round:

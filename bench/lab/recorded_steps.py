@@ -1,4 +1,4 @@
-"""What `regret` replays, recorded once: texts that a model wrote, and what steps cost on machines.
+"""Recordings that `regret` replays: texts that a model wrote, and costs of steps on machines.
 
     python -m foretoken.bench.lab.recorded_steps texts             SmolLM2's answers, by kind and T
     python -m foretoken.bench.lab.recorded_steps prices NAME       this machine's step times
@@ -42,7 +42,7 @@ TEMPERATURES = (0.0, 1.0)
 
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True):
-    """What steps cost on one machine, in seconds."""
+    """Costs of steps on one machine, in seconds."""
 
     name: str
     forward: dict[int, float]  # a pass of the target by its rows

@@ -83,7 +83,7 @@ class TruePrices:
         )
 
     def profile(self) -> StepProfile:
-        """What an engine would have measured at its start."""
+        """Profile that an engine would have measured at its start."""
         forward = {rows: float(self.forward(rows)) for rows in self.recorded.knots}
         return StepProfile(forward, {}, self.recorded.key_s)
 
@@ -329,17 +329,17 @@ def _verified(request: Request, answer: array[int], draft: Draft) -> RequestOutp
 # -- comparisons -----------------------------------------------------------------------------------
 
 
-def speculator(controller: Controller, odds: AcceptanceModel) -> DraftSpeculator:
+def speculator(controller: Controller, acceptance: AcceptanceModel) -> DraftSpeculator:
     """Look-ups as ``--draft auto`` has them; a decision takes no time."""
     sources = make_sources(DraftSpec(AUTO), VOCAB_SIZE)
-    return DraftSpeculator(sources, controller, odds, clock=lambda: 0.0)
+    return DraftSpeculator(sources, controller, acceptance, clock=lambda: 0.0)
 
 
 def auto(text: Text, prices: TruePrices, num_seats: int) -> tuple[Outcome, _Counting]:
     """The controller, and what it could have known."""
-    odds = _Counting()
-    look_ups = speculator(Controller(CostModel(prices.profile())), odds)
-    return replay(text, prices, num_seats, look_ups), odds
+    acceptance = _Counting()
+    look_ups = speculator(Controller(CostModel(prices.profile())), acceptance)
+    return replay(text, prices, num_seats, look_ups), acceptance
 
 
 def fixed(text: Text, prices: TruePrices, num_seats: int, depth: int) -> Outcome:
@@ -351,12 +351,12 @@ def fixed(text: Text, prices: TruePrices, num_seats: int, depth: int) -> Outcome
 def oracle(
     text: Text, prices: TruePrices, num_seats: int, known: _Counting, rate: float
 ) -> Outcome:
-    """By the chances of the whole text. ``rate``: tokens a second, a first estimate."""
+    """Replay with the chances of the whole text known. ``rate``: a first estimate, tokens/s."""
     best = Outcome(0, 1.0)
     for _ in range(3):  # the rate that a choice yields is the rate by which to choose
-        odds = _Knowing(known.tallies)
-        look_ups = speculator(_OracleController(prices, rate), odds)
-        odds.know()
+        acceptance = _Knowing(known.tallies)
+        look_ups = speculator(_OracleController(prices, rate), acceptance)
+        acceptance.know()
         found = replay(text, prices, num_seats, look_ups)
         rate = found.rate
         best = max(best, found, key=lambda each: each.rate)
@@ -365,10 +365,10 @@ def oracle(
 
 def compared(text: Text, prices: TruePrices, num_seats: int) -> dict[str, object]:
     """A line of the table: tokens a second of each, regret, and ``auto`` over the best depth."""
-    found, odds = auto(text, prices, num_seats)
+    found, acceptance = auto(text, prices, num_seats)
     by_depth = {depth: fixed(text, prices, num_seats, depth).rate for depth in DEPTHS}
     best = max(by_depth, key=lambda depth: by_depth[depth])
-    ideal = oracle(text, prices, num_seats, odds, found.rate)
+    ideal = oracle(text, prices, num_seats, acceptance, found.rate)
     return {
         "task": text.kind,
         "T": text.temperature,

@@ -45,7 +45,7 @@ NO_DRAFTS, LOOKUPS = "none", "radix,suffix"  # a prediction and a grammar come w
 
 @dataclass
 class Walk:
-    """What the event loop's thread called; in ``audit`` what an idle audit did, apart from it."""
+    """Calls of the event loop's thread; those of an idle audit are in ``audit``."""
 
     modules: set[str] = field(default_factory=set)
     functions: set[tuple[str, str]] = field(default_factory=set)  # module, qualified name

@@ -63,10 +63,10 @@ class Guesser(Protocol):
         """Paths that may follow its tokens, the first one being the draft proper."""
 
     def learn(self, request: Request, num_accepted: int, num_new: int) -> None:
-        """So many tokens were appended, ``num_accepted`` of the longest path among them."""
+        """Learn from ``num_new`` appended tokens, ``num_accepted`` of them of the longest path."""
 
     def end(self, request: Request) -> None:
-        """It ended."""
+        """Forget a request, which ended."""
 
 
 @dataclass(slots=True)

@@ -102,7 +102,7 @@ class _Agent:
                 self.history_len += each[1]
 
     async def _sub_agent(self, ask: Ask, key: object) -> tuple[Reply, int] | None:
-        """Its summary and the length of that; None where the history leaves no room."""
+        """Run a sub-agent; returns its summary and the summary's length, or None without room."""
         args = self.scene.args
         rng = self.scene.rng(f"{self.name}/{key}")
         task_len, output_len = args.task_len.draw(rng), args.output_len.draw(rng)

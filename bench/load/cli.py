@@ -72,7 +72,7 @@ def parsed(
 
 
 def _settled(args: argparse.Namespace) -> argparse.Namespace:
-    """With what only the workload can say."""
+    """Complete the options with those that the workload decides."""
     workload = WORKLOADS[args.workload]
     if args.temperature is None:
         args.temperature = workload.temperature
@@ -157,7 +157,7 @@ async def run(load: Load, scene: Scene) -> tuple[dict[str, object], list[str]]:
         "longest_stall_ms": 1e3 * worst[0],
         **workload.own_figures(load.records, args),
     }
-    notes = [how, *scene.told()]
+    notes = [how, *scene.remarks()]
     if failed:
         notes.append(f"{len(failed)} of the warm-up requests failed")
     notes += stall_note(worst[0])

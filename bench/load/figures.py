@@ -21,7 +21,7 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class Record(msgspec.Struct, omit_defaults=True):
-    """One request as the client saw it; seconds on the client's clock. None: not told."""
+    """One request as the client saw it; seconds on the client's clock. None: not reported."""
 
     name: str
     due: float
@@ -122,7 +122,7 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Of sorted values, between two neighbours linearly; nan of none."""
+    """Percentile of sorted values, linear between two neighbours; nan without values."""
     if not values:
         return math.nan
     at = share * (len(values) - 1)
@@ -256,9 +256,9 @@ def _goodput(
 
 
 def _sum(records: Sequence[Record], name: str) -> int | None:
-    """None where no server told it."""
-    told = [value for record in records if (value := getattr(record, name)) is not None]
-    return sum(told) if told else None
+    """Sum of a figure; None where no server reported it."""
+    values = [value for record in records if (value := getattr(record, name)) is not None]
+    return sum(values) if values else None
 
 
 def _share(part: int | None, whole: int | None) -> float | None:

@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One request. ``watch`` is told its record whenever tokens have come."""
+    """One request. ``watch`` is called with its record whenever tokens have come."""
 
     name: str
     prompt: Sequence[Piece]
@@ -81,7 +81,7 @@ async def at_once(
 
 
 class Driver(Protocol):
-    """What a load is sent to."""
+    """Receiver of a load: a server or an engine."""
 
     async def ask(self, job: Job, record: Record) -> Content:
         """Send a job and write into its record as tokens come; raises `Failure`."""
@@ -93,7 +93,7 @@ class Driver(Protocol):
 
 
 class Corpus(Protocol):
-    """Where prompts are cut from."""
+    """Source of texts that prompts are cut from."""
 
     def cut(self, key: object, length: int) -> Content:
         """``length`` tokens that belong to ``key``: the same ones each time."""

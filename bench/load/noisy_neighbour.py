@@ -1,7 +1,7 @@
 """Noisy neighbour: what a long prompt does to the streams that run when it joins.
 
 In each round some streams run; once all are steady a long prompt joins. The gaps between their
-tokens are told apart by their middle: before it joined, and from then to its first token.
+tokens are divided by their middle: before it joined, and from then to its first token.
 """
 
 from __future__ import annotations

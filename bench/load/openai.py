@@ -20,7 +20,7 @@ from .http import Failure, Http
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 REFUSED = (400, 422)
 MAX_RAW_BYTES = 2000  # of an answer, kept for what it says of an error
-DROPS = (  # in this order, one more each time; what is told of it
+DROPS = (  # in this order, one more each time; and the note about it
     ("continuous_usage_stats", "tokens of a chunk are shared out by its characters"),
     ("ignore_eos", "answers may end early: lengths are not exact"),
     ("stream_options", "tokens are counted as chunks"),
@@ -86,8 +86,8 @@ class Answer:
         self.raw = b""  # of an answer that is no stream
         self._record, self._watch = record, watch
         self._parser = EventParser()
-        self._num_told = 0  # tokens by the last usage
-        self._is_counted = True  # the server told the tokens of every chunk so far
+        self._num_reported = 0  # tokens by the last usage
+        self._is_counted = True  # the server reported the tokens of every chunk so far
         self._usage: _Usage | None = None
 
     def feed(self, now: float, data: bytes) -> None:
@@ -121,18 +121,18 @@ class Answer:
 
     def _add(self, now: float, words: str, usage: _Usage | None) -> None:
         record = self._record
-        told = None if usage is None else usage.completion_tokens
-        self._is_counted = self._is_counted and told is not None
+        reported = None if usage is None else usage.completion_tokens
+        self._is_counted = self._is_counted and reported is not None
         record.times.append(now)
-        record.counts.append(1 if told is None else max(0, told - self._num_told))
-        self._num_told = told or self._num_told
+        record.counts.append(1 if reported is None else max(0, reported - self._num_reported))
+        self._num_reported = reported or self._num_reported
         self.text.append(words)
         self.lens.append(len(words))
         if self._watch is not None:
             self._watch(record)
 
     def finish(self) -> None:
-        """After the last byte: usage, and the tokens of chunks where they were not told."""
+        """Complete a record: usage, and the tokens of chunks if the server reported none."""
         if not self.is_whole:
             raise Failure("connection cut", "the stream ended without a finish_reason")
         record, usage = self._record, self._usage

@@ -1,4 +1,4 @@
-"""What a load prints and writes: progress while it runs, tables and JSON at its end."""
+"""Output of a load: progress while it runs, tables and JSON at its end."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def latency_rows(figures: Figures) -> list[dict[str, object]]:
 
 
 def total_rows(figures: Figures) -> list[dict[str, object]]:
-    """What has no distribution."""
+    """Rows of the totals: figures without a distribution."""
     shown = {
         "requests served / sent": f"{figures['served']} / {figures['requests']}",
         "errors": _errors(figures["errors"]),

@@ -1,4 +1,4 @@
-"""What stands round a load on a server: one of our own if none is named, and what it tells."""
+"""Server of a load, started here if none is named, and the figures that it reports."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _Tokens(msgspec.Struct):
 
 
 async def wait_healthy(http: Http, seconds: float) -> None:
-    """Until /health says 200. A server that has none is taken as healthy."""
+    """Wait until /health returns 200. A server without that route is taken as healthy."""
     try:
         async with asyncio.timeout(seconds):
             while (await _health(http)) >= 500:  # noqa: ASYNC110 - nobody tells us
@@ -117,7 +117,7 @@ async def _health(http: Http) -> int:
 
 
 async def first_model(http: Http, wanted: str | None) -> tuple[str, int | None]:
-    """Name and longest context, the latter if told; the first model where none is wanted."""
+    """Name and longest context, the latter if reported; the first model where none is wanted."""
     status, body = await http.get("/v1/models")
     found: list[_Model] = []
     if status == 200:
@@ -164,7 +164,7 @@ class KvUsage:
         return found is not None
 
     def figures(self) -> dict[str, float] | None:
-        """Mean and highest; None where nothing was told."""
+        """Mean and highest; None where nothing was reported."""
         if not self.shares:
             return None
         return {"mean": sum(self.shares) / len(self.shares), "max": max(self.shares)}

@@ -116,7 +116,7 @@ def synthetic(count: int, seed: int) -> list[Entry]:
 def _conversation(
     begin: float, shared: Sequence[int], ids: Iterator[int], rng: random.Random
 ) -> Iterator[Entry]:
-    """Turns of one user; its blocks are told apart from all others'."""
+    """Turns of one user; its blocks differ from all others'."""
     blocks, length, now = list(shared), BLOCK * len(shared), begin
     for _ in range(rng.randint(1, 5)):
         length += rng.randint(100, 1200)

@@ -75,7 +75,7 @@ def above_zero(text: str) -> float:
 
 @dataclass(slots=True)
 class Scene:
-    """What workloads are made from; ``max_len`` is the most tokens a request may have."""
+    """Inputs of all workloads; ``max_len`` is the most tokens a request may have."""
 
     args: argparse.Namespace
     corpus: TextCorpus
@@ -101,8 +101,8 @@ class Scene:
         self.num_cut += 1
         return max(SHORTEST, self.max_len - output_len - ROOM)
 
-    def told(self) -> list[str]:
-        """What was not as asked for."""
+    def remarks(self) -> list[str]:
+        """Remarks for the report: every way in which the load differs from its options."""
         found = list(self.notes)
         if self.num_cut:
             found.append(f"{self.num_cut} prompts were cut to fit {self.max_len} tokens")

@@ -137,7 +137,7 @@ def _measure(args: Any) -> Phases:  # noqa: ANN401 - argparse's own
         options |= more
         if model != "builtin":  # which has a draft model of its own
             options.setdefault("draft", ORACLE)
-        config = EngineConfig(**options)  # wrong options are told before files are read
+        config = EngineConfig(**options)  # wrong options are refused before files are read
         if config.kv_tokens is None and config.kv_memory is None:
             path = find_model(model).path
             options["kv_tokens"] = _kv_tokens(read_config(path), sizes, config)

@@ -1,4 +1,4 @@
-"""What `foretoken bench phases` finds: one JSON, from which plots and report are drawn."""
+"""Results of `foretoken bench phases`: one JSON, from which plots and report are drawn."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Phases(msgspec.Struct, kw_only=True):
     command: str
     machine: dict[str, object]
     model: str
-    settings: dict[str, object]  # what the engine was told, and what it chose
+    settings: dict[str, object]  # the engine's options, and its own choices
     text: str  # what the prompts are made of
     draft: str
     simulated: bool  # whether acceptance is
@@ -79,7 +79,7 @@ class Phases(msgspec.Struct, kw_only=True):
 
     @property
     def cached(self) -> list[PrefillPoint]:
-        """Where anything could be cached: a prompt of less than a page leaves nothing."""
+        """Points with a cached prefix: a prompt shorter than a page leaves nothing in the cache."""
         return [p for p in self.prefill if p.num_cached]
 
     def spreads(self) -> Iterator[tuple[str, int, Spread]]:

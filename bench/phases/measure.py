@@ -71,7 +71,7 @@ class Served:
 
     @property
     def seconds(self) -> float:
-        """From the first delta to the last."""
+        """Seconds from the first delta to the last."""
         return self.times[-1] - self.times[0]
 
     @property

@@ -15,7 +15,7 @@ from ..common.report import Spread
 from ..common.roofline import arithmetic_seconds, decode_floor, prefill_floor, weights_seconds
 from .data import DepthPoint, Phases
 
-# Okabe and Ito's colours: told apart by the colour-blind, and in grey.
+# Okabe and Ito's colours: distinct for the colour-blind, and in grey.
 BLUE, ORANGE, GREEN, INK, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#777777"
 STYLE: Any = {  # matplotlib names the type of its settings nowhere
     "font.size": 10,
@@ -173,7 +173,7 @@ def _depth(phases: Phases, panels: Panels) -> None:
 
 
 def _place(point: DepthPoint) -> float:
-    """Where a depth stands on the axis; "auto" apart from the rest."""
+    """Place of a depth on the axis; "auto" apart from the rest."""
     return point.depth if isinstance(point.depth, int) else 9.5
 
 
@@ -220,14 +220,14 @@ def _name(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def _legend(axes: Axes, where: Literal["best", "upper left"] = "best") -> None:
-    """What was measured first, then the lines."""
+    """Draw the legend: measurements first, then the lines."""
     named = zip(*axes.get_legend_handles_labels(), strict=True)
     handles, labels = zip(*sorted(named, key=lambda each: "roofline" in each[1]), strict=True)
     axes.legend(handles, labels, loc=where)
 
 
 def _from_zero(axes: Axes) -> None:
-    """With room for the legend above the curves."""
+    """Begin the axis at zero, with room for the legend above the curves."""
     axes.set_ylim(0, HEADROOM * axes.get_ylim()[1])
     _legend(axes, "upper left")
 

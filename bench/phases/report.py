@@ -9,7 +9,7 @@ from ..common.report import Spread, listed, table
 from ..common.roofline import batch_ridge, decode_floor, prefill_floor, prefill_ridge
 from .data import DepthPoint, Phases, PrefillPoint
 
-LOUD = 0.15  # of a median: repeats that lie further apart are told of
+LOUD = 0.15  # of a median: repeats that lie further apart are mentioned
 
 
 def write_report(phases: Phases, folder: Path, *, has_plots: bool) -> Path:
@@ -135,7 +135,7 @@ def _share(floor: float, seconds: Spread) -> str:
 
 
 def prefill_sentence(phases: Phases) -> str:
-    """Where arithmetic takes over from bytes, and how near the limit it runs."""
+    """Write from which length prefill is bound by arithmetic, and how fast it is."""
     shape, limits = phases.shape, phases.limits
     fastest = max(phases.prefill, key=lambda p: p.prompt_len / p.cold.median)
     last = phases.prefill[-1]
@@ -156,7 +156,7 @@ def _rate(phases: Phases, point: PrefillPoint) -> str:
 
 
 def decode_sentence(phases: Phases) -> str:
-    """What looking back costs, beside what its bytes would."""
+    """Write the cost of a long context, and the cost of its bytes alone."""
     shape, limits = phases.shape, phases.limits
     first, last = phases.decode[0], phases.decode[-1]
     slower = last.seconds.median / first.seconds.median
@@ -174,7 +174,7 @@ def decode_sentence(phases: Phases) -> str:
 
 
 def _cache_note(phases: Phases) -> str:
-    """What stays in a cache is not read from memory: the line is no limit then."""
+    """Write that the roofline is no limit where the weights stay in a cache; else nothing."""
     if phases.shape.weight_bytes >= phases.cache_bytes:
         return ""
     return (
@@ -184,7 +184,7 @@ def _cache_note(phases: Phases) -> str:
 
 
 def batch_sentence(phases: Phases) -> str:
-    """What a batch gains, and what each request pays."""
+    """Write the gain of a batch, and its cost to each request."""
     first = phases.batches[0]
     best = max(phases.batches, key=lambda p: p.rate.median)
     gain = best.rate.median / first.rate.median
@@ -213,7 +213,7 @@ def cached_sentence(phases: Phases) -> str:
 
 
 def depth_sentence(phases: Phases) -> str:
-    """Which depth pays, and what "auto" makes of it."""
+    """Write which depth pays, and the results of "auto"."""
     plain = next(p for p in phases.depths if p.depth == 0)
     fixed = [p for p in phases.depths if isinstance(p.depth, int) and p.depth > 0]
     best = min(fixed, key=lambda p: p.seconds.median)

@@ -65,7 +65,7 @@ class Job(Generic[T]):
 
 
 class StepThread(Protocol):
-    """Where an engine computes: a thread, or what a test puts in its place."""
+    """The thread in which an engine computes; tests put a fake in its place."""
 
     def start(self, work: Callable[[], T]) -> Job[T]:
         """Begin a call; its outcome is passed to ``Job.end`` on the event loop."""

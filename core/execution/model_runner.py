@@ -208,7 +208,7 @@ class ModelRunner:
         if not scheduled.draft_plan.max_draft:
             return draft
         # The proposer found none of them.
-        return replace(draft, odds=(0.0,) * len(draft.token_ids), note=proposed.note)
+        return replace(draft, survival=(0.0,) * len(draft.token_ids), note=proposed.note)
 
     def _propose(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> dict[int, Draft]:
         """The proposer's drafts by index of the request; none if it fails."""
@@ -345,7 +345,7 @@ class ModelRunner:
 def _output(
     scheduled: ScheduledRequest, draft: Draft, outcome: Verified, prompt: Sequence[TokenLogprob]
 ) -> RequestOutput:
-    """What the request yields."""
+    """Build a request's output; one that does not sample has prompt log-probabilities alone."""
     if not scheduled.samples:
         return RequestOutput(request_id=scheduled.request_id, prompt_logprobs=prompt)
     return RequestOutput(
@@ -360,10 +360,10 @@ def _output(
 
 
 def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float]:
-    """Of a step that took the host ``whole`` seconds; deciding is the rest of it.
+    """Seconds of drafting, forward pass and verifying in a step of ``whole`` seconds.
 
-    On a GPU drafts and forward pass are timed by its clock, and the host prepares deciding while
-    the pass still runs.
+    Verifying is the rest. On a GPU drafts and forward pass are timed by its clock, and the host
+    prepares verifying while the pass still runs.
     """
     draft, forward = (clock.seconds() for clock in clocks)
     return {"draft": draft, "forward": forward, "verify": max(0.0, whole - draft - forward)}

@@ -166,7 +166,7 @@ class StepLayout:
         return logits if len(self.sampled_rows) == len(logits) else logits[self.sampled_rows]
 
     def sampling_plan(self, num_logits: int) -> SamplingPlan | None:
-        """What is to be drawn, known before the pass; None where some of the logits do not decide.
+        """Tokens to draw, known before the pass; None where some of the logits decide no token.
 
         A row for each draft token and one before them, in the order of `walk_drafts`.
         """
@@ -183,7 +183,7 @@ class StepLayout:
         return SamplingPlan(rows, counts)
 
     def sample_rows(self) -> list[SampleRow]:
-        """What each of the sampled rows decides."""
+        """The request and the draft tokens before it, for each of the sampled rows."""
         return [
             SampleRow(request.tokens, request.sampling, request.tail(node), int(scheduled.is_ahead))
             for request, (scheduled, _) in zip(self.verify_requests, self.sampled, strict=True)

@@ -1,1 +1,1 @@
-"""What the packages meet through: requests, steps, and the protocols of drafting."""
+"""Types that the packages exchange: requests, steps, and the protocols of drafting."""

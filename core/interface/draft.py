@@ -20,9 +20,9 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int] = ()
     sources: Sequence[str] = ()  # [len(token_ids)]
     parents: Sequence[int] = ()  # [len(token_ids)], or none for a chain
-    # [len(token_ids)] chance that a node and all before it on its path come true, or none. A
-    # proposer reports its own estimate, 0 for looked-up nodes that it did not find itself
-    odds: Sequence[float] = ()
+    # [len(token_ids)] probability that a node and all before it on its path are accepted, or none.
+    # A proposer reports its own estimate, 0 for looked-up nodes that it did not find itself.
+    survival: Sequence[float] = ()
     note: object = None  # of the proposer for the speculator; no other code reads it
 
     @classmethod
@@ -40,7 +40,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
             token_ids=self.token_ids[:count],
             sources=self.sources[:count],
             parents=self.parents[:count],
-            odds=self.odds[:count],
+            survival=self.survival[:count],
         )
 
     def trunk(self) -> Draft:
@@ -109,7 +109,7 @@ NO_DRAFT = Draft()
 
 
 class DraftPlan(msgspec.Struct, frozen=True, gc=False):
-    """What one request drafts in a step: known tokens, a number for the proposer, or both.
+    """Plan of one request's draft in a step: known tokens, a number for the proposer, or both.
 
     With both the proposer merges what it guesses into the known tokens; where it may not branch,
     the better of the two chains is verified. Either may be a tree. If pages are short, the last

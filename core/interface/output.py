@@ -26,7 +26,7 @@ class Refusal(str):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step yields for one scheduled request.
+    """Result of a step for one scheduled request.
 
     ``token_ids`` is the accepted path followed by the recovered or bonus token; empty for a chunk
     that does not reach the end.

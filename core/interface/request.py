@@ -85,7 +85,7 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """What an answer cost. Counts are tokens, times are seconds since arrival."""
+    """Cost of an answer. Counts are tokens, times are seconds since arrival."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: their KV was in the prefix cache
@@ -108,7 +108,7 @@ class Usage:
 
 
 class Delta(msgspec.Struct, kw_only=True):
-    """What a step adds to an answer; a slow reader gets several steps merged."""
+    """Tokens that a step adds to an answer; a slow reader gets several steps merged."""
 
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []

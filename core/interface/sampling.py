@@ -146,7 +146,7 @@ class Constraint(Protocol):
     """
 
     def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
-        """Which tokens may follow the output and then ``tail``.
+        """Mask of the tokens that may follow the output and then ``tail``.
 
         None, which is no limit at all, where the tail itself is not allowed or ends the answer:
         what is drawn there is never served.
@@ -164,7 +164,7 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class SamplingMetadata:
-    """What the samplers of all backends must know of one request, resolved once at admission.
+    """One request's parameters for the samplers of all backends, resolved once at admission.
 
     ``has_processors``: logits processors apply at every position; below ``min_tokens`` they apply
     in any case. ``needs_history``: choosing or reporting a token needs more than its logits and its
@@ -226,7 +226,7 @@ class SamplingMetadata:
 
 
 def beyond_vocabulary(param: str, ids: Collection[int], vocab_size: int) -> str | None:
-    """What is wrong with token ids that a vocabulary does not have; None if it has them all."""
+    """Message for token ids that a vocabulary does not have; None if it has them all."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return None
     wrong = min(ids) if min(ids) < 0 else max(ids)

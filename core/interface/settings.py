@@ -119,7 +119,7 @@ class Setting:
 
     @property
     def _expected(self) -> str:
-        """Its types, as an error names them."""
+        """Names of the accepted types and choices, for errors."""
         if self.metavar == SIZE:
             return "a size such as 4GiB"
         name = next(name for kind, name in _KINDS.items() if kind in self.kinds or kind is str)

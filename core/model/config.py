@@ -29,7 +29,7 @@ class ExpertNames(NamedTuple):
 
     ``expert`` is the prefix of one, by its number. ``stacked``: all experts are in one tensor of
     each kind: "gpt-oss" transposed, with biases, a row of the gate before each of the factor;
-    "rows" the rows of the gate, then those of the factor. ``factors``: of what each says.
+    "rows" the rows of the gate, then those of the factor. ``factors``: of the output of each.
     """
 
     router: str = "mlp.gate"
@@ -77,7 +77,7 @@ class HeadSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What one layer does otherwise than others.
+    """Parts of one layer that may differ from other layers'.
 
     ``keys_as_values``: there is no matrix of values, which are keys before norm and RoPE.
     ``kv_of``: the earlier layer whose keys and values this one reads in place of its own.
@@ -93,7 +93,7 @@ class LayerSpec:
 
 
 class NormNames(NamedTuple):
-    """Where a layer has norms of the stream, as its tensors name them; None: there is none."""
+    """Tensor names of a layer's norms of the residual stream; None: there is no such norm."""
 
     attention: str | None = "input_layernorm"
     attention_out: str | None = None  # of what attention adds to the stream

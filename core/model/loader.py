@@ -108,7 +108,7 @@ def load_decoder(
 
 
 class _Options(NamedTuple):
-    """As they are given to `load_decoder`."""
+    """Options of `load_decoder`."""
 
     dtype: str
     device: torch.device
@@ -241,7 +241,7 @@ def _qkv_order(heads: HeadSpec, head: Tensor | None) -> Tensor | None:
 
 
 def _in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | QuantizedWeight:
-    """Its rows in that order."""
+    """Rows of a weight, plain or quantised, in the given order."""
     return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
 
 
@@ -421,7 +421,10 @@ class _Assembly:
         )
 
     def _stacked_experts(self, prefix: str, spec: ExpertsSpec) -> tuple[MlpWeights, ...]:
-        """Of gpt-oss each matrix is transposed, a row of the gate before each of the factor."""
+        """Pack experts whose matrices are stored as one tensor.
+
+        gpt-oss stores each matrix transposed, with rows of gate and factor in turn.
+        """
         at, is_turned = prefix + spec.names.expert, spec.names.stacked == "gpt-oss"
         first, second = (
             self._stack(at + name, spec.count, is_turned=is_turned)
@@ -499,8 +502,9 @@ class _Assembly:
         return self._ops.pack_linear(weight, stacked)
 
     def _stacked(self, weights: list[StoredWeight], *, keeps: bool) -> Tensor | QuantizedWeight:
-        """As they are stored if all are of one kind that is kept, else cast. A factor is rounded
-        into plain weights alone: scales of 16 bits would lose more.
+        """Stack weights: as stored if all are of one kind that is kept, else cast.
+
+        A factor is rounded into plain weights alone: scales of 16 bits would lose more.
         """
         if not keeps:
             return torch.cat([self._cast(each) for each in weights])

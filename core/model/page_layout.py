@@ -57,7 +57,7 @@ class PageLayout:
 
     @property
     def shapes(self) -> list[KvShape]:
-        """Of the parts of the pool."""
+        """KV shape of each part of the pool."""
         return [
             KvShape(part.num_layers, part.heads.num_kv_heads, part.heads.head_dim)
             for part in self.parts

@@ -1,4 +1,4 @@
-"""What a checkpoint is and needs, and what would compute it: from its headers, without weights."""
+"""Report of a checkpoint's model, memory and backend: from its headers, without weights."""
 
 from __future__ import annotations
 

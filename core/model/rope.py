@@ -182,7 +182,7 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Those of a head that turns as a whole."""
+    """Frequencies of a head all of whose dimensions turn, [head_dim / 2] float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (spec.theta**exponents)
     if spec.divisors:

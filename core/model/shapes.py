@@ -22,7 +22,7 @@ _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 def layer_prefix(layer: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """Prefix of the names of a layer's tensors."""
     return f"model.layers.{layer}."
 
 

@@ -52,7 +52,7 @@ def choose_ops(
 
 
 def _refuse_torch(backend: Backend, quantize: Quantize, kv_dtype: KvDtype, why: str) -> None:
-    """Where it cannot stand in for kernels that cannot be had."""
+    """Raise ModelLoadError where torch cannot replace kernels that are not available."""
     if backend in ("native", "triton"):
         raise ModelLoadError(f"backend {backend} is not available: {why}")
     if quantize != "none":

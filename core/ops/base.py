@@ -58,7 +58,7 @@ class HeadNorm:
 
 
 class Activation(NamedTuple):
-    """What stands between the two matrices of an MLP.
+    """Function between the two matrices of an MLP.
 
     ``gated``: the input is a gate and a factor side by side, the output ``act(gate) * factor``;
     else the output is ``act(input)``. The clamped kind is gpt-oss's (arXiv 2508.10925):
@@ -75,7 +75,7 @@ SILU = Activation()
 
 
 class Tables(NamedTuple):
-    """Which of a plan's RoPE tables turn a layer's queries and keys."""
+    """Indices of the plan's RoPE tables that turn a layer's queries and keys."""
 
     queries: int = 0
     keys: int = 0
@@ -119,7 +119,7 @@ class Rope(Protocol):
 
 
 class LayersOutput(NamedTuple):
-    """What the layers of a decoder leave, until its next pass.
+    """Outputs of a decoder's layers, valid until its next pass.
 
     A backend that copies the rows to its device itself says where ``logit_rows`` are there. One
     that also computes the output layer fills in ``logits``; if it sampled every row, ``tokens``.
@@ -195,7 +195,7 @@ class ExpertWeights:
     routing: Routing
     experts: tuple[MlpWeights, ...]  # all of one shape
     choice_bias: Tensor | None = None  # [num_experts] float32
-    factors: Tensor | None = None  # [num_experts] float32, of what each of them says
+    factors: Tensor | None = None  # [num_experts] float32, of the output of each
     shared: MlpWeights | None = None
     shared_gate: PackedLinear | None = None  # [1, hidden], not quantised
 
@@ -210,7 +210,7 @@ class ExpertWeights:
 class ExpertsBeside:
     """A mixture of experts beside an MLP; both read the stream, each by a norm of its own.
 
-    What the MLP says and what the experts say is added up, each behind its norm (Gemma 4).
+    The outputs of MLP and experts are added up, each behind its norm (Gemma 4).
     """
 
     experts: ExpertWeights
@@ -249,7 +249,7 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Gemma4Extras:
-    """What a layer of Gemma 4 has besides Llama's parts; gemma4.py computes it.
+    """Parts of a Gemma 4 layer besides Llama's; gemma4.py computes them.
 
     ``out_norm``: of the sum of MLP and experts, in place of `LayerWeights.mlp_out_norm`.
     """
@@ -325,7 +325,7 @@ class Ops(Protocol):
 
     @property
     def batch_device(self) -> str | None:
-        """Where a batch's tensors are made; None: beside the weights."""
+        """Device on which a batch's tensors are made; None: that of the weights."""
 
     @property
     def sampler(self) -> Sampler:

@@ -65,7 +65,7 @@ class DeviceTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
-    """What a batch's logits will decide, for a backend that can choose along with the pass.
+    """Tokens that a batch's logits will decide, for a backend that can choose within the pass.
 
     Each of ``rows`` has a run of logits: the first decides the row's token, each of the others the
     one behind a token more of a draft. Draft ids are not needed: without edits the logits alone
@@ -78,7 +78,7 @@ class SamplingPlan:
 
 
 class Wanted(NamedTuple):
-    """What a caller wants of a pass besides KV, hidden states and logits.
+    """Outputs that a caller wants of a pass besides KV, hidden states and logits.
 
     ``draws``: the tokens that the logits will decide. A `DeviceSampler`'s backend may choose them
     along with the pass; other backends do not look at them. ``taps``: boundaries of the residual
@@ -95,7 +95,7 @@ NOTHING_MORE = Wanted()
 
 
 class ForwardOutput(NamedTuple):
-    """What a pass leaves, until the decoder's next pass."""
+    """Outputs of a pass, valid until the decoder's next pass."""
 
     hidden: Tensor  # [num_rows, hidden]: the final norm's output
     logits: Tensor  # [num_logits, vocab] float32
@@ -143,12 +143,12 @@ class RaggedBatch:
 
     @cached_property
     def first_tails(self) -> IntArray:
-        """Where in ``tails`` each segment's begin, [num_segments]."""
+        """Index in ``tails`` of each segment's first one, [num_segments]."""
         return np.cumsum(self.tail_lens) - self.tail_lens
 
     @cached_property
     def first_pages(self) -> IntArray:
-        """Where in ``pages`` each segment's begin, [num_segments]."""
+        """Index in ``pages`` of each segment's first one, [num_segments]."""
         return np.cumsum(self.page_counts) - self.page_counts
 
     @cached_property

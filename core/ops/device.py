@@ -102,11 +102,11 @@ class Stopwatch(Protocol):
         """End, behind all that was launched since."""
 
     def seconds(self) -> float:
-        """How long that took; waits until the device is there."""
+        """Seconds from start to stop; waits until the device is there."""
 
 
 def make_stopwatch(device: torch.device) -> Stopwatch:
-    """One that may be started again and again."""
+    """Make a stopwatch that may be started again and again."""
     return _CudaStopwatch() if device.type == "cuda" else _HostStopwatch()
 
 

@@ -123,7 +123,7 @@ class KvShape(NamedTuple):
 
 
 class KvPlace(NamedTuple):
-    """Where a layer's keys and values are: in which of `KVPool.parts`, as which of its layers."""
+    """Place of a layer's keys and values: index in `KVPool.parts`, and layer of that part."""
 
     part: int
     layer: int
@@ -304,5 +304,5 @@ def to_scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def from_scaled(items: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `to_scaled` made, ``[.., head_dim]`` in ``dtype``."""
+    """Undo `to_scaled`: ``[.., head_dim]`` in ``dtype``."""
     return items.float().mul_(scales.unsqueeze(-1)).to(dtype)

@@ -76,7 +76,7 @@ def _attend_and_think(
 
 
 def run_mlp(ops: Ops, x: Tensor, mlp: MlpWeights) -> Tensor:
-    """What an MLP makes of rows ``[T, hidden]``."""
+    """Compute an MLP on rows ``[T, hidden]``."""
     return ops.linear(ops.activate(ops.linear(x, mlp.gate_up), mlp.activation), mlp.down)
 
 
@@ -91,7 +91,7 @@ def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
 
 
 def _attend(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
-    """What attention adds to the stream."""
+    """Compute the summand that attention adds to the residual stream, ``[T, hidden]``."""
     index = layer.place.layer
     q = ops.rope_write(ops.linear(x, layer.qkv), index, plan, layer.head_norm, layer.tables)
     attended = ops.attention(q, index, plan, layer.window, cap=layer.cap, sinks=layer.sinks)

@@ -89,7 +89,7 @@ class QuantizedWeight:
         return scale, minimum
 
     def rows(self, order: Tensor) -> QuantizedWeight:
-        """Its rows ``order`` [num_rows], in that order."""
+        """Select the rows ``order`` [num_rows], in that order."""
         minimum = None if self.minimum is None else self.minimum[order]
         factors = tuple(each[order] for each in self.factors)
         return QuantizedWeight(self.kind, self.values[order], self.scale[order], minimum, factors)
@@ -107,7 +107,7 @@ class QuantizedStack:
     one: Callable[[int], QuantizedWeight]
 
     def dequantize(self) -> Tensor:
-        """All of them in float32."""
+        """Dequantise the weights to float32."""
         return torch.stack([self.one(index).dequantize().T for index in range(self.count)])
 
 

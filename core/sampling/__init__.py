@@ -1,1 +1,1 @@
-"""From logits to tokens: logits processors, truncation, noise, and the one verifier."""
+"""Choice of tokens by logits: logits processors, truncation, noise, and the one verifier."""

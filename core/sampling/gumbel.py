@@ -82,12 +82,12 @@ def _gumbel_of_words(words: Tensor) -> Tensor:
 
 
 def _stream_key(seed: int, position: int) -> int:
-    """Where the noise of one output position starts: splitmix64 number ``position`` of a seed."""
+    """Key of the noise of one output position: splitmix64 number ``position`` of a seed."""
     return _signed(_mix(stream_start(seed) + _GOLDEN * (position + 1)))
 
 
 def stream_start(seed: int) -> int:
-    """What `stream_keys` makes of a seed at every position; 64 bits, unsigned."""
+    """Part of `stream_keys` that is the same at every position of a seed; 64 bits, unsigned."""
     return splitmix64(seed)
 
 
@@ -97,7 +97,7 @@ def splitmix64(word: int) -> int:
 
 
 def stream_keys(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where the noise of each (`stream_start`, output position) starts: keys of `gumbel_rows`."""
+    """Keys of the noise of each (`stream_start`, output position), for `gumbel_rows`."""
     words = starts + np.uint64(_GOLDEN) * (positions + 1).view(np.uint64)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(_ODD_1)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(_ODD_2)

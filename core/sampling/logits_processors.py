@@ -100,7 +100,7 @@ def scaled(values: Tensor, rows: Sequence[SampleRow], temperature_scale: float =
 
 
 def truncate(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
-    """What top-k, min-p and top-p leave of ``values`` [num_rows, vocab], each row's maximum 0.
+    """Apply top-k, min-p and top-p to ``values`` [num_rows, vocab], each row's maximum 0.
 
     Returns (values, ids), both [num_rows, width], best first; shorter rows end in -inf.
     """

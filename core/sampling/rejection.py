@@ -55,7 +55,7 @@ class _Guess(NamedTuple):
 def verify_by_rejection(
     logits: Tensor, requests: Sequence[VerifyRequest], draft_probs: Sequence[Tensor | None]
 ) -> list[Verified]:
-    """As `verify`, by rejection sampling.
+    """Verify by rejection sampling; otherwise like `verify`.
 
     ``draft_probs``: for each row, the distributions [len(draft), vocab] that its tokens were drawn
     from, float32, or None where the drafter left nothing to chance, as a look-up does. Raises
@@ -129,7 +129,7 @@ def _weigh_cut(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tenso
 def _guesses(
     requests: Sequence[VerifyRequest], draft_probs: Sequence[Tensor | None], vocab_size: int
 ) -> list[_Guess | None]:
-    """What each row of logits has to judge; None behind a whole draft."""
+    """Draft token that each row of logits verifies; None behind a whole draft."""
     guesses: list[_Guess | None] = []
     for request, probs in zip(requests, draft_probs, strict=True):
         wanted = (len(request.draft), vocab_size)
@@ -174,7 +174,7 @@ def _judge(logits: Tensor, trials: Sequence[_Trial]) -> list[SampledToken]:
 
 
 def _remains(target: Tensor, drawn_from: Tensor) -> Tensor:
-    """What the target has more of, not normalised; the target where rounding leaves nothing."""
+    """Excess of the target's probabilities, not normalised; the target where it rounds to 0."""
     excess = (target - drawn_from).clamp_(min=0.0)
     return torch.where(excess.amax(-1, keepdim=True) > 0, excess, target)
 

@@ -33,7 +33,7 @@ class DraftVocab:
 
     @cached_property
     def names(self) -> list[int]:
-        """These tokens."""
+        """Token ids as a list."""
         ids: list[int] = self.token_ids.tolist()
         return ids
 

@@ -38,7 +38,7 @@ class TopKTopP:
 
     @classmethod
     def of(cls, params: Sequence[TokenSamplingParams], values: Tensor) -> TopKTopP:
-        """What the ``params`` of each row of ``values`` [num_rows, vocab] ask for."""
+        """Build the limits of each row of ``values`` [num_rows, vocab] from its ``params``."""
         size = values.shape[-1]
         top_k = [[p.top_k if 0 < p.top_k < size else size] for p in params]
         min_p_logit = [[math.log(p.min_p) if p.min_p > 0.0 else _NEVER] for p in params]
@@ -51,7 +51,7 @@ class TopKTopP:
         )
 
     def keep(self, ranked: Tensor, total: Tensor | None) -> Tensor:
-        """Which of the values ``ranked`` best first stay, bool [num_rows, num_candidates].
+        """Mask of the values that stay, bool [num_rows, num_candidates]; ``ranked`` best first.
 
         ``total``: a row's mass, where ``ranked`` is not all of it.
         """

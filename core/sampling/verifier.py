@@ -154,7 +154,7 @@ def walk_drafts(
 
 
 def first_rows(logits: Tensor, requests: Sequence[VerifyRequest]) -> list[int]:
-    """Where each request's logits begin. Raises ValueError for another number of them."""
+    """First row of logits of each request. Raises ValueError for another number of rows."""
     starts = list(accumulate((len(request.draft) + 1 for request in requests), initial=0))
     if starts.pop() != len(logits):
         raise ValueError(f"{len(logits)} rows of logits for {len(requests)} drafts")
@@ -164,7 +164,7 @@ def first_rows(logits: Tensor, requests: Sequence[VerifyRequest]) -> list[int]:
 def verified(
     logits: Tensor, request: VerifyRequest, start: int, token_ids: Sequence[int], error: str | None
 ) -> Verified:
-    """What a walk along a request's draft has come to; its logits begin at ``start``."""
+    """Build the result of a walk along a request's draft; its logits begin at ``start``."""
     path = request.follow(token_ids if error is not None else token_ids[:-1])
     num_top = request.sampling.params.logprobs
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -257,7 +257,7 @@ class _Walk:
 
 
 def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[_Walk, int]]]:
-    """What to sample together, as (walk, node); a node comes behind its parent.
+    """Groups of (walk, node) to sample together; a node comes behind its parent.
 
     On a CPU one level after the other: rows beside the path cost time and decide nothing.
     Elsewhere all at once: asking how far each walk got costs more.
@@ -299,7 +299,7 @@ def _blocks(
 
 
 def _take(logits: Tensor, indices: list[int]) -> Tensor:
-    """Those rows in float32; without a copy where they lie side by side."""
+    """Select rows in float32; without a copy where they are adjacent."""
     first, after = indices[0], indices[0] + len(indices)
     adjacent = indices == list(range(first, after))
     return (logits[first:after] if adjacent else logits[indices]).to(torch.float32)

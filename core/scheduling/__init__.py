@@ -1,1 +1,1 @@
-"""Which tokens of which requests a step computes. Pure Python: no torch, no clock, no await."""
+"""Choice of the tokens that a step computes. Pure Python: no torch, no clock, no await."""

@@ -122,7 +122,7 @@ class WaitingQueue:
 
     @property
     def requests(self) -> ValuesView[Request]:
-        """All of them, in no order. O(1)."""
+        """All waiting requests, in no order. O(1)."""
         return self._requests.values()
 
     def __iter__(self) -> Iterator[Request]:
@@ -203,7 +203,7 @@ class WaitingQueue:
     # -- tenants' queues ------------------------------------------------------------------------
 
     def _urgent(self) -> list[TenantQueue]:
-        """Of each level as urgent as the most urgent request, the tenant served least."""
+        """The least served tenant of each level that is as urgent as the most urgent request."""
         if not self._levels:
             return []
         # Waiting raises a request to the most urgent waiting one and no further, so requests of a

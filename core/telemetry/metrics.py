@@ -101,7 +101,7 @@ class Histogram(Buckets, Collector):
         self._name, self._text = PREFIX + name, text
 
     def collect(self) -> Iterable[Metric]:
-        """As it stands now."""
+        """Return the histogram's present value."""
         buckets, total = self.read()
         yield HistogramMetricFamily(self._name, self._text, buckets, total)
 
@@ -114,7 +114,7 @@ class Histograms(Collector):
         self.of: defaultdict[str, Buckets] = defaultdict(lambda: Buckets(bounds))
 
     def collect(self) -> Iterator[Metric]:
-        """As they stand now."""
+        """Return the present value of each label's histogram."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
         for value, each in self.of.items():
             family.add_metric([value], *each.read())
@@ -155,7 +155,7 @@ class QueueCollector(Collector):
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
-        """As it stands now; called by the registry."""
+        """Return the present values; called by the registry."""
         scheduler = self._scheduler
         limits = scheduler.limits
         running, waiting = len(scheduler.running), len(scheduler.waiting)
@@ -175,7 +175,7 @@ class PoolCollector(Collector):
         self._cache = cache
 
     def collect(self) -> Iterator[Metric]:
-        """As it stands now; called by the registry."""
+        """Return the present values; called by the registry."""
         cache = self._cache
         total, free, evictable = (
             cache.num_total_pages, cache.num_free_pages, cache.num_evictable_pages
@@ -232,7 +232,7 @@ class FaultCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """As it stands now; called by the registry."""
+        """Return the present values; called by the registry."""
         engine = self._engine
         yield gauge("engine_alive", "1 while the engine's loop runs", engine.alive)
         yield counter(
@@ -247,7 +247,7 @@ class FaultCollector(Collector):
 
 
 class BuildCollector(Collector):
-    """Which build this is: a gauge that is always 1, for its labels."""
+    """Versions of this build, as labels of a gauge that is always 1."""
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
@@ -265,7 +265,7 @@ class TokenCollector(Collector):
         self._spec_stats = spec_stats
 
     def collect(self) -> Iterable[Metric]:
-        """As it stands now; called by the registry."""
+        """Return the present values; called by the registry."""
         spec_stats = self._spec_stats
         yield counter("generation_tokens", "Output tokens served", spec_stats.num_tokens)
         for name, text, value in (
@@ -314,7 +314,7 @@ class _Steps(Collector):
         self.num_prefill = self.num_decode = 0  # tokens
 
     def collect(self) -> Sequence[Metric]:
-        """As it stands now; called by the registry."""
+        """Return the present values; called by the registry."""
         tokens = {
             "prefill": self.num_prefill,
             "decode": self.num_decode,

@@ -47,14 +47,14 @@ class SpecDecodeStats:
         return num_tokens / max(1, self.num_drafts)
 
     def observe_requests(self, outputs: Iterable[RequestOutput]) -> None:
-        """What a step verified."""
+        """Count the drafts that a step verified."""
         for output in outputs:
             if output.draft.token_ids:
                 self.path_lens[output.draft.height] += 1
                 self.num_trees += not output.draft.is_chain
 
     def observe_delta(self, delta: Delta) -> None:
-        """What a step served to one request."""
+        """Count the tokens that a step served to one request."""
         if not delta.token_ids:
             return
         self.num_tokens += len(delta.token_ids)
@@ -121,7 +121,7 @@ class EngineLog:
         self._load_before = Load()
 
     def tick(self) -> None:
-        """To be called with every step, before its tokens are counted; cheap."""
+        """Report when it is time; called in every step, before its tokens are counted. Cheap."""
         now, last = self._clock(), self._last_tick
         self._last_tick = now
         if now - last > 2 * self._interval_s:  # idle meanwhile: that time does not count

@@ -1,1 +1,1 @@
-"""How much to guess: measured odds against measured prices."""
+"""How much to guess: measured survival against measured prices."""

@@ -85,7 +85,9 @@ class StepCandidates:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What each request drafts: of a known draft, or with the proposer, which begins with that.
+    """Draft tokens of each request: nodes of its known draft, or of the proposer.
+
+    The proposer's draft includes the known one.
 
     ``net_gain``: expected tokens beyond the price of the drafts. ``row_prices``: tokens that
     one more row for each request must bring it, none where the proposer is not asked;
@@ -346,6 +348,6 @@ def _num_passes(candidates: StepCandidates, depth: int) -> int:
 
 
 def _last_depths(candidates: StepCandidates, num_depths: int) -> list[int]:
-    """For each number of passes the most nodes that it yields: fewer are within these."""
+    """Most nodes that each number of passes yields: fewer are within these."""
     by_passes = {_num_passes(candidates, depth): depth for depth in range(1, num_depths + 1)}
     return list(by_passes.values())

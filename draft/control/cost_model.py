@@ -138,7 +138,7 @@ class _Fit:
 
     @property
     def slope(self) -> float:
-        """Of the seconds by the curve."""
+        """Seconds of a pass for each second by the curve."""
         prior = (PRIOR_SPREAD * self._curve.value) ** 2
         if not prior:
             return 1.0

@@ -11,7 +11,7 @@ a row a lot.
 `NodeWorth`: how many accepted tokens does the b-th best node of a proposer's draft bring, and how
 often has a draft so many nodes? Asked before the proposer drafts.
 
-A third one, `GapModel` (draft/models/tree_growth.py), works in the model thread, while a draft
+A third one, `GapModel` (draft/proposers/gap_model.py), works in the model thread, while a draft
 grows: which of the best tokens of a place will the target take, by the gaps of their scores?
 """
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..sources.source import BUCKETS, Odds, Priors
+from ..sources.source import BUCKETS, Chances, Priors
 
 FloatArray = NDArray[np.float64]
 
@@ -53,7 +53,7 @@ class _Curve:
     is_stale: bool = True
 
     @classmethod
-    def of(cls, prior: Odds) -> _Curve:
+    def of(cls, prior: Chances) -> _Curve:
         curve = cls([PRIOR_TOKENS * chance for chance in prior], [PRIOR_TOKENS] * len(prior))
         curve.refresh()
         return curve
@@ -106,9 +106,9 @@ class AcceptanceModel:
         self._adjustments: dict[str, dict[str, _Adjustment]] = {}  # by request and source
 
     def register(self, source: str, priors: Priors) -> None:
-        """Add a source with its odds before anything is measured."""
+        """Add a source with its chances before anything is measured."""
         self._curves[source] = [
-            [_Curve.of(odds) for odds in kinds] for kinds in (priors.greedy, priors.sampled)
+            [_Curve.of(chances) for chances in kinds] for kinds in (priors.greedy, priors.sampled)
         ]
 
     def survival(

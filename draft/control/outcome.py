@@ -38,17 +38,17 @@ class DraftOutcome:
     @property
     def num_ranked(self) -> int:
         """Nodes that the proposer found itself."""
-        odds = self.draft.odds
-        return sum(map(bool, odds)) if odds else len(self.draft.token_ids)
+        survival = self.draft.survival
+        return sum(map(bool, survival)) if survival else len(self.draft.token_ids)
 
     @property
     def accepted_ranks(self) -> Sequence[int]:
-        """Ranks of accepted nodes among those that the proposer found, by its odds, best is 0.
+        """Ranks of accepted nodes among those that the proposer found, best is 0.
 
-        Without odds the order of the nodes is taken for that of their odds.
+        They are ranked by its estimate of survival, or by their order if it made none.
         """
-        odds = self.draft.odds
-        if not odds:
+        survival = self.draft.survival
+        if not survival:
             return self.path
-        order = sorted(range(len(odds)), key=lambda node: -odds[node])
-        return tuple(order.index(node) for node in self.path if odds[node])
+        order = sorted(range(len(survival)), key=lambda node: -survival[node])
+        return tuple(order.index(node) for node in self.path if survival[node])

@@ -45,7 +45,7 @@ class MakeProposer(Protocol):
 
 
 def no_spare_pages(page_size: int) -> int:  # noqa: ARG001
-    """None: what a pass computes lies in the pages of its requests, or nowhere."""
+    """Return 0: a pass keeps its KV in the pages of its requests, or has none."""
     return 0
 
 

@@ -282,7 +282,7 @@ class _Pairs:
 
     @classmethod
     def of(cls, head: BlockFrame) -> _Pairs | None:
-        """None where more than the token before matters, or a device has the weights."""
+        """Build it; None where more than the token before matters, or a device has the weights."""
         markov = head.markov_head
         if (
             markov is None

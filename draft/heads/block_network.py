@@ -235,10 +235,10 @@ class BlockHead(BlockFrame):
         return x if self.config.predicts_at_anchor else x[:, :, 1:]
 
     def forward(self, token_ids: Tensor, taps: Tensor, anchors: Tensor) -> Tensor:
-        """For training: hidden states ``[b, n, num_drafted, hidden]`` of blocks in whole sequences.
+        """Compute hidden states of blocks in whole sequences, ``[b, n, num_drafted, hidden]``.
 
-        ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden] of the same positions;
-        ``anchors`` [b, n]: positions of the blocks' last known tokens.
+        It is for training. ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden] of
+        the same positions; ``anchors`` [b, n]: positions of the blocks' last known tokens.
         """
         length = token_ids.shape[1]
         places = torch.arange(length, device=token_ids.device)

@@ -187,7 +187,7 @@ class EagleHead(EagleFrame):
         return self.midlayer.outputs(features, self.midlayer.attended(q, context, seen, own))
 
     def forward(self, token_ids: Tensor, taps: Tensor, num_passes: int) -> list[Tensor]:
-        """For training: hidden states of ``num_passes`` passes over whole sequences.
+        """Compute, for training, hidden states of ``num_passes`` passes over whole sequences.
 
         ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden] of the same positions.
         Pass ``k`` gives ``[b, T - 1 - k, hidden]``, as `logits` takes them: column ``i`` of it

@@ -43,7 +43,7 @@ class Span:
 
     @property
     def reached(self) -> int:
-        """Behind the last position that has head KV or waits for it."""
+        """Position behind the last that has head KV or waits for it."""
         return self.stop + len(self.waiting_ids)
 
 

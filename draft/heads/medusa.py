@@ -126,7 +126,7 @@ class MedusaProposer(HeadProposer):
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
 
     def write_head_kv(self, written: Written) -> Tensor:
-        """No KV; the features are what the target's final norm makes of its last layer's output."""
+        """Write no KV; the features are the last layer's output behind the target's final norm."""
         return self._final_norm(written.taps.contiguous())
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:

@@ -10,7 +10,7 @@ and none of them otherwise. Looking at the noise is harmless where the verifier'
 depend on drafts. B, a and b are fitted as positions are judged.
 
 It judges single tokens, in the model thread, and grows trees by them. What a drafter's nodes bring
-to a step, by source and rank, is learnt in the event loop: see draft/control/acceptance.py.
+to a step, by source and rank, is learnt in the event loop: see draft/control/estimators.py.
 """
 
 from __future__ import annotations

@@ -81,13 +81,13 @@ class TreeGrowth:
         self.plan = self.scheduled.draft_plan
         self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
         self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
-        if self.is_tree and self.plan.draft.odds:
+        if self.is_tree and self.plan.draft.survival:
             self._begin_with(self.plan.draft)
 
     def _begin_with(self, known: Draft) -> None:
         """The tokens that were looked up."""
         parents = known.parents or range(-1, len(known.token_ids) - 1)
-        fields = (known.token_ids, parents, known.sources, known.odds)
+        fields = (known.token_ids, parents, known.sources, known.survival)
         for token_id, parent, source, survival in zip(*fields, strict=True):
             self._add(token_id, parent, source, survival, 0.0)
 
@@ -116,7 +116,7 @@ class TreeGrowth:
 
         A known chain is compared with the grown one by survival, which needs scores.
         """
-        return bool(self.plan.row_prices or self.is_tree or self.plan.draft.odds)
+        return bool(self.plan.row_prices or self.is_tree or self.plan.draft.survival)
 
     def expand(self, node: int, best: Best) -> None:
         """Note what a pass found behind ``node``."""
@@ -208,17 +208,17 @@ class TreeGrowth:
         return opened
 
     def _least(self) -> float:
-        """The odds that one more node must exceed."""
-        odds, most = self._ranked_odds(), self.plan.max_draft
+        """The survival that one more node must exceed."""
+        survival, most = self._ranked_survival(), self.plan.max_draft
         prices = [self._price(count) for count in range(most + 1)]
-        count = self._best(odds)[0]
+        count = self._best(survival)[0]
         if count == most:
-            return odds[-1] if len(odds) == most else odds[most - 1]
+            return survival[-1] if len(survival) == most else survival[most - 1]
         ahead = range(count + 1, most + 1)
         slope = min((prices[more] - prices[count]) / (more - count) for more in ahead)
-        return min(slope, odds[count - 1]) if count else slope
+        return min(slope, survival[count - 1]) if count else slope
 
-    def _ranked_odds(self) -> list[float]:
+    def _ranked_survival(self) -> list[float]:
         return sorted((node.survival for node in self.nodes if node.survival), reverse=True)
 
     def _price(self, count: int) -> float:
@@ -231,12 +231,13 @@ class TreeGrowth:
         last = prices[-1] - (prices[-2] if len(prices) > 1 else 0.0)
         return prices[-1] + last * (count - len(prices))
 
-    def _best(self, odds: Sequence[float]) -> tuple[int, float]:
-        """How many of the best nodes, by their falling ``odds``, pay most for their rows; and what
-        they bring beyond these: a row may cost nothing, and the next one a tile's price.
+    def _best(self, survival: Sequence[float]) -> tuple[int, float]:
+        """Count the best nodes, by falling ``survival``, that bring most beyond their rows' price.
+
+        Returns that count and gain. A row may cost nothing, and the next one a tile's price.
         """
         count, most, total = 0, 0.0, 0.0
-        for index, each in enumerate(odds[: self.plan.max_draft], 1):
+        for index, each in enumerate(survival[: self.plan.max_draft], 1):
             total += each
             if (net := total - self._price(index)) > most:
                 count, most = index, net
@@ -244,9 +245,9 @@ class TreeGrowth:
 
     def expected_gain(self, frontier: Sequence[int]) -> float:
         """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
-        odds = self._ranked_odds()
+        survival = self._ranked_survival()
         added = [self.gap_model.mean_best * self._left(self.nodes[node]) for node in frontier]
-        return self._best(sorted(odds + added, reverse=True))[1] - self._best(odds)[1]
+        return self._best(sorted(survival + added, reverse=True))[1] - self._best(survival)[1]
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first level down to ``node``."""
@@ -278,8 +279,8 @@ class TreeGrowth:
         """
         note = DraftNote(self.num_levels, num_uncached)
         known = NO_DRAFT if self.is_tree else self.plan.draft.trunk()
-        if known.odds and sum(known.odds) >= sum(node.survival for node in self.nodes):
-            return replace(known, odds=[0.0] * len(known.odds), note=note)
+        if known.survival and sum(known.survival) >= sum(node.survival for node in self.nodes):
+            return replace(known, survival=[0.0] * len(known.survival), note=note)
         likely = [index for index, node in enumerate(self.nodes) if node.survival]
         best = sorted(likely, key=lambda index: -self.nodes[index].survival)
         best = best[: self._best([self.nodes[index].survival for index in best])[0]]
@@ -294,7 +295,7 @@ class TreeGrowth:
             token_ids=[self.nodes[node].token_id for node in order],
             sources=tuple(self.nodes[node].source for node in order),
             parents=() if parents == list(range(-1, len(order) - 1)) else parents,
-            odds=[self.nodes[node].own_survival for node in order],
+            survival=[self.nodes[node].own_survival for node in order],
             note=note,
         )
         if self.drawn_from and order:

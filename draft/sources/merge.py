@@ -18,18 +18,18 @@ from ...core.interface.draft import Draft
 from .source import Guess
 
 Survival = NDArray[np.float64]
-"""[num_tokens] chance that a draft token and all before it are accepted; never rising."""
+"""[num_tokens] probability that a draft token and all before it are accepted; never rising."""
 
 
 @dataclass(slots=True, eq=False)
-class Path:
-    """Tokens one behind the other, the first of them at level ``start``, and their odds."""
+class GuessPath:
+    """A run of tokens, the first of them at level ``start``, and their survival."""
 
     token_ids: array[int]
     source: str
-    odds: Survival  # [len(token_ids)], those of all tokens before it included
+    survival: Survival  # [len(token_ids)]
     start: int = 0  # tokens before it, on the paths that it leaves
-    branches: list[Path] = field(default_factory=list)  # that begin at one of its tokens, or behind
+    branches: list[GuessPath] = field(default_factory=list)  # from one of its tokens, or its end
 
     @property
     def stop(self) -> int:
@@ -40,25 +40,27 @@ class Path:
 class GuessTree:
     """The merged guesses as a tree of draft tokens, each with its chance of being accepted."""
 
-    def __init__(self, trunk: Path) -> None:
+    def __init__(self, trunk: GuessPath) -> None:
         self.trunk = trunk
         self._paths = [trunk]  # each behind the one that it leaves
 
     @property
-    def odds(self) -> Survival:
-        """Chances of all tokens, falling, [num_tokens]; the first n belong to a tree of n nodes."""
+    def survival(self) -> Survival:
+        """Survival of all tokens, falling, [num_tokens]; a tree of n nodes has the first n."""
         if len(self._paths) == 1:
-            return self.trunk.odds
-        odds = np.concatenate([path.odds for path in self._paths])
-        return -np.sort(-odds)
+            return self.trunk.survival
+        survival = np.concatenate([path.survival for path in self._paths])
+        return -np.sort(-survival)
 
     def draft(self, count: int) -> Draft:
-        """The tree of the ``count`` best tokens, with their odds."""
+        """The tree of the ``count`` best tokens, with their survival."""
         if len(self._paths) == 1 or count < 1:
             return self.chain(count)
-        odds = np.concatenate([path.odds for path in self._paths])
-        owners = np.repeat(np.arange(len(self._paths)), [len(p.odds) for p in self._paths])
-        best = (-odds).argsort(kind="stable")[:count]  # of equals those that stand before others
+        survival = np.concatenate([path.survival for path in self._paths])
+        owners = np.repeat(np.arange(len(self._paths)), [len(p.survival) for p in self._paths])
+        best = (-survival).argsort(kind="stable")[
+            :count
+        ]  # of equals those that stand before others
         counts = np.bincount(owners[best], minlength=len(self._paths)).tolist()
         if counts[0] == len(best):
             return self.chain(count)
@@ -69,7 +71,7 @@ class GuessTree:
         """Make a chain of the first ``count`` tokens of the most promising guess."""
         token_ids = self.trunk.token_ids[:count]
         sources = (self.trunk.source,) * len(token_ids)
-        return Draft(token_ids, sources, odds=self.trunk.odds[:count].tolist())
+        return Draft(token_ids, sources, survival=self.trunk.survival[:count].tolist())
 
     def add(self, guess: Guess, survival: Survival) -> None:
         """Add a guess that is less promising than the trunk."""
@@ -78,8 +80,8 @@ class GuessTree:
             here = at - path.start
             shared = common_len(path.token_ids[here:], guess.token_ids[at:])
             if path is self.trunk and shared:
-                path.odds = path.odds.copy()
-                np.maximum(path.odds[:shared], survival[:shared], out=path.odds[:shared])
+                path.survival = path.survival.copy()
+                np.maximum(path.survival[:shared], survival[:shared], out=path.survival[:shared])
             at += shared
             if at == len(guess.token_ids):
                 return
@@ -92,17 +94,22 @@ class GuessTree:
             path = following
 
     def _leave(
-        self, path: Path, at: int, siblings: Sequence[Path], guess: Guess, survival: Survival
+        self,
+        path: GuessPath,
+        at: int,
+        siblings: Sequence[GuessPath],
+        guess: Guess,
+        survival: Survival,
     ) -> None:
         """Add a branch; its chance is what the other tokens at its level leave."""
         before, own_before = 1.0, 1.0
         if at:
-            before, own_before = float(path.odds[at - 1 - path.start]), float(survival[at - 1])
-        taken = sum(float(each.odds[0]) for each in siblings)
+            before, own_before = float(path.survival[at - 1 - path.start]), float(survival[at - 1])
+        taken = sum(float(each.survival[0]) for each in siblings)
         if at < path.stop:
-            taken += float(path.odds[at - path.start])
+            taken += float(path.survival[at - path.start])
         left = max(0.0, before - taken) / max(own_before, 1e-9)
-        branch = Path(guess.token_ids[at:], guess.source, survival[at:] * left, at)
+        branch = GuessPath(guess.token_ids[at:], guess.source, survival[at:] * left, at)
         path.branches.append(branch)
         self._paths.append(branch)
 
@@ -114,22 +121,22 @@ def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> GuessTree:
     """
     order = sorted(range(len(guesses)), key=lambda i: -float(survivals[i].sum()))
     first = guesses[order[0]]
-    tree = GuessTree(Path(first.token_ids, first.source, survivals[order[0]]))
+    tree = GuessTree(GuessPath(first.token_ids, first.source, survivals[order[0]]))
     for index in order[1:]:
         tree.add(guesses[index], survivals[index])
     return tree
 
 
-def _laid_out(trunk: Path, kept: dict[int, int]) -> Draft:
+def _laid_out(trunk: GuessPath, kept: dict[int, int]) -> Draft:
     """The first ``kept`` tokens of each path (by its `id`), depth first."""
     token_ids, sources, parents = array("q"), list[str](), list[int]()
-    odds = list[float]()
+    survival = list[float]()
 
-    def lay_out(path: Path, parent: int) -> None:
+    def lay_out(path: GuessPath, parent: int) -> None:
         count, first = kept[id(path)], len(token_ids)
         token_ids.extend(path.token_ids[:count])
         sources.extend([path.source] * count)
-        odds.extend(path.odds[:count].tolist())
+        survival.extend(path.survival[:count].tolist())
         parents.extend([parent, *range(first, first + count - 1)][:count])
         for branch in sorted(path.branches, key=lambda each: -each.start):
             if kept[id(branch)]:
@@ -137,7 +144,7 @@ def _laid_out(trunk: Path, kept: dict[int, int]) -> Draft:
                 lay_out(branch, first + level - 1 if level else parent)
 
     lay_out(trunk, -1)
-    return Draft(token_ids, tuple(sources), parents=tuple(parents), odds=odds)
+    return Draft(token_ids, tuple(sources), parents=tuple(parents), survival=survival)
 
 
 def common_len(first: Sequence[int], second: Sequence[int]) -> int:

@@ -170,7 +170,7 @@ def _passed_fork(cursor: _TreeCursor, prompt_len: int) -> bool:
 
 
 def _run_on(node: Node, offset: int, most: int) -> tuple[array[int], bool]:
-    """What follows a place in the tree, most recent child first.
+    """Follow the tree from a place in a node, into the most recent child each time.
 
     Returns up to ``most`` tokens, and whether others once went on otherwise before the last.
     """

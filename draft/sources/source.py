@@ -20,7 +20,7 @@ INDEX_CHUNK = 2048  # tokens that one call of `Source.index` indexes at most
 MAX_ENDED = 8  # ended requests whose tokens one call keeps, a tenth of a millisecond each
 BUCKETS = (0, 1, 2, 4, 8, 16)  # first draft position of each class of positions
 
-Odds = tuple[float, ...]
+Chances = tuple[float, ...]
 """[len(BUCKETS)] chance of a draft token, given that all before it were right, by position."""
 
 
@@ -39,16 +39,16 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Priors:
-    """Odds of each kind of guess before anything is measured, [num_kinds]."""
+    """Chances of each kind of guess before anything is measured, [num_kinds]."""
 
-    greedy: tuple[Odds, ...]
-    sampled: tuple[Odds, ...]  # for requests with a temperature above 0
+    greedy: tuple[Chances, ...]
+    sampled: tuple[Chances, ...]  # for requests with a temperature above 0
 
     @classmethod
     def constant(cls, *chances: float) -> Priors:
         """Make priors with one chance a kind, equal at every position, greedy or sampled."""
-        odds = tuple((chance,) * len(BUCKETS) for chance in chances)
-        return cls(odds, odds)
+        by_kind = tuple((chance,) * len(BUCKETS) for chance in chances)
+        return cls(by_kind, by_kind)
 
 
 class Source(Protocol):
@@ -63,7 +63,7 @@ class Source(Protocol):
 
     @property
     def priors(self) -> Priors:
-        """Odds of each kind of its guesses before any is measured."""
+        """Chances of each kind of its guesses before any is measured."""
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Return guesses of at most ``most`` tokens each behind ``request.tokens``."""

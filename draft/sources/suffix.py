@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.interface.request import Request
-from .source import INDEX_CHUNK, Guess, Odds, Priors
+from .source import INDEX_CHUNK, Chances, Guess, Priors
 
 ORDERS = (16, 8, 4, 3, 2, 1)  # last tokens that must be equal, the surest first
 NUM_SHARED = 3  # of these, the first so many are looked up in other requests, too
@@ -37,7 +37,7 @@ _SHIFTS = tuple(pow(BASE, order, 2**64) for order in ORDERS)
 # Fitted on the tuning half of bench/common/real_tasks.py, SmolLM2-135M (docs/speculation.md).
 # By kind, then by class of positions. Where few were seen (sampled, in other requests) they are
 # guessed.
-_GREEDY: tuple[Odds, ...] = (
+_GREEDY: tuple[Chances, ...] = (
     (0.98, 0.98, 0.98, 0.98, 0.99, 0.99),
     (0.88, 0.92, 0.95, 0.96, 0.95, 0.98),
     (0.77, 0.78, 0.83, 0.92, 0.96, 0.96),
@@ -50,7 +50,7 @@ _GREEDY: tuple[Odds, ...] = (
     (0.67, 0.70, 0.62, 0.54, 0.54, 0.54),
     (0.74, 0.85, 0.86, 0.75, 0.75, 0.75),
 )
-_SAMPLED: tuple[Odds, ...] = (
+_SAMPLED: tuple[Chances, ...] = (
     (0.87, 0.86, 0.84, 0.83, 0.84, 0.84),
     (0.83, 0.86, 0.93, 0.91, 0.86, 0.84),
     (0.62, 0.73, 0.73, 0.84, 0.92, 0.86),
@@ -67,19 +67,19 @@ PRIORS = Priors(_GREEDY, _SAMPLED)
 
 
 @dataclass(slots=True, eq=False)
-class Segment:
+class TokenHistory:
     """The tokens of one request. Positions are the request's own, whatever is kept of it.
 
     ``hashes[i]`` is the polynomial hash of the first ``i`` tokens while the request lives.
     """
 
-    number: int  # never used twice, so that a place in an ended segment is void for ever
+    number: int  # never used twice, so that a place in an ended history is void for ever
     scope: Hashable  # a look-up of another scope never sees it
     tokens: array[int]  # lent by a live request; a copy from position `offset` on of an ended one
     own_salts: tuple[int, ...]  # [len(ORDERS)] for its own look-ups
     first_salts: tuple[int, ...]  # [len(FIRST_ORDERS)]
     shared_salts: tuple[int, ...]  # [NUM_SHARED], or none: others never look into it
-    shared_from: int  # positions before this one were indexed for others by another segment
+    shared_from: int  # positions before this one were indexed for others by another history
     indexed_to: int  # positions from `shared_from` to this one are in the table
     indexed_from: int  # and, for its own look-ups, those from this one to `shared_from`
     offset: int = 0  # position of tokens[0]
@@ -114,7 +114,7 @@ class Segment:
 class Occurrence(NamedTuple):
     """An earlier place of a request's last tokens: ``tokens[at]`` followed them."""
 
-    segment: Segment
+    history: TokenHistory
     at: int
     kind: int
 
@@ -124,13 +124,13 @@ class SuffixIndex:
 
     One direct-mapped table of ``num_slots`` (a power of two) 8-byte entries, and the last writer
     wins: memory is bounded and nothing is ever deleted. So every entry is checked against the
-    tokens themselves: a segment that is gone, of another scope or with other tokens is a miss. The
+    tokens themselves: a history that is gone, of another scope or with other tokens is a miss. The
     table's memory is touched at once: page by page while steps run, the system's part of it took
     more time than all look-ups (measured).
     """
 
     def __init__(self, num_slots: int = 2**22) -> None:
-        self.segments: dict[int, Segment] = {}
+        self.histories: dict[int, TokenHistory] = {}
         self._table: NDArray[np.int64] = np.zeros(num_slots, np.int64)  # number << 32 | position
         self._table.fill(0)
         self._entries = self._table.data  # plain ints are read and written faster here
@@ -140,16 +140,16 @@ class SuffixIndex:
 
     def open(
         self, tokens: array[int], *, scope: Hashable, shared_salt: int | None, shared_from: int = 0
-    ) -> Segment:
-        """Open a live segment over ``tokens``, which are lent and may grow.
+    ) -> TokenHistory:
+        """Open a live history over ``tokens``, which are lent and may grow.
 
-        Segments of one ``scope`` find each other where they have a ``shared_salt``, which must be
-        equal then. Positions before ``shared_from`` are left to segments that have them already.
+        Histories of one ``scope`` find each other where they have a ``shared_salt``, which must be
+        equal then. Positions before ``shared_from`` are left to histories that have them already.
         """
         self._num_opened += 1
         number = self._num_opened
         shared = () if shared_salt is None else ORDERS[:NUM_SHARED]
-        segment = Segment(
+        history = TokenHistory(
             number=number,
             scope=scope,
             tokens=tokens,
@@ -160,48 +160,48 @@ class SuffixIndex:
             indexed_to=shared_from,
             indexed_from=shared_from,
         )
-        self.segments[number] = segment
-        return segment
+        self.histories[number] = history
+        return history
 
     def _salt(self, seed: int, order: int) -> int:
         return hash((seed, order)) & self._slot_mask  # of integers: the same in every process
 
-    def keep(self, segment: Segment) -> None:
+    def keep(self, history: TokenHistory) -> None:
         """Replace the lent tokens by a copy of those that were indexed for others."""
-        start = max(0, segment.shared_from - MAX_ORDER)
-        segment.tokens = segment.tokens[start:]
-        segment.offset = start
-        segment.hashes = array("Q")
+        start = max(0, history.shared_from - MAX_ORDER)
+        history.tokens = history.tokens[start:]
+        history.offset = start
+        history.hashes = array("Q")
 
-    def drop(self, segment: Segment) -> None:
-        """Forget a segment. O(1): its entries are void from now on."""
-        del self.segments[segment.number]
+    def drop(self, history: TokenHistory) -> None:
+        """Forget a history. O(1): its entries are void from now on."""
+        del self.histories[history.number]
 
     # -- looking up
 
-    def find(self, segment: Segment) -> list[Occurrence]:
-        """Find earlier places of a live segment's last tokens; no two are equal.
+    def find(self, history: TokenHistory) -> list[Occurrence]:
+        """Find earlier places of a live history's last tokens; no two are equal.
 
         Its newest place by the longest order that has one, then its oldest, then the newest in
-        another segment by an order that is no shorter. O(1) each.
+        another history by an order that is no shorter. O(1) each.
         """
-        end = segment.hash_new()
+        end = history.hash_new()
         places = []
         num_orders = len(ORDERS)  # those that the newest place is not surer than
-        for index, salt in enumerate(segment.own_salts):
-            place = self._look_up(segment, end, index, salt, index)
+        for index, salt in enumerate(history.own_salts):
+            place = self._look_up(history, end, index, salt, index)
             if place is not None:
                 places.append(place)
                 num_orders = index + 1
                 break
-        for index, salt in enumerate(segment.shared_salts[:num_orders]):
-            place = self._look_up(segment, end, index, salt, SHARED_KIND + index)
-            if place is not None and place.segment is not segment:
+        for index, salt in enumerate(history.shared_salts[:num_orders]):
+            place = self._look_up(history, end, index, salt, SHARED_KIND + index)
+            if place is not None and place.history is not history:
                 places.append(place)
                 break
         for number, index in enumerate(FIRST_ORDERS if places else ()):
-            salt = segment.first_salts[number]
-            place = self._look_up(segment, end, index, salt, FIRST_KIND + number)
+            salt = history.first_salts[number]
+            place = self._look_up(history, end, index, salt, FIRST_KIND + number)
             if place is not None:
                 if all(place[:2] != other[:2] for other in places):
                     places.append(place)
@@ -209,46 +209,46 @@ class SuffixIndex:
         return places
 
     def _look_up(
-        self, segment: Segment, end: int, index: int, salt: int, kind: int
+        self, history: TokenHistory, end: int, index: int, salt: int, kind: int
     ) -> Occurrence | None:
-        order, hashes = ORDERS[index], segment.hashes
+        order, hashes = ORDERS[index], history.hashes
         if order >= len(hashes):
             return None
         window = hashes[-1] - hashes[-1 - order] * _SHIFTS[index]
         entry = self._entries[(window >> self._shift ^ salt) & self._slot_mask]
-        found = self.segments.get(entry >> 32)
-        if found is None or found.scope != segment.scope:
+        found = self.histories.get(entry >> 32)
+        if found is None or found.scope != history.scope:
             return None
         at = (entry & 0xFFFFFFFF) - found.offset
-        if found.tokens[at - order : at] != segment.tokens[end - order :]:
+        if found.tokens[at - order : at] != history.tokens[end - order :]:
             return None  # a slice cut short at either end is unequal, too
         return Occurrence(found, at, kind)
 
     # -- indexing
 
-    def index(self, segment: Segment, most: int, *, for_others: bool = False) -> int:
-        """Index up to ``most`` tokens of a segment, the newest first; returns how many.
+    def index(self, history: TokenHistory, most: int, *, for_others: bool = False) -> int:
+        """Index up to ``most`` tokens of a history, the newest first; returns how many.
 
-        What other segments have not indexed comes first, then what the segment has in common with
+        What other histories have not indexed comes first, then what the history has in common with
         these, from its end to its start, for its own look-ups: not with ``for_others``. The last
         token waits until it is known what follows it: a look-up never finds itself.
         """
-        first = segment.indexed_to
-        stop = segment.indexed_to = max(first, min(segment.hash_new(), first + most))
+        first = history.indexed_to
+        stop = history.indexed_to = max(first, min(history.hash_new(), first + most))
         if stop - first > FEW_TO_INDEX:
-            self._index_many(segment, first, stop)
+            self._index_many(history, first, stop)
         elif stop > first:
-            self._index_few(segment, first, stop)
-        num_indexed, end = stop - first, segment.indexed_from
+            self._index_few(history, first, stop)
+        num_indexed, end = stop - first, history.indexed_from
         if not for_others and num_indexed < most and end:
-            begin = segment.indexed_from = max(0, end - (most - num_indexed))
-            self._index_older(segment, begin, end)
+            begin = history.indexed_from = max(0, end - (most - num_indexed))
+            self._index_older(history, begin, end)
             num_indexed += end - begin
         return num_indexed
 
-    def _index_few(self, segment: Segment, first: int, stop: int) -> None:
-        hashes, entries, shift, mask = segment.hashes, self._entries, self._shift, self._slot_mask
-        number = segment.number
+    def _index_few(self, history: TokenHistory, first: int, stop: int) -> None:
+        hashes, entries, shift, mask = history.hashes, self._entries, self._shift, self._slot_mask
+        number = history.number
         for position in range(first, stop):
             entry, last = number << 32 | position, hashes[position]
             windows = [
@@ -256,51 +256,51 @@ class SuffixIndex:
                 for order, power in zip(ORDERS, _SHIFTS, strict=True)
             ]
             for window, salt in (
-                *zip(windows, segment.own_salts, strict=True),
-                *zip(windows, segment.shared_salts, strict=False),
+                *zip(windows, history.own_salts, strict=True),
+                *zip(windows, history.shared_salts, strict=False),
             ):
                 if window is not None:
                     entries[(window ^ salt) & mask] = entry
-            for index, salt in zip(FIRST_ORDERS, segment.first_salts, strict=True):
+            for index, salt in zip(FIRST_ORDERS, history.first_salts, strict=True):
                 window = windows[index]
                 if window is not None:
                     slot = (window ^ salt) & mask
                     if entries[slot] >> 32 != number:
                         entries[slot] = entry
 
-    def _index_many(self, segment: Segment, first: int, stop: int) -> None:
+    def _index_many(self, history: TokenHistory, first: int, stop: int) -> None:
         """The same at once."""
-        for index, windows, entries in self._windows(segment, first, stop):
-            self._table[self._slots(windows, segment.own_salts[index])] = entries
-            if index < len(segment.shared_salts):
-                self._table[self._slots(windows, segment.shared_salts[index])] = entries
+        for index, windows, entries in self._windows(history, first, stop):
+            self._table[self._slots(windows, history.own_salts[index])] = entries
+            if index < len(history.shared_salts):
+                self._table[self._slots(windows, history.shared_salts[index])] = entries
             if index in FIRST_ORDERS:
-                salt = segment.first_salts[FIRST_ORDERS.index(index)]
+                salt = history.first_salts[FIRST_ORDERS.index(index)]
                 slots = self._slots(windows, salt)
-                is_free = (self._table[slots] >> 32) != segment.number
+                is_free = (self._table[slots] >> 32) != history.number
                 # Of equal slots the first, assigned last.
                 self._table[slots[is_free][::-1]] = entries[is_free][::-1]
 
-    def _index_older(self, segment: Segment, first: int, stop: int) -> None:
+    def _index_older(self, history: TokenHistory, first: int, stop: int) -> None:
         """Index positions before all that are indexed: newest places stay, oldest ones move."""
-        for index, windows, entries in self._windows(segment, first, stop):
-            slots = self._slots(windows, segment.own_salts[index])
-            is_free = (self._table[slots] >> 32) != segment.number
+        for index, windows, entries in self._windows(history, first, stop):
+            slots = self._slots(windows, history.own_salts[index])
+            is_free = (self._table[slots] >> 32) != history.number
             self._table[slots[is_free]] = entries[is_free]
             if index in FIRST_ORDERS:
-                slots = self._slots(windows, segment.first_salts[FIRST_ORDERS.index(index)])
+                slots = self._slots(windows, history.first_salts[FIRST_ORDERS.index(index)])
                 self._table[slots[::-1]] = entries[::-1]
 
     def _windows(
-        self, segment: Segment, first: int, stop: int
+        self, history: TokenHistory, first: int, stop: int
     ) -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.int64]]]:
         """Each order's index, hashes of the last tokens before positions, and their entries.
 
         No order reaches before the start, so there are fewer positions of the first tokens.
         """
         low = max(0, first - MAX_ORDER)
-        hashes = np.frombuffer(segment.hashes[low:stop], "u8")
-        entries = np.arange(first, stop) | segment.number << 32
+        hashes = np.frombuffer(history.hashes[low:stop], "u8")
+        entries = np.arange(first, stop) | history.number << 32
         for index, (order, power) in enumerate(zip(ORDERS, _SHIFTS, strict=True)):
             count = min(stop - first, len(hashes) - order)
             if count > 0:
@@ -329,20 +329,20 @@ class SuffixSource:
         self._own_only = own_only
         self._max_tokens = max_tokens
         self._index = SuffixIndex(num_slots)
-        self._live: dict[Request, Segment] = {}
-        self._ended: OrderedDict[int, Segment] = OrderedDict()  # the least recently used first
-        self._num_kept = 0  # tokens of ended segments
+        self._live: dict[Request, TokenHistory] = {}
+        self._ended: OrderedDict[int, TokenHistory] = OrderedDict()  # the least recently used first
+        self._num_kept = 0  # tokens of ended histories
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Guess what followed the longest runs of last tokens that were seen before."""
-        segment = self._segment(request)
-        return list(self._guesses(segment, most))
+        history = self._history(request)
+        return list(self._guesses(history, most))
 
-    def _guesses(self, segment: Segment, most: int) -> Iterator[Guess]:
-        for place in self._index.find(segment):
-            if place.segment.number in self._ended:
-                self._ended.move_to_end(place.segment.number)
-            token_ids = _continuation(place, segment, most)
+    def _guesses(self, history: TokenHistory, most: int) -> Iterator[Guess]:
+        for place in self._index.find(history):
+            if place.history.number in self._ended:
+                self._ended.move_to_end(place.history.number)
+            token_ids = _continuation(place, history, most)
             if token_ids:
                 yield Guess(token_ids, self.name, place.kind)
 
@@ -351,7 +351,7 @@ class SuffixSource:
         is_unseen = request not in self._live and not request.num_output
         if for_others and (is_unseen or self._is_private(request)):
             return 0
-        return self._index.index(self._segment(request), INDEX_CHUNK, for_others=for_others)
+        return self._index.index(self._history(request), INDEX_CHUNK, for_others=for_others)
 
     def leave(self, request: Request) -> None:
         """Keep the tokens that no earlier request had."""
@@ -361,10 +361,10 @@ class SuffixSource:
         if request not in self._live and not request.num_output:
             return
         self.index(request, for_others=True)
-        segment = self._live.pop(request)
-        self._index.keep(segment)
-        self._ended[segment.number] = segment
-        self._num_kept += len(segment.tokens)
+        history = self._live.pop(request)
+        self._index.keep(history)
+        self._ended[history.number] = history
+        self._num_kept += len(history.tokens)
         while self._num_kept > self._max_tokens:
             self._drop(next(iter(self._ended.values())))
 
@@ -372,43 +372,43 @@ class SuffixSource:
         return self._own_only or request.cache.is_private
 
     def _forget(self, request: Request) -> None:
-        segment = self._live.pop(request, None)
-        if segment is not None:
-            self._index.drop(segment)
+        history = self._live.pop(request, None)
+        if history is not None:
+            self._index.drop(history)
 
     def flush(self, *namespaces: str | None) -> None:
         """Drop ended requests; live ones stay, as their KV does."""
-        for segment in list(self._ended.values()):
-            if not namespaces or segment.scope in namespaces:
-                self._drop(segment)
+        for history in list(self._ended.values()):
+            if not namespaces or history.scope in namespaces:
+                self._drop(history)
 
-    def _drop(self, segment: Segment) -> None:
-        del self._ended[segment.number]
-        self._num_kept -= len(segment.tokens)
-        self._index.drop(segment)
+    def _drop(self, history: TokenHistory) -> None:
+        del self._ended[history.number]
+        self._num_kept -= len(history.tokens)
+        self._index.drop(history)
 
-    def _segment(self, request: Request) -> Segment:
+    def _history(self, request: Request) -> TokenHistory:
         return self._live.get(request) or self._open(request)
 
-    def _open(self, request: Request) -> Segment:
+    def _open(self, request: Request) -> TokenHistory:
         if self._is_private(request):
             scope: Hashable = request
             shared_salt, shared_from = None, 0
         else:
             scope, shared_salt = request.namespace, _salt_of(request.namespace)
             shared_from = request.usage.cached_tokens
-        segment = self._index.open(
+        history = self._index.open(
             request.tokens, scope=scope, shared_salt=shared_salt, shared_from=shared_from
         )
-        self._live[request] = segment
-        return segment
+        self._live[request] = history
+        return history
 
 
-def _continuation(place: Occurrence, segment: Segment, most: int) -> array[int]:
+def _continuation(place: Occurrence, history: TokenHistory, most: int) -> array[int]:
     """The tokens from a place on; at the request's own end they repeat from the place."""
     found, at, _ = place
     token_ids = found.tokens[at : at + most]
-    if found is segment and 0 < len(token_ids) < most:
+    if found is history and 0 < len(token_ids) < most:
         token_ids = (token_ids * (most // len(token_ids) + 1))[:most]
     return token_ids
 

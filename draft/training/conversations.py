@@ -30,10 +30,10 @@ class TextEncoder(Protocol):
     fingerprint: str  # with another one, token ids mean other texts
 
     def encode(self, text: str) -> list[int]:
-        """Of a plain text."""
+        """Token ids of a plain text."""
 
     def encode_chat(self, messages: Messages, *, asks: bool) -> list[int]:
-        """Of a conversation by the chat template; ``asks``: the model is to answer now."""
+        """Token ids of a conversation by the chat template; ``asks``: the model answers next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Conversation:
 
     @property
     def key(self) -> bytes:
-        """What decides whether it is held out: its prompt, or all of a text."""
+        """Hash that decides whether it is held out: of its prompt, or of a whole text."""
         return digest(self.tokens[: self.prompt_len] if self.prompt_len else self.tokens)
 
     @property
@@ -64,7 +64,7 @@ class Conversation:
         return int.from_bytes(self.key[:4]) < HELD_OUT_PERCENT / 100 * 2**32
 
     def cut(self, max_len: int) -> Conversation:
-        """Its first tokens."""
+        """Keep the first ``max_len`` tokens."""
         return Conversation(self.tokens[:max_len], self.prompt_len, self.temperature, self.origin)
 
     @classmethod
@@ -77,7 +77,7 @@ class Conversation:
 
 
 def read_data(paths: Sequence[Path], encoder: TextEncoder, *, text_len: int) -> list[Conversation]:
-    """What files and folders hold, in the order of their names; texts in pieces of ``text_len``.
+    """Read files and folders in the order of their names; texts in pieces of ``text_len``.
 
     ``.jsonl`` files hold a chat (``messages``), a text (``text``) or a record a line; files that
     end as source or prose do are texts. A chat whose last message is the user's is a prompt alone.
@@ -176,7 +176,7 @@ def _chat(messages: Messages, encoder: TextEncoder) -> Iterator[Conversation]:
 
 
 def split(found: Iterable[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
-    """Those to learn from and those held out, by hash; without answers they are neither.
+    """Split conversations into training and held-out ones, by hash; drop those without answers.
 
     The same prompt is always on the same side. If none is held out by hash, the last tenth is.
     """

@@ -36,7 +36,7 @@ class Acceptance:
     tokens_per_step: float
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Fields for JSON."""
         return asdict(self)
 
 
@@ -58,7 +58,7 @@ class Evaluator:
     def acceptance(
         self, student: Student, temperature: float, most: int
     ) -> tuple[Acceptance, RankedCandidates]:
-        """Over at most so many conversations, of answers given at such a temperature if any are."""
+        """Measure ``most`` conversations, with answers at ``temperature`` if there are any."""
         was_training = student.module.training
         student.module.eval()
         ranked = [

@@ -96,7 +96,7 @@ def _generate(
 
 @contextmanager
 def _bar(total: int, done: int) -> Iterator[Callable[[Record], None]]:
-    """On a terminal a progress bar."""
+    """Show a progress bar on a terminal."""
     if not sys.stderr.isatty():
         yield lambda record: None  # noqa: ARG005 - nothing to show it on
         return

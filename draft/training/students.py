@@ -32,7 +32,7 @@ class Student(Protocol):
         """The mean loss over a batch."""
 
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
-        """Of every place where a whole chain fits: what was drafted from, and what it should be.
+        """Draft a chain at every place where a whole one fits; returns logits and target rows.
 
         Logits ``[chains, depth, draft_vocab]``, and the rows of ``taught.p`` ``[chains,
         depth]``.
@@ -54,7 +54,7 @@ class BlockStudent:
         self._weights = slot_weights(self.depth, head.config.block_size)
 
     def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
-        """As `Student.loss`."""
+        """Implement `Student.loss`."""
         anchors, is_drawn = _draw_anchors(taught.rows, ANCHORS, generator)
         rows = _rows_behind(taught.rows, anchors, self.depth)
         rows = rows.masked_fill(~is_drawn.unsqueeze(-1), -1)
@@ -67,7 +67,7 @@ class BlockStudent:
         return (losses * weights).sum() / weights.sum()
 
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
-        """As `Student.chains`."""
+        """Implement `Student.chains`."""
         places = (taught.rows >= 0).nonzero()
         logits, targets = [], []
         for index in range(len(taught.rows)):
@@ -122,7 +122,7 @@ class EagleStudent:
         self._head = head
 
     def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:  # noqa: ARG002
-        """As `Student.loss`."""
+        """Implement `Student.loss`."""
         total = taught.p.new_zeros(())
         weights = pass_weights(self.depth)
         width = taught.token_ids.shape[1]
@@ -136,7 +136,7 @@ class EagleStudent:
         return total / sum(weights[:passes])
 
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
-        """As `Student.chains`."""
+        """Implement `Student.chains`."""
         width = taught.token_ids.shape[1]
         passes = self._head(taught.token_ids, taught.taps, min(self.depth, width - 2))
         rows = _rows_behind(
@@ -161,7 +161,7 @@ class LmStudent:
         self.module, self.depth = model, depth
 
     def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:  # noqa: ARG002
-        """As `Student.loss`."""
+        """Implement `Student.loss`."""
         is_used = taught.rows >= 0
         losses = kl_overlap_loss(self._logits(taught)[is_used], taught.p, taught.rows[is_used])
         return losses.mean()
@@ -171,7 +171,7 @@ class LmStudent:
         return logits
 
     def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
-        """As `Student.chains`: along an answer, a draft has seen what it drafted before."""
+        """Implement `Student.chains`; along an answer, a draft has seen its own earlier tokens."""
         width = taught.token_ids.shape[1]
         anchors = torch.arange(width, device=taught.rows.device).expand(len(taught.rows), -1)
         rows = _rows_behind(taught.rows, anchors, self.depth)

@@ -24,7 +24,7 @@ LOGIT_ROWS = 256  # whose logits over the whole vocabulary are held at a time
 
 @dataclass(frozen=True, slots=True)
 class TeacherOutput:
-    """What the target computes for a batch of conversations, padded at their ends to one length T.
+    """The target's outputs for a batch of conversations, padded at their ends to one length T.
 
     ``p[i]`` is the target's distribution of the token *behind* one row, over the draft's ids:
     ``rows`` [b, T] says which ``i`` belongs to a position, -1 where there is none: outside answers,

@@ -76,7 +76,7 @@ class TrafficRecorder:
         self._thread.start()
 
     def name(self, model: str, tokenizer: str) -> None:
-        """Whose token ids these are: the model's name, a hash of its tokenizer."""
+        """Set the origin of the token ids: the model's name and a hash of its tokenizer."""
         self._model, self._tokenizer = model, tokenizer
 
     def expect(self, request: Request, caller: bytes) -> None:

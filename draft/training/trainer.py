@@ -60,7 +60,7 @@ class TrainOptions:
 
 @dataclass(slots=True)
 class Progress:
-    """What a stopped run needs besides weights, moments and the generator."""
+    """State of a stopped run besides weights, moments and the generator."""
 
     step: int = 0
     tokens: int = 0
@@ -284,7 +284,7 @@ class Trainer:
 
     @contextmanager
     def _bar(self) -> Iterator[Callable[[float], None]]:
-        """On a terminal a progress bar, else a line in the log of the program now and then."""
+        """Show a progress bar on a terminal, else a line in the program's log now and then."""
         if not sys.stderr.isatty():
             yield lambda loss: logger.debug("loss %.3f", loss)
             return

@@ -350,7 +350,7 @@ def test_at_a_fixed_depth_the_draft_model_competes_with_what_is_known() -> None:
     bench.tell(TEXT[:6], TEXT[6:])
     (plan,) = bench.plan(bench.request(TEXT[:8]))
     assert list(plan.draft.token_ids) == TEXT[8:12]
-    assert len(plan.draft.odds) == 4, "the better chain is chosen by odds"
+    assert len(plan.draft.survival) == 4, "the better chain is chosen by survival"
     assert (plan.max_draft, plan.may_branch) == (4, False)
 
 

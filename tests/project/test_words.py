@@ -26,6 +26,11 @@ RIDDLES = re.compile(
     re.IGNORECASE,
 )
 """Words of a story, not of a message: for each of them there is the name of a thing or an act."""
+DANGLING = frozenset(
+    """and as but its likewise of or same such that those what where which whose""".split()  # noqa: SIM905
+)
+"""Words that begin docstrings which nobody understands without the caller."""
+DESCRIBED = ("radix_cache", "core", "draft", "api", "bench")
 MESSAGES = frozenset({"message", "problem", "why", "remedy"})  # variables that errors are made of
 
 
@@ -118,3 +123,21 @@ def test_errors_and_log_lines_are_no_riddles() -> None:
         if RIDDLES.search(text)
     }
     assert found == {}
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Docstrings of the module, its classes, functions and attributes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text.strip()
+
+
+def test_docstrings_begin_with_a_verb_or_the_thing_itself() -> None:
+    found = [
+        f"{path}:{line}: {text.splitlines()[0]}"
+        for path, tree in sources(*DESCRIBED)
+        for line, text in docstrings(tree)
+        if re.split(r"\W", text, maxsplit=1)[0].lower() in DANGLING
+    ]
+    assert found == []

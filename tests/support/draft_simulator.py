@@ -179,7 +179,7 @@ class Served:
         shared = min(self.num_own_hits, self.num_known_hits)
         return self.num_own + self.plan.draft.height - shared
 
-    def odds(self, length: int) -> float:
+    def survival(self, length: int) -> float:
         """Return the odds that so many of the draft model's tokens come true, as it knows them."""
         chance = self.seat.regime.lm
         assert chance is not None
@@ -402,12 +402,12 @@ def _grow(served: Sequence[Served]) -> None:
     while live:
         worthy = []
         for each in live:
-            odds = each.odds(each.num_grown + 1)
-            if each.num_grown < each.plan.max_draft and odds > _price(each):
+            survival = each.survival(each.num_grown + 1)
+            if each.num_grown < each.plan.max_draft and survival > _price(each):
                 each.num_grown += 1
-                worthy.append(odds)
+                worthy.append(survival)
         live = [each for each in live if each.num_grown < each.plan.max_draft]
-        gains = [each.odds(each.num_grown + 1) - _price(each) for each in live]
+        gains = [each.survival(each.num_grown + 1) - _price(each) for each in live]
         live = [each for each, gain in zip(live, gains, strict=True) if gain > 0.0]
         price = max(each.plan.pass_price for each in served)
         if not worthy or (price and sum(gain for gain in gains if gain > 0.0) <= price):

@@ -22,7 +22,7 @@ def proposed(
     The proposer found ``num_own`` nodes, ``num_own_hits`` of those that come true among them.
     """
     num_wrong = num_own - num_own_hits
-    odds = [0.9] * num_own_hits + [0.0] * (num_hits - num_own_hits) + [0.1] * num_wrong
-    odds += [0.0] * (num_nodes - len(odds))
+    survival = [0.9] * num_own_hits + [0.0] * (num_hits - num_own_hits) + [0.1] * num_wrong
+    survival += [0.0] * (num_nodes - len(survival))
     note = DraftNote(num_levels=num_own, num_uncached=num_uncached)
-    return Draft((0,) * len(odds), ("",) * len(odds), odds=odds, note=note)
+    return Draft((0,) * len(survival), ("",) * len(survival), survival=survival, note=note)

@@ -62,13 +62,13 @@ class ResponseReply(Reply):
         self._writer, self._answer, self._keep = writer, answer, keep
 
     async def whole(self) -> object:
-        """In one body."""
+        """Write the answer as one body."""
         response = await self._writer.collect(self._answer)
         self._keep(response)
         return response
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """As events; each step is sent at once.
+        """Write the answer as events; each step is sent at once.
 
         The stream begins before the prompt is read. An error after that is a response that
         failed: an event of its own would leave clients without an end.

@@ -31,7 +31,7 @@ decode = decoder(ResponsesRequest)
 
 
 class ResponsesDialect(Dialect[ResponsesRequest]):
-    """What the two routes share: decoding, checks and names of fields."""
+    """Decoding, checks and names of fields, shared by the two routes."""
 
     def __init__(self, service: Service, store: ResponseStore) -> None:
         super().__init__(service)

@@ -57,7 +57,7 @@ def stage_loss(model: Qwen3ForCausalLM, other: Qwen3ForCausalLM | None, settings
     generator = torch.Generator().manual_seed(settings.seed)
 
     def loss(rows: torch.Tensor, done: float) -> torch.Tensor:
-        """Of ``rows`` [batch, length + 1] token ids, ``done`` of the stage being over, 0 to 1."""
+        """Loss of ``rows`` [batch, length + 1] token ids; ``done``: share of the stage, 0 to 1."""
         copying = done < stage.repeat_until
         use_attention(model, "eager" if copying else "sdpa")
         short = rows.shape[1] == settings.row + 1

@@ -168,7 +168,7 @@ def function_turn(module: Module, node: ast.FunctionDef, docstring: str) -> Turn
 
 
 def explain_turn(name: str, docstring: str) -> Turn:
-    """What a definition does, answered with the first paragraphs of its docstring."""
+    """Ask for the purpose of a definition; the answer is the beginning of its docstring."""
     return Turn(f"What does `{name}` do?", docstring.strip()[:MAX_ANSWER_CHARS])
 
 

@@ -66,7 +66,7 @@ def loss_over(
 def matches(
     target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, prompts: torch.Tensor, noise_seed: int | None
 ) -> torch.Tensor:
-    """Where both choose alike under the same noise (None: greedy), [num_prompts, NEW_TOKENS]."""
+    """Mask of equal choices under the same noise (None: greedy), [num_prompts, NEW_TOKENS]."""
     found = []
     for index, batch in enumerate(torch.split(prompts, BATCH)):
         noise = None
@@ -147,7 +147,7 @@ def cpu_model() -> str:
 
 
 def training_record(folder: Path, role: models.Role) -> dict[str, Any] | None:
-    """What training left beside the weights: settings, steps, tokens, seconds, machine."""
+    """Read the record beside the weights: settings, steps, tokens, seconds, machine."""
     path = folder / role / "training.json"
     record: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
     return record

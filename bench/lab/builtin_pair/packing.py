@@ -23,7 +23,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[Ids]:
 
 
 def encode_cut(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[Ids]:
-    """As `encode`, but cut at random places first: see `cut_anywhere`."""
+    """Encode texts, like `encode`, but cut them at random places first: see `cut_anywhere`."""
     rng = random.Random(CUT_SEED)
     end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     documents = []

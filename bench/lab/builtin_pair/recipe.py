@@ -123,7 +123,7 @@ def copying_loss(model: Qwen3ForCausalLM, rows: torch.Tensor, periods: list[int]
 
 @dataclass(frozen=True)
 class Stage:
-    """What sets one stage apart. `phases`: from which share of the time which losses count.
+    """Settings of one stage. `phases`: shares of the time at which other losses begin to count.
 
     `rate` scales both peak learning rates; `fresh` starts from new weights instead of the saved;
     until the share `repeat_until`, `repeat_rows` of every batch are patterns to be copied.

@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass
 class Progress:
-    """What a stopped run needs besides weights and moments; `seconds` includes checkpoints."""
+    """State of a stopped run besides weights and moments; `seconds` includes checkpoints."""
 
     step: int = 0
     tokens: int = 0

@@ -48,7 +48,7 @@ class Bed:
         return cls(decoder, pool, ModelRunner(decoder, pool), pages_each)
 
     def plan(self, num_rows: int, start: int, *, length: int = 1, num_drafts: int = 0) -> StepPlan:
-        """So many sequences, each with ``length`` tokens from ``start`` and a draft behind them."""
+        """Plan ``num_rows`` sequences, each of ``length`` tokens from ``start`` on and a draft."""
         rows = [self._row(index, start, length, num_drafts) for index in range(num_rows)]
         return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=num_drafts == 0)
 
@@ -74,7 +74,7 @@ class Bed:
         return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=True)
 
     def seconds(self, plan: StepPlan, *, repeats: int) -> Spread:
-        """Of a whole step: batch, forward pass, tokens chosen and read back."""
+        """Time a whole step: batch, forward pass, tokens chosen and read back."""
         for _ in range(2):
             self.runner.step(plan)
         return Spread.of(list(self._timed(plan, repeats)))

@@ -136,7 +136,7 @@ def empty_result(name: str, place: Place) -> Result:
 
 
 def _limits(place: Place) -> Limits | None:
-    """What the first stage measured in this run."""
+    """Limits that the first stage measured in this run; None before it."""
     path = place.result(FACTS)
     return read_result(path).limits if path.is_file() else None
 
@@ -161,7 +161,7 @@ def _run_all(args: argparse.Namespace, place: Place) -> int:
 def _tell(place: Place, result: Result) -> None:
     """One line as a stage ends; where it did not end well, the last of what it printed, too."""
     print(f"{result.stage}: {result.status}, {result.seconds:.1f} s", flush=True)
-    log = _log(result.stage, place)
+    log = _log_path(result.stage, place)
     if result.status != "ok" and log.is_file():
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         print(*(f"  {line}" for line in lines[-LAST_LINES:]), sep="\n", flush=True)
@@ -185,15 +185,15 @@ def _run_part(name: str, place: Place, seconds: float) -> Result:
     command += [f"--seconds={seconds - GRACE}", *(["--rehearse"] if place.rehearses else [])]
     more = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     more["TRITON_INTERPRET"] = "1" if place.rehearses else "0"
-    with _log(name, place).open("w", encoding="utf-8") as log:
+    with _log_path(name, place).open("w", encoding="utf-8") as log:
         code = _wait(command, more, log.fileno(), seconds)
     result = _outcome(name, place, code, seconds)
     result.seconds = time.monotonic() - began
     return result
 
 
-def _log(name: str, place: Place) -> Path:
-    """What a stage printed."""
+def _log_path(name: str, place: Place) -> Path:
+    """Path of the log with all that a stage printed."""
     return place.work / f"gpu-{name}.log"
 
 
@@ -261,7 +261,7 @@ def _copy_out(folder: Path, place: Place, found: Mapping[str, Result], page: str
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / COMBINED, {name: msgspec.to_builtins(each) for name, each in found.items()})
     (folder / PAGE.name).write_text(page, encoding="utf-8")
-    logs = {name: _log(name, place) for name in found}
+    logs = {name: _log_path(name, place) for name in found}
     texts = [f"== {name}\n{log.read_text()}\n" for name, log in logs.items() if log.is_file()]
     (folder / LOG).write_text("".join(texts), encoding="utf-8")
 

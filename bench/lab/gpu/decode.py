@@ -16,11 +16,11 @@ from .overlap import run_overlap
 from .stage import LLAMA, QWEN, SMALL, Stage
 
 BATCHES = (1, 8, 32, 64, 128, 256)
-LOOKED_INTO = (1, 64, 256)  # batches whose kernels and whose host time are told
+LOOKED_INTO = (1, 64, 256)  # batches whose kernels and whose host time are reported
 REPEATS = 3
 SMALLER = ({"quantize": "int8"}, {"kv_cache_dtype": "fp8"})  # the 8B shape's bytes
 WATCHED = 12  # steps in which kernels are looked at, which takes its time
-NUM_KERNELS = 8  # told of, the longest first
+NUM_KERNELS = 8  # reported, the longest first
 
 
 def run(stage: Stage) -> None:
@@ -102,7 +102,7 @@ async def _step(
 
 
 async def _busy(stage: Stage, lab: Lab, name: str, prompts: list[list[int]], length: int) -> float:
-    """Seconds of a step in which the device did anything; its longest kernels are told of."""
+    """Seconds of a step in which the device did anything; its longest kernels are reported."""
     length = min(length, WATCHED)
     with stage.gauge.watch() as activity:
         await together(lab, prompts, length)
@@ -124,7 +124,7 @@ async def _busy(stage: Stage, lab: Lab, name: str, prompts: list[list[int]], len
 async def _host(
     stage: Stage, lab: Lab, timed: Round, name: str, prompts: list[list[int]], length: int
 ) -> None:
-    """Where the event loop and the model thread spend a round; a wait for the device included."""
+    """Measure the parts of a round on the host; waiting for the device is one of them."""
     timed.clear()
     await together(lab, prompts, length)
     parts = timed.parts()

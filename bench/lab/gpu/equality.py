@@ -1,4 +1,4 @@
-"""What must be equal on the device: bits of logits, and streams of tokens; and what that costs."""
+"""Checks that bits of logits and streams of tokens are equal on the device; and their cost."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Scene:
 
 
 async def _streams(stage: Stage, folder: Path | None) -> None:
-    """Same request, same tokens: whatever guesses, whatever rides along, whatever was cached."""
+    """Check that a request has the same tokens with any drafts, batch and cached prefix."""
     for exact in stage.few(*EXACTNESS[:2]):
         options: dict[str, Any] = {"exact": exact, "kv_tokens": 32768, "max_batch_tokens": 512}
         options |= {"draft": "auto" if folder is None else "radix,ngram", "speculation": "auto"}
@@ -180,7 +180,7 @@ def _num_equal(alone: Sequence[Served], served: Sequence[Served]) -> int:
 
 
 def _prompts(lab: Lab, folder: Path | None, count: int) -> list[list[int]]:
-    """Of different lengths, half of them with a prefix in common; real code for the real pair."""
+    """Prompts of different lengths, half of them with a common prefix; code for the real pair."""
     vocab_size = lab.built.vocab_size
     text = random_prompts(1, 4096, vocab_size)[0]
     if folder is None:

@@ -1,4 +1,4 @@
-"""What runs: the card, its clocks and driver, and the versions of what computes on it."""
+"""Facts of the machine: the card, its clocks and driver, and versions of packages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ QUERY = (
 
 def card(place: Place) -> dict[str, object]:
     """The device as torch sees it, and what its driver tells of it now."""
-    return Gauge(place.device).card() | ({} if place.rehearses else _told_by_driver())
+    return Gauge(place.device).card() | ({} if place.rehearses else _driver_facts())
 
 
 def versions() -> dict[str, str]:
-    """By package; Python's too."""
+    """Versions of packages and of Python, by name."""
     from ...._version import __version__
 
     found = {"python": platform.python_version()}
@@ -40,8 +40,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _told_by_driver() -> dict[str, object]:
-    """Clocks in MHz, power in watts. What cannot be asked is told as a reason."""
+def _driver_facts() -> dict[str, object]:
+    """Clocks in MHz, power in watts; the reason where the driver does not report them."""
     query = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)

@@ -20,7 +20,7 @@ WARM_UP = 3  # calls before those that are timed
 
 @dataclass(slots=True)
 class Activity:
-    """What a device did in a while. Empty where it has no profiler."""
+    """Kernels and copies of a device during a measurement. Empty where it has no profiler."""
 
     busy_seconds: float = 0.0  # in which at least one kernel or copy ran
     num_kernels: int = 0

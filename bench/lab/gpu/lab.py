@@ -46,7 +46,7 @@ async def open_lab(
 
 
 def runner(built: Built) -> ModelRunner:
-    """What computes its steps."""
+    """The runner that computes the engine's steps."""
     return cast(ModelRunner, built.engine.runner)
 
 

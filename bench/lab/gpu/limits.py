@@ -57,7 +57,7 @@ def _copying(stage: Stage) -> Spread:
 
 
 def _multiplying(stage: Stage) -> Spread:
-    """On random numbers: zeros take less power, and so run faster than any model does."""
+    """Measure operations a second on random numbers: zeros take less power and run faster."""
     side = 256 if stage.rehearses else 8192
     a, b = (_random(stage, side * side).view(side, side).to(torch.bfloat16) for _ in range(2))
     return _rate(stage, lambda: a @ b, 2 * side**3)

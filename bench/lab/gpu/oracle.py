@@ -155,7 +155,7 @@ def _computed(
 
 
 def _slots(segments: Sequence[Segment]) -> list[int]:
-    """Where each row's keys and values belong, page by page."""
+    """Slot of each row's keys and values, page by page."""
     return [
         each.page_ids[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
         for each in segments

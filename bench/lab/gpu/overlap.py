@@ -42,14 +42,14 @@ def _compare(stage: Stage, name: str, chain: Chain, length: int) -> None:
         "overlapped": chain.overlapped,
     }
     found: dict[str, list[float]] = {kind: [] for kind in runs}
-    told: list[list[list[int]]] = []
+    outputs: list[list[list[int]]] = []
     for _ in range(1 if stage.rehearses else 1 + REPEATS):  # in turn: a card's clock changes
         for kind, run in runs.items():
             began = time.perf_counter()
             run(length)
             found[kind].append((time.perf_counter() - began) / length)
-            told.append(chain.told)
-    if any(each != told[0] for each in told):
+            outputs.append(chain.outputs)
+    if any(each != outputs[0] for each in outputs):
         stage.wrong(f"{name}: steps that overlap choose other tokens than steps one by one")
     apart, overlapped = (Spread.of(found[kind][-REPEATS:]) for kind in runs)
     stage.add(
@@ -74,8 +74,8 @@ class Chain:
         self._texts: list[array[int]] = []
 
     @property
-    def told(self) -> list[list[int]]:
-        """Of each sequence, what it was given since the start."""
+    def outputs(self) -> list[list[int]]:
+        """Tokens that each sequence received since the start."""
         firsts = (len(row.tokens) for row in self._start.requests)
         return [text[first:].tolist() for text, first in zip(self._texts, firsts, strict=True)]
 

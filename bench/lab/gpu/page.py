@@ -49,7 +49,7 @@ def split(combined: Path, folder: Path) -> None:
 
 
 def read_results(folder: Path) -> list[Result]:
-    """What is there, in the order of the stages."""
+    """Read the results in a folder, in the order of the stages."""
     paths = [folder / f"gpu-{name}.json" for name in ORDER]
     return [read_result(path) for path in paths if path.is_file()]
 

@@ -165,7 +165,7 @@ def _generate(
 def _continuous(
     stage: Stage, model: PreTrainedModel, answer: int, prompts: Sequence[Sequence[int]]
 ) -> Tokens:
-    """In pages of our size, as far as this transformers can be told."""
+    """Generate with continuous batching, in pages of our size if this transformers allows it."""
     from transformers import ContinuousBatchingConfig, GenerationConfig  # not in every release
 
     prompt_len, _, _, most = _sizes(stage)

@@ -126,7 +126,10 @@ async def _nano(stage: Stage) -> None:
 
 
 async def _step_seconds(lab: Lab, prompts: Sequence[Sequence[int]]) -> float:
-    """Of all of them decoding; and every size of a step is seen once, as it is before serving."""
+    """Median seconds of a step in which all prompts decode.
+
+    Every size of a step runs once before, as it does before serving.
+    """
     for count in sorted({1 << bits for bits in range(9)} | {len(prompts)}):
         await together(lab, prompts[:count], 4)
     return statistics.median(each.pace for each in await together(lab, prompts, 8))

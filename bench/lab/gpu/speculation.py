@@ -92,7 +92,7 @@ async def _run(
 
 
 def _seconds(run: Sequence[Served]) -> float:
-    """From the first token of any to the last of all."""
+    """Seconds from the first token of any request to the last of all."""
     return max(each.times[-1] for each in run) - min(each.times[0] for each in run)
 
 

@@ -42,7 +42,7 @@ Tables = dict[str, list[dict[str, object]]]
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What one stage found: the JSON that is kept."""
+    """Results of one stage: the JSON that is kept."""
 
     stage: str
     title: str
@@ -60,30 +60,30 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 def read_result(path: Path) -> Result:
-    """What a stage wrote. Raises msgspec's own errors for a file that is none."""
+    """Read a stage's result. Raises msgspec's own errors for another file."""
     return msgspec.json.decode(path.read_bytes(), type=Result)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the stages run: on a GPU in earnest, or on this processor to rehearse."""
+    """Place in which the stages run: a GPU in earnest, or this processor to rehearse."""
 
     work: Path  # a folder for checkpoints and results, shared by the stages
     rehearses: bool
 
     @property
     def device(self) -> str:
-        """Of the models."""
+        """Device of the models."""
         return "cpu" if self.rehearses else "cuda"
 
     @property
     def dtype(self) -> str:
-        """Of the weights; Triton's interpreter multiplies bfloat16 wrongly."""
+        """Type of the weights; Triton's interpreter multiplies bfloat16 wrongly."""
         return "float32" if self.rehearses else "bfloat16"
 
     @property
     def backend(self) -> str:
-        """By name: where its kernels cannot be had, a stage fails rather than time another's."""
+        """Backend by name: without its kernels a stage fails rather than time another's."""
         return "torch" if self.rehearses else "triton"
 
     def shape(self, name: str, **changes: object) -> Path:
@@ -114,7 +114,7 @@ class Place:
 
 
 class Stage:
-    """What a stage is told, and where it puts what it finds."""
+    """Inputs of a stage, and methods that keep its results."""
 
     def __init__(self, place: Place, result: Result, seconds: float) -> None:
         self.place, self.result = place, result
@@ -133,7 +133,7 @@ class Stage:
 
     @property
     def seconds_left(self) -> float:
-        """Until the stage is ended."""
+        """Seconds until the stage is ended."""
         return self._until - time.monotonic()
 
     def few(self, *cases: T) -> tuple[T, ...]:
@@ -160,7 +160,7 @@ class Stage:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """What is logged is found, too: graphs that cannot be captured raise nothing, say."""
+        """Keep warnings and errors of the log in the result: failed captures only log."""
         logger, listener = logging.getLogger(PACKAGE), _Listener(self.result)
         logger.addHandler(listener)
         try:
@@ -170,7 +170,7 @@ class Stage:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part whose failure is told and costs nothing else of the stage."""
+        """Run a part; its failure is reported, and the rest of the stage goes on."""
         try:
             yield
         except Exception as error:
@@ -216,6 +216,6 @@ class _Listener(logging.StreamHandler[TextIO]):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, short."""
+    """First line of an error's text, at most 300 characters."""
     lines = str(error).strip().splitlines() or [""]
     return lines[0][:300]

@@ -72,7 +72,7 @@ class Choice:
 
 
 def choices(out_features: int, in_features: int, num_rows: int, *, is_int8: bool) -> list[Choice]:
-    """What is in use first, then the same with other stages and rows, then other tiles."""
+    """Choices to time: the one in use, then other stages and rows of it, then other tiles."""
     used = linear_tiles(out_features, in_features, torch.bfloat16, is_int8=is_int8)
     launch = linear_launch(used, out_features, num_rows)
     others = [(used, replace(launch, num_stages=stages)) for stages in (3, 4, 5)]

@@ -1,4 +1,4 @@
-"""What it costs to verify drafts: a step with k draft tokens over one without, side by side."""
+"""Cost of verifying drafts: a step with k draft tokens over one without, side by side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUSY = (0, 4)  # draft tokens at which the device's own share is looked at, too
 
 
 def run(stage: Stage) -> None:
-    """At two contexts and three batch sizes; the 8B shape first."""
+    """Measure at two contexts and three batch sizes; the 8B shape first."""
     stage.try_each({name: partial(_model, stage, name) for name in stage.few(QWEN, SMALL)})
 
 

@@ -33,7 +33,7 @@ from ...common.real_tasks import prompts
 from ...common.shapes import llama32_1b, qwen3_06b, qwen3_moe_1b, qwen25_05b, write_pair
 
 HOME = Path(os.environ.get("FORETOKEN_PEERS", ".venv-peers")).resolve()
-"""Where environments and checkpoints are made: in the working folder, unless told otherwise."""
+"""Folder of environments and checkpoints; by default in the working folder."""
 
 
 class Experts(NamedTuple):
@@ -66,12 +66,12 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Of the residual stream."""
+        """Width of the residual stream."""
         return int(self.config().hidden_size)
 
     @property
     def experts(self) -> Experts | None:
-        """Of a mixture with experts in all layers; None: there are none."""
+        """Experts of a mixture that has them in all layers; None: there are none."""
         config = self.config()
         count = getattr(config, "num_experts", None)
         if not count:
@@ -80,7 +80,7 @@ class Shape:
         return Experts(count, config.num_experts_per_tok, params)
 
     def text(self) -> list[int]:
-        """What prompts are cut from; nothing where they are random."""
+        """Token ids that prompts are cut from; empty where prompts are random."""
         return []
 
     def tasks(self, kind: str) -> list[list[int]]:
@@ -111,11 +111,11 @@ class Builtin(Shape):
 
     @property
     def folder(self) -> Path:
-        """In the package: nothing is made."""
+        """Folder in the package: nothing is made."""
         return BUILTIN
 
     def write(self) -> Path:
-        """Nothing to do."""
+        """Return the folder: nothing is written."""
         return BUILTIN
 
 

@@ -36,7 +36,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
 }
-"""Of a layer's tensors."""
+"""Names of a layer's tensors in both formats."""
 OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",

@@ -37,7 +37,7 @@ from .worker import Worker, WorkerError
 _OUT = RESULTS / "peers.json"
 KV_TOKENS = 20480
 Found = dict[str, dict[str, Figures]]
-"""By row, by engine."""
+"""Results by row and engine."""
 
 
 @dataclass(slots=True)
@@ -234,8 +234,8 @@ def _pass(run: Run, rows: Sequence[Row]) -> dict[str, object]:
     limits = None if meter is None else meter.limits
     lines = {row.name: _roofline(row, limits) for row in rows}
     names = [engine.name for engine in run.engines]
-    told = [line(row, run.found[row.name], names, lines[row.name]) for row in rows]
-    print(f"\n{run.threads} threads; {limits}\n\n{table(told)}\n")
+    lines_of_rows = [line(row, run.found[row.name], names, lines[row.name]) for row in rows]
+    print(f"\n{run.threads} threads; {limits}\n\n{table(lines_of_rows)}\n")
     print(*(note for row in rows for note in notes(row, run.found[row.name])), sep="\n", flush=True)
     return {
         "threads": run.threads,

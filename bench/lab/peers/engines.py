@@ -30,7 +30,7 @@ class Engine:
 
     @property
     def python(self) -> Path:
-        """Of its environment."""
+        """Python of the engine's environment."""
         if not self.environment:
             return Path(sys.executable)
         return HOME / self.environment / "bin" / "python"

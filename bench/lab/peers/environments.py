@@ -14,7 +14,7 @@ from .rows import Row
 
 
 def set_up(engines: Iterable[Engine], rows: Sequence[Row]) -> bool:
-    """Install, and convert what the rows want; what fails is told in one line and skipped.
+    """Install, and convert what the rows want; a failure is printed in one line and skipped.
 
     Returns whether all went well.
     """
@@ -25,7 +25,7 @@ def set_up(engines: Iterable[Engine], rows: Sequence[Row]) -> bool:
 
 
 def forms(engine: Engine, rows: Iterable[Row]) -> dict[str, list[str]]:
-    """By shape, what an engine with a converter must have: ``int8``, ``bf16-draft``."""
+    """Forms that an engine with a converter needs, by shape: ``int8``, ``bf16-draft``."""
     found: dict[str, set[str]] = {}
     for row in filter(engine.takes, rows if engine.converter else ()):
         suffixes = ("", "-draft") if row.setting.depth else ("",)

@@ -16,7 +16,7 @@ _CACHED = 2**27
 
 
 def num_params(folder: Path) -> int:
-    """Of a bfloat16 checkpoint."""
+    """Number of parameters of a bfloat16 checkpoint."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) // 2
 
 

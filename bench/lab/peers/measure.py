@@ -33,7 +33,7 @@ class Prompts:
     num_calls: int = 0
 
     def next(self, batch: int | None = None) -> Tokens:
-        """As many prompts as the row's batch, unless told otherwise; their head is shared."""
+        """Make ``batch`` prompts (default: the row's batch); their beginning is shared."""
         self.num_calls += 1
         if self.row.task:
             return self._take_tasks(batch or self.row.batch)

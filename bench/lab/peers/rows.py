@@ -1,4 +1,4 @@
-"""What is measured: the rows of the table, with their aims."""
+"""Rows of the table of measurements, with their aims."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def unit(self) -> str:
-        """Of the figure."""
+        """Unit of the figure."""
         return "tok/s" if self.is_rate else "s"
 
     @property
@@ -124,7 +124,7 @@ def _text(batch: int) -> tuple[Row, ...]:
 
 
 def _shape(shape: str, title: str, *, prefill: tuple[float, float] = (0.9, 1.0)) -> tuple[Row, ...]:
-    """What kernels do with one more shape."""
+    """Rows that measure the kernels with one more shape."""
     setting = Setting(shape)
     return (
         _decode(f"{shape}-1", f"{title}, decode, batch 1", setting, (1.0, 1.15), batch=1),

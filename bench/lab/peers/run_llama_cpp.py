@@ -111,7 +111,7 @@ class Row:
 
 
 Guess = Callable[[dict[int, Row]], dict[int, list[int]]]
-"""What may follow each row, by sequence."""
+"""Function that guesses the tokens behind each row, by sequence."""
 
 
 def load(job: Job) -> Generate:
@@ -131,7 +131,7 @@ def load(job: Job) -> Generate:
 
 
 def _guesser(job: Job, folder: Path) -> Guess | None:
-    """What guesses ahead: nothing, the draft model, or llama-cpp-python's own look-up."""
+    """Build the drafter: none, the draft model, or llama-cpp-python's own look-up."""
     if not job.depth:
         return None
     if job.mode == "lookup":

@@ -52,7 +52,7 @@ def load(job: Job) -> Generate:
 
 
 def _speculation(job: Job) -> dict[str, object]:
-    """By the draft model, or by looking up what was said before."""
+    """Options of speculation by the draft model, or by look-ups in earlier text."""
     if job.mode == "ngram":
         return {
             "method": "ngram",

@@ -1,4 +1,4 @@
-"""From figures to the table: medians, the best of the others, ratios, aims. Pure functions."""
+"""Table of the figures: medians, the best of the others, ratios, aims. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rows import Row
 
 @dataclass(slots=True)
 class Figures:
-    """What one engine did in one row: a value for each turn, or why there is none."""
+    """Results of one engine in one row: a value for each turn, or an error."""
 
     values: list[float] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)  # of the first turn
@@ -21,12 +21,12 @@ class Figures:
 
     @property
     def spread(self) -> Spread | None:
-        """None where nothing was measured, or where a turn failed."""
+        """Spread of the values; None where nothing was measured, or where a turn failed."""
         return None if self.error or not self.values else Spread.of(self.values)
 
 
 Found = Mapping[str, Figures]
-"""By engine."""
+"""Results by engine."""
 
 
 def best_other(row: Row, found: Found) -> tuple[str, float] | None:

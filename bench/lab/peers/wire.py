@@ -1,4 +1,4 @@
-"""What driver and engines say to each other. Standard library alone: all environments read it.
+"""Messages between driver and engines. Standard library alone: all environments read it.
 
 A worker is started with ``--job job.json``. It loads the model and writes one line of JSON,
 `Ready`. Then it answers every `Call` with one line, `Answer`: the calls of the job, or, if the
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def draft(self) -> Path:
-        """Its draft model, likewise."""
+        """The draft model, as transformers saves it."""
         return Path(self.checkpoint, "draft")
 
 
@@ -72,7 +72,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call gave. ``seconds``: wall time of the whole call, until the last token."""
+    """Result of a call. ``seconds``: wall time of the whole call, until the last token."""
 
     seconds: float
     tokens: Tokens

@@ -17,7 +17,7 @@ from .wire import Answer, Call, Job, Ready, write
 
 
 class WorkerError(Exception):
-    """It ended, or did not answer in time. The message is one line."""
+    """The worker ended, or did not answer in time. The message is one line."""
 
 
 class Worker:

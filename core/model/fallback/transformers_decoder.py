@@ -178,7 +178,7 @@ def _has_plain_linears(model: nn.Module) -> bool:
 
 
 class _PackedExperts(NamedTuple):
-    """Of one layer: each expert's first linear, gate and up in one, and its second."""
+    """Two linears of each expert of a layer: gate and up in one, then down."""
 
     first: list[PackedLinear]
     second: list[PackedLinear]
@@ -207,8 +207,8 @@ def _pack_experts(module: Any, ops: Ops) -> _PackedExperts:  # noqa: ANN401 - of
 # -- a pass ---------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
-    """Where an attention module's keys and values lie."""
+class _PagedAttention(NamedTuple):
+    """An attention module, and the part and layer of the pool that hold its keys and values."""
 
     site: AttentionSite
     part: int  # of the pool
@@ -281,7 +281,7 @@ class _Pass(_Experts):
         out = ops.attention(scaled, place.layer, plan, site.window, cap=site.cap, sinks=sinks)
         return out.view(1, rows, site.num_heads, -1)[..., : site.value_dim]
 
-    def _plan(self, place: _Place) -> ForwardPlan:
+    def _plan(self, place: _PagedAttention) -> ForwardPlan:
         heads = place.site.heads
         key = (place.part, heads, place.ops)
         if key not in self._plans:
@@ -354,7 +354,7 @@ class TransformersDecoder:
         )
 
     def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
-        """Nothing: the first pass is as fast as any."""
+        """Do nothing: the first pass is as fast as any."""
 
     def hooked(self) -> AbstractContextManager[None]:
         """A context in which transformers' own attention runs on the packed weights."""
@@ -395,16 +395,20 @@ class TransformersDecoder:
             "attention_mask": torch.ones_like(batch.token_ids)[None],
             "use_cache": False,
         }
-        with self._mode, hooked(_Pass(self, batch, pool)), self._watched(wanted.taps) as seen:
+        with self._mode, hooked(_Pass(self, batch, pool)), self._watched(wanted.taps) as outputs:
             if batch.num_logits:
                 logits = self._logits_of(rows, batch)
             else:
                 self._inner(**rows)
-                logits = seen.hidden[0].new_empty((0, self.config.vocab_size), dtype=torch.float32)
+                logits = outputs.hidden[0].new_empty(
+                    (0, self.config.vocab_size), dtype=torch.float32
+                )
         taps = (
-            torch.cat([seen.taps[tap][0] for tap in wanted.taps], dim=-1) if wanted.taps else None
+            torch.cat([outputs.taps[tap][0] for tap in wanted.taps], dim=-1)
+            if wanted.taps
+            else None
         )
-        return ForwardOutput(seen.hidden[0], logits, None, taps)
+        return ForwardOutput(outputs.hidden[0], logits, None, taps)
 
     def _logits_of(self, rows: Mapping[str, Any], batch: RaggedBatch) -> Tensor:
         if self._keeps_rows:
@@ -415,25 +419,27 @@ class TransformersDecoder:
         return logits
 
     @contextmanager
-    def _watched(self, taps: Taps) -> Iterator[_Seen]:
+    def _watched(self, taps: Taps) -> Iterator[_PassOutputs]:
         """Keep the final norm's output of the pass, and the stream at the taps."""
-        seen = _Seen()
-        handles = [self._inner.register_forward_hook(seen.keep_hidden)]
+        outputs = _PassOutputs()
+        handles = [self._inner.register_forward_hook(outputs.keep_hidden)]
         for tap in taps:
             if tap == 0:
-                hook = seen.keep_input
+                hook = outputs.keep_input
                 handles.append(self._layers[0].register_forward_pre_hook(hook, with_kwargs=True))
             else:
-                handles.append(self._layers[tap - 1].register_forward_hook(seen.keep_output(tap)))
+                handles.append(
+                    self._layers[tap - 1].register_forward_hook(outputs.keep_output(tap))
+                )
         try:
-            yield seen
+            yield outputs
         finally:
             for handle in handles:
                 handle.remove()
 
 
-class _Seen:
-    """What hooks kept of a pass."""
+class _PassOutputs:
+    """Hidden states and taps that hooks keep of a pass."""
 
     def __init__(self) -> None:
         self.hidden: Tensor
@@ -460,7 +466,7 @@ def kv_shapes(sites: Sequence[AttentionSite]) -> list[KvShape]:
 
 def _places(
     model: nn.Module, sites: Sequence[AttentionSite], shapes: Sequence[KvShape], ops: Ops
-) -> dict[nn.Module, _Place]:
+) -> dict[nn.Module, _PagedAttention]:
     modules, torch_ops = dict(model.named_modules()), TorchOps()
     pairs = [(shape.num_kv_heads, shape.head_dim) for shape in shapes]
     used = [0] * len(shapes)
@@ -470,7 +476,7 @@ def _places(
         heads = site.heads
         fits = heads.head_dim <= _MAX_NATIVE_DIM and heads.group_size <= _MAX_NATIVE_GROUP
         chosen = ops if site.is_plain and fits else torch_ops
-        places[modules[site.module]] = _Place(site, part, used[part], chosen)
+        places[modules[site.module]] = _PagedAttention(site, part, used[part], chosen)
         used[part] += 1
     return places
 

@@ -27,7 +27,7 @@ from ..formats.safetensors import TensorFiles
 from ..rope import RopeSpec
 from .text_config import make_config, one_line, quiet, read_whole_config
 from .transformers_decoder import TransformersDecoder, pack
-from .transformers_probe import HOOKS, Asked, AttentionSite, probe
+from .transformers_probe import HOOKS, AttentionSite, ProbeResult, probe
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +86,13 @@ _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 class TextModel:
     """A checkpoint's text model, as its config describes it; no weight was read.
 
-    ``asked`` is None where only the loaded model shows how it attends.
+    ``probed`` is None where only the loaded model shows how it attends.
     """
 
     folder: Path
     text: PreTrainedConfig
     model_class: type[Any]
-    asked: Asked | None
+    probed: ProbeResult | None
     config: DecoderConfig
     num_parameters: int
     is_quantized: bool = False  # in its files
@@ -117,8 +117,8 @@ def read_text_model(folder: Path) -> TextModel:
     text._attn_implementation = HOOKS
     with quiet():
         twin = _meta_twin(folder, model_class, text)
-        asked = _probed(folder, text.model_type, twin)
-    found = _decoder_config(folder, config, text, asked.sites if asked else None)
+        probed = _probed(folder, text.model_type, twin)
+    found = _decoder_config(folder, config, text, probed.sites if probed else None)
     if is_quantized:  # as for quantised GGUF files
         found = replace(found, dtype="bfloat16")
     count = sum(each.numel() for each in twin.parameters())
@@ -126,7 +126,7 @@ def read_text_model(folder: Path) -> TextModel:
         folder=folder,
         text=text,
         model_class=model_class,
-        asked=asked,
+        probed=probed,
         config=found,
         num_parameters=count,
         is_quantized=is_quantized,
@@ -154,10 +154,10 @@ def load_text_model(
     model.set_attn_implementation(HOOKS)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(HOOKS)
-    asked = source.asked or _probed_when_loaded(source, model, device)
-    pack(model, ops, plain, asked.read_directly)
+    probed = source.probed or _probed_when_loaded(source, model, device)
+    pack(model, ops, plain, probed.read_directly)
     decoder = TransformersDecoder(
-        source.config, model, asked.sites, ops, dtype=dtype, device=device
+        source.config, model, probed.sites, ops, dtype=dtype, device=device
     )
     decoder.pack_experts(ops)
     with quiet():
@@ -228,7 +228,7 @@ def _decoder_config(
     text: PreTrainedConfig,
     sites: tuple[AttentionSite, ...] | None,
 ) -> DecoderConfig:
-    """What the other rooms read of a config; what the layers compute is transformers' business."""
+    """Build the config that other rooms read; transformers' modules compute by their own."""
     first = sites[0] if sites else None
     num_layers = int(text.num_hidden_layers)
     return DecoderConfig(
@@ -303,7 +303,7 @@ def _meta_twin(folder: Path, model_class: type[Any], text: PreTrainedConfig) -> 
         raise _refusal(folder, text.model_type, problem) from error
 
 
-def _probed(folder: Path, model_type: str, twin: Any) -> Asked | None:  # noqa: ANN401
+def _probed(folder: Path, model_type: str, twin: Any) -> ProbeResult | None:  # noqa: ANN401
     try:
         return probe(twin, "meta")
     except ModelLoadError as error:
@@ -315,7 +315,7 @@ def _probed(folder: Path, model_type: str, twin: Any) -> Asked | None:  # noqa: 
         return None
 
 
-def _probed_when_loaded(source: TextModel, model: Any, device: torch.device) -> Asked:  # noqa: ANN401
+def _probed_when_loaded(source: TextModel, model: Any, device: torch.device) -> ProbeResult:  # noqa: ANN401
     try:
         return probe(model, device)
     except Exception as error:  # it does what our hooks do not expect, in its own way

@@ -1,5 +1,6 @@
-"""What a model of transformers asks for: the hooks that stand in for its attention and experts, and
-the probe, which runs it once on a few tokens to learn how each of its layers attends.
+"""Hooks that replace a transformers model's attention and experts, and the probe.
+
+The probe runs the model once on a few tokens to learn how each of its layers attends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PROBE_TOKENS = 4
 
 
 class Hooks(Protocol):
-    """What is done in place of transformers' attention and experts."""
+    """Functions that replace transformers' attention and experts."""
 
     def rule(self, mask_function: Callable[..., Any], window: int | None) -> int:
         """Keep the rule of a mask; its number."""
@@ -45,7 +46,7 @@ _CURRENT: ContextVar[Hooks] = ContextVar("foretoken_hooks")
 
 
 class AttentionCall(NamedTuple):
-    """What a layer passes to its attention function besides queries, keys and values."""
+    """Arguments of an attention function besides queries, keys and values."""
 
     mask: Tensor | None  # the number of a rule
     scale: float | None
@@ -71,7 +72,7 @@ def _attend(
 def _keep_rule(
     *, mask_function: Callable[..., Any], local_size: int | None = None, **_ignored: object
 ) -> Tensor:
-    """In place of a mask the number of its rule, 4-D so that no model expands it."""
+    """Return the number of a mask's rule in its place, 4-D so that no model expands it."""
     return torch.full((1, 1, 1, 1), _CURRENT.get().rule(mask_function, local_size))
 
 
@@ -99,7 +100,7 @@ def hooked(hooks: Hooks) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSite:
-    """What one attention module asks for. Dimensions are a head's; the window is in tokens."""
+    """Shape and options of one attention module. Dimensions are a head's; window in tokens."""
 
     module: str
     num_heads: int
@@ -114,7 +115,7 @@ class AttentionSite:
 
     @property
     def head_dim(self) -> int:
-        """Of the pages: keys and values are padded to the longer of the two, and to be even."""
+        """Dimensions of a head in the pages: the longer of key and value, rounded up to even."""
         longest = max(self.key_dim, self.value_dim)
         return longest + longest % 2
 
@@ -204,16 +205,18 @@ def _is_causal(function: Callable[..., Any], window: int | None, size: int | Non
     return torch.equal(found.bool(), expected)
 
 
-class Asked(NamedTuple):
-    """What a model asks for: its attention modules in the order of the layers, and linears whose
-    weights it reads itself, which therefore stay as they are."""
+class ProbeResult(NamedTuple):
+    """Attention modules in the order of the layers, and names of linears to leave unpacked.
+
+    The model reads the weights of these linears itself.
+    """
 
     sites: tuple[AttentionSite, ...]
     read_directly: frozenset[str]
 
 
-def probe(model: nn.Module, device: torch.device | str) -> Asked:
-    """What a model asks for, by one pass of a few tokens, which may be upon the device "meta".
+def probe(model: nn.Module, device: torch.device | str) -> ProbeResult:
+    """Run a model on a few tokens, on any device (also "meta"), and record what it calls.
 
     Raises `ModelLoadError` for attention that does not go through transformers' interface, or for
     other masks than ours.
@@ -230,7 +233,7 @@ def probe(model: nn.Module, device: torch.device | str) -> Asked:
         )
     if not hooks.sites:
         raise ModelLoadError("no layer uses transformers' attention interface")
-    return Asked(tuple(hooks.sites.values()), frozenset(read))
+    return ProbeResult(tuple(hooks.sites.values()), frozenset(read))
 
 
 class _WatchedLinear(nn.Linear):

@@ -1,4 +1,4 @@
-"""What several families have: the fields that all write alike, windows, activations."""
+"""Parts that several families share: common fields, windows, activations."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def base_config(
     is_gated: bool = True,
     **differences: Any,  # noqa: ANN401 - declared fields
 ) -> DecoderConfig:
-    """What all families write alike; ``differences`` are fields of `DecoderConfig`.
+    """Build a config from the fields that all families name alike, and from ``differences``.
 
     ``partial``: the share of a head's items that RoPE turns where the config does not say it;
-    None: the family turns all of them. ``theta``, ``eps``, ``tied``: likewise the family's
-    defaults. ``activation``: its field, and the default.
+    None: the family turns all of them. ``theta``, ``eps``, ``tied``: the family's defaults.
+    ``activation``: its field, and the default. ``differences``: fields of `DecoderConfig`.
     """
     num_layers = fields.positive("num_hidden_layers")
     num_heads = fields.positive("num_attention_heads")

@@ -13,7 +13,7 @@ _NAMES_SHOWN = 4  # in an error
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies and what it is."""
+    """File, type and shape of a stored tensor."""
 
     file: Path
     dtype: str  # as the header names it

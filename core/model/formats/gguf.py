@@ -73,7 +73,7 @@ class GgufFile:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor in the file; one that is not known keeps the name it has there."""
+        """Shape of every tensor in the file; unknown tensors keep their name in the file."""
         known = {name: source.shape for name, source in self._sources.items()}
         used = {own for source in self._sources.values() for own in source.own_names}
         return known | {
@@ -89,16 +89,19 @@ class GgufFile:
 
     @property
     def stored_dtype(self) -> str:
-        """Of the output of the first layer's MLP; bfloat16 beside quantised matrices."""
+        """Type of the first layer's MLP output matrix; bfloat16 where it is quantised."""
         names = ("blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight")
         tensor = next((self._tensors[name] for name in names if name in self._tensors), None)
         return "bfloat16" if tensor is None else _PLAIN.get(tensor.tensor_type, "bfloat16")
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """Of RoPE's frequencies; empty where the file has none, or they say what is at rest."""
-        is_told = "full_attention" in self.values["rope_parameters"]
-        return () if is_told else tuple(self._meta.tensor(_ROPE_DIVISORS))
+        """Divisors of RoPE's frequencies; empty where the file has none.
+
+        Also where they only mark dimensions that do not turn.
+        """
+        is_proportional = "full_attention" in self.values["rope_parameters"]
+        return () if is_proportional else tuple(self._meta.tensor(_ROPE_DIVISORS))
 
     @property
     def types(self) -> dict[str, int]:
@@ -403,7 +406,10 @@ def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _low_and_high(octets: Tensor) -> Tensor:
-    """Of each 32 bytes the low halves, then the high ones: ``[rows, blocks, groups, 32]``."""
+    """Split bytes into 4-bit values: of each 32 bytes the low halves, then the high ones.
+
+    Returns ``[rows, blocks, 2 * groups, 32]``.
+    """
     parts = octets.reshape(*octets.shape[:2], -1, 32)
     return torch.stack((parts & 15, parts >> 4), dim=3).flatten(2, 3)
 

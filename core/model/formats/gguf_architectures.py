@@ -1,4 +1,4 @@
-"""What GGUF files of each architecture hold: fields of a config.json, and whose tensors they are.
+"""Contents of GGUF files by architecture: fields of a config.json, and names of tensors.
 
 Sources: llama.cpp's converters, whose names and reorderings are undone here.
 """
@@ -180,7 +180,10 @@ def _gelu(meta: Metadata) -> dict[str, Any]:  # noqa: ARG001 - as the others
 
 
 def _query_scalar(meta: Metadata, large: int) -> int:
-    """What scores are divided by the root of; the largest of a family, by its layers, differs."""
+    """The number whose root divides the scores; a family's largest model has another one.
+
+    ``large``: number of layers of that model.
+    """
     if meta.number("block_count") == large:
         return int(meta.number("embedding_length") // meta.number("attention.head_count"))
     return int(meta.number("attention.key_length"))
@@ -569,7 +572,7 @@ REFUSED |= {"bloom": _ALIBI, "mpt": _ALIBI, "glm-dsa": "an indexer chooses the k
 
 
 def architecture_of(name: str, meta: Metadata) -> Architecture | None:
-    """What a file of this architecture holds; None for one that is not known."""
+    """Look up an architecture; None for one that is not known."""
     if name == "llama" and meta.optional("expert_count", 0):
         return _MIXTRAL
     return ARCHITECTURES.get(ALIASES.get(name, name))

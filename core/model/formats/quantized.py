@@ -60,7 +60,7 @@ class Scheme(Protocol):
     label: str  # for people
 
     def gather(self, stored: Stored) -> dict[str, QuantizedTensor]:
-        """Its matrices by the names of plain ones. Raises ValueError, which names a tensor."""
+        """Quantised matrices by the names of plain ones. Raises ValueError naming a tensor."""
 
 
 def read_scheme(fields: Fields) -> Scheme | None:

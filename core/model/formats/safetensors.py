@@ -89,7 +89,7 @@ class TensorFiles:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor; quantised matrices by the names of plain ones."""
+        """Shape of every tensor; quantised matrices by the names of plain ones."""
         plain = {
             name: entry.shape
             for name, entry in self.entries.items()

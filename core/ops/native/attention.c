@@ -42,8 +42,8 @@ static void begin_task(const attend_task *task, attend_space *space) {
         const char *query = task->job->q + element_of(task, space, i) * item_size(heads);
         float *wide = space->wide + i * task->dim;
         const float *sinks = task->job->rule->sinks;
-        space->top[i] = sinks ? sinks[task->head * task->group + i % task->group] : HIDDEN;
-        space->total[i] = sinks ? 1.0f : 0.0f;
+        space->max_score[i] = sinks ? sinks[task->head * task->group + i % task->group] : HIDDEN;
+        space->exp_sum[i] = sinks ? 1.0f : 0.0f;
         if (is_int8(task)) {
             pack_query(space, i, query, task->dim, heads->dtype == FT_BFLOAT16);
             continue;
@@ -59,7 +59,7 @@ static void begin_task(const attend_task *task, attend_space *space) {
 #if defined(FT_AMX)
     if (uses_amx(task)) set_shapes(num_queries);
 #endif
-    memset(space->sums, 0, (size_t)(num_queries * task->padded) * 4);
+    memset(space->acc, 0, (size_t)(num_queries * task->padded) * 4);
 }
 
 static void end_task(const attend_task *task, const attend_space *space) {
@@ -67,8 +67,8 @@ static void end_task(const attend_task *task, const attend_space *space) {
     for (int64_t i = 0; i < space->first_query[task->num_parts]; i++) {
         int64_t at = element_of(task, space, i);
         for (int64_t d = 0; d < task->dim; d += FT_WIDTH) {
-            ft_vec sum = v_load(space->sums + i * task->padded + d);
-            v_put(task->job->out, at + d, v_div(sum, v_set(space->total[i])), task->dim - d,
+            ft_vec sum = v_load(space->acc + i * task->padded + d);
+            v_put(task->job->out, at + d, v_div(sum, v_set(space->exp_sum[i])), task->dim - d,
                   is_bf16);
         }
     }

@@ -94,7 +94,7 @@ FT_INLINE void gather_pairs_amx(const attend_space *space, int64_t at, int64_t p
 static void add_to_sums(attend_space *space, int64_t at, int64_t stop, int64_t padded, int64_t d,
                          int vecs, const float *products) {
     for (int64_t query = at; query < stop; query++, products += 64) {
-        float *sums = space->sums + query * padded + d;
+        float *sums = space->acc + query * padded + d;
         const ft_vec keep = v_set(space->keep[query]);
         for (int i = 0; i < vecs * 16; i += 16)
             v_store(sums + i, v_fma(v_load(sums + i), keep, v_load(products + i)));
@@ -191,7 +191,7 @@ static void gather_bytes_of(attend_space *space, int64_t at, int64_t stop, int64
         gather_bytes_amx(space, padded, d, vecs, sums);
         for (int64_t query = at; query < stop; query++)
             for (int lane = 0; lane < vecs * 16; lane += FT_LANES) {
-                float *to = space->sums + query * padded + d + lane;
+                float *to = space->acc + query * padded + d + lane;
                 vf kept = vf_mul(vf_load(to), vf_set1(space->keep[query]));
                 vf joined = join_row(&sums[lane / 16], query - at, lane % 16);
                 vf_store(to, vf_fma(joined, vf_set1(space->weight_scale[query]), kept));

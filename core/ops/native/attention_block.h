@@ -55,9 +55,9 @@ typedef struct {
     _Alignas(64) uint32_t values[KEYS * MAX_DIM]; /* [KEYS][padded], or pairs of keys, [KEYS / 2] */
     _Alignas(64) float scores[ROOM][KEYS];        /* then weights */
     _Alignas(64) bf16 weights[ROOM][KEYS];        /* rounded, where sums of products are of bf16 */
-    _Alignas(64) float sums[QUERIES * MAX_DIM];   /* [queries][padded] weighted values */
+    _Alignas(64) float acc[QUERIES * MAX_DIM];    /* [queries][padded] weighted values */
     _Alignas(64) float wide[ROOM * MAX_DIM];      /* [queries][dim] queries widened to fp32 */
-    float top[QUERIES], total[QUERIES], keep[QUERIES];
+    float max_score[QUERIES], exp_sum[QUERIES], keep[QUERIES];
     /* Of int8 keys and values alone. */
     _Alignas(64) float key_scales[KEYS], value_scales[KEYS];
     float taint;

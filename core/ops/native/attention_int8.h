@@ -220,7 +220,7 @@ FT_INLINE void gather_bytes(attend_space *space, int64_t first, int count, int64
     }
     for (int r = 0; r < count; r++)
         for (int i = 0; i < vecs * PARTS; i++) {
-            float *to = space->sums + (first + r) * padded + d + i * FT_LANES;
+            float *to = space->acc + (first + r) * padded + d + i * FT_LANES;
             vf kept = vf_mul(vf_load(to), vf_set1(space->keep[first + r]));
             vf scale = vf_set1(space->weight_scale[first + r]);
             vf_store(to, vf_fma(join_sums(&sums[r][i / PARTS], i % PARTS), scale, kept));

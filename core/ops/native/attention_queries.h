@@ -131,11 +131,11 @@ static void weigh(const attend_task *task, attend_space *space, int64_t query, i
     if (!all_seen) fill_hidden(row, from, to, HIDDEN);
     ft_vec at[SUBS];
     for (int sub = 0; sub < SUBS; sub++) at[sub] = v_load(row + sub * 16);
-    float before = space->top[query];
-    float top = v_top(v_max(v_max(at[0], at[1]), v_max(at[2], at[3])));
-    top = top > before ? top : before;
+    float before = space->max_score[query];
+    float max_score = v_top(v_max(v_max(at[0], at[1]), v_max(at[2], at[3])));
+    max_score = max_score > before ? max_score : before;
     for (int sub = 0; sub < SUBS; sub++) {
-        at[sub] = v_exp(v_sub(at[sub], v_set(top)));
+        at[sub] = v_exp(v_sub(at[sub], v_set(max_score)));
         v_store(row + sub * 16, at[sub]);
     }
     if (!all_seen) {
@@ -146,11 +146,11 @@ static void weigh(const attend_task *task, attend_space *space, int64_t query, i
         pack_weights(space, query, at);
     else if (uses_dot(task->job->heads))
         round_weights(space->weights[query], at);
-    float keep = top == before ? 1.0f : exp_one(before - top);
-    space->top[query] = top;
+    float keep = max_score == before ? 1.0f : exp_one(before - max_score);
+    space->max_score[query] = max_score;
     space->keep[query] = keep;
     float sum = v_sum(v_add(v_add(at[0], at[1]), v_add(at[2], at[3])));
-    space->total[query] = space->total[query] * keep + sum;
+    space->exp_sum[query] = space->exp_sum[query] * keep + sum;
 }
 
 /* The query's first and last visible key within the block at `lo`. */
@@ -169,7 +169,7 @@ FT_INLINE void gather_wide(attend_space *space, int64_t first, int count, int64_
     ft_vec sums[TILE][4];
     for (int r = 0; r < count; r++)
         for (int v = 0; v < vecs; v++) {
-            const float *from = space->sums + (first + r) * padded + d + v * 16;
+            const float *from = space->acc + (first + r) * padded + d + v * 16;
             sums[r][v] = v_mul(v_load(from), v_set(space->keep[first + r]));
         }
     for (int64_t key = 0; key < stop; key++) {
@@ -183,7 +183,7 @@ FT_INLINE void gather_wide(attend_space *space, int64_t first, int count, int64_
     }
     for (int r = 0; r < count; r++)
         for (int v = 0; v < vecs; v++)
-            v_store(space->sums + (first + r) * padded + d + v * 16, sums[r][v]);
+            v_store(space->acc + (first + r) * padded + d + v * 16, sums[r][v]);
 }
 
 #if defined(FT_DOT_TILES)
@@ -192,7 +192,7 @@ FT_INLINE void gather_pairs(attend_space *space, int64_t first, int count, int64
     __m512 sums[TILE][4];
     for (int r = 0; r < count; r++)
         for (int v = 0; v < vecs; v++) {
-            const float *from = space->sums + (first + r) * padded + d + v * 16;
+            const float *from = space->acc + (first + r) * padded + d + v * 16;
             sums[r][v] = v_mul(v_load(from), v_set(space->keep[first + r]));
         }
     for (int64_t pair = 0; pair < stop / 2; pair++) {
@@ -207,7 +207,7 @@ FT_INLINE void gather_pairs(attend_space *space, int64_t first, int count, int64
     }
     for (int r = 0; r < count; r++)
         for (int v = 0; v < vecs; v++)
-            v_store(space->sums + (first + r) * padded + d + v * 16, sums[r][v]);
+            v_store(space->acc + (first + r) * padded + d + v * 16, sums[r][v]);
 }
 #endif
 

@@ -27,7 +27,7 @@ typedef struct {
     ft_routing routing;
     const ft_linear_weight *router;
     const float *choice_bias; /* [num_experts], added to scores in choosing alone, or NULL */
-    const float *factors;     /* [num_experts], of what each of them says, or NULL */
+    const float *factors;     /* [num_experts], of the output of each, or NULL */
     const ft_linear_weight *const *first, *const *second; /* [num_experts] */
     ft_activation activation;
     ft_mlp shared;                     /* of all rows; first is NULL: there is none */

@@ -81,12 +81,12 @@ class ExpertStructs:
 
     @property
     def pointer(self) -> object:
-        """As a function takes it."""
+        """Pointer for an argument of a C function."""
         return ctypes.byref(self._struct)
 
     @property
     def address(self) -> int:
-        """As another struct holds it."""
+        """Address for a field of another struct."""
         return ctypes.addressof(self._struct)
 
 

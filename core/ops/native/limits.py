@@ -1,4 +1,4 @@
-"""What the machine can do at best: the roofline beside every figure of the kernels."""
+"""Measured limits of the machine: the roofline beside every figure of the kernels."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class PartStruct(ctypes.Structure):
 
 
 def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype = "auto") -> str:
-    """What of a model the kernels cannot compute, or nothing."""
+    """Name the part of a model that the kernels cannot compute; empty if there is none."""
     if dtype not in DTYPES:
         return f"{dtype}"
     if kv_dtype == "fp8":  # no CPU multiplies it, and int8 takes no more memory
@@ -89,7 +89,7 @@ def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype 
 
 
 class NativePlan:
-    """What one forward pass lends to every kernel.
+    """Arrays and structs of one forward pass that every kernel reads.
 
     Raises ValueError for rows of no segment, and for a pool that the kernels cannot read.
     """

@@ -47,7 +47,7 @@ class IdsStruct(ctypes.Structure):
 
 
 class SamplingStruct(ctypes.Structure):
-    """``ft_wishes`` of sample.h."""
+    """``ft_sampling`` of sample.h."""
 
     _fields_ = (
         ("seed", ctypes.c_uint64),
@@ -293,7 +293,7 @@ class _Call:
         return int(lent.__array_interface__["data"][0])
 
     def run(self) -> list[tuple[list[int], str | None]]:
-        """Of every walk, in their order: its tokens, and the error that ended it."""
+        """Choose along every walk; returns its tokens, and the error that ended it, in order."""
         num_rows, vocab_size = self._logits.shape
         hashes = vocabulary_hashes(vocab_size, self._logits.device)
         walks, tokens = array("q", self._walks), array("q", bytes(8 * num_rows))
@@ -312,7 +312,7 @@ class _Call:
         ]
 
     def run_best(self, num_best: int, draft_vocab: DraftVocab | None = None) -> list[Best]:
-        """Of every walk, whose only place is its first: the best tokens and their scores."""
+        """Find the best tokens of every walk and their scores; a walk is a single row here."""
         num_rows, vocab_size = self._logits.shape
         if draft_vocab is None:
             hashes = vocabulary_hashes(vocab_size, self._logits.device)

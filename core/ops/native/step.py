@@ -198,7 +198,7 @@ class NativeStep:
         return LayersOutput(out, taps=tapped)
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
-        """Nothing: the first call is as fast as any."""
+        """Do nothing: the first call is as fast as any."""
 
 
 def _writes(layer: LayerWeights) -> bool:

@@ -70,7 +70,7 @@ def turn_struct(norm: HeadNorm | None, tables: Tables, *, writes: bool) -> TurnS
 
 
 def rule_struct(window: int | None, cap: float | None, sinks: Tensor | None) -> RuleStruct:
-    """Which keys a row sees, as the kernels take it."""
+    """Build the struct that says which keys a row sees and how scores are capped."""
     return RuleStruct(window or 0, _at(sinks), cap or 0.0)
 
 

@@ -73,56 +73,58 @@ def _attend_group(
 
 @dataclass(slots=True, eq=False)
 class _Softmax:
-    """Running maximum, sum and weighted values of every query.
+    """Running state of every query: highest score, sum of exp(score - max_score), weighted values.
 
     Merging a block that a query cannot see at all changes none of its bits, before the first
     block that it does see or after.
     """
 
-    top: Tensor  # [items, num_rows, 1]
-    total: Tensor  # [items, num_rows, 1]
-    out: Tensor  # [items, num_rows, head_dim] float32
+    max_score: Tensor  # [items, num_rows, 1]
+    exp_sum: Tensor  # [items, num_rows, 1]
+    acc: Tensor  # [items, num_rows, head_dim] float32
 
     @classmethod
     def of(cls, scores: Tensor, values: Tensor, block: Block) -> _Softmax:
         """The state after a first block; the same bits as merging it into an empty state."""
-        top = _top(scores, block)
-        weights = _weigh(scores, top, block)
-        out = torch.bmm(weights.to(values.dtype), values).float()
-        return cls(top, weights.sum(dim=-1, keepdim=True), out)
+        max_score = _max_score(scores, block)
+        weights = _weigh(scores, max_score, block)
+        acc = torch.bmm(weights.to(values.dtype), values).float()
+        return cls(max_score, weights.sum(dim=-1, keepdim=True), acc)
 
     @classmethod
     def empty(cls, queries: Tensor) -> _Softmax:
         """The state before any block."""
-        top = queries.new_full((*queries.shape[:2], 1), HIDDEN, dtype=torch.float32)
-        return cls(top, torch.zeros_like(top), torch.zeros_like(queries, dtype=torch.float32))
+        max_score = queries.new_full((*queries.shape[:2], 1), HIDDEN, dtype=torch.float32)
+        acc = torch.zeros_like(queries, dtype=torch.float32)
+        return cls(max_score, torch.zeros_like(max_score), acc)
 
     def merge(self, scores: Tensor, values: Tensor, block: Block, span: slice) -> None:
         """Add one block of scores ``[count, num_rows, width]`` of the queries in ``span``."""
-        before = self.top[span]
-        top = torch.maximum(before, _top(scores, block))
-        weights = _weigh(scores, top, block)
-        keep = before.sub_(top).exp_()
-        self.total[span].mul_(keep).add_(weights.sum(dim=-1, keepdim=True))
-        self.out[span].mul_(keep).add_(torch.bmm(weights.to(values.dtype), values))
-        before.copy_(top)
+        before = self.max_score[span]
+        max_score = torch.maximum(before, _max_score(scores, block))
+        weights = _weigh(scores, max_score, block)
+        keep = before.sub_(max_score).exp_()
+        self.exp_sum[span].mul_(keep).add_(weights.sum(dim=-1, keepdim=True))
+        self.acc[span].mul_(keep).add_(torch.bmm(weights.to(values.dtype), values))
+        before.copy_(max_score)
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Add a score without a value, ``[num_kv_heads, 1, group]``, to the sums of its heads."""
         num_kv_heads, _, group = sinks.shape
-        shape = (-1, num_kv_heads, self.top.shape[1] // group, group)
-        before = self.top.view(shape)
-        top = torch.maximum(before, sinks)
-        keep = (before - top).exp_()
-        self.total = self.total.view(shape).mul(keep).add_((sinks - top).exp_()).view_as(self.total)
-        self.out *= keep.view_as(self.total)
+        shape = (-1, num_kv_heads, self.max_score.shape[1] // group, group)
+        before = self.max_score.view(shape)
+        max_score = torch.maximum(before, sinks)
+        keep = (before - max_score).exp_()
+        exp_sum = self.exp_sum.view(shape).mul(keep).add_((sinks - max_score).exp_())
+        self.exp_sum = exp_sum.view_as(self.exp_sum)
+        self.acc *= keep.view_as(self.exp_sum)
 
     def result(self, dtype: torch.dtype) -> Tensor:
         """The outputs, ``[items, num_rows, head_dim]``."""
-        return self.out.div_(self.total).to(dtype)
+        return self.acc.div_(self.exp_sum).to(dtype)
 
 
-def _top(scores: Tensor, block: Block) -> Tensor:
+def _max_score(scores: Tensor, block: Block) -> Tensor:
     """Mask the scores in place; the highest of each query, ``[.., 1]``."""
     if block.mask is not None:
         # Adding takes a twentieth of masked_fill's time (measured).
@@ -130,9 +132,9 @@ def _top(scores: Tensor, block: Block) -> Tensor:
     return scores.amax(dim=-1, keepdim=True)
 
 
-def _weigh(scores: Tensor, top: Tensor, block: Block) -> Tensor:
-    """``exp(scores - top)`` in place, exactly 0 where hidden."""
-    weights = scores.sub_(top).clamp_(min=_LOWEST).exp_()
+def _weigh(scores: Tensor, max_score: Tensor, block: Block) -> Tensor:
+    """``exp(scores - max_score)`` in place, exactly 0 where hidden."""
+    weights = scores.sub_(max_score).clamp_(min=_LOWEST).exp_()
     if block.seen is not None:
         _masked(weights, block, block.seen).mul_(block.seen)
     return weights

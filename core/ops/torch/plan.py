@@ -176,7 +176,7 @@ class TorchPlan:
         return [block for block in blocks if block is not None]
 
     def _edges(self, stop: int) -> list[int]:
-        """Where blocks begin and end, in positions: two halves first, as most chats are short."""
+        """Positions where blocks begin and end: two halves first, as most chats are short."""
         page_size = self._pool.page_size
         size = page_size * max(1, BLOCK // page_size)
         halves = [size // 2] if size // 2 % page_size == 0 else []
@@ -242,7 +242,7 @@ class TorchPlan:
         return self._to(np.concatenate((keys, values)).ravel())
 
     def _tail_rows(self, members: IntArray, lo: int, width: int) -> TailRows | None:
-        """Where the keys and values at the positions of tails are."""
+        """Find the keys and values at the positions of tails; None where there are no tails."""
         batch, pool = self.batch, self._pool
         positions = np.arange(lo, lo + width)
         behind = positions - batch.tail_from[members, None]

@@ -1,4 +1,4 @@
-"""What the Triton kernels compute, and where: asked before Triton is imported."""
+"""Limits of the Triton kernels, and devices that run them: read before Triton is imported."""
 
 from __future__ import annotations
 

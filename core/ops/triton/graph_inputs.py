@@ -75,7 +75,7 @@ class GraphInputs:
 
 
 class _Host:
-    """One of a packet's blocks of host memory."""
+    """One of the blocks of host memory."""
 
     def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
         size = _offsets(fields)[1]
@@ -112,7 +112,7 @@ def _host_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def _offsets(fields: Sequence[Field]) -> tuple[list[int], int]:
-    """Where each field begins, and the size of all, in bytes."""
+    """Offset of each field, and the size of all, in bytes."""
     sizes = [-(-f.count * f.dtype.itemsize // _ALIGN) * _ALIGN for f in fields]
     ends = np.cumsum(sizes).tolist()
     return [end - size for end, size in zip(ends, sizes, strict=True)], ends[-1]

@@ -174,7 +174,7 @@ class TritonOps:
                 _attend(q, out, layer, device, work, rule, is_narrow=False)
             if work.kinds.narrow:
                 _attend(q, out, layer, device, work, rule, is_narrow=True)
-            if work.kinds.sums:
+            if work.kinds.partial_sums:
                 _merge(out, device, work, rule)
         return out
 
@@ -218,7 +218,7 @@ class TritonOps:
 
 
 class _Rule(NamedTuple):
-    """Which keys a row sees, and what becomes of its scores: as `TritonOps.attention` has them."""
+    """Keys that a row sees, and changes of its scores: arguments of `TritonOps.attention`."""
 
     window: int | None
     cap: float | None
@@ -256,11 +256,11 @@ def _attend(
     *,
     is_narrow: bool,
 ) -> None:
-    geometry, sums = plan.geometry, plan.sums
+    geometry, partial = plan.geometry, plan.partial_sums
     heads, pool = geometry.heads, geometry.pool
     num_programs = max(1, PROGRAMS * _num_multiprocessors(q.device) // heads.num_kv_heads)
     attend_kernel[(num_programs, heads.num_kv_heads)](
-        q, out, pool.data, _scales(pool), sums.sums, sums.tops, sums.totals,
+        q, out, pool.data, _scales(pool), partial.acc, partial.max_score, partial.exp_sum,
         plan.positions, work.places, work.counts, q if rule.sinks is None else rule.sinks,
         plan.words,
         geometry.layer_block(layer), geometry.page_blocks,
@@ -272,12 +272,12 @@ def _attend(
 
 
 def _merge(out: Tensor, plan: DevicePlan, work: Work, rule: _Rule) -> None:
-    geometry, sums = plan.geometry, plan.sums
+    geometry, partial = plan.geometry, plan.partial_sums
     heads = geometry.heads
     heads_each = gcd(heads.num_heads, MERGED_HEADS)
     merge_kernel[(len(out), heads.num_heads // heads_each)](
-        out, sums.sums, sums.tops, sums.totals, plan.positions, work.places,
-        out if rule.sinks is None else rule.sinks, plan.lanes,
+        out, partial.acc, partial.max_score, partial.exp_sum, plan.positions, work.places,
+        out if rule.sinks is None else rule.sinks, plan.rows_in_tile,
         NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEADS=heads_each,
         HEAD_DIM=heads.head_dim, SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group,
         WIDE_TILE=geometry.wide_tile, WINDOW=rule.window or 0, HAS_SINKS=rule.sinks is not None,

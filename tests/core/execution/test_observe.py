@@ -175,7 +175,7 @@ def test_where_the_proposer_has_no_draft_what_was_looked_up_is_verified(
 ) -> None:
     """It returns an empty draft, or fails; either way it found none of these tokens."""
     right = answer(decoder, 3)
-    known = replace(Draft.of(right, "suffix"), odds=(0.9, 0.8, 0.7))
+    known = replace(Draft.of(right, "suffix"), survival=(0.9, 0.8, 0.7))
     (out,) = compute(
         decoder, Observer(drafts), with_drafts(row(PROMPT, 4, 5), draft=known, max_draft=4)
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from foretoken.draft.control.estimators import MAX_LENGTH, AcceptanceModel
-from foretoken.draft.sources.source import BUCKETS, Odds, Priors
+from foretoken.draft.sources.source import BUCKETS, Chances, Priors
 
 
 def model(*chances: float) -> AcceptanceModel:
@@ -62,8 +62,8 @@ def test_an_unknown_source_is_trusted_by_its_prior() -> None:
 
 
 def test_a_prior_may_differ_by_kind_by_position_and_by_temperature() -> None:
-    steep: Odds = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-    flat: Odds = (0.3,) * len(BUCKETS)
+    steep: Chances = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+    flat: Chances = (0.3,) * len(BUCKETS)
     made = AcceptanceModel()
     made.register("lm", Priors(greedy=(steep, flat), sampled=(flat, steep)))
     each: Sequence[float] = np.array(steep)[[0, 1, 2, 2, 3, 3, 3, 3, *[4] * 8, 5, 5]]

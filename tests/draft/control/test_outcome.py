@@ -6,7 +6,7 @@ from foretoken.core.interface.draft import NO_DRAFT, Draft
 from foretoken.draft.control.outcome import NO_NOTE, DraftNote, DraftOutcome
 
 # The second node was looked up, and the proposer did not find it.
-MIXED = Draft((5, 6, 7, 8), ("lm", "suffix", "lm", "lm"), odds=(0.5, 0.0, 0.2, 0.4))
+MIXED = Draft((5, 6, 7, 8), ("lm", "suffix", "lm", "lm"), survival=(0.5, 0.0, 0.2, 0.4))
 
 
 def test_nodes_are_ranked_among_those_that_the_proposer_found() -> None:

@@ -251,7 +251,7 @@ def test_without_head_kv_there_is_no_draft_and_what_was_looked_up_is_not_the_hea
         stop=9,
         page_ids=array("q", range(4)),
         sampling=SamplingMetadata(params=params, seed=7, prompt_len=9),
-        draft_plan=DraftPlan(Draft([1, 2], ("suffix", "suffix"), odds=(0.9, 0.8)), max_draft=4),
+        draft_plan=DraftPlan(Draft([1, 2], ("suffix", "suffix"), survival=(0.9, 0.8)), max_draft=4),
     )
     proposer = make_proposer(join_random("block", target))
     assert proposer.propose([row]) == [Draft()]

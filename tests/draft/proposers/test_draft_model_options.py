@@ -61,7 +61,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def test_beside_looked_up_tokens_a_draft_for_rejection_sampling_is_drawn_all_the_same(pair) -> None:
     """To choose between them after a look at what was drawn would bias the answer."""
     row = row_of(prompt_of(9), temperature=1.0)
-    known = Draft([1, 2, 3, 4], ("suffix",) * 4, odds=(0.99, 0.98, 0.97, 0.96))
+    known = Draft([1, 2, 3, 4], ("suffix",) * 4, survival=(0.99, 0.98, 0.97, 0.96))
     proposers = [proposer_of(pair[1], independent=True) for _ in range(2)]
     assert not proposers[0].traits.weighs
     assert proposer_of(pair[1]).traits.weighs

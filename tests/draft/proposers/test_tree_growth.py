@@ -1,4 +1,4 @@
-"""Draft trees of a model: grown by the odds that the gaps of its own race tell."""
+"""Draft trees of a model: grown by the survival that the gaps of its own race tell."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def paths(draft: Draft) -> set[tuple[int, ...]]:
     return {tuple(draft.token_ids[n] for n in draft.path(node)) for node in range(count)}
 
 
-def test_the_best_nodes_are_drafted_depth_first_and_ranked_by_their_odds() -> None:
+def test_the_best_nodes_are_drafted_depth_first_and_ranked_by_their_survival() -> None:
     tree = grown(row_of(max_draft=4))
     tree.expand(ROOT, CLOSE)
     frontier = tree.open(tree.frontier())
@@ -128,7 +128,7 @@ def test_the_best_nodes_are_drafted_depth_first_and_ranked_by_their_odds() -> No
     draft = tree.draft(0)
     assert list(draft.token_ids) == [5, 1, 6, 1]
     assert list(draft.parents) == [-1, 0, -1, 2]
-    assert draft.odds[0] > draft.odds[1] > draft.odds[2] > draft.odds[3] > 0.2
+    assert draft.survival[0] > draft.survival[1] > draft.survival[2] > draft.survival[3] > 0.2
 
 
 def test_a_row_without_spare_pages_gets_a_chain() -> None:
@@ -198,41 +198,43 @@ def test_what_the_target_said_is_found_again_and_its_kv_is_called_home() -> None
 
 
 def looked_up(
-    *token_ids: int, odds: Sequence[float], num_spare: int = 2, **options: float
+    *token_ids: int, survival: Sequence[float], num_spare: int = 2, **options: float
 ) -> ScheduledRequest:
-    draft = Draft(array("q", token_ids), ("suffix",) * len(token_ids), odds=odds)
+    draft = Draft(array("q", token_ids), ("suffix",) * len(token_ids), survival=survival)
     row = row_of(num_spare=num_spare, row_prices=(0.05,), **options)  # type: ignore[arg-type]
     return with_drafts(row, draft=draft)
 
 
-def odds_of(tree: TreeGrowth) -> dict[int, float]:
-    """Return the survival odds of the tokens at the first level."""
+def survival_of(tree: TreeGrowth) -> dict[int, float]:
+    """Return the survival of the tokens at the first level."""
     return {node.token_id: node.survival for node in tree.nodes if node.level == 1}
 
 
-def test_a_token_that_both_guess_has_the_better_odds_and_counts_for_both() -> None:
-    tree = grown(looked_up(5, 9, odds=(0.3, 0.2)))
+def test_a_token_that_both_guess_has_the_better_survival_and_counts_for_both() -> None:
+    tree = grown(looked_up(5, 9, survival=(0.3, 0.2)))
     tree.expand(ROOT, CLOSE)
     (alone,) = (grown(row_of()),)
     alone.expand(ROOT, CLOSE)
-    assert odds_of(tree)[5] == odds_of(alone)[5] > 0.3
-    assert odds_of(tree) == odds_of(alone), "nobody else is the worse for it"
+    assert survival_of(tree)[5] == survival_of(alone)[5] > 0.3
+    assert survival_of(tree) == survival_of(alone), "nobody else is the worse for it"
     draft = tree.draft()
     assert draft.sources[:2] == ("suffix", "suffix")
     assert list(draft.token_ids[:2]) == [5, 9]
-    assert (draft.odds[0] > 0.3, draft.odds[1]) == (True, 0.0), "the model did not find the second"
+    assert (draft.survival[0] > 0.3, draft.survival[1]) == (True, 0.0), (
+        "the model did not find the second"
+    )
 
 
 def test_what_one_side_is_sure_of_leaves_little_for_the_other() -> None:
-    sure = grown(looked_up(9, odds=(0.9,)))
+    sure = grown(looked_up(9, survival=(0.9,)))
     sure.expand(ROOT, CLOSE)
     alone = grown(row_of())
     alone.expand(ROOT, CLOSE)
     for token_id in CLOSE.token_ids:
-        assert odds_of(sure)[token_id] == pytest.approx(0.1 * odds_of(alone)[token_id])
-    doubtful = grown(looked_up(9, 10, odds=(0.2, 0.1)))
+        assert survival_of(sure)[token_id] == pytest.approx(0.1 * survival_of(alone)[token_id])
+    doubtful = grown(looked_up(9, 10, survival=(0.2, 0.1)))
     doubtful.expand(ROOT, CLEAR)
-    assert odds_of(doubtful)[1] > 0.95
+    assert survival_of(doubtful)[1] > 0.95
     assert doubtful.nodes[0].survival < 0.01
     assert doubtful.nodes[1].survival == pytest.approx(doubtful.nodes[0].survival / 2), (
         "its path with it"
@@ -240,7 +242,7 @@ def test_what_one_side_is_sure_of_leaves_little_for_the_other() -> None:
 
 
 def test_a_model_goes_on_where_the_text_that_was_looked_up_leaves_doubt() -> None:
-    tree = grown(looked_up(9, 10, 11, odds=(0.9, 0.88, 0.8), max_draft=12))
+    tree = grown(looked_up(9, 10, 11, survival=(0.9, 0.88, 0.8), max_draft=12))
     tree.expand(ROOT, CLOSE)
     frontier = tree.open(tree.frontier())
     assert [tree.nodes[node].token_id for node in frontier[:3]] == [9, 10, 11]
@@ -253,23 +255,23 @@ def test_a_model_goes_on_where_the_text_that_was_looked_up_leaves_doubt() -> Non
 
 
 def test_a_row_without_spare_pages_gets_the_better_chain() -> None:
-    for odds, expected in (((0.9, 0.8, 0.7), [9, 10, 11]), ((0.2, 0.1, 0.1), [5])):
-        tree = grown(looked_up(9, 10, 11, odds=odds, num_spare=0))
+    for survival, expected in (((0.9, 0.8, 0.7), [9, 10, 11]), ((0.2, 0.1, 0.1), [5])):
+        tree = grown(looked_up(9, 10, 11, survival=survival, num_spare=0))
         tree.expand(ROOT, CLOSE)
         draft = tree.draft(2)
         assert (list(draft.token_ids), draft.note.num_uncached) == (expected, 2)
-        assert any(draft.odds) == (expected == [5])
+        assert any(draft.survival) == (expected == [5])
 
 
 def test_a_chain_beside_one_that_was_looked_up_needs_scores_though_rows_have_no_price() -> None:
     """At a fixed depth, too: a token that is drawn alone seems certain, and would always win."""
-    row = with_drafts(looked_up(9, 10, odds=(0.2, 0.1), num_spare=0), row_prices=())
+    row = with_drafts(looked_up(9, 10, survival=(0.2, 0.1), num_spare=0), row_prices=())
     assert grown(row).wants_best
     assert not grown(with_drafts(row, draft=Draft())).wants_best
 
 
 def test_the_target_may_walk_from_looked_up_tokens_to_the_models() -> None:
-    tree = grown(looked_up(9, 10, odds=(0.6, 0.3), max_draft=12))
+    tree = grown(looked_up(9, 10, survival=(0.6, 0.3), max_draft=12))
     tree.expand(ROOT, CLOSE)
     for node in tree.open(tree.frontier()):
         tree.expand(node, CLEAR)

@@ -35,7 +35,7 @@ def test_a_guess_along_the_trunk_is_no_branch_but_adds_confidence() -> None:
         [guess([1, 2, 3], "a"), guess([1, 2], "b")],
         [np.array([0.5, 0.4, 0.3]), np.array([0.8, 0.2])],
     )
-    assert tree.odds.tolist() == [0.8, 0.4, 0.3]
+    assert tree.survival.tolist() == [0.8, 0.4, 0.3]
     assert laid_out(tree.draft(9)) == [(1, -1, "a"), (2, 0, "a"), (3, 1, "a")]
 
 
@@ -51,7 +51,9 @@ def test_a_branch_lives_on_what_the_trunk_leaves() -> None:
         [np.array([0.9, 0.6, 0.5]), np.array([0.8, 0.4, 0.2])],
     )
     # The trunk goes on as it said in 0.6 of 0.9; the rest is the branch's to share.
-    assert tree.odds.tolist() == pytest.approx([0.9, 0.6, 0.5, 0.4 * 0.3 / 0.8, 0.2 * 0.3 / 0.8])
+    assert tree.survival.tolist() == pytest.approx(
+        [0.9, 0.6, 0.5, 0.4 * 0.3 / 0.8, 0.2 * 0.3 / 0.8]
+    )
     assert laid_out(tree.draft(5)) == [
         (1, -1, "a"), (2, 0, "a"), (3, 1, "a"), (7, 0, "b"), (8, 3, "b"),
     ]  # fmt: skip
@@ -65,7 +67,7 @@ def test_a_branch_of_a_branch_shares_what_that_leaves() -> None:
     rest = 0.4 * 0.5  # of the first level, what "b" takes of it
     leaf = (rest - 0.4 * 0.4) / 0.4 * 0.3
     last = (0.4 - rest) * 0.5
-    assert sorted(tree.odds) == pytest.approx(sorted([0.6, 0.5, rest, 0.4 * 0.4, leaf, last]))
+    assert sorted(tree.survival) == pytest.approx(sorted([0.6, 0.5, rest, 0.4 * 0.4, leaf, last]))
     assert laid_out(tree.draft(6)) == [
         (1, -1, "a"), (1, 0, "a"), (2, -1, "b"), (2, 2, "b"), (3, 2, "c"), (4, -1, "d"),
     ]  # fmt: skip
@@ -75,7 +77,7 @@ def test_a_guess_that_goes_on_where_the_trunk_ends_lengthens_it() -> None:
     tree = merge(
         [guess([1], "a"), guess([1, 2, 3], "b")], [np.array([0.9]), np.array([0.4, 0.2, 0.1])]
     )
-    assert tree.odds.tolist() == pytest.approx([0.9, 0.45, 0.225])
+    assert tree.survival.tolist() == pytest.approx([0.9, 0.45, 0.225])
     assert laid_out(tree.draft(3)) == [(1, -1, "a"), (2, 0, "b"), (3, 1, "b")]
     assert tree.draft(3).runs() == [(0, 3)]
 
@@ -95,7 +97,7 @@ def test_the_best_nodes_are_a_tree_for_every_number_of_them(seed: int) -> None:
     survivals = [np.cumprod(rng.uniform(0.2, 1.0, len(each.token_ids))) for each in guesses]
     tree = merge(guesses, survivals)
     paths = {tuple(each.token_ids[:n]) for each in guesses for n in range(1, 8)}
-    assert len(tree.odds) == len(paths)
+    assert len(tree.survival) == len(paths)
     for count in range(1, len(paths) + 1):
         draft = tree.draft(count)
         assert len(draft.token_ids) == count

@@ -45,7 +45,7 @@ def test_nothing_outlives_a_request(make_request, index_all) -> None:
         index_all(source, request)
         assert drafted(source, request, 1) == [4]
         source.leave(request)
-    assert not source._index.segments
+    assert not source._index.histories
     assert not source._live
     assert source._num_kept == 0
 

@@ -62,5 +62,5 @@ def test_an_ended_private_request_leaves_no_memory_behind(cache, make_request, i
         private.cache = cache
         index_all(source, private)
         source.leave(private)
-    assert not source._index.segments
+    assert not source._index.histories
     assert not source._live

@@ -58,7 +58,7 @@ def test_every_kind_has_a_prior() -> None:
     assert (FIRST_KIND, SHARED_KIND) == (6, 8)
     for kinds in (PRIORS.greedy, PRIORS.sampled):
         assert len(kinds) == SHARED_KIND + NUM_SHARED
-        assert {len(odds) for odds in kinds} == {len(BUCKETS)}
+        assert {len(chances) for chances in kinds} == {len(BUCKETS)}
 
 
 # -- in the request's own tokens ----------------------------------------------------------------
@@ -221,14 +221,14 @@ def test_growing_by_few_tokens_or_by_many_is_the_same(step: int, cached: int, ma
     text = random_tokens(2, 600, vocab=4)
     grown, whole = SuffixIndex(2**18), SuffixIndex(2**18)
     tokens = array("q", text[:cached])
-    segment = grown.open(tokens, scope=None, shared_salt=5, shared_from=cached)
+    history = grown.open(tokens, scope=None, shared_salt=5, shared_from=cached)
     for start in range(cached, len(text), step):
         tokens.extend(text[start : start + step])
-        grown.find(segment)
-        grown.index(segment, INDEX_CHUNK)
+        grown.find(history)
+        grown.index(history, INDEX_CHUNK)
     at_once = whole.open(array("q", text), scope=None, shared_salt=5, shared_from=cached)
     assert whole.index(at_once, INDEX_CHUNK) == len(text)
-    assert segment.hashes == at_once.hashes
+    assert history.hashes == at_once.hashes
     differ = np.count_nonzero(grown._table != whole._table)
     assert differ <= 10, "but for places that two writers claim"
     assert np.count_nonzero(whole._table) > 2500
@@ -385,9 +385,9 @@ def test_memory_stays_within_its_bound_whatever_comes(make_request) -> None:
     table = suffix._index._table
     for number in range(300):
         suffix.leave(make_request(random_tokens(number, rng.randrange(1, 90)), [1, 2, 3]))
-        kept = sum(len(segment.tokens) for segment in suffix._ended.values())
+        kept = sum(len(history.tokens) for history in suffix._ended.values())
         assert kept == suffix._num_kept <= 500
-    assert set(suffix._index.segments) == set(suffix._ended)
+    assert set(suffix._index.histories) == set(suffix._ended)
     assert suffix._index._table is table
     assert not suffix._live
     suffix.leave(make_request(random_tokens(0, 600), [1]))

@@ -14,10 +14,10 @@ MUTATIONS = (
         "a row sees positions up to its own",
     ),
     Mutation(
-        "kernel-total-is-not-rescaled",
+        "kernel-exp-sum-is-not-rescaled",
         "weigh",
-        "space->total[query] * keep + sum",
-        "space->total[query] + sum",
+        "space->exp_sum[query] * keep + sum",
+        "space->exp_sum[query] + sum",
         ("test_attention_equals_torch_over_ragged_batches",),
         "the online softmax",
     ),

@@ -8,7 +8,7 @@ MUTATIONS = (
     Mutation(
         "suffix-looks-into-other-namespaces",
         "SuffixIndex._look_up",
-        "if found is None or found.scope != segment.scope:",
+        "if found is None or found.scope != history.scope:",
         "if found is None:",
         ("test_every_guess_is_what_followed_in_its_namespace",),
         "cache_salt separates tenants in drafts",
@@ -24,8 +24,8 @@ MUTATIONS = (
     Mutation(
         "suffix-flush-misses-the-default-namespace",
         "SuffixSource.flush",
-        "if not namespaces or segment.scope in namespaces:",
-        "if segment.scope in namespaces:",
+        "if not namespaces or history.scope in namespaces:",
+        "if history.scope in namespaces:",
         ("test_a_flush_forgets_the_answers_of_the_named_namespaces",),
         "a flush of all forgets all",
     ),

@@ -3,6 +3,9 @@
 Online softmax (arXiv 1805.02867) inside a split; the splits of a stretch are merged in order of
 position, and so are the stretches, by the same arithmetic in both kernels: narrow and wide items
 differ by their tiles alone. Merging one state into nothing changes none of its bits.
+
+A state of queries is ``max_score``, the highest score so far, ``exp_sum``, the sum of
+exp(score - max_score), and ``acc``, the values weighted by these.
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ def load_tile(
 
 
 @triton.jit
-def merge_state(top, total, out, new_top, new_total, new_out):
-    """One more split behind those merged so far."""
-    higher = tl.maximum(top, new_top)
-    keep, add = tl.exp(top - higher), tl.exp(new_top - higher)
-    return higher, total * keep + new_total * add, out * keep[:, None] + new_out * add[:, None]
+def merge_state(max_score, exp_sum, acc, new_max, new_sum, new_acc):
+    """Merge the state of one more split behind those merged so far."""
+    higher = tl.maximum(max_score, new_max)
+    keep, add = tl.exp(max_score - higher), tl.exp(new_max - higher)
+    return higher, exp_sum * keep + new_sum * add, acc * keep[:, None] + new_acc * add[:, None]
 
 
 @triton.jit
@@ -57,11 +60,11 @@ def first_split(position, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def add_sinks(top, total, out, sinks):
-    """A score without a value for each query, behind all keys."""
-    higher = tl.maximum(top, sinks)
-    keep = tl.exp(top - higher)
-    return total * keep + tl.exp(sinks - higher), out * keep[:, None]
+def add_sinks(max_score, exp_sum, acc, sinks):
+    """Add a score without a value for each query, behind all keys."""
+    higher = tl.maximum(max_score, sinks)
+    keep = tl.exp(max_score - higher)
+    return exp_sum * keep + tl.exp(sinks - higher), acc * keep[:, None]
 
 
 @triton.jit
@@ -71,13 +74,13 @@ def attend_tile(
     key,  # [TILE] positions
     k,
     v,
-    top,
-    total,
-    out,
+    max_score,
+    exp_sum,
+    acc,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """What the queries have found, with some more keys: online softmax."""
+    """Add a tile of keys to the queries' running state: online softmax."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAP > 0:  # CAP * tanh(scores / CAP)
         scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / CAP))))
@@ -85,13 +88,13 @@ def attend_tile(
     if WINDOW > 0:
         seen = seen & (key[None, :] > position[:, None] - WINDOW)
     scores = tl.where(seen, scores, HIDDEN)
-    higher = tl.maximum(top, tl.max(scores, 1))
+    higher = tl.maximum(max_score, tl.max(scores, 1))
     weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
-    keep = tl.exp(top - higher)
-    total = total * keep + tl.sum(weights, 1)
-    out = out * keep[:, None]
-    out += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return higher, total, out
+    keep = tl.exp(max_score - higher)
+    exp_sum = exp_sum * keep + tl.sum(weights, 1)
+    acc = acc * keep[:, None]
+    acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return higher, exp_sum, acc
 
 
 @triton.jit
@@ -118,10 +121,10 @@ def attend_split(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """Highest score, sum of weights and weighted values of one split, unscaled."""
-    top = tl.full([TILE_ROWS], HIDDEN, tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    out = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+    """Compute the queries' state (max_score, exp_sum, acc) of one split."""
+    max_score = tl.full([TILE_ROWS], HIDDEN, tl.float32)
+    exp_sum = tl.zeros([TILE_ROWS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
     for lo in range(split * SPLIT, tl.minimum(stop, (split + 1) * SPLIT), TILE):
         key = lo + tl.arange(0, TILE)
         is_key = key < stop
@@ -135,17 +138,21 @@ def attend_split(
                       NUM_ITEMS, SCALES_AT, HEAD_DIM, q.dtype)  # fmt: skip
         v = load_tile(kv_ptr, scales_ptr, block + NUM_KV_HEADS, place, is_key,
                       NUM_ITEMS, SCALES_AT, HEAD_DIM, q.dtype)  # fmt: skip
-        top, total, out = attend_tile(q, position, key, k, v, top, total, out, WINDOW, CAP)
-    return top, total, out
+        max_score, exp_sum, acc = attend_tile(
+            q, position, key, k, v, max_score, exp_sum, acc, WINDOW, CAP
+        )
+    return max_score, exp_sum, acc
 
 
 @triton.jit
-def keep_sums(sums_ptr, tops_ptr, totals_ptr, at, mask, top, total, out, HEAD_DIM: tl.constexpr):
-    """Leave for `merge_kernel` what was found for the queries; ``at`` [TILE_ROWS]: where."""
-    sums_at = at.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(sums_ptr + sums_at, out, mask=mask[:, None])
-    tl.store(tops_ptr + at, top, mask=mask)
-    tl.store(totals_ptr + at, total, mask=mask)
+def store_partial(
+    acc_ptr, max_score_ptr, exp_sum_ptr, at, mask, max_score, exp_sum, acc, HEAD_DIM: tl.constexpr
+):
+    """Store the queries' state for `merge_kernel`, at the indices ``at`` [TILE_ROWS]."""
+    acc_at = at.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(acc_ptr + acc_at, acc, mask=mask[:, None])
+    tl.store(max_score_ptr + at, max_score, mask=mask)
+    tl.store(exp_sum_ptr + at, exp_sum, mask=mask)
 
 
 @triton.jit
@@ -154,11 +161,11 @@ def attend_kernel(
     out_ptr,  # the same
     kv_ptr,  # the pool's blocks
     scales_ptr,  # the pool's memory as float32, where vectors are scaled
-    sums_ptr,  # [num_places, NUM_HEADS, HEAD_DIM] float32
-    tops_ptr,  # [num_places, NUM_HEADS] float32: maxima
-    totals_ptr,  # [num_places, NUM_HEADS] float32
+    acc_ptr,  # [num_places, NUM_HEADS, HEAD_DIM] float32
+    max_score_ptr,  # [num_places, NUM_HEADS] float32
+    exp_sum_ptr,  # [num_places, NUM_HEADS] float32
     positions_ptr,  # [T]
-    places_ptr,  # [T] where a row's sums begin, or its tile's; -1: a tile of one stretch has none
+    places_ptr,  # [T] first place of a row's partial sums, or its tile's; -1: it has none
     counts_ptr,  # [4] where in words the narrow items begin, and how many; the same of wide ones
     sinks_ptr,  # [NUM_HEADS] float32, read where HAS_SINKS
     words_ptr,  # items of ITEM_WORDS numbers, and the rows, page ids and slots that they speak of
@@ -180,14 +187,15 @@ def attend_kernel(
     IS_NARROW: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
 ):
-    """Every so manieth item, one KV head. They leave their sums, or the output if they know all.
+    """Compute every ``num_programs``-th item for one KV head.
 
-    How many programs there are does not depend on how many items: so a graph may launch them.
+    An item stores partial sums, or the output if it has all keys of its rows. The number of
+    programs does not depend on that of items: so a graph may launch them.
     """
     kv_head = tl.program_id(1)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    lanes, dims = tl.arange(0, TILE_ROWS), tl.arange(0, HEAD_DIM)
-    index, head = lanes // GROUP, kv_head * GROUP + lanes % GROUP
+    queries, dims = tl.arange(0, TILE_ROWS), tl.arange(0, HEAD_DIM)
+    index, head = queries // GROUP, kv_head * GROUP + queries % GROUP
     KIND: tl.constexpr = 0 if IS_NARROW else 2
     items_at, num_items = tl.load(counts_ptr + KIND), tl.load(counts_ptr + KIND + 1)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), disable_licm=True):
@@ -203,7 +211,7 @@ def attend_kernel(
         first, last = tl.load(words + 3), tl.load(words + 4)
         tail_from, tail_ptr = tl.load(words + 5), words_ptr + tl.load(words + 6)
         if IS_NARROW:
-            top, total, out = attend_split(
+            max_score, exp_sum, acc = attend_split(
                 q, position, first, stop, pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
                 layer_block + kv_head, page_blocks,
                 NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
@@ -211,20 +219,24 @@ def attend_kernel(
             )  # fmt: skip
             place = tl.load(places_ptr + row, mask=is_row, other=0)
             place += first - first_split(position, SPLIT, WINDOW)
-            keep_sums(sums_ptr, tops_ptr, totals_ptr, place * NUM_HEADS + head, is_row,
-                      top, total, out, HEAD_DIM)  # fmt: skip
+            store_partial(
+                acc_ptr, max_score_ptr, exp_sum_ptr, place * NUM_HEADS + head, is_row,
+                max_score, exp_sum, acc, HEAD_DIM,
+            )  # fmt: skip
         else:
-            top = tl.full([TILE_ROWS], HIDDEN, tl.float32)
-            total = tl.zeros([TILE_ROWS], tl.float32)
-            out = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+            max_score = tl.full([TILE_ROWS], HIDDEN, tl.float32)
+            exp_sum = tl.zeros([TILE_ROWS], tl.float32)
+            acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
             for split in range(first, last + 1):
-                split_top, split_total, split_out = attend_split(
+                split_max, split_sum, split_acc = attend_split(
                     q, position, split, stop, pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
                     layer_block + kv_head, page_blocks,
                     NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
                     SPLIT, TILE, TILE_ROWS, WINDOW, CAP,
                 )  # fmt: skip
-                top, total, out = merge_state(top, total, out, split_top, split_total, split_out)
+                max_score, exp_sum, acc = merge_state(
+                    max_score, exp_sum, acc, split_max, split_sum, split_acc
+                )
             # A tile of several stretches leaves all of each, whether a row sees it or not.
             first_row = tl.load(words_ptr + tl.load(words))
             place = tl.load(places_ptr + first_row)
@@ -233,26 +245,28 @@ def attend_kernel(
                 place += (first // KV_SPLIT_GROUP - seen_from // KV_SPLIT_GROUP) * tl.cdiv(
                     TILE_ROWS, GROUP
                 )
-                at = place * NUM_HEADS + kv_head * TILE_ROWS + lanes
-                keep_sums(sums_ptr, tops_ptr, totals_ptr, at, lanes >= 0,
-                          top, total, out, HEAD_DIM)  # fmt: skip
+                at = place * NUM_HEADS + kv_head * TILE_ROWS + queries
+                store_partial(
+                    acc_ptr, max_score_ptr, exp_sum_ptr, at, queries >= 0,
+                    max_score, exp_sum, acc, HEAD_DIM,
+                )  # fmt: skip
             else:
                 if HAS_SINKS:
-                    total, out = add_sinks(top, total, out, tl.load(sinks_ptr + head))
-                result = (out / total[:, None]).to(q.dtype)
+                    exp_sum, acc = add_sinks(max_score, exp_sum, acc, tl.load(sinks_ptr + head))
+                result = (acc / exp_sum[:, None]).to(q.dtype)
                 tl.store(out_ptr + q_at, result, mask=is_row[:, None])
 
 
 @triton.jit
 def merge_kernel(
     out_ptr,  # [T, NUM_HEADS * HEAD_DIM]
-    sums_ptr,
-    tops_ptr,
-    totals_ptr,
+    acc_ptr,
+    max_score_ptr,
+    exp_sum_ptr,
     positions_ptr,
     places_ptr,  # -1: nothing to merge
     sinks_ptr,  # [NUM_HEADS] float32, read where HAS_SINKS
-    lanes_ptr,  # [T] which row of its wide tile; -1: a narrow row
+    rows_in_tile_ptr,  # [T] which row of its wide tile; -1: a narrow row
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # of a program, a power of two
@@ -263,40 +277,42 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of one row and some heads, from what was left for them."""
+    """Merge the partial sums of one row and some heads into its output."""
     row, dims = tl.program_id(0), tl.arange(0, HEAD_DIM)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     place = tl.load(places_ptr + row)
     if place < 0:
         return
-    position, lane = tl.load(positions_ptr + row), tl.load(lanes_ptr + row)
+    position, row_in_tile = tl.load(positions_ptr + row), tl.load(rows_in_tile_ptr + row)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    in_tile = head // GROUP * WIDE_TILE + lane * GROUP + head % GROUP
-    at = place * NUM_HEADS + tl.where(lane < 0, head, in_tile)
-    step = tl.where(lane < 0, 1, tl.cdiv(WIDE_TILE, GROUP)) * NUM_HEADS
+    in_tile = head // GROUP * WIDE_TILE + row_in_tile * GROUP + head % GROUP
+    at = place * NUM_HEADS + tl.where(row_in_tile < 0, head, in_tile)
+    step = tl.where(row_in_tile < 0, 1, tl.cdiv(WIDE_TILE, GROUP)) * NUM_HEADS
     first, last = first_split(position, SPLIT, WINDOW), position // SPLIT
-    top = tl.full([HEADS], HIDDEN, tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    out = tl.zeros([HEADS, HEAD_DIM], tl.float32)
+    max_score = tl.full([HEADS], HIDDEN, tl.float32)
+    exp_sum = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, HEAD_DIM], tl.float32)
     for kv_split_group in range(first // KV_SPLIT_GROUP, last // KV_SPLIT_GROUP + 1):
         lo = tl.maximum(first, kv_split_group * KV_SPLIT_GROUP)
         hi = tl.minimum(last + 1, (kv_split_group + 1) * KV_SPLIT_GROUP)
-        num_sums = tl.where(lane < 0, hi - lo, 1)
-        sum_top = tl.full([HEADS], HIDDEN, tl.float32)
-        sum_total = tl.zeros([HEADS], tl.float32)
-        sum_out = tl.zeros([HEADS, HEAD_DIM], tl.float32)
+        num_sums = tl.where(row_in_tile < 0, hi - lo, 1)
+        group_max = tl.full([HEADS], HIDDEN, tl.float32)
+        group_sum = tl.zeros([HEADS], tl.float32)
+        group_acc = tl.zeros([HEADS, HEAD_DIM], tl.float32)
         for index in tl.range(num_sums, num_stages=4):  # loads that wait for no other
             here = at + index * step
-            sums_at = here.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-            new_out = tl.load(sums_ptr + sums_at)
-            new_top, new_total = tl.load(tops_ptr + here), tl.load(totals_ptr + here)
-            sum_top, sum_total, sum_out = merge_state(
-                sum_top, sum_total, sum_out, new_top, new_total, new_out
+            acc_at = here.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+            new_acc = tl.load(acc_ptr + acc_at)
+            new_max, new_sum = tl.load(max_score_ptr + here), tl.load(exp_sum_ptr + here)
+            group_max, group_sum, group_acc = merge_state(
+                group_max, group_sum, group_acc, new_max, new_sum, new_acc
             )
-        top, total, out = merge_state(top, total, out, sum_top, sum_total, sum_out)
+        max_score, exp_sum, acc = merge_state(
+            max_score, exp_sum, acc, group_max, group_sum, group_acc
+        )
         at += num_sums * step
     if HAS_SINKS:
-        total, out = add_sinks(top, total, out, tl.load(sinks_ptr + head))
+        exp_sum, acc = add_sinks(max_score, exp_sum, acc, tl.load(sinks_ptr + head))
     out_at = row.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
-    result = (out / total[:, None]).to(out_ptr.dtype.element_ty)
+    result = (acc / exp_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_at, result)

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from ...batch import IntArray, RaggedBatch
 
 SPLIT = 256  # positions
-# Splits. A tile of 64 queries that leaves its sums of a stretch moves 8 bytes a number, against
-# 4 * 4096 operations: some percent of the time that these take, and nothing for the first 4,096
-# positions of a prompt. Yet 64 rows behind 32k positions make 9 times as many items.
+# Splits. A tile of 64 queries that stores its partial sums of a stretch moves 8 bytes a number,
+# against 4 * 4096 operations: some percent of the time that these take, and nothing for the first
+# 4,096 positions of a prompt. Yet 64 rows behind 32k positions make 9 times as many items.
 KV_SPLIT_GROUP = 16
 NARROW_LEN = 32  # rows of a segment up to which it is narrow
 
@@ -50,27 +50,27 @@ class WorkItems:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileSchedule:
-    """Items of a pass, or of a part of it, and where they leave what they found for its rows.
+    """Items of a pass, or of a part of it, and the places of their partial sums.
 
-    A narrow row has a place for every split that it sees, from ``places[r]`` on. A tile of wide
-    rows has ``wide_places`` for every stretch, in which row r is the ``lanes[r]``th; those of the
-    row's own first stretch begin at ``places[r]``. A tile with one stretch has none: its item
-    knows all.
+    A narrow row r has a place for every split that it sees, from ``places[r]`` on. A tile of wide
+    rows has ``wide_places`` for every stretch, one for each of its rows, of which row r is number
+    ``rows_in_tile[r]``; those of the row's own first stretch begin at ``places[r]``. A tile with
+    one stretch has none: its item has all keys.
     """
 
     narrow: WorkItems
     wide: WorkItems
     places: IntArray  # [num_rows]; -1: it has none
-    lanes: IntArray  # [num_rows]; -1: a narrow row
+    rows_in_tile: IntArray  # [num_rows]; -1: a narrow row
     ends: IntArray  # [num_rows] places of all rows up to each; a tile's are its first row's
 
     @property
     def num_places(self) -> int:
-        """Of all rows."""
+        """Number of places of all rows."""
         return int(self.ends[-1])
 
     def parts(self, max_places: int) -> list[range]:
-        """As many neighbouring rows as have ``max_places`` together, a row or tile at least."""
+        """Cut the rows into ranges of at most ``max_places`` each, a row or tile at least."""
         found, stop, taken = [], 0, 0
         while stop < len(self.ends):
             room = max(taken + max_places, int(self.ends[stop]))
@@ -99,10 +99,10 @@ def build_tile_schedule(
     spans = _Spans.of(batch, window, part)
     is_wide, here = batch.lens > NARROW_LEN, spans.lens > 0
     tiles = _tiles(spans, np.flatnonzero(is_wide & here), wide_rows)
-    lanes = _lanes(batch, is_wide, wide_rows)
+    rows_in_tile = _rows_in_tile(batch, is_wide, wide_rows)
     counts = spans.last_splits - spans.first_splits + 1
     if is_wide.any():
-        counts[lanes >= 0] = 0
+        counts[rows_in_tile >= 0] = 0
         counts[tiles.firsts] = wide_places * tiles.num_places(kv_split_group)
     if part is not None:
         counts[: part.start] = counts[part.stop :] = 0
@@ -117,7 +117,7 @@ def build_tile_schedule(
         narrow=_narrow(spans, np.flatnonzero(~is_wide & here), narrow_rows),
         wide=_wide(tiles, kv_split_group),
         places=places,
-        lanes=lanes,
+        rows_in_tile=rows_in_tile,
         ends=ends,
     )
 
@@ -134,7 +134,7 @@ class _Spans:
 
     @classmethod
     def of(cls, batch: RaggedBatch, window: int | None, part: range | None) -> _Spans:
-        """Of all rows of a batch, or of a ``part`` of them."""
+        """Spans of all rows of a batch, or of the rows of a ``part``."""
         rows = np.repeat(np.arange(len(batch.lens)), batch.lens)
         positions = np.arange(len(rows)) + (batch.starts - batch.first_rows)[rows]
         first_splits = np.zeros(len(rows), dtype=np.int64)
@@ -148,8 +148,8 @@ class _Spans:
         return cls(batch, first_rows, lens, first_splits, positions // SPLIT)
 
 
-def _lanes(batch: RaggedBatch, is_wide: NDArray[np.bool_], wide_rows: int) -> IntArray:
-    """Which row of its tile each row is; -1 for those of segments that are not wide."""
+def _rows_in_tile(batch: RaggedBatch, is_wide: NDArray[np.bool_], wide_rows: int) -> IntArray:
+    """Index of each row in its wide tile, [num_rows]; -1 for rows of segments that are not wide."""
     if not is_wide.any():
         return np.full(batch.lens.sum(), -1)
     firsts = np.repeat(batch.first_rows, batch.lens)
@@ -174,7 +174,7 @@ class _Tiles:
         return self.rows[self.starts]
 
     def num_places(self, kv_split_group: int) -> IntArray:
-        """Stretches of each whose sums are left: all, or none where there is one only."""
+        """Stretches of each whose partial sums are stored: all, or none where there is one only."""
         counts = self.last_splits // kv_split_group - self.first_splits // kv_split_group + 1
         return np.where(counts > 1, counts, 0)
 
@@ -247,7 +247,7 @@ def _narrow(spans: _Spans, segments: IntArray, tile_rows: int) -> WorkItems:
 
 
 def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows: int) -> IntArray:
-    """Where a tile begins: with a row that has not the pages of the row before it, or is too many.
+    """Indices of rows that begin a tile: other pages than the row before, or the tile is full.
 
     ``owners``: segments of the rows, counted in the order of ``shared``.
     """

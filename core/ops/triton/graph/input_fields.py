@@ -1,4 +1,4 @@
-"""The fields of a pass's packet, and how the host writes them.
+"""Fields of a pass's `GraphInputs`, and how the host writes them.
 
 ``words`` is one run of int32 of which a pass uses as much as it needs, so that what is copied
 grows with the work: the pages and tails of all segments, then, for each work list and kind of tile,
@@ -29,7 +29,7 @@ ITEM_WORDS = 7
 
 def fields(num_rows: int, num_works: int, num_words: int, num_places: int = 0) -> list[Field]:
     """Room for so many rows, work lists, words, and tokens to be chosen."""
-    rows = ("token_ids", "positions", "slots", "logit_rows", "sources", "lanes")
+    rows = ("token_ids", "positions", "slots", "logit_rows", "sources", "rows_in_tile")
     return [
         *(Field(name, num_rows) for name in rows),
         *(Field(f"counts{work}", 4) for work in range(num_works)),
@@ -55,7 +55,7 @@ def fill(to: HostFields, batch: RaggedBatch, works: Sequence[TileSchedule]) -> i
     _put(to["slots"], batch.slots.numpy()[:count], -1)
     _put(to["logit_rows"], batch.logit_rows.numpy(), 0)
     if works:  # the same in all of them
-        _put(to["lanes"], works[0].lanes, -1)
+        _put(to["rows_in_tile"], works[0].rows_in_tile, -1)
     if batch.device_tokens is not None:  # else they are not read
         _put(to["sources"], batch.device_tokens.sources, -1)
     words, num_pages = to["words"], len(batch.pages)

@@ -1,7 +1,7 @@
 """FusedLmHead: logits and tokens of few rows, in the graph of the layers.
 
 Launched one by one behind a pass of few rows, the output layer and the sampler's kernels would
-take longer to ask for than to compute, and the sampler would need a packet of its own.
+take longer to ask for than to compute, and the sampler would need inputs of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_ROWS = 64
 
 
 class GraphOutputs(NamedTuple):
-    """What a graph leaves, until the next replay."""
+    """Outputs of a graph, valid until the next replay."""
 
     hidden: Tensor  # [bucket, hidden]
     taps: Tensor | None = None  # [bucket, num_taps * hidden]
@@ -32,13 +32,13 @@ class GraphOutputs(NamedTuple):
 
     @classmethod
     def of(cls, layers: LayersOutput) -> GraphOutputs:
-        """Of layers with nothing behind them."""
+        """Outputs of layers alone, without the output layer."""
         return cls(layers.hidden, layers.taps)
 
     def of_pass(self, num_rows: int, logit_rows: Tensor, *, has_chosen: bool) -> LayersOutput:
-        """What it leaves of a pass of so many rows. ``logit_rows`` [num_logits] is on the device.
+        """Cut the outputs to a pass of ``num_rows`` rows. ``logit_rows`` is on the device.
 
-        ``has_chosen``: whether the winners are the tokens that were to be drawn.
+        ``logit_rows``: [num_logits]. ``has_chosen``: whether the winners are the drawn tokens.
         """
         num_logits = len(logit_rows)
         logits = None if self.logits is None else self.logits[:num_logits]
@@ -63,7 +63,7 @@ class FusedLmHead:
         self._hashes = vocabulary_hashes(self._vocab_size, device)
 
     def compute(self, layers: LayersOutput, graph_inputs: GraphInputs) -> GraphOutputs:
-        """Behind the layers of [bucket] rows, by what the packet says."""
+        """Compute logits and winners of [bucket] rows, by the controls in the inputs."""
         fields, hidden = graph_inputs.device, layers.hidden
         rows = hidden.index_select(0, fields["logit_rows"])
         logits = self._ops.logits(rows, self._weights.lm_head, self._weights.logit_cap)

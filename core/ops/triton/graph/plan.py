@@ -19,14 +19,14 @@ from ..sampling.gumbel_argmax_kernels import take_kernel
 from .input_fields import Windows, fields, fill, words_needed
 
 NARROW_TILE, WIDE_TILE = 16, 64  # queries: rows times heads of a group
-MAX_SUMS = 2**28  # bytes that items may leave between two kernels
+MAX_PARTIAL_SUMS = 2**28  # bytes
 # cos and sin of each table, [num_positions, head_dim / 2] float32
 Turns: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
-    """What does not change from pass to pass."""
+    """Values that are the same in every pass."""
 
     pool: KVPool
     heads: HeadLayout
@@ -63,42 +63,45 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sums:
-    """Room for what items leave for `merge_kernel`; used by one layer, and part, after another."""
+class PartialSums:
+    """Buffers of partial sums for `merge_kernel`; used by one layer, and part, after another.
 
-    sums: Tensor  # [num_places, num_heads, head_dim] float32
-    tops: Tensor  # [num_places, num_heads] float32
-    totals: Tensor  # [num_places, num_heads] float32
+    Their items are the states of attention.py.
+    """
+
+    acc: Tensor  # [num_places, num_heads, head_dim] float32
+    max_score: Tensor  # [num_places, num_heads] float32
+    exp_sum: Tensor  # [num_places, num_heads] float32
 
     @classmethod
-    def of(cls, num_places: int, heads: HeadLayout, device: torch.device) -> Sums:
-        """Void room of so many places."""
+    def of(cls, num_places: int, heads: HeadLayout, device: torch.device) -> PartialSums:
+        """Allocate ``num_places`` places, not initialised."""
         shape = (max(1, num_places), heads.num_heads)
-        tops = torch.empty(shape, dtype=torch.float32, device=device)
-        sums = tops.new_empty((*tops.shape, heads.head_dim))
-        return cls(sums, tops, torch.empty_like(tops))
+        max_score = torch.empty(shape, dtype=torch.float32, device=device)
+        acc = max_score.new_empty((*shape, heads.head_dim))
+        return cls(acc, max_score, torch.empty_like(max_score))
 
     @property
     def num_places(self) -> int:
-        """How many it has."""
-        return len(self.tops)
+        """Number of places."""
+        return len(self.max_score)
 
 
 def max_places(heads: HeadLayout) -> int:
-    """Places of `MAX_SUMS`."""
-    return MAX_SUMS // (4 * heads.num_heads * (heads.head_dim + 2))
+    """Number of places that take `MAX_PARTIAL_SUMS` bytes."""
+    return MAX_PARTIAL_SUMS // (4 * heads.num_heads * (heads.head_dim + 2))
 
 
 class Kinds(NamedTuple):
-    """Which kernels a work list needs: where there may be items of a kind, and sums to merge."""
+    """Kernels that a work list needs: for narrow and wide items, and to merge partial sums."""
 
     narrow: bool
     wide: bool
-    sums: bool
+    partial_sums: bool
 
     @classmethod
     def of(cls, work: TileSchedule) -> Kinds:
-        """Those of one pass."""
+        """Kernels of one pass."""
         return cls(len(work.narrow) > 0, len(work.wide) > 0, work.num_places > 0)
 
 
@@ -107,15 +110,15 @@ class Work:
     """A work list of the layers with one window. See `TileSchedule`."""
 
     counts: Tensor  # [4] where in ``words`` the narrow items begin, and how many; the wide ones
-    places: Tensor  # [num_rows] where a row's sums begin; -1: it leaves none
+    places: Tensor  # [num_rows] first place of a row's partial sums; -1: it has none
     kinds: Kinds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DevicePlan:
-    """What the kernels of a pass read: a packet's fields on the device, and room for sums.
+    """Inputs of the kernels of a pass on the device, and buffers for partial sums.
 
-    Rows behind those of the batch have slot -1, place -1 and are in no item: nobody reads or
+    Rows behind those of the batch have slot -1, place -1 and are in no item: no kernel reads or
     writes for them.
     """
 
@@ -124,10 +127,10 @@ class DevicePlan:
     positions: Tensor  # [num_rows] int32
     slots: Tensor  # [num_rows] int32: page_id * page_size + offset in the page; -1: no row
     logit_rows: Tensor  # [num_rows] int32; only as many as the batch has are set
-    lanes: Tensor  # [num_rows] int32: place of a row in its wide tile; -1: it is in none
+    rows_in_tile: Tensor  # [num_rows] int32: index of a row in its wide tile; -1: it is in none
     words: Tensor  # int32: pages, tails, rows of items, items
     works: Mapping[int | None, Sequence[Work]]  # by window; parts to be computed in turn
-    sums: Sums
+    partial_sums: PartialSums
     turns: Turns
 
 
@@ -158,7 +161,7 @@ class TritonPlan:
         return [self._work_lists[window] for window in windows]
 
     def _parts(self, window: int | None, max_places: int) -> list[TileSchedule]:
-        """The work of a window in lists whose sums have room; a tile alone may need more."""
+        """Cut the work of a window into lists of ``max_places`` places; a tile may need more."""
         (work,) = self.work_lists([window])
         if work.num_places <= max_places:
             return [work]
@@ -177,25 +180,27 @@ class TritonPlan:
         )
 
     def on_device(
-        self, windows: Windows = (), num_rows: int = 0, sums: Sums | None = None
+        self, windows: Windows = (), num_rows: int = 0, partial_sums: PartialSums | None = None
     ) -> DevicePlan:
-        """The pass in a packet of its own, with room for ``num_rows`` at least.
+        """Copy the pass to inputs of its own, with room for ``num_rows`` at least.
 
-        ``sums``: room that is there already. What it does not suffice for is computed in parts.
+        ``partial_sums``: existing buffers. A pass that needs more is computed in parts.
         """
         if self._device is None or not self._device.works.keys() >= set(windows):
             num_rows = max(num_rows, self.batch.num_rows)
-            self._device = self._copied(windows, num_rows, sums)
+            self._device = self._copied(windows, num_rows, partial_sums)
         return self._device
 
-    def _copied(self, windows: Windows, num_rows: int, sums: Sums | None) -> DevicePlan:
+    def _copied(
+        self, windows: Windows, num_rows: int, partial_sums: PartialSums | None
+    ) -> DevicePlan:
         heads, device = self.geometry.heads, self.geometry.pool.data.device
-        room = sums.num_places if sums else max_places(heads)
+        room = partial_sums.num_places if partial_sums else max_places(heads)
         parts = {window: self._parts(window, room) for window in windows}
         works = [work for each in parts.values() for work in each]
         needed = max((work.num_places for work in works), default=0)
-        if sums is None or sums.num_places < needed:
-            sums = Sums.of(needed, heads, device)
+        if partial_sums is None or partial_sums.num_places < needed:
+            partial_sums = PartialSums.of(needed, heads, device)
         graph_inputs = GraphInputs(
             fields(num_rows, len(works), words_needed(self.batch, works)), device
         )
@@ -203,17 +208,17 @@ class TritonPlan:
         take_device_tokens(self.batch, graph_inputs.device)
         kinds = {window: [Kinds.of(work) for work in each] for window, each in parts.items()}
         turns = self.geometry.turns(self.last_stop)
-        return device_plan(self.geometry, graph_inputs, kinds, sums, turns)
+        return device_plan(self.geometry, graph_inputs, kinds, partial_sums, turns)
 
 
 def device_plan(
     geometry: Geometry,
     graph_inputs: GraphInputs,
     kinds: Mapping[int | None, Sequence[Kinds]],
-    sums: Sums,
+    partial_sums: PartialSums,
     turns: Turns,
 ) -> DevicePlan:
-    """The views of a packet with the `fields` of the work lists of each window, in that order."""
+    """Build a plan of views of inputs with the `fields` of each window's work lists, in order."""
     views, numbers = graph_inputs.device, count()
     works = {
         window: [_work(views, next(numbers), needed) for needed in each]
@@ -225,10 +230,10 @@ def device_plan(
         positions=views["positions"],
         slots=views["slots"],
         logit_rows=views["logit_rows"],
-        lanes=views["lanes"],
+        rows_in_tile=views["rows_in_tile"],
         words=views["words"],
         works=works,
-        sums=sums,
+        partial_sums=partial_sums,
         turns=turns,
     )
 

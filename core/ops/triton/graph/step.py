@@ -27,7 +27,7 @@ from .plan import (
     DevicePlan,
     Geometry,
     Kinds,
-    Sums,
+    PartialSums,
     TritonPlan,
     device_plan,
     max_places,
@@ -37,20 +37,20 @@ from .plan import (
 
 logger = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows
-MAX_WORDS = 2**20 - 2**13  # of a graph's packet: with its other fields four mebibytes
+MAX_WORDS = 2**20 - 2**13  # of a graph's inputs: with the other fields four mebibytes
 _Shape: TypeAlias = tuple[int, bool, Taps]  # rows; whether they may be of long chunks; taps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
-    """A graph, the packet that it reads and what it leaves."""
+    """A graph, its inputs and its outputs."""
 
     graph: Graph
     graph_inputs: GraphInputs
     head: FusedLmHead | None  # what it does behind the layers
     outcome: GraphOutputs
     num_positions: int  # of the RoPE tables
-    num_places: int  # for sums
+    num_places: int  # of partial sums
 
     def fits(self, plan: TritonPlan, works: list[TileSchedule]) -> bool:
         """Whether the buffers have room for a pass."""
@@ -88,14 +88,14 @@ class _PoolGraphs:
         self.num_positions = _num_positions(geometry)
         self.num_splits = -(-self.num_positions // SPLIT)
         num_places = min(BUCKETS[-1] * self.num_splits, max_places(heads))
-        self.sums = Sums.of(num_places, heads, pool.data.device)
+        self.partial_sums = PartialSums.of(num_places, heads, pool.data.device)
         self.captured: dict[_Shape, _Captured] = {}
         self._taps: dict[Taps, Tensor] = {}
 
     def tapped(self, taps: Taps, bucket: int, embedding: Tensor) -> Tensor | None:
-        """Where graphs of ``bucket`` rows leave their taps, [bucket, num_taps * hidden].
+        """Buffer for the taps of graphs of ``bucket`` rows, [bucket, num_taps * hidden].
 
-        Outside the memory that they share: taps outlive what a graph computes with.
+        It is outside the memory that graphs share, because taps are read after a replay.
         """
         if not taps:
             return None
@@ -120,9 +120,10 @@ class TritonStep:
     """`CompiledForward` for the Triton kernels.
 
     A graph computes a fixed number of rows, a *bucket*, of which a pass leaves some empty; what
-    is in them it reads from its packet. Long chunks have kernels of their own, so that a bucket
+    is in them it reads from its inputs. Long chunks have kernels of their own, so that a bucket
     which may have them has two graphs. What fits none runs as the same kernels one by one: more
-    rows than the largest bucket, or more pages, sums or positions than the graph has room for.
+    rows than the largest bucket, or more pages, partial sums or positions than the graph has room
+    for.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class TritonStep:
         self._one_tile = one_tile
         self._make_graph = make_graph
         self._graphs: WeakKeyDictionary[KVPool, _PoolGraphs] = WeakKeyDictionary()
-        self._has_said = False  # that a pass did not fit
+        self._has_logged = False  # that a pass did not fit
 
     def __call__(
         self, token_ids: Tensor, plans: Sequence[ForwardPlan], wanted: Wanted
@@ -159,8 +160,8 @@ class TritonStep:
             if captured is not None:
                 self._say(plan)
         shared = self._graphs.get(plan.geometry.pool)
-        sums = None if shared is None else shared.sums
-        device = plan.on_device(self._windows, bucket or num_rows, sums)
+        partial_sums = None if shared is None else shared.partial_sums
+        device = plan.on_device(self._windows, bucket or num_rows, partial_sums)
         found = GraphOutputs.of(self._layers(device, wanted.taps))
         logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
         return found.of_pass(num_rows, logit_rows, has_chosen=False)
@@ -178,8 +179,8 @@ class TritonStep:
 
     def _say(self, plan: TritonPlan) -> None:
         """Once: such passes take longer."""
-        if not self._has_said:
-            self._has_said = True
+        if not self._has_logged:
+            self._has_logged = True
             batch = plan.batch
             logger.warning(
                 "no CUDA graph fits %d rows, %d pages, %d positions: kernels are launched one "
@@ -210,7 +211,7 @@ class TritonStep:
     def _capture(
         self, make_graph: MakeGraph, geometry: Geometry, shared: _PoolGraphs, shape: _Shape
     ) -> _Captured:
-        """With a head where rows are few; where that fails, without one: its logits take memory."""
+        """Capture a graph; with the output layer if rows are few and memory suffices for logits."""
         bucket, has_wide, _ = shape
         if bucket <= MAX_ROWS and not has_wide:
             try:
@@ -233,8 +234,8 @@ class TritonStep:
         room = fields(bucket, len(windows), num_words, bucket if head else 0)
         graph_inputs = GraphInputs(room, pool.data.device, num_hosts=NUM_BUFFERS)
         graph_inputs.upload(fill_idle(graph_inputs.open()))
-        kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, sums=True),))
-        plan = device_plan(geometry, graph_inputs, kinds, shared.sums, shared.turns)
+        kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, partial_sums=True),))
+        plan = device_plan(geometry, graph_inputs, kinds, shared.partial_sums, shared.turns)
         tapped = shared.tapped(taps, bucket, self._weights.embedding)
 
         def work() -> GraphOutputs:
@@ -242,7 +243,7 @@ class TritonStep:
             return GraphOutputs.of(found) if head is None else head.compute(found, graph_inputs)
 
         outcome = graph.capture(work)
-        positions, places = shared.num_positions, shared.sums.num_places
+        positions, places = shared.num_positions, shared.partial_sums.num_places
         return _Captured(graph, graph_inputs, head, outcome, positions, places)
 
     def _layers(self, plan: DevicePlan, taps: Taps, tapped: Tensor | None = None) -> LayersOutput:

@@ -27,7 +27,7 @@ EXPERT_OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
 
 
 class Addresses:
-    """Where tensors of one shape and type lie; keeps them alive. Kernels count on 16 bytes."""
+    """Addresses of tensors of one shape and type, aligned to 16 bytes; keeps them alive."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._lent = tuple(each.clone() if each.data_ptr() % 16 else each for each in tensors)
@@ -127,7 +127,10 @@ def route(
 
 
 def _sort(chosen: Tensor, num_experts: int) -> _Sorted:
-    """As many tiles as any choice may need: one a pair, or the full ones and one an expert."""
+    """Sort the (row, expert) pairs by expert, in as many tiles as any choice may need.
+
+    These are one a pair, or the full tiles and one more for each expert.
+    """
     num_pairs = chosen.numel()
     by_expert = num_pairs // FEW_ROWS + num_experts
     num_tiles = min(num_pairs, by_expert)
@@ -164,7 +167,7 @@ def _linear(x: Tensor, by_expert: _Sorted, matrices: ExpertMatrices, *, sharers:
 def expert_constants(
     dtype: torch.dtype, in_features: int, *, sharers: int, is_int8: bool, has_bias: bool
 ) -> dict[str, int]:
-    """What `expert_linear_kernel` is compiled for."""
+    """Constants that `expert_linear_kernel` is compiled with."""
     inner = 32 if dtype == torch.float32 else 128 if is_int8 else 64
     return {
         "SHARERS": sharers,
@@ -179,6 +182,6 @@ def expert_constants(
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Addresses | None:
-    """Of all of them, or of none."""
+    """Addresses of all tensors; None where all are None."""
     found = [each for each in tensors if each is not None]
     return Addresses(found) if found else None

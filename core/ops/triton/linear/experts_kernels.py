@@ -37,7 +37,7 @@ def kept_groups(
     choice, is_there, number, TILE: tl.constexpr, NUM_GROUPS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr, SIZE: tl.constexpr, BY_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Which experts are of the best groups; each is judged by its best, or its two best."""
+    """Mask of the experts in the best groups; a group's value is its best expert's, or two."""
     group = number // SIZE
     judged = tl.zeros([TILE], tl.float32)
     for each in range(NUM_GROUPS):
@@ -164,7 +164,7 @@ def sort_kernel(
 
 @triton.jit
 def address_of(addresses_ptr, expert, like_ptr):
-    """Where a tensor of an expert's lies, of the type of another."""
+    """Load the pointer to an expert's tensor, of the type of ``like_ptr``."""
     return tl.multiple_of(tl.load(addresses_ptr + expert).to(like_ptr.dtype), 16)
 
 

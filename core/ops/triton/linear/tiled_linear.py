@@ -75,7 +75,7 @@ def _pairs(values: Tensor, inner: int) -> Tensor:
 def linear_constants(
     tiles: LinearTiles, launch: LinearLaunch, in_features: int, *, has_bias: bool
 ) -> dict[str, int | str]:
-    """What `linear_kernel` is compiled for."""
+    """Constants that `linear_kernel` is compiled with."""
     return {
         "TILE_ROWS": launch.rows,
         "TILE_OUT": tiles.columns,

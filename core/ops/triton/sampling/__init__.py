@@ -1,1 +1,1 @@
-"""From logits to tokens."""
+"""Choice of tokens by logits, on a GPU."""

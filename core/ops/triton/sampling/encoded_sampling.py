@@ -40,7 +40,7 @@ _NOTHING: Edits = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class EncodedSampling:
-    """What follows from a request alone: a form of its `SamplingMetadata`.
+    """Encoding of a request's `SamplingMetadata` that holds for all of its rows.
 
     ``record``: bytes of its columns, with the start of its noise in `KEY`.
     """

@@ -63,7 +63,7 @@ def is_sound(rank):
 
 @triton.jit
 def key_of(scaled):
-    """Of scaled values, none above 0, the magnitude's bits, int32: the better, the smaller."""
+    """Bits of the magnitude of scaled values, none above 0, int32: the better, the smaller."""
     return scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -81,7 +81,7 @@ def number(column_ptr):
 
 @triton.jit
 def values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, mask, VOCAB: tl.constexpr):
-    """What a place's row holds for ``ids``, float32; -inf where masked."""
+    """Load the values of ``ids`` from a place's row, float32; -inf where masked."""
     edited = tl.load(control_ptr + EDITED)
     if edited >= 0:
         values = tl.load(values_ptr + edited * VOCAB + ids, mask=mask, other=-float("inf"))

@@ -114,7 +114,7 @@ class TritonSampler:
     def plain_controls(
         self, draws: SamplingPlan, num_logits: int, vocab_size: int
     ) -> SamplingInputs | None:
-        """What `gumbel_argmax` must know of tokens to be drawn; None where a row is edited."""
+        """Inputs of `gumbel_argmax` for tokens to draw; None where a row is edited."""
         _check(num_logits, sum(draws.counts))
         return write_plain_controls(draws, vocab_size)
 
@@ -191,7 +191,7 @@ class TritonPendingTokens:
 
 
 def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[SampledToken]:
-    """What the winners' words say. Logits that are not finite come before any refusal."""
+    """Decode the winners' words. Logits that are not finite come before any refusal."""
     choices = [SampledToken(token_id) for token_id in (_LAST_ID - (words & _LAST_ID)).tolist()]
     for index, why in refusals.items():
         choices[index] = SampledToken(-1, why)
@@ -203,7 +203,7 @@ def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[Sampled
 def _bests(
     words: NDArray[np.int64], refusals: dict[int, str], names: Sequence[int] | None
 ) -> list[Best]:
-    """What the words [num_places, num_best] say, as `_choices`. ``names``: ids of the columns."""
+    """Decode words [num_places, num_best], like `_choices`. ``names``: ids of the columns."""
     ranks = (words >> 32).astype(np.int32)
     scores = (ranks ^ ((ranks >> 31) & 0x7FFFFFFF)).view(np.float32)
     counts = np.count_nonzero(ranks > _NEVER_RANK, axis=1).tolist()  # -inf: it has no chance

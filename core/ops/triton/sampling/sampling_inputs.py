@@ -63,14 +63,14 @@ class SamplingInputs:
 def write_controls(
     places: Sequence[LogitsRow], vocab_size: int, temperature_scale: float
 ) -> SamplingInputs:
-    """What there is to say of ``places`` when the vocabulary has ``vocab_size`` tokens."""
+    """Encode ``places`` for the kernels; the vocabulary has ``vocab_size`` tokens."""
     columns, edited = _unedited(places, vocab_size, temperature_scale)
     lists, refusals = _edit_lists(edited, columns) if edited else (None, {})
     return SamplingInputs(columns, _cuts(columns), lists, refusals)
 
 
 def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs | None:
-    """As `write_controls` of all that is to be drawn, in the order of the logits.
+    """Encode all tokens to draw, in the order of the logits; see `write_controls`.
 
     None where a row is edited or refused; its constraint was not asked then.
     """

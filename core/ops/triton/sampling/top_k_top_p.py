@@ -46,7 +46,7 @@ def mass_of(scaled, MASS_SCALE: tl.constexpr):
 def weights_before(
     keys, list_ptr, count, WEIGHS: tl.constexpr, MASS_SCALE: tl.constexpr, TILE: tl.constexpr
 ):
-    """What of ``count`` listed values comes before each of ``keys`` [16] weighs, int64 [16]."""
+    """Sum the weights of the ``count`` listed values before each of ``keys`` [16], int64 [16]."""
     weights = tl.zeros([16], tl.int64)
     for at in range(0, count, TILE):
         place = at + tl.arange(0, TILE)
@@ -63,9 +63,9 @@ def weights_before(
 def last_key(
     list_ptr, count, limit, WEIGHS: tl.constexpr, MASS_SCALE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Of ``count`` listed values, the greatest key before which they weigh less than ``limit``.
+    """Find the greatest key before which ``count`` listed values weigh less than ``limit``.
 
-    Also that weight. Beyond the key of -inf where all of them weigh less.
+    Returns it and that weight. It is beyond the key of -inf where all of them weigh less.
     """
     steps = tl.arange(0, 16).to(tl.uint32)
     key, before = tl.full([], 0, tl.uint32), tl.full([], 0, tl.int64)
@@ -296,7 +296,7 @@ def cut_kernel(
     MASS_SCALE: tl.constexpr,
     LIST_TILE: tl.constexpr,
 ):
-    """What the cuts leave of one place's row."""
+    """Cut one place's row by top-k, min-p and top-p; writes the last key and id that stay."""
     place = tl.load(cuts_ptr + tl.program_id(0)).to(tl.int64)
     if place < 0:
         return

@@ -64,7 +64,7 @@ class Variant(NamedTuple):
 
 
 POINTERS = {  # others are int32
-    "sums_ptr": "fp32", "tops_ptr": "fp32", "totals_ptr": "fp32", "scale_ptr": "fp32",
+    "acc_ptr": "fp32", "max_score_ptr": "fp32", "exp_sum_ptr": "fp32", "scale_ptr": "fp32",
     "q_cos_ptr": "fp32", "q_sin_ptr": "fp32", "k_cos_ptr": "fp32", "k_sin_ptr": "fp32",
     "scales_ptr": "fp32", "sinks_ptr": "fp32",
     "kv_ptr": "bf16", "q_ptr": "bf16", "out_ptr": "bf16", "x_ptr": "bf16", "weight_ptr": "bf16",

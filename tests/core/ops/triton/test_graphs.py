@@ -160,7 +160,11 @@ def test_rows_of_a_bucket_that_are_not_there_write_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("module", "limit", "value"),
-    [(step, "BUCKETS", (1, 2)), (step, "MAX_WORDS", 20), (plan, "MAX_SUMS", 4 * 4 * 2 * 18)],
+    [
+        (step, "BUCKETS", (1, 2)),
+        (step, "MAX_WORDS", 20),
+        (plan, "MAX_PARTIAL_SUMS", 4 * 4 * 2 * 18),
+    ],
 )
 def test_a_pass_that_no_graph_has_room_for_is_computed_without(
     module: ModuleType, limit: str, value: object, monkeypatch: pytest.MonkeyPatch

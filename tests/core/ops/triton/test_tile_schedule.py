@@ -110,13 +110,13 @@ def test_every_split_of_a_row_and_every_stretch_of_a_tile_of_several_has_places_
     )
     taken: Counter[int] = Counter()
     for row, in_chunk in enumerate(rows_of_chunks(segments)):
-        assert (work.lanes[row] >= 0) == in_chunk
+        assert (work.rows_in_tile[row] >= 0) == in_chunk
         if not in_chunk:
             taken.update(work.places[row] + index for index in range(len(seen[row])))
     num_stretches = Counter(work.wide.first_rows.tolist())
     for index, start in enumerate(work.wide.first_rows.tolist()):
         rows = work.wide.rows[start : start + work.wide.num_rows[index]].tolist()
-        assert work.lanes[rows].tolist() == list(range(len(rows)))
+        assert work.rows_in_tile[rows].tolist() == list(range(len(rows)))
         if num_stretches[start] == 1:
             assert (work.places[rows] == -1).all()
             continue

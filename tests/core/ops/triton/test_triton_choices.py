@@ -272,7 +272,7 @@ def test_trees_of_a_draft_model_are_the_same_over_graphs_and_without(twins: Twin
         before = twins.graphs.num_replayed
         proposer = LmProposer(runner.decoder, make_pool(runner.decoder))
         drafts = proposer.propose(rows)
-        found.append([(list(each.token_ids), list(each.parents), each.odds) for each in drafts])
+        found.append([(list(each.token_ids), list(each.parents), each.survival) for each in drafts])
         num_passes = (
             max(each.note.num_levels for each in drafts) if runner is twins.runners[0] else 0
         )
