@@ -97,7 +97,7 @@ class Simulated:
 
     @property
     def traits(self) -> ProposerTraits:
-        """Those of the real one."""
+        """The traits of the real one."""
         return self._inner.traits
 
     @property

@@ -133,7 +133,7 @@ def rough_copy(target: Decoder, spec: DraftSpec) -> Decoder | str:
 
 
 def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
-    """What a pass of a rough copy takes of a step; and what chains of it gain at `LIKELY` odds.
+    """Price of a pass of a rough copy as a share of a step; and gain of chains at `LIKELY` odds.
 
     Measured for one request, with few tokens behind it.
     """

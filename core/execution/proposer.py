@@ -39,7 +39,7 @@ class Proposer(Protocol):
 
     @property
     def source(self) -> str:
-        """Its name in answers and metrics."""
+        """The name in answers and metrics."""
 
     @property
     def traits(self) -> ProposerTraits:

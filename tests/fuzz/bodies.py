@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 Place = tuple[str | int, ...]
-"""Where a value stands in a body."""
+"""The path to a value in a body."""
 
 MARK = "@@here@@"
 HI = [{"role": "user", "content": "hi"}]

@@ -30,7 +30,7 @@ DANGLING = frozenset(
     """and as but its likewise of or same such that those what where which whose""".split()  # noqa: SIM905
 )
 """Words that begin docstrings which nobody understands without the caller."""
-DESCRIBED = ("radix_cache", "core", "draft", "api", "bench")
+DESCRIBED = ("radix_cache", "core", "draft", "api", "bench", "tests")
 MESSAGES = frozenset({"message", "problem", "why", "remedy"})  # variables that errors are made of
 
 

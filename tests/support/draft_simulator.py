@@ -40,7 +40,7 @@ RIGHT, WRONG = 1, 0  # all token ids that there are
 _NUMBERS = count()  # of requests
 
 Chance = Callable[[int, int], float]
-"""Of the token at a place of a text, where so many were drafted before it in the same step."""
+"""The chance of the token at a place of a text, where so many were drafted before it in a step."""
 
 
 @dataclass(frozen=True)
