@@ -232,35 +232,43 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
     none = np.zeros(len(candidates.lookup), dtype=np.int64)
     if candidates.budget <= 0:
         return Allocation(none, none)
+    prices = _prices(candidates, costs, rate)
     every = np.ones_like(candidates.lookup)
-    best = _best_prefix(candidates.lookup, every, candidates, costs, rate)
+    overhead = rate * costs.draft_overhead(candidates.num_decodes)
+    best = _best_prefix(candidates.lookup, every, candidates.budget, prices, overhead)
     chosen = Allocation(best.counts, none, best.net_gain)
     if candidates.expected_accepted.any():
-        with_proposer = _best_with_proposer(candidates, costs, rate)
+        with_proposer = _best_with_proposer(candidates, costs, rate, prices)
         if with_proposer.net_gain > chosen.net_gain:
-            prices = _row_prices(candidates, costs, rate, candidates.expected_accepted.shape[1])
-            return replace(with_proposer, row_prices=prices)
+            for_each = prices.for_each(candidates.expected_accepted.shape[1])
+            return replace(with_proposer, row_prices=for_each)
     return chosen
 
 
-def _row_prices(candidates: StepCandidates, costs: CostModel, rate: float, most: int) -> FloatArray:
-    """Tokens that 1 to ``most`` rows of each request must bring where each gets as many.
+@dataclass(frozen=True, slots=True)
+class _Prices:
+    """Tokens that rows must bring.
 
-    [num_requests, most]
+    ``rows`` [most + 1]: 0, 1, ... rows of any requests. ``keys`` [num_requests]: a row of each
+    request besides, for the keys that it attends to.
     """
-    count = len(candidates.lookup)
-    seconds = costs.row_seconds(candidates.num_rows, most * count, candidates.num_decodes)
-    shared = rate * seconds[count::count] / count
-    by_keys = _key_prices(candidates, costs, rate)[:, None] * np.arange(1, most + 1)
-    prices: FloatArray = shared + by_keys
-    return prices
+
+    rows: FloatArray
+    keys: FloatArray
+
+    def for_each(self, most: int) -> FloatArray:
+        """Price of 1 to ``most`` rows of each where all get as many, [num_requests, most]."""
+        count = len(self.keys)
+        shared = self.rows[count : most * count + 1 : count] / count
+        prices: FloatArray = shared + self.keys[:, None] * np.arange(1, most + 1)
+        return prices
 
 
-def _key_prices(candidates: StepCandidates, costs: CostModel, rate: float) -> FloatArray:
-    """Tokens that a row of each request must bring for the keys it attends to, [num_requests]."""
+def _prices(candidates: StepCandidates, costs: CostModel, rate: float) -> _Prices:
+    most = max(candidates.lookup.size, candidates.expected_accepted.size)
+    seconds = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
     context_lens = np.broadcast_to(candidates.context_lens, len(candidates.lookup))
-    prices: FloatArray = rate * costs.key_seconds(candidates.num_decodes) * context_lens
-    return prices
+    return _Prices(rate * seconds, rate * costs.key_seconds(candidates.num_decodes) * context_lens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,30 +280,24 @@ class _Prefix:
 
 
 def _best_prefix(
-    survival: FloatArray,
-    num_rows: FloatArray,
-    candidates: StepCandidates,
-    costs: CostModel,
-    rate: float,
-    *,
-    with_proposer: bool = False,
+    survival: FloatArray, num_rows: FloatArray, budget: int, prices: _Prices, overhead: float
 ) -> _Prefix:
     """The best prefix of the sorted tokens of ``survival`` [num_requests, width].
 
     ``num_rows``, alike: rows that each is expected to take, above 0; the sort is by gain for a row.
+    ``overhead``: tokens that any draft must bring.
     """
     num_requests, width = survival.shape
-    gains = survival - _key_prices(candidates, costs, rate)[:, None] * num_rows
+    gains = survival - prices.keys[:, None] * num_rows
     for_a_row = np.minimum.accumulate(gains / num_rows, axis=1).ravel()
-    most = min(candidates.budget, int(np.count_nonzero(for_a_row > 0.0)))
+    most = min(budget, int(np.count_nonzero(for_a_row > 0.0)))
     if not most:
         return _Prefix(np.zeros(num_requests, dtype=np.int64), 0.0)
     order = (-for_a_row).argsort(kind="stable") if num_requests > 1 else np.arange(width)
     order = order[:most]
-    by_row = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
-    seconds = np.interp(num_rows.ravel()[order].cumsum(), np.arange(most + 1), by_row)
-    overhead = costs.draft_overhead(candidates.num_decodes, with_proposer=with_proposer)
-    net_gains = gains.ravel()[order].cumsum() - rate * (seconds + overhead)
+    taken = num_rows.ravel()[order].cumsum()
+    paid = np.interp(taken, np.arange(most + 1), prices.rows[: most + 1])
+    net_gains = gains.ravel()[order].cumsum() - paid - overhead
     if net_gains.max() <= 0.0:
         return _Prefix(np.zeros(num_requests, dtype=np.int64), 0.0)
     length = int(net_gains.argmax()) + 1
@@ -303,27 +305,33 @@ def _best_prefix(
     return _Prefix(counts, float(net_gains[length - 1]))
 
 
-def _best_with_proposer(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
+def _best_with_proposer(
+    candidates: StepCandidates, costs: CostModel, rate: float, prices: _Prices
+) -> Allocation:
     """The best of all numbers of passes of the proposer."""
     lookup, nodes = candidates.lookup, candidates.expected_accepted
     uncached = candidates.num_uncached_draft_tokens
     num_requests, num_depths = nodes.shape
     width = max(lookup.shape[1], num_depths)
-    row_prices = _row_prices(candidates, costs, rate, 1)
+    row_prices = prices.for_each(1)
+    overhead = rate * costs.draft_overhead(candidates.num_decodes, with_proposer=True)
     # A node that is not worth its row at its place is not drafted: it costs nothing.
     node_rows = np.maximum(LEAST_ROWS, np.broadcast_to(candidates.node_probability, nodes.shape))
     passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))
-    pass_s, owed_s = float(passes[1]), float(passes[2] - passes[1])
+    pass_price, owed_s = rate * float(passes[1]), float(passes[2] - passes[1])
     # What is owed once is shared among the steps that it may serve.
     late = np.maximum(0, uncached - FEW_UNCACHED_TOKENS) / PAYBACK_STEPS
     owed = np.minimum(uncached, FEW_UNCACHED_TOKENS) + late
     catch_up_price = rate * owed * (owed_s / max(1, int(uncached.max())))  # [num_requests] tokens
     lookup_gain = np.maximum(lookup - row_prices, 0.0).sum(axis=1)
+    node_gains = np.maximum(nodes - node_rows * row_prices, 0.0).cumsum(axis=1)
+    most_gain = np.maximum(nodes.cumsum(axis=1), lookup.sum(axis=1)[:, None]).sum(axis=0)
     none = np.zeros(num_requests, dtype=np.int64)
     best = Allocation(none, none)
     for depth in _last_depths(candidates, num_depths):
-        rows = node_rows[:, :depth] * row_prices
-        gain = np.maximum(nodes[:, :depth] - rows, 0.0).sum(axis=1) - catch_up_price
+        if most_gain[depth - 1] - pass_price * _num_passes(candidates, depth) <= best.net_gain:
+            continue  # even if rows cost nothing
+        gain = node_gains[:, depth - 1] - catch_up_price
         by_proposer = (gain > lookup_gain) & (nodes[:, 0] > 0.0)
         if not by_proposer.any():
             continue
@@ -331,14 +339,14 @@ def _best_with_proposer(candidates: StepCandidates, costs: CostModel, rate: floa
         survival[:, : lookup.shape[1]] = np.where(by_proposer[:, None], 0.0, lookup)
         survival[by_proposer, :depth] = nodes[by_proposer, :depth]
         num_rows[by_proposer, :depth] = node_rows[by_proposer, :depth]
-        prefix = _best_prefix(survival, num_rows, candidates, costs, rate, with_proposer=True)
+        prefix = _best_prefix(survival, num_rows, candidates.budget, prices, overhead)
         depths = np.where(by_proposer, prefix.counts, 0)
         num_passes = _num_passes(candidates, int(depths.max()))
-        paid = rate * pass_s * num_passes + float(catch_up_price[depths > 0].sum())
+        paid = pass_price * num_passes + float(catch_up_price[depths > 0].sum())
         if depths.any() and prefix.net_gain - paid > best.net_gain:
             counts = np.where(by_proposer, 0, prefix.counts)
             net_gain = prefix.net_gain - paid
-            best = Allocation(counts, depths, net_gain, pass_price=rate * pass_s)
+            best = Allocation(counts, depths, net_gain, pass_price=pass_price)
     return best
 
 

@@ -40,7 +40,7 @@ MUTATIONS = (
     Mutation(
         "allocation-drafts-beyond-the-budget",
         "_best_prefix",
-        "most = min(candidates.budget, int(np.count_nonzero(for_a_row > 0.0)))",
+        "most = min(budget, int(np.count_nonzero(for_a_row > 0.0)))",
         "most = int(np.count_nonzero(for_a_row > 0.0))",
         ("test_allocation.py",),
         "drafts stay within the rows that are offered",
