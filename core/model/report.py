@@ -78,7 +78,7 @@ def _by_transformers(path: Path) -> ModelReport:
 
     file_format, size = weight_files(path)
     source = read_text_model(path)
-    shapes = kv_shapes(source.asked.sites) if source.asked else []
+    shapes = kv_shapes(source.probed.sites) if source.probed else []
     config = source.config
     return _report(
         "transformers",

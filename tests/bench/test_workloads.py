@@ -110,7 +110,7 @@ def test_a_prompt_that_does_not_fit_is_cut_and_told():
     made = scene(MIXED, "--input-len", "900", "--output-len", "50", "--requests", "3", max_len=500)
     jobs, _ = asked(MIXED, made)
     assert [len(ids(job)) for job in jobs] == [434] * 3  # room for the answer and 16 more
-    assert made.told() == ["3 prompts were cut to fit 500 tokens"]
+    assert made.remarks() == ["3 prompts were cut to fit 500 tokens"]
 
 
 # -- single requests ----------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_a_conversation_that_is_full_ends_and_is_told():
     assert 1 < len(jobs) < 50
     assert all(len(ids(job)) + job.output_len <= 1200 for job in jobs)
     assert all(record.error is None for record in records)
-    assert made.told() == ["1 agents ended early: 1200 tokens were full"]
+    assert made.remarks() == ["1 agents ended early: 1200 tokens were full"]
 
 
 # -- noisy neighbour ----------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_long_prompts_that_were_computed_too_soon_are_noted():
     _, records = asked(SHORT_BESIDE_LONG, made, FakeDriver(first=0.001), concurrency=1)
     assert "short-beside/0" not in names(records)
     assert beside_figures(records) == []
-    assert made.told() == [
+    assert made.remarks() == [
         "4 long prompts had their first tokens before a short one was sent: raise --long-len"
     ]
 
@@ -311,7 +311,7 @@ def test_prompts_that_do_not_fit_are_cut_and_a_round_that_fails_has_no_row():
     driver = FakeDriver(**AS_LONG, fails={8})  # one of the long prompts beside short ones
     jobs, records = asked(SHORT_BESIDE_LONG, made, driver, concurrency=1)
     assert [len(ids(job)) for job in jobs if job.name.startswith("long")] == [500] * 6
-    assert made.told() == ["6 prompts were cut to fit 517 tokens"]
+    assert made.remarks() == ["6 prompts were cut to fit 517 tokens"]
     assert (records[8].name, records[8].error) == ("long-beside/0", "HTTP 429")
     assert [row["num_long"] for row in beside_figures(records)] == [1]
 

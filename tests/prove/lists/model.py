@@ -38,10 +38,10 @@ MUTATIONS = (
         "I7: NaN of another owner never reaches a row",
     ),
     Mutation(
-        "attention-total-is-not-rescaled",
+        "attention-exp-sum-is-not-rescaled",
         "_Softmax.merge",
-        "self.total[span].mul_(keep).add_(",
-        "self.total[span].add_(",
+        "self.exp_sum[span].mul_(keep).add_(",
+        "self.exp_sum[span].add_(",
         ("test_attention_equals_the_formula",),
         "the online softmax",
     ),
