@@ -198,10 +198,6 @@ class SamplingMetadata:
         object.__setattr__(self, "has_processors", reads_history or has_bias)
         object.__setattr__(self, "needs_history", reads_history or wants_logprobs)
 
-    def has_processors_at(self, position: int) -> bool:
-        """Whether logits processors apply at this output position."""
-        return self.has_processors or position < self.params.min_tokens
-
     def token_id_fields(self) -> dict[str, Collection[int]]:
         """The token ids that the caller's parameters name, by parameter.
 

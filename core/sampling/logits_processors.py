@@ -14,19 +14,19 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..interface.output import Refusal
-from ..interface.sampling import ConstraintFailed, SamplingMetadata, beyond_vocabulary
+from ..interface.sampling import SamplingMetadata
+from .encoded import EncodedSampling, Ids, Mask, draw_fields, scaled_temperatures
 from .top_k_top_p import TopKTopP, nonzero
 
 _NEVER = -math.inf
-MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
 
 
 class SampleRow(msgspec.Struct, frozen=True, gc=False):
@@ -46,10 +46,13 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
         """Output position of the token to draw, which is the number of output tokens before it."""
         return len(self.tokens) + self.num_ahead + len(self.tail) - self.sampling.prompt_len
 
-    @property
-    def is_edited(self) -> bool:
+    def encoded(self, vocab_size: int) -> EncodedSampling:
+        """The request's parameters for logits of this width."""
+        return self.sampling.cached(EncodedSampling, vocab_size)
+
+    def is_edited(self, vocab_size: int) -> bool:
         """Whether `apply_processors` has anything to do for this row."""
-        return self.sampling.has_processors_at(self.position)
+        return self.encoded(vocab_size).is_edited_at(self.position)
 
     def ending(self, length: int) -> tuple[int, ...]:
         """The last ``length`` tokens of the path, fewer where it is shorter."""
@@ -57,18 +60,15 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
         return recent[max(0, len(recent) - length) :]
 
 
-def out_of_vocabulary(sampling: SamplingMetadata, vocab_size: int) -> str | None:
-    """The complaint about the first field with a token id that the vocabulary lacks, or None."""
-    for name, ids in sampling.token_id_fields().items():
-        if message := beyond_vocabulary(name, ids, vocab_size):
-            return message
-    return None
+def banned_ids(row: SampleRow, encoded: EncodedSampling, mask: Mask | None) -> Ids:
+    """Return the last tokens of bad words that are there already, and stop tokens too early.
 
-
-def has_truncation(row: SampleRow, vocab_size: int) -> bool:
-    """Whether `truncate` has anything to do for this row."""
-    params = row.sampling.params
-    return 0 < params.top_k < vocab_size or params.min_p > 0.0 or params.top_p < 1.0
+    ``mask`` is what `EncodedSampling.ask` found for this row.
+    """
+    words = (word for word in encoded.words if row.ending(len(word) - 1) == word[:-1])
+    ids = np.fromiter((word[-1] for word in words), np.int64)
+    is_early = mask is None and row.position < encoded.min_tokens
+    return np.append(ids, encoded.stops) if is_early else ids
 
 
 def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | None]:
@@ -80,22 +80,18 @@ def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | No
 
 
 def _edited(values: Tensor, row: SampleRow) -> str | None:
-    rules = row.sampling.cached(_make_rules, values.shape[-1], values.device)
-    if rules.error is None:
-        try:
-            _edit(values, row, rules)
-        except ConstraintFailed as error:
-            return Refusal(error)
-    return rules.error
+    encoded = row.encoded(len(values))
+    mask, error = encoded.ask(row.tokens, row.tail)
+    if error is None:
+        _edit(values, row, encoded, mask)
+    return error
 
 
 def scaled(values: Tensor, rows: Sequence[SampleRow], temperature_scale: float = 1.0) -> Tensor:
     """``values`` [num_rows, vocab] over temperature times scale; the best becomes exactly 0."""
-    temperatures = [
-        max(row.sampling.params.temperature * temperature_scale, MIN_TEMPERATURE) for row in rows
-    ]
+    fields = draw_fields(row.encoded(values.shape[-1]) for row in rows)
     # A scalar divisor may be turned into a factor; a tensor divides alike on every device.
-    divisor = torch.tensor(temperatures, dtype=torch.float32).to(values.device)
+    divisor = _beside(values, scaled_temperatures(fields["temperature"], temperature_scale))
     return (values - values.amax(-1, keepdim=True)).div_(divisor[:, None])
 
 
@@ -104,7 +100,7 @@ def truncate(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]
 
     Returns (values, ids), both [num_rows, width], best first; shorter rows end in -inf.
     """
-    cuts = TopKTopP.of([row.sampling.params for row in rows], values)
+    cuts = TopKTopP.of(draw_fields(row.encoded(values.shape[-1]) for row in rows), values)
     ids, total = cuts.candidates(values)
     ranked, order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     keep = cuts.keep(ranked, total)
@@ -129,74 +125,38 @@ def argmax(values: Tensor) -> Tensor:
     return values.argmax(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """The token ids of one request's edits as tensors, or what is wrong with them."""
-
-    bias_ids: Tensor
-    bias: Tensor
-    allowed: Tensor | None
-    stops: Tensor
-    error: str | None
-
-
-def _make_rules(sampling: SamplingMetadata, vocab_size: int, device: torch.device) -> _Rules:
-    params = sampling.params
-    bias, allowed = params.logit_bias or {}, params.allowed_token_ids
-    stops = sorted(i for i in sampling.stop_ids if 0 <= i < vocab_size)
-    return _Rules(
-        bias_ids=torch.tensor(list(bias), dtype=torch.int64).to(device),
-        bias=torch.tensor(list(bias.values()), dtype=torch.float32).to(device),
-        allowed=None if allowed is None else torch.tensor(allowed, dtype=torch.int64).to(device),
-        stops=torch.tensor(stops, dtype=torch.int64).to(device),
-        error=out_of_vocabulary(sampling, vocab_size),
-    )
+def _edit(values: Tensor, row: SampleRow, encoded: EncodedSampling, mask: Mask | None) -> None:
+    if len(encoded.biased):
+        values[_beside(values, encoded.biased)] += _beside(values, encoded.bias)
+    _penalise(values, row, encoded)
+    if len(encoded.allowed):
+        allowed = _beside(values, encoded.allowed)
+        kept = values[allowed]
+        values.fill_(_NEVER)[allowed] = kept
+    if mask is not None:
+        values.masked_fill_(~_beside(values, mask), _NEVER)
+    banned = banned_ids(row, encoded, mask)
+    if len(banned):
+        values[_beside(values, banned)] = _NEVER
 
 
-def _edit(values: Tensor, row: SampleRow, rules: _Rules) -> None:
-    if len(rules.bias_ids):
-        values[rules.bias_ids] += rules.bias
-    _penalise(values, row)
-    if rules.allowed is not None:
-        kept = values[rules.allowed]
-        values.fill_(_NEVER)[rules.allowed] = kept
-    for word in row.sampling.bad_words_ids:
-        if word and row.ending(len(word) - 1) == tuple(word[:-1]):
-            values[word[-1]] = _NEVER
-    allowed = _constrain(values, row)
-    if row.position < row.sampling.params.min_tokens and not _must_stop(allowed, rules):
-        values[rules.stops] = _NEVER
+def _beside(values: Tensor, numbers: NDArray[Any]) -> Tensor:
+    """``numbers`` on the device of ``values``."""
+    return torch.from_numpy(numbers).to(values.device)
 
 
-def _constrain(values: Tensor, row: SampleRow) -> Tensor | None:
-    """Ban what the row's constraint does not allow; returns what it allows, bool [vocab]."""
-    constraint, start = row.sampling.constraint, row.sampling.prompt_len
-    if constraint is None:
-        return None
-    mask = constraint.allowed(row.tokens, start, row.tail)
-    if mask is None:
-        return None
-    allowed = torch.from_numpy(np.frombuffer(mask, dtype=np.bool_)).to(values.device)
-    values.masked_fill_(~allowed, _NEVER)
-    return allowed
-
-
-def _must_stop(allowed: Tensor | None, rules: _Rules) -> bool:
-    """Whether the constraint leaves nothing but stop tokens."""
-    return allowed is not None and int(allowed.sum()) == int(allowed[rules.stops].sum())
-
-
-def _penalise(values: Tensor, row: SampleRow) -> None:
+def _penalise(values: Tensor, row: SampleRow, encoded: EncodedSampling) -> None:
     """Repetition as in CTRL (arXiv 1909.05858), frequency and presence as in OpenAI's API."""
-    params = row.sampling.params
-    if params.repetition_penalty != 1.0:
+    names = ["repetition_penalty", "frequency_penalty", "presence_penalty"]
+    factor, frequency, presence = encoded.record[names].item()
+    if factor != 1.0:
         ids = _history(row, 0, values)
-        seen, factor = values[ids], params.repetition_penalty
+        seen = values[ids]
         values[ids] = torch.where(seen > 0, seen / factor, seen * factor)
-    if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
-        output = _history(row, row.sampling.prompt_len, values)
+    if frequency != 0.0 or presence != 0.0:
+        output = _history(row, encoded.prompt_len, values)
         ids, counts = torch.unique(output, return_counts=True)
-        values[ids] -= counts * params.frequency_penalty + params.presence_penalty
+        values[ids] -= counts * frequency + presence
 
 
 def _history(row: SampleRow, start: int, values: Tensor) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface.sampling import TokenSamplingParams
+from .encoded import Records
 
 _NEVER = -math.inf
 _SORTABLE = 4096  # tokens; sorting fewer is cheaper than narrowing them further
@@ -37,18 +36,12 @@ class TopKTopP:
     vocab_size: int
 
     @classmethod
-    def of(cls, params: Sequence[TokenSamplingParams], values: Tensor) -> TopKTopP:
-        """What the ``params`` of each row of ``values`` [num_rows, vocab] ask for."""
+    def of(cls, draws: Records, values: Tensor) -> TopKTopP:
+        """Make the cuts of ``values`` [num_rows, vocab] from the rows' `DRAW` fields."""
         size = values.shape[-1]
-        top_k = [[p.top_k if 0 < p.top_k < size else size] for p in params]
-        min_p_logit = [[math.log(p.min_p) if p.min_p > 0.0 else _NEVER] for p in params]
-        top_p = [[p.top_p] for p in params]
-        return cls(
-            torch.tensor(top_k).to(values.device),
-            torch.tensor(min_p_logit, dtype=torch.float32).to(values.device),
-            torch.tensor(top_p, dtype=torch.float64).to(values.device),
-            size,
-        )
+        top_k = np.where(draws["top_k"] > 0, draws["top_k"], size)
+        fields = (top_k, draws["min_p_logit"].astype(np.float32), draws["top_p"])
+        return cls(*(torch.from_numpy(each[:, None]).to(values.device) for each in fields), size)
 
     def keep(self, ranked: Tensor, total: Tensor | None) -> Tensor:
         """Which of the values ``ranked`` best first stay, bool [num_rows, num_candidates].
