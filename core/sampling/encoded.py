@@ -1,16 +1,19 @@
 """EncodedSampling: one request's sampling parameters as torch, C and Triton read them.
 
-Each parameter is encoded here once. The torch oracle reads the fields of a `RECORD`, the C kernels
-read it where it lies (``ft_sampling`` of sample.h has the same fields in the same order), and
-Triton's kernels have a copy of its first fields, `DRAW`, for each place.
+Each parameter is encoded here once, as a field of a record. The torch oracle reads the fields by
+name, the C kernels read the record where it lies (``ft_sampling`` of sample.h has the same fields
+in the same order), and Triton's kernels have a copy of its first fields for each `PLACE`.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,87 +34,93 @@ top-p leaves, with min-p or without. What to do after the edits follows from the
 
 MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
 
-Records: TypeAlias = NDArray[Any]  # of `DRAW`, or of a `RECORD`
-Ids: TypeAlias = NDArray[np.int64]
+Fields: TypeAlias = Mapping[str, Any]  # a record's numbers by name
+Places: TypeAlias = NDArray[Any]  # of `PLACE`
 Mask: TypeAlias = NDArray[np.bool_]  # [vocab] true where a token is allowed
 
-_DRAW = [
-    ("noise_start", "u8"),  # `stream_start` of the seed
-    ("kind", "i8"),
-    ("temperature", "f8"),
-    ("min_p_logit", "f8"),  # least value of scaled logits, whose best is 0; -inf: off
-    ("top_k", "i8"),  # 0: off
-    ("top_p", "f8"),  # 1: off
+_DRAW = [  # name, format, and the attribute of `EncodedSampling`
+    ("noise_start", "u8", "_noise_start"),  # `stream_start` of the seed
+    ("kind", "i8", "kind"),
+    ("temperature", "f8", "_params.temperature"),
+    ("min_p_logit", "f8", "_min_p_logit"),  # least of scaled logits, whose best is 0; -inf: off
+    ("top_k", "i8", "_top_k"),  # 0: off
+    ("top_p", "f8", "_params.top_p"),  # 1: off
 ]
 _EDITS = [
-    ("prompt_len", "i8"),
-    ("min_tokens", "i8"),
-    ("repetition_penalty", "f4"),  # 1: off
-    ("frequency_penalty", "f4"),
-    ("presence_penalty", "f4"),
-    ("is_edited", "i4"),  # at every position; below min_tokens in any case
+    ("prompt_len", "i8", "prompt_len"),
+    ("edited_until", "i8", "edited_until"),
+    ("min_tokens", "i8", "min_tokens"),
+    ("repetition_penalty", "f4", "_params.repetition_penalty"),  # 1: off
+    ("frequency_penalty", "f4", "_params.frequency_penalty"),
+    ("presence_penalty", "f4", "_params.presence_penalty"),
 ]
-_LIST = np.dtype([("at", "u8"), ("count", "i8")])  # address, 0 where there is none
-_LISTS = [(name, _LIST) for name in ("biased", "allowed", "stops", "words", "word_lens")]
+_LISTS = [  # each an address and how many there are; see `_lent`
+    field
+    for name in ("biased", "allowed", "stops", "word_ids", "word_lens")
+    for field in ((name, "u8", f"_{name}_at"), (f"num_{name}", "i8", f"{name}.size"))
+]
+_FIELDS = [*_DRAW, *_EDITS, *_LISTS, ("bias", "u8", "_bias_at")]
 
-DRAW = np.dtype(_DRAW)
-DRAW_FIELDS = tuple(name for name, _ in _DRAW)
-RECORD = np.dtype([*_DRAW, *_EDITS, *_LISTS, ("bias", "u8")])
-_NO_IDS: Ids = np.empty(0, np.int64)
+PLACE = np.dtype([*(field[:2] for field in _DRAW), ("row", "i8"), ("edited", "i8")])
+"""One place of a batch: the request's first fields; the row of the logits, and that of the edited
+values or -1, which are written for each place."""
+
+_NAMES = tuple(field[0] for field in _FIELDS)
+_values = attrgetter(*(field[2] for field in _FIELDS))
+_pack = struct.Struct("".join(np.dtype(field[1]).char for field in _FIELDS)).pack
+_DRAW_BYTES = 8 * len(_DRAW)
+_NO_ROW = struct.pack("qq", -1, -1)
+_ALWAYS = 2**62  # positions
+_EMPTY = {code: np.empty(0, code) for code in "qf"}
 
 
 class EncodedSampling:
     """One request's parameters for logits of one width, kept by its `SamplingMetadata`.
 
     With an ``error`` they cannot be served, and nothing else is read. Token ids are inside the
-    vocabulary, but for those that bad words only compare.
+    vocabulary, but for those that bad words only compare. Logits of output positions below
+    ``edited_until`` are edited before the temperature.
     """
 
     def __init__(self, sampling: SamplingMetadata, vocab_size: int) -> None:
         params, bias = sampling.params, sampling.params.logit_bias or {}
+        self._params, self._noise_start = params, stream_start(sampling.seed)
         self.vocab_size, self.prompt_len = vocab_size, sampling.prompt_len
         self.constraint, self.min_tokens = sampling.constraint, params.min_tokens
         self.error = _error(sampling, vocab_size)
-        self.is_edited = self.error is not None or sampling.has_processors  # at every position
-        self.is_ever_edited = self.is_edited or self.min_tokens > 0
         self.is_asked = self.error is not None or self.constraint is not None  # see `ask`
-        self.biased, self.bias = _ids(bias), np.fromiter(bias.values(), np.float32)
-        self.allowed = _ids(sorted(set(params.allowed_token_ids or ())))  # none: all are
-        stops = (i for i in sampling.stop_ids if 0 <= i < vocab_size)
-        self.stops = _ids(sorted(stops)) if self.min_tokens else _NO_IDS  # banned below min_tokens
+        is_edited = self.is_asked or sampling.has_processors
+        self.edited_until = _ALWAYS if is_edited else self.min_tokens
+        self.biased, self._biased_at = _lent("q", bias)
+        self.bias, self._bias_at = _lent("f", bias.values())
+        self.allowed, self._allowed_at = _lent("q", sorted(set(params.allowed_token_ids or ())))
+        stops = sampling.stop_ids if self.min_tokens else ()  # banned below it
+        self.stops, self._stops_at = _lent("q", sorted(i for i in stops if 0 <= i < vocab_size))
         self.words = [word for word in sampling.bad_words_ids if word]
-        self._flat_words = _ids(list(chain.from_iterable(self.words)))
-        self._word_lens = _ids(list(map(len, self.words)))
-        top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-        self.kind = _kind(params, top_k)
-        self.record = _record(
-            params,
-            noise_start=stream_start(sampling.seed),
-            kind=self.kind,
-            min_p_logit=np.float32(math.log(params.min_p)) if params.min_p > 0.0 else -math.inf,
-            top_k=top_k,
-            prompt_len=self.prompt_len,
-            is_edited=self.is_edited,
-            biased=_span(self.biased),
-            allowed=_span(self.allowed),
-            stops=_span(self.stops),
-            words=_span(self._flat_words),
-            word_lens=_span(self._word_lens),
-            bias=_address(self.bias),
-        )
-        self.draw = self.record.tobytes()[: DRAW.itemsize]  # its first fields
-        self._lent = array("q", self.record.tobytes())
-        self.address, _ = self._lent.buffer_info()
+        self.word_ids, self._word_ids_at = _lent("q", list(chain.from_iterable(self.words)))
+        self.word_lens, self._word_lens_at = _lent("q", list(map(len, self.words)))
+        self._top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+        self._min_p_logit = math.log(params.min_p) if params.min_p else -math.inf
+        self.kind = _kind(params, self._top_k)
+        record = _pack(*_values(self))
+        self.place = record[:_DRAW_BYTES] + _NO_ROW
+        self._record = array("B", record)
+        self.address, _ = self._record.buffer_info()
 
-    def is_edited_at(self, position: int) -> bool:
-        """Whether the logits of this output position are edited before the temperature."""
-        return self.is_edited or position < self.min_tokens
+    @cached_property
+    def fields(self) -> Fields:
+        """The record's numbers by name; made for the reference, and where there are edits."""
+        return dict(zip(_NAMES, _values(self), strict=True))
+
+    def bans_stops(self, position: int, mask: Mask | None) -> bool:
+        """Whether the edits of a place ban stop tokens, unless `ask` has done so in its mask."""
+        return mask is None and position < self.min_tokens
 
     def ask(self, tokens: array[int], tail: Sequence[int]) -> tuple[Mask | None, str | None]:
         """Return which tokens may follow a path, None for all; and why its row must fail.
 
         Stop tokens that come before min_tokens are left out, but for those of an answer that can
-        only end: then min_tokens gives way. Without a mask the edits ban stop tokens.
+        only end: then min_tokens gives way.
         """
         if self.error is not None or self.constraint is None:
             return None, self.error
@@ -133,21 +142,17 @@ class EncodedSampling:
         return mask, None
 
 
-def draw_fields(requests: Iterable[EncodedSampling]) -> Records:
-    """Copies of the first fields of several requests, `DRAW` [num_requests]."""
-    return np.frombuffer(bytearray().join([each.draw for each in requests]), DRAW)
-
-
-def scaled_temperatures(temperatures: NDArray[np.float64], scale: float) -> NDArray[np.float32]:
-    """The divisors of logits: temperature times ``scale``, never 0."""
-    return np.maximum(temperatures * scale, MIN_TEMPERATURE).astype(np.float32)
+def places_of(requests: Iterable[EncodedSampling]) -> Places:
+    """Make a `PLACE` for each of some requests, [num_places]."""
+    return np.frombuffer(bytearray().join([each.place for each in requests]), PLACE)
 
 
 def _error(sampling: SamplingMetadata, vocab_size: int) -> str | None:
     """The complaint about the first field with a token id that the vocabulary lacks, or None."""
-    fields = sampling.token_id_fields().items()
-    found = (beyond_vocabulary(name, ids, vocab_size) for name, ids in fields)
-    return next((message for message in found if message), None)
+    for name, ids in sampling.token_id_fields().items():
+        if message := beyond_vocabulary(name, ids, vocab_size):
+            return message
+    return None
 
 
 def _kind(params: TokenSamplingParams, top_k: int) -> int:
@@ -158,20 +163,9 @@ def _kind(params: TokenSamplingParams, top_k: int) -> int:
     return MIN_P if params.min_p > 0.0 else SAMPLED
 
 
-def _record(params: TokenSamplingParams, **derived: object) -> Records:
-    """Make the `RECORD`, []: what is not ``derived`` is the parameter of the field's name."""
-    names = RECORD.names or ()
-    values = (derived[name] if name in derived else getattr(params, name) for name in names)
-    return np.array(tuple(values), RECORD)
-
-
-def _ids(ids: Collection[int]) -> Ids:
-    return np.frombuffer(array("q", ids), np.int64) if ids else _NO_IDS
-
-
-def _span(ids: Ids) -> tuple[int, int]:
-    return _address(ids), len(ids)
-
-
-def _address(numbers: NDArray[Any]) -> int:
-    return numbers.ctypes.data if len(numbers) else 0
+def _lent(code: str, numbers: Collection[float]) -> tuple[NDArray[Any], int]:
+    """Make an array of numbers, int64 ("q") or float32 ("f"); and its address, 0 if it is empty."""
+    if not numbers:
+        return _EMPTY[code], 0
+    memory: array[Any] = array(code, numbers)
+    return np.frombuffer(memory, code), memory.buffer_info()[0]

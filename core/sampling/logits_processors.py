@@ -14,16 +14,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..interface.sampling import SamplingMetadata
-from .encoded import EncodedSampling, Ids, Mask, draw_fields, scaled_temperatures
+from .encoded import MIN_TEMPERATURE, EncodedSampling, Fields, Mask
 from .top_k_top_p import TopKTopP, nonzero
 
 _NEVER = -math.inf
@@ -52,23 +50,16 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
 
     def is_edited(self, vocab_size: int) -> bool:
         """Whether `apply_processors` has anything to do for this row."""
-        return self.encoded(vocab_size).is_edited_at(self.position)
+        return self.position < self.encoded(vocab_size).edited_until
 
     def ending(self, length: int) -> tuple[int, ...]:
         """The last ``length`` tokens of the path, fewer where it is shorter."""
         recent = (*self.tokens[-length:], *self.tail) if length else ()
         return recent[max(0, len(recent) - length) :]
 
-
-def banned_ids(row: SampleRow, encoded: EncodedSampling, mask: Mask | None) -> Ids:
-    """Return the last tokens of bad words that are there already, and stop tokens too early.
-
-    ``mask`` is what `EncodedSampling.ask` found for this row.
-    """
-    words = (word for word in encoded.words if row.ending(len(word) - 1) == word[:-1])
-    ids = np.fromiter((word[-1] for word in words), np.int64)
-    is_early = mask is None and row.position < encoded.min_tokens
-    return np.append(ids, encoded.stops) if is_early else ids
+    def banned_by_words(self, words: Sequence[tuple[int, ...]]) -> list[int]:
+        """The last tokens of the words that the path ends with but for these."""
+        return [word[-1] for word in words if self.ending(len(word) - 1) == word[:-1]]
 
 
 def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | None]:
@@ -76,22 +67,24 @@ def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | No
 
     Returns, per row, what makes its parameters impossible to serve.
     """
-    return [_edited(row_values, row) for row_values, row in zip(values, rows, strict=True)]
-
-
-def _edited(values: Tensor, row: SampleRow) -> str | None:
-    encoded = row.encoded(len(values))
-    mask, error = encoded.ask(row.tokens, row.tail)
-    if error is None:
-        _edit(values, row, encoded, mask)
-    return error
+    vocab_size, device = values.shape[-1], values.device
+    errors = []
+    for row_values, row in zip(values, rows, strict=True):
+        encoded = row.encoded(vocab_size)
+        mask, error = encoded.ask(row.tokens, row.tail)
+        if error is None:
+            lists = row.sampling.cached(_on_device, vocab_size, device)
+            _edit(row_values, row, encoded, lists, mask)
+        errors.append(error)
+    return errors
 
 
 def scaled(values: Tensor, rows: Sequence[SampleRow], temperature_scale: float = 1.0) -> Tensor:
     """``values`` [num_rows, vocab] over temperature times scale; the best becomes exactly 0."""
-    fields = draw_fields(row.encoded(values.shape[-1]) for row in rows)
+    fields = [row.encoded(values.shape[-1]).fields for row in rows]
+    scaled = [max(each["temperature"] * temperature_scale, MIN_TEMPERATURE) for each in fields]
     # A scalar divisor may be turned into a factor; a tensor divides alike on every device.
-    divisor = _beside(values, scaled_temperatures(fields["temperature"], temperature_scale))
+    divisor = torch.tensor(scaled, dtype=torch.float32).to(values.device)
     return (values - values.amax(-1, keepdim=True)).div_(divisor[:, None])
 
 
@@ -100,7 +93,7 @@ def truncate(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]
 
     Returns (values, ids), both [num_rows, width], best first; shorter rows end in -inf.
     """
-    cuts = TopKTopP.of(draw_fields(row.encoded(values.shape[-1]) for row in rows), values)
+    cuts = TopKTopP.of([row.encoded(values.shape[-1]).fields for row in rows], values)
     ids, total = cuts.candidates(values)
     ranked, order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     keep = cuts.keep(ranked, total)
@@ -125,36 +118,44 @@ def argmax(values: Tensor) -> Tensor:
     return values.argmax(-1)
 
 
-def _edit(values: Tensor, row: SampleRow, encoded: EncodedSampling, mask: Mask | None) -> None:
-    if len(encoded.biased):
-        values[_beside(values, encoded.biased)] += _beside(values, encoded.bias)
-    _penalise(values, row, encoded)
-    if len(encoded.allowed):
-        allowed = _beside(values, encoded.allowed)
+def _on_device(sampling: SamplingMetadata, vocab_size: int, device: torch.device) -> list[Tensor]:
+    encoded = sampling.cached(EncodedSampling, vocab_size)
+    lists = encoded.biased, encoded.bias, encoded.allowed, encoded.stops
+    return [torch.from_numpy(each).to(device) for each in lists]
+
+
+def _edit(
+    values: Tensor,
+    row: SampleRow,
+    encoded: EncodedSampling,
+    lists: Sequence[Tensor],
+    mask: Mask | None,
+) -> None:
+    biased, bias, allowed, stops = lists
+    if len(biased):
+        values[biased] += bias
+    _penalise(values, row, encoded.fields)
+    if len(allowed):
         kept = values[allowed]
         values.fill_(_NEVER)[allowed] = kept
     if mask is not None:
-        values.masked_fill_(~_beside(values, mask), _NEVER)
-    banned = banned_ids(row, encoded, mask)
-    if len(banned):
-        values[_beside(values, banned)] = _NEVER
+        values.masked_fill_(~torch.from_numpy(mask).to(values.device), _NEVER)
+    for token_id in row.banned_by_words(encoded.words):
+        values[token_id] = _NEVER
+    if encoded.bans_stops(row.position, mask):
+        values[stops] = _NEVER
 
 
-def _beside(values: Tensor, numbers: NDArray[Any]) -> Tensor:
-    """``numbers`` on the device of ``values``."""
-    return torch.from_numpy(numbers).to(values.device)
-
-
-def _penalise(values: Tensor, row: SampleRow, encoded: EncodedSampling) -> None:
+def _penalise(values: Tensor, row: SampleRow, fields: Fields) -> None:
     """Repetition as in CTRL (arXiv 1909.05858), frequency and presence as in OpenAI's API."""
-    names = ["repetition_penalty", "frequency_penalty", "presence_penalty"]
-    factor, frequency, presence = encoded.record[names].item()
+    factor = fields["repetition_penalty"]
     if factor != 1.0:
         ids = _history(row, 0, values)
         seen = values[ids]
         values[ids] = torch.where(seen > 0, seen / factor, seen * factor)
+    frequency, presence = fields["frequency_penalty"], fields["presence_penalty"]
     if frequency != 0.0 or presence != 0.0:
-        output = _history(row, encoded.prompt_len, values)
+        output = _history(row, row.sampling.prompt_len, values)
         ids, counts = torch.unique(output, return_counts=True)
         values[ids] -= counts * frequency + presence
 

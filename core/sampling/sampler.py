@@ -39,7 +39,7 @@ class DraftVocab:
 
     def serves(self, rows: Sequence[SampleRow]) -> bool:
         """Whether rows can be chosen without the other tokens: none of them may be edited."""
-        return not any(row.encoded(self.vocab_size).is_ever_edited for row in rows)
+        return all(row.encoded(self.vocab_size).edited_until == 0 for row in rows)
 
     def widened(self, logits: Tensor) -> Tensor:
         """``[n, draft_vocab]`` to float32 ``[n, vocab_size]``; other tokens are banned."""

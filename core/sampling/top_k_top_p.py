@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .encoded import Records
+from .encoded import Fields
 
 _NEVER = -math.inf
 _SORTABLE = 4096  # tokens; sorting fewer is cheaper than narrowing them further
@@ -36,12 +37,18 @@ class TopKTopP:
     vocab_size: int
 
     @classmethod
-    def of(cls, draws: Records, values: Tensor) -> TopKTopP:
-        """Make the cuts of ``values`` [num_rows, vocab] from the rows' `DRAW` fields."""
-        size = values.shape[-1]
-        top_k = np.where(draws["top_k"] > 0, draws["top_k"], size)
-        fields = (top_k, draws["min_p_logit"].astype(np.float32), draws["top_p"])
-        return cls(*(torch.from_numpy(each[:, None]).to(values.device) for each in fields), size)
+    def of(cls, fields: Sequence[Fields], values: Tensor) -> TopKTopP:
+        """Make the cuts of ``values`` [num_rows, vocab] from the rows' `EncodedSampling.fields`."""
+        size, device = values.shape[-1], values.device
+        top_k = [[each["top_k"] or size] for each in fields]
+        min_p_logit = [[each["min_p_logit"]] for each in fields]
+        top_p = [[each["top_p"]] for each in fields]
+        return cls(
+            torch.tensor(top_k).to(device),
+            torch.tensor(min_p_logit, dtype=torch.float32).to(device),
+            torch.tensor(top_p, dtype=torch.float64).to(device),
+            size,
+        )
 
     def keep(self, ranked: Tensor, total: Tensor | None) -> Tensor:
         """Which of the values ``ranked`` best first stay, bool [num_rows, num_candidates].

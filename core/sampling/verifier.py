@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..interface.output import Refusal, TokenLogprob
 from ..interface.sampling import SamplingMetadata
-from .encoded import CUT, GREEDY, MIN_P, SAMPLED
+from .encoded import CUT, GREEDY, MIN_P, SAMPLED, EncodedSampling
 from .gumbel import gumbel_rows, vocabulary_hashes
 from .logits_processors import (
     SampleRow,
@@ -288,7 +288,7 @@ def _blocks(
 ) -> Iterator[tuple[list[int], bool, _Score]]:
     """Indices of places that the same operations serve: (indices, whether edited, score)."""
     vocab_size = logits.shape[-1]
-    kinds = [(row.is_edited(vocab_size), row.encoded(vocab_size).kind) for _, row in places]
+    kinds = [_kind(row, vocab_size) for _, row in places]
     most = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
     step = max(1, most // vocab_size)
     by_kind = sorted(range(len(places)), key=kinds.__getitem__)
@@ -296,6 +296,13 @@ def _blocks(
         indices = list(group)
         for start in range(0, len(indices), step):
             yield indices[start : start + step], edited, _SCORES[kind]
+
+
+def _kind(row: SampleRow, vocab_size: int) -> tuple[bool, int]:
+    """Whether a row is edited, and its request's kind."""
+    encoded = row.sampling.cached(EncodedSampling, vocab_size)
+    until = encoded.edited_until
+    return until > 0 and row.position < until, encoded.kind
 
 
 def _take(logits: Tensor, indices: list[int]) -> Tensor:

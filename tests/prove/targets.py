@@ -61,7 +61,7 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
     _VERIFY: ("VerifyRequest.child", "VerifyRequest.follow", "verified", "_Walk.take", "_waves"),
     ("core/sampling/test_rejection.py",): ("_choose", "_accepted", "_remains"),
     ("core/sampling/test_logits_processors.py", "core/interface/test_constraint.py"): (
-        "_edit", "_penalise", "_history", "banned_ids", "EncodedSampling.ask",
+        "_edit", "_penalise", "_history", "SampleRow.banned_by_words", "EncodedSampling.ask",
     ),
     ("core/sampling/test_logprobs.py",): ("token_logprobs",),
     _MAIL: (

@@ -1,12 +1,8 @@
 /* Edits of a row before the temperature, in the order of core/sampling/logits_processors.py. */
 #include "sample.h"
 
-static int is_early(const ft_sampling *sampling, const ft_path *path) {
-    return ft_path_len(path) - sampling->prompt_len < sampling->min_tokens;
-}
-
 int ft_is_edited(const ft_sampling *sampling, const ft_path *path) {
-    return sampling->is_edited || is_early(sampling, path);
+    return ft_path_len(path) - sampling->prompt_len < sampling->edited_until;
 }
 
 /* How often each token stands in the path from `start` on, in counts; what the vocabulary lacks is
@@ -81,7 +77,7 @@ static int word_begins(const ft_path *path, const int64_t *word, int64_t len) {
 }
 
 static void ban_words(float *values, const ft_sampling *sampling, const ft_path *path) {
-    const int64_t *word = sampling->words.at;
+    const int64_t *word = sampling->word_ids.at;
     for (int64_t i = 0; i < sampling->word_lens.count; i++) {
         int64_t len = sampling->word_lens.at[i];
         if (word_begins(path, word, len)) values[word[len - 1]] = -INFINITY;
@@ -105,6 +101,6 @@ void ft_edit(float *values, int64_t vocab, const ft_sampling *sampling, const ft
     ban_words(values, sampling, path);
     if (path->mask)
         ban_masked(values, vocab, path->mask);
-    else if (is_early(sampling, path))
+    else if (ft_path_len(path) - sampling->prompt_len < sampling->min_tokens)
         ban(values, sampling->stops);
 }

@@ -19,7 +19,7 @@ typedef struct {
     int64_t count;
 } ft_ids;
 
-/* One request's parameters: `RECORD` of core/sampling/encoded.py, field by field. Ids are inside the
+/* One request's parameters: the record of core/sampling/encoded.py, field by field. Ids are inside the
  * vocabulary, but for those of words that are only compared. */
 typedef struct {
     uint64_t noise_start; /* what the noise of all positions starts from */
@@ -29,14 +29,14 @@ typedef struct {
     int64_t top_k;      /* 0: off */
     double top_p;       /* 1: off */
     int64_t prompt_len;
+    int64_t edited_until; /* output positions below it are edited by what follows */
     int64_t min_tokens;
     float repetition_penalty; /* 1: off */
     float frequency_penalty, presence_penalty;
-    int32_t is_edited; /* at every position, whatever follows; below min_tokens in any case */
     ft_ids biased;
     ft_ids allowed; /* rising; all are allowed where `at` is NULL */
     ft_ids stops;   /* banned below min_tokens, where there is no mask */
-    ft_ids words;   /* bad words, one after the other, and the length of each */
+    ft_ids word_ids; /* bad words, one after the other, and the length of each */
     ft_ids word_lens;
     const float *bias; /* [biased.count] */
 } ft_sampling;

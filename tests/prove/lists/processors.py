@@ -39,9 +39,9 @@ MUTATIONS = (
     ),
     Mutation(
         "sampling-bad-word-compares-its-end",
-        "banned_ids",
-        "row.ending(len(word) - 1) == word[:-1]",
-        "row.ending(len(word) - 1) == word[1:]",
+        "SampleRow.banned_by_words",
+        "self.ending(len(word) - 1) == word[:-1]",
+        "self.ending(len(word) - 1) == word[1:]",
         ("test_any_mixture_of_parameters_equals_the_reference",),
         "the end of a bad word is banned behind its beginning",
     ),
@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "sampling-ignores-the-grammar",
         "_edit",
-        "values.masked_fill_(~_beside(values, mask), _NEVER)",
-        "values.masked_fill(~_beside(values, mask), _NEVER)",
+        "values.masked_fill_(~torch.from_numpy(mask).to(values.device), _NEVER)",
+        "values.masked_fill(~torch.from_numpy(mask).to(values.device), _NEVER)",
         ("test_the_mask_belongs_to_the_path_of_output_and_tail_without_the_prompt",),
         "an answer has the form that was asked for",
     ),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ....interface.sampling import SamplingMetadata
 from ....sampling.encoded import EncodedSampling, Mask
-from ....sampling.logits_processors import SampleRow, banned_ids
+from ....sampling.logits_processors import SampleRow
 from .history import History
 
 STEPS = range(4)  # of the edits, in their order: bias, repetition, penalties, bans
@@ -41,14 +41,12 @@ class RowEdits:
 
     def steps(self, row: SampleRow, mask: Mask | None) -> tuple[Edits, ...]:
         """Single edits of a row, in the order of `STEPS`."""
-        banned = banned_ids(row, self._encoded, mask)
-        bans = banned, np.zeros(len(banned), np.float32)
         bias = self._encoded.biased, self._encoded.bias
-        return bias, self._repeats(row), self._penalties(row), bans
+        return bias, self._repeats(row), self._penalties(row), self._bans(row, mask)
 
     def _repeats(self, row: SampleRow) -> Edits:
         """Repetition as in CTRL (arXiv 1909.05858)."""
-        factor = self._encoded.record["repetition_penalty"]
+        factor = self._encoded.fields["repetition_penalty"]
         if factor == 1.0:
             return _NOTHING
         ids, _ = self._path.counts(row.tokens, row.tail)
@@ -56,12 +54,19 @@ class RowEdits:
 
     def _penalties(self, row: SampleRow) -> Edits:
         """Frequency and presence as in OpenAI's API."""
-        record = self._encoded.record
-        frequency, presence = record["frequency_penalty"], record["presence_penalty"]
-        if frequency == 0.0 and presence == 0.0:
+        fields = self._encoded.fields
+        frequency, presence = fields["frequency_penalty"], fields["presence_penalty"]
+        if frequency == presence == 0.0:
             return _NOTHING
         ids, counts = self._output.counts(row.tokens, row.tail)
-        return ids, -(counts.astype(np.float32) * frequency + presence)
+        return ids, -(counts.astype(np.float32) * np.float32(frequency) + np.float32(presence))
+
+    def _bans(self, row: SampleRow, mask: Mask | None) -> Edits:
+        encoded = self._encoded
+        ids = encoded.stops if encoded.bans_stops(row.position, mask) else _NOTHING[0]
+        if encoded.words:
+            ids = np.append(ids, np.array(row.banned_by_words(encoded.words), np.int64))
+        return ids, np.zeros(len(ids), np.float32)
 
 
 def num_words(vocab_size: int) -> int:

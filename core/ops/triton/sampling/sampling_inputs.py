@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from ....sampling.encoded import (
     CUT,
-    DRAW_FIELDS,
+    MIN_TEMPERATURE,
+    PLACE,
     EncodedSampling,
-    draw_fields,
-    scaled_temperatures,
+    places_of,
 )
 from ....sampling.gumbel import stream_keys
 from ....sampling.logits_processors import SampleRow
@@ -26,10 +26,9 @@ from ....sampling.verifier import LogitsRow
 from ...batch import IntArray, SamplingPlan
 from .row_edits import Edits, Ints, RowEdits, num_words
 
-COLUMNS = (*DRAW_FIELDS, "row", "edited")
-"""Columns of a place's controls, int64; of a number, the bits of a float64. The fields of its
-request, with the key of the place's noise and its scaled temperature; its row of the logits, or -1
-for nobody; its row of the edited values, or -1."""
+COLUMNS = PLACE.names or ()
+"""Columns of a place's controls, int64; of a number, the bits of a float64. The key of the place's
+noise stands in place of its start, the temperature is scaled; a row of -1: there is nobody."""
 NUM_COLUMNS = len(COLUMNS)
 ROW, _EDITED = COLUMNS.index("row"), COLUMNS.index("edited")
 _KIND = COLUMNS.index("kind")
@@ -76,7 +75,7 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
     requests, positions = list[EncodedSampling](), list[int]()
     for row, count in zip(draws.rows, draws.counts, strict=True):
         encoded, first = row.encoded(vocab_size), row.position
-        if encoded.is_edited_at(first):
+        if first < encoded.edited_until:
             return None
         requests += [encoded] * count
         positions += range(first, first + count)
@@ -93,7 +92,7 @@ def _unedited(
         encoded, position = row.encoded(vocab_size), row.position
         requests.append(encoded)
         positions.append(position)
-        if encoded.is_edited_at(position):
+        if position < encoded.edited_until:
             edited.append((index, row))
     rows = np.array([at for at, _ in places])
     return _columns(requests, positions, rows, temperature_scale), edited
@@ -106,15 +105,12 @@ def _columns(
     temperature_scale: float,
 ) -> NDArray[np.int64]:
     """Numbers of places at these output positions, decided by these ``rows`` of the logits."""
-    fields = draw_fields(requests)
-    starts, temperatures = fields["noise_start"], fields["temperature"]
+    places = places_of(requests)
+    starts, temperatures = places["noise_start"], places["temperature"]
     starts[:] = stream_keys(starts, np.array(positions)).view(np.uint64)
-    temperatures[:] = scaled_temperatures(temperatures, temperature_scale)
-    columns = np.empty((len(fields), NUM_COLUMNS), np.int64)
-    columns[:, :ROW] = fields.view(np.int64).reshape(-1, ROW)
-    columns[:, ROW] = rows
-    columns[:, _EDITED] = -1
-    return columns
+    temperatures[:] = np.maximum(temperatures * temperature_scale, MIN_TEMPERATURE).astype("f4")
+    places["row"] = rows
+    return places.view(np.int64).reshape(-1, NUM_COLUMNS)
 
 
 def _cuts(columns: NDArray[np.int64]) -> Ints:
