@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from ..errors import shown
 from ..validation import (
@@ -181,7 +181,7 @@ class SamplingMetadata:
     constraint_param: str | None = None  # the field that it was made from, for errors
     has_processors: bool = field(init=False)
     needs_history: bool = field(init=False)
-    _cache: dict[Hashable, object] = field(init=False, repr=False, default_factory=dict)
+    _cache: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """The only place that says which parameters edit logits before the temperature."""
@@ -197,10 +197,6 @@ class SamplingMetadata:
         wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         object.__setattr__(self, "has_processors", reads_history or has_bias)
         object.__setattr__(self, "needs_history", reads_history or wants_logprobs)
-
-    def has_processors_at(self, position: int) -> bool:
-        """Whether logits processors apply at this output position."""
-        return self.has_processors or position < self.params.min_tokens
 
     def token_id_fields(self) -> dict[str, Collection[int]]:
         """The token ids that the caller's parameters name, by parameter.
@@ -220,9 +216,11 @@ class SamplingMetadata:
         For what a backend derives from the parameters. Called in the model thread.
         """
         key = (make, *args)
-        if key not in self._cache:
-            self._cache[key] = make(self, *args)
-        return cast("Made", self._cache[key])
+        try:
+            made: Made = self._cache[key]
+        except KeyError:
+            made = self._cache[key] = make(self, *args)
+        return made
 
 
 def beyond_vocabulary(param: str, ids: Collection[int], vocab_size: int) -> str | None:

@@ -14,19 +14,17 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface.output import Refusal
-from ..interface.sampling import ConstraintFailed, SamplingMetadata, beyond_vocabulary
+from ..interface.sampling import SamplingMetadata
+from .encoded import MIN_TEMPERATURE, EncodedSampling, Fields, Mask
 from .top_k_top_p import TopKTopP, nonzero
 
 _NEVER = -math.inf
-MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
 
 
 class SampleRow(msgspec.Struct, frozen=True, gc=False):
@@ -46,29 +44,22 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
         """Output position of the token to draw, which is the number of output tokens before it."""
         return len(self.tokens) + self.num_ahead + len(self.tail) - self.sampling.prompt_len
 
-    @property
-    def is_edited(self) -> bool:
+    def encoded(self, vocab_size: int) -> EncodedSampling:
+        """The request's parameters for logits of this width."""
+        return self.sampling.cached(EncodedSampling, vocab_size)
+
+    def is_edited(self, vocab_size: int) -> bool:
         """Whether `apply_processors` has anything to do for this row."""
-        return self.sampling.has_processors_at(self.position)
+        return self.position < self.encoded(vocab_size).edited_until
 
     def ending(self, length: int) -> tuple[int, ...]:
         """The last ``length`` tokens of the path, fewer where it is shorter."""
         recent = (*self.tokens[-length:], *self.tail) if length else ()
         return recent[max(0, len(recent) - length) :]
 
-
-def out_of_vocabulary(sampling: SamplingMetadata, vocab_size: int) -> str | None:
-    """The complaint about the first field with a token id that the vocabulary lacks, or None."""
-    for name, ids in sampling.token_id_fields().items():
-        if message := beyond_vocabulary(name, ids, vocab_size):
-            return message
-    return None
-
-
-def has_truncation(row: SampleRow, vocab_size: int) -> bool:
-    """Whether `truncate` has anything to do for this row."""
-    params = row.sampling.params
-    return 0 < params.top_k < vocab_size or params.min_p > 0.0 or params.top_p < 1.0
+    def banned_by_words(self, words: Sequence[tuple[int, ...]]) -> list[int]:
+        """The last tokens of the words that the path ends with but for these."""
+        return [word[-1] for word in words if self.ending(len(word) - 1) == word[:-1]]
 
 
 def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | None]:
@@ -76,26 +67,24 @@ def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | No
 
     Returns, per row, what makes its parameters impossible to serve.
     """
-    return [_edited(row_values, row) for row_values, row in zip(values, rows, strict=True)]
-
-
-def _edited(values: Tensor, row: SampleRow) -> str | None:
-    rules = row.sampling.cached(_make_rules, values.shape[-1], values.device)
-    if rules.error is None:
-        try:
-            _edit(values, row, rules)
-        except ConstraintFailed as error:
-            return Refusal(error)
-    return rules.error
+    vocab_size, device = values.shape[-1], values.device
+    errors = []
+    for row_values, row in zip(values, rows, strict=True):
+        encoded = row.encoded(vocab_size)
+        mask, error = encoded.ask(row.tokens, row.tail)
+        if error is None:
+            lists = row.sampling.cached(_on_device, vocab_size, device)
+            _edit(row_values, row, encoded, lists, mask)
+        errors.append(error)
+    return errors
 
 
 def scaled(values: Tensor, rows: Sequence[SampleRow], temperature_scale: float = 1.0) -> Tensor:
     """``values`` [num_rows, vocab] over temperature times scale; the best becomes exactly 0."""
-    temperatures = [
-        max(row.sampling.params.temperature * temperature_scale, MIN_TEMPERATURE) for row in rows
-    ]
+    fields = [row.encoded(values.shape[-1]).fields for row in rows]
+    scaled = [max(each["temperature"] * temperature_scale, MIN_TEMPERATURE) for each in fields]
     # A scalar divisor may be turned into a factor; a tensor divides alike on every device.
-    divisor = torch.tensor(temperatures, dtype=torch.float32).to(values.device)
+    divisor = torch.tensor(scaled, dtype=torch.float32).to(values.device)
     return (values - values.amax(-1, keepdim=True)).div_(divisor[:, None])
 
 
@@ -104,7 +93,7 @@ def truncate(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]
 
     Returns (values, ids), both [num_rows, width], best first; shorter rows end in -inf.
     """
-    cuts = TopKTopP.of([row.sampling.params for row in rows], values)
+    cuts = TopKTopP.of([row.encoded(values.shape[-1]).fields for row in rows], values)
     ids, total = cuts.candidates(values)
     ranked, order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     keep = cuts.keep(ranked, total)
@@ -129,74 +118,46 @@ def argmax(values: Tensor) -> Tensor:
     return values.argmax(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """The token ids of one request's edits as tensors, or what is wrong with them."""
-
-    bias_ids: Tensor
-    bias: Tensor
-    allowed: Tensor | None
-    stops: Tensor
-    error: str | None
+def _on_device(sampling: SamplingMetadata, vocab_size: int, device: torch.device) -> list[Tensor]:
+    encoded = sampling.cached(EncodedSampling, vocab_size)
+    lists = encoded.biased, encoded.bias, encoded.allowed, encoded.stops
+    return [torch.from_numpy(each).to(device) for each in lists]
 
 
-def _make_rules(sampling: SamplingMetadata, vocab_size: int, device: torch.device) -> _Rules:
-    params = sampling.params
-    bias, allowed = params.logit_bias or {}, params.allowed_token_ids
-    stops = sorted(i for i in sampling.stop_ids if 0 <= i < vocab_size)
-    return _Rules(
-        bias_ids=torch.tensor(list(bias), dtype=torch.int64).to(device),
-        bias=torch.tensor(list(bias.values()), dtype=torch.float32).to(device),
-        allowed=None if allowed is None else torch.tensor(allowed, dtype=torch.int64).to(device),
-        stops=torch.tensor(stops, dtype=torch.int64).to(device),
-        error=out_of_vocabulary(sampling, vocab_size),
-    )
+def _edit(
+    values: Tensor,
+    row: SampleRow,
+    encoded: EncodedSampling,
+    lists: Sequence[Tensor],
+    mask: Mask | None,
+) -> None:
+    biased, bias, allowed, stops = lists
+    if len(biased):
+        values[biased] += bias
+    _penalise(values, row, encoded.fields)
+    if len(allowed):
+        kept = values[allowed]
+        values.fill_(_NEVER)[allowed] = kept
+    if mask is not None:
+        values.masked_fill_(~torch.from_numpy(mask).to(values.device), _NEVER)
+    for token_id in row.banned_by_words(encoded.words):
+        values[token_id] = _NEVER
+    if encoded.bans_stops(row.position, mask):
+        values[stops] = _NEVER
 
 
-def _edit(values: Tensor, row: SampleRow, rules: _Rules) -> None:
-    if len(rules.bias_ids):
-        values[rules.bias_ids] += rules.bias
-    _penalise(values, row)
-    if rules.allowed is not None:
-        kept = values[rules.allowed]
-        values.fill_(_NEVER)[rules.allowed] = kept
-    for word in row.sampling.bad_words_ids:
-        if word and row.ending(len(word) - 1) == tuple(word[:-1]):
-            values[word[-1]] = _NEVER
-    allowed = _constrain(values, row)
-    if row.position < row.sampling.params.min_tokens and not _must_stop(allowed, rules):
-        values[rules.stops] = _NEVER
-
-
-def _constrain(values: Tensor, row: SampleRow) -> Tensor | None:
-    """Ban what the row's constraint does not allow; returns what it allows, bool [vocab]."""
-    constraint, start = row.sampling.constraint, row.sampling.prompt_len
-    if constraint is None:
-        return None
-    mask = constraint.allowed(row.tokens, start, row.tail)
-    if mask is None:
-        return None
-    allowed = torch.from_numpy(np.frombuffer(mask, dtype=np.bool_)).to(values.device)
-    values.masked_fill_(~allowed, _NEVER)
-    return allowed
-
-
-def _must_stop(allowed: Tensor | None, rules: _Rules) -> bool:
-    """Whether the constraint leaves nothing but stop tokens."""
-    return allowed is not None and int(allowed.sum()) == int(allowed[rules.stops].sum())
-
-
-def _penalise(values: Tensor, row: SampleRow) -> None:
+def _penalise(values: Tensor, row: SampleRow, fields: Fields) -> None:
     """Repetition as in CTRL (arXiv 1909.05858), frequency and presence as in OpenAI's API."""
-    params = row.sampling.params
-    if params.repetition_penalty != 1.0:
+    factor = fields["repetition_penalty"]
+    if factor != 1.0:
         ids = _history(row, 0, values)
-        seen, factor = values[ids], params.repetition_penalty
+        seen = values[ids]
         values[ids] = torch.where(seen > 0, seen / factor, seen * factor)
-    if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+    frequency, presence = fields["frequency_penalty"], fields["presence_penalty"]
+    if frequency != 0.0 or presence != 0.0:
         output = _history(row, row.sampling.prompt_len, values)
         ids, counts = torch.unique(output, return_counts=True)
-        values[ids] -= counts * params.frequency_penalty + params.presence_penalty
+        values[ids] -= counts * frequency + presence
 
 
 def _history(row: SampleRow, start: int, values: Tensor) -> Tensor:

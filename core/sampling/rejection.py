@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ..interface.draft import Draft
+from .encoded import CUT, GREEDY, MIN_P, SAMPLED
 from .gumbel import gumbel_rows, purpose_seed, uniform, vocabulary_hashes
-from .logits_processors import SampleRow, argmax, has_truncation, scaled, truncate
+from .logits_processors import SampleRow, argmax, scaled, truncate
 from .top_k_top_p import masses
 from .verifier import (
     LogitsRow,
@@ -87,7 +88,7 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, li
 
     One-hot at temperature 0. A row depends on itself alone, bit for bit.
     """
-    edited = any(row.is_edited for row in rows)
+    edited = any(row.is_edited(logits.shape[-1]) for row in rows)
     values, errors = processed(logits.to(torch.float32), rows, edited)
     broken = torch.tensor([error is not None for error in errors]).to(values.device)
     weights = _weights(values.masked_fill(broken[:, None], 0.0), rows)
@@ -97,18 +98,12 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, li
 def _weights(values: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Integers [num_rows, vocab] in proportion to the probabilities: their sums are exact."""
     weights = torch.zeros(values.shape, dtype=torch.int64, device=values.device)
-    kinds = [_kind(row, values.shape[-1]) for row in rows]
+    kinds = [row.encoded(values.shape[-1]).kind for row in rows]
     for kind in dict.fromkeys(kinds):
-        of_kind = [i for i, each in enumerate(kinds) if each is kind]
-        ids, weight = kind(values[of_kind], [rows[i] for i in of_kind])
+        of_kind = [i for i, each in enumerate(kinds) if each == kind]
+        ids, weight = _WEIGH[kind](values[of_kind], [rows[i] for i in of_kind])
         weights[of_kind] = torch.zeros_like(weights[of_kind]).scatter_(-1, ids, weight)
     return weights
-
-
-def _kind(row: SampleRow, vocab_size: int) -> _Weigh:
-    if row.sampling.params.temperature == 0.0:
-        return _weigh_best
-    return _weigh_cut if has_truncation(row, vocab_size) else _weigh_all
 
 
 def _weigh_best(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:  # noqa: ARG001
@@ -214,3 +209,5 @@ def _gumbel_argmax(weights: Tensor, places: Sequence[tuple[int, int]]) -> list[i
 
 _Trial = tuple[int, SampleRow, _Guess]  # (row of the logits, what it decides, the draft token)
 _Weigh = Callable[[Tensor, Sequence[SampleRow]], tuple[Tensor, Tensor]]  # -> ids, weights
+_WEIGH: dict[int, _Weigh]
+_WEIGH = {GREEDY: _weigh_best, SAMPLED: _weigh_all, MIN_P: _weigh_cut, CUT: _weigh_cut}

@@ -37,6 +37,10 @@ class DraftVocab:
         ids: list[int] = self.token_ids.tolist()
         return ids
 
+    def serves(self, rows: Sequence[SampleRow]) -> bool:
+        """Whether rows can be chosen without the other tokens: none of them may be edited."""
+        return all(row.encoded(self.vocab_size).edited_until == 0 for row in rows)
+
     def widened(self, logits: Tensor) -> Tensor:
         """``[n, draft_vocab]`` to float32 ``[n, vocab_size]``; other tokens are banned."""
         wide = logits.new_full((len(logits), self.vocab_size), -torch.inf, dtype=torch.float32)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface.sampling import TokenSamplingParams
+from .encoded import Fields
 
 _NEVER = -math.inf
 _SORTABLE = 4096  # tokens; sorting fewer is cheaper than narrowing them further
@@ -37,16 +37,16 @@ class TopKTopP:
     vocab_size: int
 
     @classmethod
-    def of(cls, params: Sequence[TokenSamplingParams], values: Tensor) -> TopKTopP:
-        """Build the limits of each row of ``values`` [num_rows, vocab] from its ``params``."""
-        size = values.shape[-1]
-        top_k = [[p.top_k if 0 < p.top_k < size else size] for p in params]
-        min_p_logit = [[math.log(p.min_p) if p.min_p > 0.0 else _NEVER] for p in params]
-        top_p = [[p.top_p] for p in params]
+    def of(cls, fields: Sequence[Fields], values: Tensor) -> TopKTopP:
+        """Build the limits of each row of ``values`` [num_rows, vocab] from the rows' `EncodedSampling.fields`."""
+        size, device = values.shape[-1], values.device
+        top_k = [[each["top_k"] or size] for each in fields]
+        min_p_logit = [[each["min_p_logit"]] for each in fields]
+        top_p = [[each["top_p"]] for each in fields]
         return cls(
-            torch.tensor(top_k).to(values.device),
-            torch.tensor(min_p_logit, dtype=torch.float32).to(values.device),
-            torch.tensor(top_p, dtype=torch.float64).to(values.device),
+            torch.tensor(top_k).to(device),
+            torch.tensor(min_p_logit, dtype=torch.float32).to(device),
+            torch.tensor(top_p, dtype=torch.float64).to(device),
             size,
         )
 

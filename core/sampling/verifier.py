@@ -27,13 +27,13 @@ from torch import Tensor
 
 from ..interface.output import Refusal, TokenLogprob
 from ..interface.sampling import SamplingMetadata
+from .encoded import CUT, GREEDY, MIN_P, SAMPLED, EncodedSampling
 from .gumbel import gumbel_rows, vocabulary_hashes
 from .logits_processors import (
     SampleRow,
     apply_processors,
     argmax,
     best_ids,
-    has_truncation,
     scaled,
     truncate,
 )
@@ -288,7 +288,7 @@ def _blocks(
 ) -> Iterator[tuple[list[int], bool, _Score]]:
     """Indices of places that the same operations serve: (indices, whether edited, score)."""
     vocab_size = logits.shape[-1]
-    kinds = [(row.is_edited, _kind(row, vocab_size)) for _, row in places]
+    kinds = [_kind(row, vocab_size) for _, row in places]
     most = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
     step = max(1, most // vocab_size)
     by_kind = sorted(range(len(places)), key=kinds.__getitem__)
@@ -296,6 +296,13 @@ def _blocks(
         indices = list(group)
         for start in range(0, len(indices), step):
             yield indices[start : start + step], edited, _SCORES[kind]
+
+
+def _kind(row: SampleRow, vocab_size: int) -> tuple[bool, int]:
+    """Whether a row is edited, and its request's kind."""
+    encoded = row.sampling.cached(EncodedSampling, vocab_size)
+    until = encoded.edited_until
+    return until > 0 and row.position < until, encoded.kind
 
 
 def _take(logits: Tensor, indices: list[int]) -> Tensor:
@@ -345,12 +352,6 @@ def _draw_sound(
     return drawn
 
 
-def _kind(row: SampleRow, vocab_size: int) -> int:
-    if row.sampling.params.temperature == 0.0:
-        return 0
-    return 2 if has_truncation(row, vocab_size) else 1
-
-
 def _score_greedy(
     values: Tensor,
     rows: Sequence[SampleRow],  # noqa: ARG001
@@ -381,4 +382,5 @@ def _noise(rows: Sequence[SampleRow], hashes: Tensor) -> Tensor:
 LogitsRow = tuple[int, SampleRow]  # (row of the logits, what it decides)
 _Score = Callable[[Tensor, Sequence[SampleRow], float], tuple[Tensor, Tensor | None]]
 """Scores [num_rows, width], of which the greatest wins, and the ids of the columns, if others."""
-_SCORES: tuple[_Score, ...] = (_score_greedy, _score_gumbel, _score_cut)  # in the order of `_kind`
+_SCORES: dict[int, _Score]
+_SCORES = {GREEDY: _score_greedy, SAMPLED: _score_gumbel, MIN_P: _score_cut, CUT: _score_cut}

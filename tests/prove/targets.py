@@ -60,7 +60,9 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     _VERIFY: ("VerifyRequest.child", "VerifyRequest.follow", "verified", "_Walk.take", "_waves"),
     ("core/sampling/test_rejection.py",): ("_choose", "_accepted", "_remains"),
-    ("core/sampling/test_logits_processors.py",): ("_edit", "_penalise", "_history"),
+    ("core/sampling/test_logits_processors.py", "core/interface/test_constraint.py"): (
+        "_edit", "_penalise", "_history", "SampleRow.banned_by_words", "EncodedSampling.ask",
+    ),
     ("core/sampling/test_logprobs.py",): ("token_logprobs",),
     _MAIL: (
         "RequestInbox.abort", "RequestInbox.drain", "RequestInbox.deliver",

@@ -200,8 +200,8 @@ ft_kept ft_cut(const ft_row *row, const ft_sampling *sampling, const ft_cut_spac
     selection now = {{ft_key(-INFINITY), FT_ALL_TIES}, 0};
     if (sampling->top_k > 0 && sampling->top_k < row->vocab)
         cut_top_k(row, sampling->top_k, space, &now);
-    if (ft_key(sampling->floor) < now.kept.key)
-        now = (selection){{ft_key(sampling->floor), FT_ALL_TIES}, 0};
+    uint32_t min_p_key = ft_key((float)sampling->min_p_logit);
+    if (min_p_key < now.kept.key) now = (selection){{min_p_key, FT_ALL_TIES}, 0};
     if (sampling->top_p < 1.0) cut_top_p(row, sampling->top_p, space, &now);
     return now.kept;
 }

@@ -1,12 +1,8 @@
 /* Edits of a row before the temperature, in the order of core/sampling/logits_processors.py. */
 #include "sample.h"
 
-static int is_early(const ft_sampling *sampling, const ft_path *path) {
-    return ft_path_len(path) - sampling->prompt_len < sampling->min_tokens;
-}
-
 int ft_is_edited(const ft_sampling *sampling, const ft_path *path) {
-    return sampling->is_edited || is_early(sampling, path);
+    return ft_path_len(path) - sampling->prompt_len < sampling->edited_until;
 }
 
 /* How often each token stands in the path from `start` on, in counts; what the vocabulary lacks is
@@ -48,8 +44,8 @@ static void output_penalty(float *values, int64_t vocab, const ft_sampling *samp
     for (int64_t i = sampling->prompt_len; i < ft_path_len(path); i++) {
         int32_t count = take_count(path, i, vocab, counts);
         if (count) {
-            float penalty = (float)count * sampling->frequency;
-            values[ft_path_at(path, i)] -= penalty + sampling->presence;
+            float penalty = (float)count * sampling->frequency_penalty;
+            values[ft_path_at(path, i)] -= penalty + sampling->presence_penalty;
         }
     }
 }
@@ -81,7 +77,7 @@ static int word_begins(const ft_path *path, const int64_t *word, int64_t len) {
 }
 
 static void ban_words(float *values, const ft_sampling *sampling, const ft_path *path) {
-    const int64_t *word = sampling->words.at;
+    const int64_t *word = sampling->word_ids.at;
     for (int64_t i = 0; i < sampling->word_lens.count; i++) {
         int64_t len = sampling->word_lens.at[i];
         if (word_begins(path, word, len)) values[word[len - 1]] = -INFINITY;
@@ -93,26 +89,18 @@ static void ban_masked(float *values, int64_t vocab, const uint8_t *mask) {
     for (int64_t i = 0; i < vocab; i++) values[i] = mask[i] ? values[i] : -INFINITY;
 }
 
-/* Whether the constraint leaves nothing but stop tokens: then an answer that is too short ends. */
-static int must_stop(const uint8_t *mask, int64_t vocab, ft_ids stops) {
-    if (!mask) return 0;
-    int64_t num_allowed = 0, num_stops = 0;
-    for (int64_t i = 0; i < vocab; i++) num_allowed += mask[i] != 0;
-    for (int64_t i = 0; i < stops.count; i++) num_stops += mask[stops.at[i]] != 0;
-    return num_allowed == num_stops;
-}
-
 void ft_edit(float *values, int64_t vocab, const ft_sampling *sampling, const ft_path *path,
              int32_t *counts) {
     for (int64_t i = 0; i < sampling->biased.count; i++)
         values[sampling->biased.at[i]] += sampling->bias[i];
-    if (sampling->repetition != 1.0f)
-        repeat_penalty(values, vocab, sampling->repetition, path, counts);
-    if (sampling->frequency != 0.0f || sampling->presence != 0.0f)
+    if (sampling->repetition_penalty != 1.0f)
+        repeat_penalty(values, vocab, sampling->repetition_penalty, path, counts);
+    if (sampling->frequency_penalty != 0.0f || sampling->presence_penalty != 0.0f)
         output_penalty(values, vocab, sampling, path, counts);
     if (sampling->allowed.at) ban_others(values, vocab, sampling->allowed);
     ban_words(values, sampling, path);
-    if (path->mask) ban_masked(values, vocab, path->mask);
-    if (is_early(sampling, path) && !must_stop(path->mask, vocab, sampling->stops))
+    if (path->mask)
+        ban_masked(values, vocab, path->mask);
+    else if (ft_path_len(path) - sampling->prompt_len < sampling->min_tokens)
         ban(values, sampling->stops);
 }

@@ -1,4 +1,4 @@
-/* One token for every place: the best logit, or a Gumbel race among what the cuts leave.
+/* One token for every place: the best logit, or the Gumbel argmax of what the cuts leave.
  *
  * The noise of a token needs two logarithms, but few tokens can win. The leading bits of a token's
  * hash bound its noise from above; only a token that could beat the best so far is computed in full.
@@ -12,7 +12,7 @@
 #define ODD_2 0x94d049bb133111ebu
 #define LN2 0.69314718f
 
-enum { FT_MOST = 8 }; /* tokens of a race that may be kept */
+enum { FT_MOST = 8 }; /* tokens of a row that may be kept */
 enum { PIECE = 16384 }; /* logits that make a task worth another thread */
 
 /* Places down a draft tree: each decides the token behind a node, and the walk goes to the child
@@ -36,7 +36,7 @@ typedef struct {
     const int64_t *hashes; /* [vocab] the part of the noise that depends on the id alone */
     const ft_walk *walks;
     const int64_t *drafts;
-    double tau;          /* on top of the temperature */
+    double temperature_scale; /* on top of the temperature */
     int64_t *tokens;     /* [rows] out: a token or FT_NOT_FINITE, FT_ALL_BANNED */
     int64_t *num_places; /* [walks] out: places decided, the failed one included */
     int64_t num_best;    /* 0: one token each, along the walks; else so many of each first place */
@@ -79,7 +79,7 @@ static int64_t find_id(const ft_row *row) {
     return at;
 }
 
-/* -- the race --------------------------------------------------------------------------------- */
+/* -- the Gumbel argmax ------------------------------------------------------------------------ */
 
 static uint64_t mix(uint64_t word) {
     word = (word ^ (word >> 30)) * ODD_1;
@@ -87,9 +87,9 @@ static uint64_t mix(uint64_t word) {
     return word ^ (word >> 31);
 }
 
-/* splitmix64 number `position` of a seed. */
-static uint64_t stream_key(uint64_t seed, int64_t position) {
-    return mix(mix(seed + GOLDEN) + GOLDEN * (uint64_t)(position + 1));
+/* Where the noise of a position starts; `stream_keys` of core/sampling/gumbel.py. */
+static uint64_t noise_key(uint64_t noise_start, int64_t position) {
+    return mix(noise_start + GOLDEN * (uint64_t)(position + 1));
 }
 
 FT_INLINE uint64_t noise_word(int64_t hash, uint64_t key) {
@@ -146,7 +146,8 @@ static void keep(gumbel_argmax *argmax, float score, int64_t id) {
     argmax->ids[at] = id;
 }
 
-static gumbel_argmax begin_race(uint64_t key, const int64_t *hashes, int64_t width, int64_t vocab) {
+static gumbel_argmax begin_argmax(uint64_t key, const int64_t *hashes, int64_t width,
+                                  int64_t vocab) {
     gumbel_argmax argmax = {.key = key, .hashes = hashes, .width = width};
     for (int64_t i = 0; i < width; i++) {
         argmax.scores[i] = -INFINITY;
@@ -156,12 +157,12 @@ static gumbel_argmax begin_race(uint64_t key, const int64_t *hashes, int64_t wid
 }
 
 static void enter(gumbel_argmax *argmax, const ft_row *row, int64_t id) {
-    float scaled = (row->values[id] - row->top) / row->degree;
+    float scaled = (row->values[id] - row->top) / row->temperature;
     keep(argmax, gumbel(noise_word(argmax->hashes[id], argmax->key)) + scaled, id);
 }
 
 /* `scaled` [FT_BLOCK] may be off by rounding; -inf for tokens that take no part. */
-static void race_block(gumbel_argmax *argmax, const ft_row *row, int64_t at, const float *scaled) {
+static void enter_block(gumbel_argmax *argmax, const ft_row *row, int64_t at, const float *scaled) {
     float bounds[FT_BLOCK], needed = least_kept(argmax) - BOUND_OFFSET - SLACK;
     int64_t count = ft_min(FT_BLOCK, row->vocab - at);
     if (count == FT_BLOCK)
@@ -179,9 +180,9 @@ static void race_block(gumbel_argmax *argmax, const ft_row *row, int64_t at, con
         }
 }
 
-static void race_all(gumbel_argmax *argmax, const ft_row *row) {
-    float scaled[FT_BLOCK], factor = 1.0f / row->degree;
-    /* A good one first: others must beat it. Beside it the rest of the race would enter it again. */
+static void enter_all(gumbel_argmax *argmax, const ft_row *row) {
+    float scaled[FT_BLOCK], factor = 1.0f / row->temperature;
+    /* A good one first: others must beat it. Where more are kept, it would be entered again. */
     if (argmax->width == 1) enter(argmax, row, find_id(row));
     for (int64_t at = 0; at < row->vocab; at += FT_BLOCK) {
         const float *values = row->values + at;
@@ -190,7 +191,7 @@ static void race_all(gumbel_argmax *argmax, const ft_row *row) {
             for (int i = 0; i < FT_BLOCK; i++) scaled[i] = (values[i] - row->top) * factor;
         else
             for (int64_t i = 0; i < count; i++) scaled[i] = (values[i] - row->top) * factor;
-        race_block(argmax, row, at, scaled);
+        enter_block(argmax, row, at, scaled);
     }
 }
 
@@ -209,7 +210,7 @@ FT_INLINE void drop_others(float *scaled, const uint32_t *keys, uint32_t last, i
         if (keys[i] == last && (*ties)-- <= 0) scaled[i] = -INFINITY;
 }
 
-static void race_kept(gumbel_argmax *argmax, const ft_row *row, ft_kept kept) {
+static void enter_kept(gumbel_argmax *argmax, const ft_row *row, ft_kept kept) {
     float scaled[FT_BLOCK];
     uint32_t keys[FT_BLOCK];
     int64_t ties = kept.ties;
@@ -218,14 +219,14 @@ static void race_kept(gumbel_argmax *argmax, const ft_row *row, ft_kept kept) {
         ft_keys_block(scaled, keys);
         if (!ft_any_within(keys, kept.key)) continue;
         drop_others(scaled, keys, kept.key, &ties);
-        race_block(argmax, row, at, scaled);
+        enter_block(argmax, row, at, scaled);
     }
 }
 
 /* -- a place ---------------------------------------------------------------------------------- */
 
 /* The best of a greedy row. */
-static void race_plain(gumbel_argmax *argmax, const ft_row *row) {
+static void enter_greedy(gumbel_argmax *argmax, const ft_row *row) {
     for (int64_t at = 0; at < row->vocab; at += FT_BLOCK) {
         int64_t stop = ft_min(row->vocab, at + FT_BLOCK);
         float top = row->values[at];
@@ -236,27 +237,27 @@ static void race_plain(gumbel_argmax *argmax, const ft_row *row) {
 }
 
 /* Several tokens of a row, the best first. */
-static gumbel_argmax race(const choose_job *job, ft_row *row, const ft_sampling *sampling,
-                          int64_t position, const row_space *space, int64_t width) {
-    uint64_t key = stream_key(sampling->seed, position);
-    gumbel_argmax argmax = begin_race(key, job->hashes, width, row->vocab);
-    if (sampling->temperature == 0.0) {
-        race_plain(&argmax, row);
+static gumbel_argmax find_argmax(const choose_job *job, ft_row *row, const ft_sampling *sampling,
+                                 int64_t position, const row_space *space, int64_t width) {
+    uint64_t key = noise_key(sampling->noise_start, position);
+    gumbel_argmax argmax = begin_argmax(key, job->hashes, width, row->vocab);
+    if (sampling->kind == FT_GREEDY) {
+        enter_greedy(&argmax, row);
         return argmax;
     }
-    double degree = sampling->temperature * job->tau;
-    row->degree = (float)(degree > 1e-30 ? degree : 1e-30); /* less would be 0 */
-    if (ft_is_cut(sampling, row->vocab))
-        race_kept(&argmax, row, ft_cut(row, sampling, &space->cut));
+    double temperature = sampling->temperature * job->temperature_scale;
+    row->temperature = (float)(temperature > 1e-30 ? temperature : 1e-30); /* less would be 0 */
+    if (sampling->kind > FT_SAMPLED)
+        enter_kept(&argmax, row, ft_cut(row, sampling, &space->cut));
     else
-        race_all(&argmax, row);
+        enter_all(&argmax, row);
     return argmax;
 }
 
 static int64_t draw(const choose_job *job, ft_row *row, const ft_sampling *sampling, int64_t position,
                     const row_space *space) {
-    if (sampling->temperature == 0.0) return find_id(row);
-    return race(job, row, sampling, position, space, 1).ids[0];
+    if (sampling->kind == FT_GREEDY) return find_id(row);
+    return find_argmax(job, row, sampling, position, space, 1).ids[0];
 }
 
 /* The logits that decide, or an error in place of a token. */
@@ -326,7 +327,7 @@ static void find_best(choose_job *job, int64_t index, const row_space *space) {
         job->num_places[index] = 1;
         return;
     }
-    gumbel_argmax found = race(job, &row, walk->sampling, position, space, job->num_best);
+    gumbel_argmax found = find_argmax(job, &row, walk->sampling, position, space, job->num_best);
     for (; count < job->num_best && isfinite(found.scores[count]); count++) {
         tokens[count] = found.ids[count];
         scores[count] = found.scores[count];
@@ -368,17 +369,20 @@ static int run(choose_job *job, int64_t num_walks) {
 
 /* Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_choose(const float *logits, int64_t vocab, const int64_t *hashes,
-                        const ft_walk *walks, int64_t num_walks, const int64_t *drafts, double tau,
-                        int64_t *tokens, int64_t *num_places) {
-    choose_job job = {logits, vocab, hashes, walks, drafts, tau, tokens, num_places, 0, NULL, 0};
+                        const ft_walk *walks, int64_t num_walks, const int64_t *drafts,
+                        double temperature_scale, int64_t *tokens, int64_t *num_places) {
+    choose_job job = {logits, vocab, hashes, walks, drafts, temperature_scale,
+                      tokens, num_places, 0, NULL, 0};
     return run(&job, num_walks);
 }
 
 /* The best `num_best` tokens of the first place of each walk, FT_MOST at most, and their scores.
  * Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_best(const float *logits, int64_t vocab, const int64_t *hashes,
-                      const ft_walk *walks, int64_t num_walks, const int64_t *drafts, double tau,
-                      int64_t num_best, int64_t *tokens, float *scores, int64_t *counts) {
-    choose_job job = {logits, vocab, hashes, walks, drafts, tau, tokens, counts, num_best, scores, 0};
+                      const ft_walk *walks, int64_t num_walks, const int64_t *drafts,
+                      double temperature_scale, int64_t num_best, int64_t *tokens, float *scores,
+                      int64_t *counts) {
+    choose_job job = {logits, vocab, hashes, walks, drafts, temperature_scale,
+                      tokens, counts, num_best, scores, 0};
     return run(&job, num_walks);
 }

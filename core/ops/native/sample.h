@@ -19,26 +19,29 @@ typedef struct {
     int64_t count;
 } ft_ids;
 
-/* What one request wants of its tokens. Ids are inside the vocabulary, but for those of words that
- * are only compared. */
+/* One request's parameters: the record of core/sampling/encoded.py, field by field. Ids are inside the
+ * vocabulary, but for those of words that are only compared. */
 typedef struct {
-    uint64_t seed;
-    int64_t prompt_len;
-    double temperature; /* 0: the best token, without noise */
-    double top_p;       /* 1: off */
+    uint64_t noise_start; /* what the noise of all positions starts from */
+    int64_t kind;         /* FT_GREEDY: the best token, without noise */
+    double temperature;
+    double min_p_logit; /* least of logits over temperature whose best is 0; -inf: off */
     int64_t top_k;      /* 0: off */
-    float floor;        /* of min-p, for logits over temperature whose best is 0; -inf: off */
-    int32_t is_edited;  /* at every position, whatever follows; below min_tokens in any case */
-    float repetition;   /* 1: off */
-    float frequency, presence;
+    double top_p;       /* 1: off */
+    int64_t prompt_len;
+    int64_t edited_until; /* output positions below it are edited by what follows */
     int64_t min_tokens;
+    float repetition_penalty; /* 1: off */
+    float frequency_penalty, presence_penalty;
     ft_ids biased;
-    const float *bias; /* [biased.count] */
-    ft_ids allowed;    /* rising; all are allowed where `at` is NULL */
-    ft_ids stops;      /* banned below min_tokens */
-    ft_ids words;      /* bad words, one after the other, and the length of each */
+    ft_ids allowed; /* rising; all are allowed where `at` is NULL */
+    ft_ids stops;   /* banned below min_tokens, where there is no mask */
+    ft_ids word_ids; /* bad words, one after the other, and the length of each */
     ft_ids word_lens;
+    const float *bias; /* [biased.count] */
 } ft_sampling;
+
+enum { FT_GREEDY, FT_SAMPLED }; /* kinds; those above leave some tokens out */
 
 /* The tokens before a place: the request's own, then those of a draft. */
 typedef struct {
@@ -46,7 +49,7 @@ typedef struct {
     int64_t num_tokens;
     const int64_t *tail;
     int64_t tail_len;
-    const uint8_t *mask; /* [vocab] 1: the request's constraint allows it; NULL: all */
+    const uint8_t *mask; /* [vocab] 1: constraint and min_tokens allow it; NULL: none */
 } ft_path;
 
 FT_INLINE int64_t ft_path_len(const ft_path *path) { return path->num_tokens + path->tail_len; }
@@ -66,8 +69,8 @@ void ft_edit(float *values, int64_t vocab, const ft_sampling *sampling, const ft
 typedef struct {
     const float *values;
     int64_t vocab;
-    float top;    /* the greatest, finite */
-    float degree; /* temperature */
+    float top; /* the greatest, finite */
+    float temperature;
 } ft_row;
 
 /* What cuts leave: ids whose key is below `key`, and the first `ties` of those that have it.
@@ -87,11 +90,6 @@ typedef struct {
 } ft_cut_space;
 
 enum { FT_BINS = 2048 };
-
-FT_INLINE int ft_is_cut(const ft_sampling *sampling, int64_t vocab) {
-    return (sampling->top_k > 0 && sampling->top_k < vocab) || sampling->floor > -INFINITY ||
-           sampling->top_p < 1.0;
-}
 
 ft_kept ft_cut(const ft_row *row, const ft_sampling *sampling, const ft_cut_space *space);
 
@@ -113,8 +111,8 @@ FT_INLINE void ft_scaled_block(const ft_row *row, int64_t at, float *out) {
         for (int64_t i = 0; i < count; i++) out[i] = values[i] - row->top;
         for (int64_t i = count; i < FT_BLOCK; i++) out[i] = -INFINITY;
     }
-    if (row->degree != 1.0f)
-        for (int i = 0; i < FT_BLOCK; i++) out[i] /= row->degree;
+    if (row->temperature != 1.0f)
+        for (int i = 0; i < FT_BLOCK; i++) out[i] /= row->temperature;
 }
 
 FT_INLINE void ft_keys_block(const float *scaled, uint32_t *keys) {

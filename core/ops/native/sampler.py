@@ -7,21 +7,16 @@ depends on that row alone, bit for bit.
 
 from __future__ import annotations
 
-import ctypes
-import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...interface.output import Refusal
-from ...interface.sampling import ConstraintFailed, Mask, SamplingMetadata
+from ...interface.sampling import SamplingMetadata, TokenSamplingParams
+from ...sampling.encoded import EncodedSampling, Mask
 from ...sampling.gumbel import vocabulary_hashes
-from ...sampling.logits_processors import SampleRow, out_of_vocabulary
+from ...sampling.logits_processors import SampleRow
 from ...sampling.sampler import DraftVocab
 from ...sampling.verifier import (
     ALL_BANNED,
@@ -35,101 +30,10 @@ from ...sampling.verifier import (
 )
 from .library import NativeLibrary
 
-_I64, _PTR, _F32, _F64 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_double
 MOST_BEST = 8  # as in sample.c
 _ERRORS = {-1: NOT_FINITE, -2: ALL_BANNED}  # as in sample.h
-
-
-class IdsStruct(ctypes.Structure):
-    """``ft_ids`` of sample.h."""
-
-    _fields_ = (("at", _PTR), ("count", _I64))
-
-
-class SamplingStruct(ctypes.Structure):
-    """``ft_sampling`` of sample.h."""
-
-    _fields_ = (
-        ("seed", ctypes.c_uint64),
-        ("prompt_len", _I64),
-        ("temperature", _F64),
-        ("top_p", _F64),
-        ("top_k", _I64),
-        ("floor", _F32),
-        ("is_edited", ctypes.c_int32),
-        ("repetition", _F32),
-        ("frequency", _F32),
-        ("presence", _F32),
-        ("min_tokens", _I64),
-        ("biased", IdsStruct),
-        ("bias", _PTR),
-        ("allowed", IdsStruct),
-        ("stops", IdsStruct),
-        ("words", IdsStruct),
-        ("word_lens", IdsStruct),
-    )
-
-
-class _EncodedSampling:
-    """One request's parameters as the kernel reads them: a form of its `SamplingMetadata`."""
-
-    def __init__(self, sampling: SamplingMetadata, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.error = out_of_vocabulary(sampling, vocab_size)
-        self.constraint = sampling.constraint
-        self.prompt_len = sampling.prompt_len
-        self.is_special = self.error is not None or self.constraint is not None
-        # whether ids matter to nothing but the noise
-        self.races_alone = not (
-            self.is_special or sampling.has_processors or sampling.params.min_tokens
-        )
-        self._lent: list[array[int] | array[float]] = []  # what the struct points into
-        self._struct = self._plain(sampling)
-        if self.error is None:
-            self._add_edits(sampling)
-        self.address = ctypes.addressof(self._struct)
-
-    @staticmethod
-    def _plain(sampling: SamplingMetadata) -> SamplingStruct:
-        params = sampling.params
-        return SamplingStruct(
-            seed=sampling.seed & (2**64 - 1),
-            prompt_len=sampling.prompt_len,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=max(params.top_k, 0),
-            floor=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
-            repetition=1.0,
-        )
-
-    def _add_edits(self, sampling: SamplingMetadata) -> None:
-        params, struct = sampling.params, self._struct
-        struct.is_edited = sampling.has_processors
-        struct.repetition = params.repetition_penalty
-        struct.frequency, struct.presence = params.frequency_penalty, params.presence_penalty
-        struct.min_tokens = params.min_tokens
-        bias = params.logit_bias or {}
-        struct.biased = self._ids(bias)
-        struct.bias = self._lend(array("f", bias.values()))
-        struct.allowed = self._ids(sorted(set(params.allowed_token_ids or ())))
-        struct.stops = self._ids(i for i in sampling.stop_ids if 0 <= i < self.vocab_size)
-        words = [word for word in sampling.bad_words_ids if word]
-        struct.words = self._ids(chain.from_iterable(words))
-        struct.word_lens = self._ids(map(len, words))
-
-    def _ids(self, ids: Iterable[int]) -> IdsStruct:
-        numbers = array("q", ids)
-        return IdsStruct(self._lend(numbers), len(numbers))
-
-    def _lend(self, numbers: array[int] | array[float]) -> int | None:
-        if not numbers:
-            return None
-        self._lent.append(numbers)
-        return numbers.buffer_info()[0]
-
-
-_JUDGED = SamplingStruct(top_p=1.0, floor=-math.inf, repetition=1.0)  # greedy, and no more
-_JUDGED_ADDRESS = ctypes.addressof(_JUDGED)
+_GREEDY = SamplingMetadata(params=TokenSamplingParams(temperature=0.0), seed=0, prompt_len=0)
+_REFUSED = EncodedSampling(_GREEDY, 1)  # for rows that must fail: are their logits finite?
 
 
 class NativeSampler:
@@ -166,8 +70,7 @@ class NativeSampler:
             raise ValueError(f"{len(logits)} rows of logits for {len(rows)} tokens to draw")
         call = _Call(self._library, logits, temperature_scale)
         for i, row in enumerate(rows):
-            form = row.sampling.cached(_EncodedSampling, call.vocab_size)
-            call.add(form, row.tokens, row.tail, i)
+            call.add(row.encoded(call.vocab_size), row.tokens, row.tail, i)
         return [SampledToken(ids[0] if ids else -1, error) for ids, error in call.run()]
 
     def best(
@@ -181,17 +84,16 @@ class NativeSampler:
     ) -> list[Best]:
         """The tokens nearest to being drawn, at most `MOST_BEST`; see `verifier.best`.
 
-        Of a part of the vocabulary no more is looked at, unless a row wants more than the race.
+        Of a part of the vocabulary no more is looked at, unless a row may be edited.
         """
         if len(rows) != len(logits) or not 0 < num_best <= MOST_BEST:
             raise ValueError(f"{len(logits)} rows of logits for the {num_best} best of {len(rows)}")
         vocab_size = logits.shape[-1] if draft_vocab is None else draft_vocab.vocab_size
-        forms = [row.sampling.cached(_EncodedSampling, vocab_size) for row in rows]
-        if draft_vocab is not None and not all(form.races_alone for form in forms):
+        if draft_vocab is not None and not draft_vocab.serves(rows):
             logits, draft_vocab = draft_vocab.widened(logits), None
         call = _Call(self._library, logits, temperature_scale)
-        for i, (row, form) in enumerate(zip(rows, forms, strict=True)):
-            call.add(form, row.tokens, row.tail, i)
+        for i, row in enumerate(rows):
+            call.add(row.encoded(vocab_size), row.tokens, row.tail, i)
         return call.run_best(num_best, draft_vocab)
 
 
@@ -224,7 +126,7 @@ class _Call:
         self._firsts: list[int] = []  # row of the logits where each walk begins
         self._drafts = array("q")
         self._refusals: dict[int, str] = {}  # by walk
-        self._masks: list[np.ndarray[Any, np.dtype[np.uint8]]] = []  # lent until the call is over
+        self._masks: list[Mask] = []  # lent until the call is over
 
     @property
     def vocab_size(self) -> int:
@@ -236,15 +138,15 @@ class _Call:
         Then those below it, while the draft is right; but a constraint must be asked before every
         place, so there the walk ends at once.
         """
-        form = request.sampling.cached(_EncodedSampling, self.vocab_size)
-        if form.is_special:
-            self.add(form, request.tokens, request.tail(node), start + 1 + node)
+        encoded = request.sampling.cached(EncodedSampling, self.vocab_size)
+        if encoded.is_asked:
+            self.add(encoded, request.tokens, request.tail(node), start + 1 + node)
         else:
-            self.add(form, request.tokens, (), start, request.draft, request.parents)
+            self.add(encoded, request.tokens, (), start, request.draft, request.parents)
 
     def add(
         self,
-        form: _EncodedSampling,
+        encoded: EncodedSampling,
         tokens: array[int],
         tail: Sequence[int],
         first: int,
@@ -255,42 +157,24 @@ class _Call:
 
         Then, where there is no tail, those behind the nodes of a draft on the way down.
         """
-        address, mask = form.address, 0
-        if form.is_special:
-            mask, refusal = self._ask(form, tokens, tail)
+        address, mask_at = encoded.address, 0
+        if encoded.is_asked:
+            mask, refusal = encoded.ask(tokens, tail)
             if refusal is not None:
                 self._refusals[len(self._firsts)] = refusal
-                address = _JUDGED_ADDRESS
+                address = _REFUSED.address
+            elif mask is not None:
+                self._masks.append(mask)
+                mask_at = mask.ctypes.data
         at, num_tokens = tokens.buffer_info()
         drafts = self._drafts
         drafts_at, parents_at = len(drafts), len(drafts) + len(draft) if parents else -1
         self._firsts.append(first)
         self._walks += (
-            address, first, len(draft), at, num_tokens, drafts_at, parents_at, len(tail), mask,
+            address, first, len(draft), at, num_tokens, drafts_at, parents_at, len(tail), mask_at,
         )  # fmt: skip
         drafts.extend(draft or tail)
         drafts.extend(parents)
-
-    def _ask(
-        self, form: _EncodedSampling, tokens: array[int], tail: Sequence[int]
-    ) -> tuple[int, str | None]:
-        """Address of what the constraint allows, 0 for everything; or why the row must fail."""
-        if form.error is not None or form.constraint is None:
-            return 0, form.error
-        try:
-            mask = form.constraint.allowed(tokens, form.prompt_len, tail)
-        except ConstraintFailed as error:
-            return 0, Refusal(error)
-        return self._lend(mask), None
-
-    def _lend(self, mask: Mask | None) -> int:
-        if mask is None:
-            return 0
-        if len(mask) != self.vocab_size:
-            raise ValueError(f"a mask of {len(mask)} tokens for a vocabulary of {self.vocab_size}")
-        lent = np.frombuffer(mask, dtype=np.uint8)
-        self._masks.append(lent)
-        return int(lent.__array_interface__["data"][0])
 
     def run(self) -> list[tuple[list[int], str | None]]:
         """Choose along every walk; returns its tokens, and the error that ended it, in order."""

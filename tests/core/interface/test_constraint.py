@@ -61,8 +61,8 @@ def left(row: SampleRow) -> list[int]:
 
 
 def test_a_row_with_a_constraint_is_edited_and_one_without_is_not() -> None:
-    assert make_row(Table({})).is_edited
-    assert not make_row(None).is_edited
+    assert make_row(Table({})).is_edited(VOCAB)
+    assert not make_row(None).is_edited(VOCAB)
 
 
 def test_the_mask_belongs_to_the_path_of_output_and_tail_without_the_prompt() -> None:
@@ -89,6 +89,7 @@ def test_min_tokens_keeps_an_answer_going_only_where_it_can_go_on() -> None:
     assert left(make_row(table, min_tokens=3)) == [1]
     assert left(make_row(table, [1], min_tokens=3)) == [STOP]
     assert left(make_row(table, min_tokens=0)) == [1, STOP]
+    assert left(make_row(Table({(1,): [1, STOP]}), [1], min_tokens=1)) == [1, STOP]
 
 
 def test_a_constraint_that_fails_is_an_error_of_its_row_alone() -> None:

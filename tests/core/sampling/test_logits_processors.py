@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.sampling.encoded import CUT, GREEDY, MIN_P, SAMPLED
 from foretoken.core.sampling.logits_processors import (
     SampleRow,
     apply_processors,
     argmax,
     best_ids,
-    has_truncation,
-    out_of_vocabulary,
     scaled,
     truncate,
 )
@@ -270,8 +269,8 @@ def test_token_ids_outside_the_vocabulary_name_their_field(
     assert errors[0] is None
     assert str(errors[1]).startswith(f"{field} must have token ids")
     assert values.tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
-    assert out_of_vocabulary(bad.sampling, 4) == errors[1]
-    assert out_of_vocabulary(good.sampling, 4) is None
+    assert bad.encoded(4).error == errors[1]
+    assert good.encoded(4).error is None
 
 
 def test_what_is_known_of_a_request_is_known_of_one_width_of_logits() -> None:
@@ -308,7 +307,7 @@ def test_a_tiny_temperature_does_not_overflow() -> None:
 @pytest.mark.parametrize("top_k", [0, -1, 4, 5, 2**31 - 1])
 def test_top_k_off_or_beyond_the_vocabulary_keeps_all(top_k: int) -> None:
     assert kept([1, 4, 2, 3], make_row(top_k=top_k)) == [1, 3, 2, 0]
-    assert not has_truncation(make_row(top_k=top_k), 4)
+    assert make_row(top_k=top_k).encoded(4).kind == SAMPLED
 
 
 def test_top_k_keeps_exactly_k_and_the_lowest_ids_of_a_tie() -> None:
@@ -355,10 +354,8 @@ def test_temperature_comes_before_top_p() -> None:
     assert kept(logits, make_row(top_p=0.6, temperature=0.5)) == [0]
 
 
-def test_only_rows_with_a_wish_count_as_edited_or_cut() -> None:
-    plain = make_row(temperature=0.7, stop_ids=[1])
-    assert not plain.is_edited
-    assert not has_truncation(plain, 10)
+def test_only_rows_with_a_wish_count_as_edited() -> None:
+    assert not make_row(temperature=0.7, stop_ids=[1]).is_edited(10)
     form: list[dict[str, Any]] = [
         {"logit_bias": {1: 1.0}},
         {"repetition_penalty": 1.1},
@@ -368,12 +365,22 @@ def test_only_rows_with_a_wish_count_as_edited_or_cut() -> None:
         {"bad_words": [[1]]},
         {"min_tokens": 1},
     ]
-    assert all(make_row(**wish).is_edited for wish in form)
-    assert not make_row([1], [2], min_tokens=1).is_edited
-    assert all(
-        has_truncation(make_row(**wish), 10)
-        for wish in [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}]
-    )
+    assert all(make_row(**wish).is_edited(10) for wish in form)
+    assert not make_row([1], [2], min_tokens=1).is_edited(10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        (GREEDY, {"temperature": 0.0, "top_p": 0.9}),
+        (SAMPLED, {"temperature": 0.7}),
+        (MIN_P, {"min_p": 0.1}),
+        (CUT, {"top_k": 3}),
+        (CUT, {"top_p": 0.9, "min_p": 0.1}),
+    ],
+)
+def test_the_kind_of_a_request_says_what_cuts_its_rows(kind: int, form: dict[str, Any]) -> None:
+    assert make_row(**form).encoded(10).kind == kind
 
 
 def test_best_ids_take_the_lowest_id_of_a_tie_and_never_more_than_there_are() -> None:

@@ -117,9 +117,9 @@ MUTATIONS = (
     ),
     Mutation(
         "kernel-reads-a-mask-of-any-size",
-        "_Call._lend",
-        "if len(mask) != self.vocab_size:",
-        "if len(mask) > self.vocab_size:",
+        "EncodedSampling.ask",
+        "if len(allowed) != self.vocab_size:",
+        "if len(allowed) > self.vocab_size:",
         ("test_sampler.py::test_a_mask_of_another_vocabulary_is_an_error_and_no_wild_read",),
         "no wild read behind a mask that is too short",
     ),

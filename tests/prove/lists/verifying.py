@@ -80,8 +80,8 @@ MUTATIONS = (
     Mutation(
         "graph-chooses-for-edited-rows",
         "write_plain_controls",
-        "if form.is_edited or first < form.min_tokens:",
-        "if first < form.min_tokens:",
+        "if first < encoded.edited_until:",
+        "if first < encoded.min_tokens:",
         ("test_beside_an_edited_row_all_are_chosen_behind_the_graph",),
         "law 4: the same token in a graph and out of it",
     ),

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from ...batch import RaggedBatch
 from ..attention.tile_schedule import TileSchedule, WorkItems
 from ..graph_inputs import Field, HostFields
-from ..sampling.encoded_sampling import NUM_COLUMNS, ROW
-from ..sampling.sampling_inputs import SamplingInputs
+from ..sampling.sampling_inputs import NUM_COLUMNS, ROW, SamplingInputs
 
 Windows: TypeAlias = Sequence[int | None]
 # Of an item: where its rows are, how many, where its pages are, first split, last split, the first

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ....sampling.top_k_top_p import mass_unit
-from .encoded_sampling import NUM_COLUMNS, num_words
 from .gumbel_argmax_kernels import gumbel_argmax_kernel, merge_best_kernel, rank_kernel
 from .logits_processors import copy_kernel, edit_kernel
+from .row_edits import num_words
+from .sampling_inputs import NUM_COLUMNS
 from .top_k_top_p import cut_kernel
 
 TILE = 1024  # tokens

@@ -1,4 +1,4 @@
-"""The race of a row's tokens, by tiles of the vocabulary: greatest values, then winners.
+"""The Gumbel argmax of a row's tokens, by tiles of the vocabulary: greatest values, then winners.
 
 Values are compared as integers in the order of the floats, so that a maximum needs no order and
 NaN, infinities and zeros of either sign have their place. A winner is one word, rank above id: the
@@ -16,18 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import encoded_sampling
+from ....sampling import encoded
+from .sampling_inputs import COLUMNS
 
-KEY, ROW, EDITED = (
-    tl.constexpr(encoded_sampling.KEY),
-    tl.constexpr(encoded_sampling.ROW),
-    tl.constexpr(encoded_sampling.EDITED),
-)
-KIND, TEMPERATURE = tl.constexpr(encoded_sampling.KIND), tl.constexpr(encoded_sampling.TEMPERATURE)
-MIN_P_LOGIT = tl.constexpr(encoded_sampling.MIN_P_LOGIT)
-TOP_K, TOP_P = tl.constexpr(encoded_sampling.TOP_K), tl.constexpr(encoded_sampling.TOP_P)
-NUM_COLUMNS = tl.constexpr(encoded_sampling.NUM_COLUMNS)
-GREEDY, CUT = tl.constexpr(encoded_sampling.GREEDY), tl.constexpr(encoded_sampling.CUT)
+KEY = tl.constexpr(COLUMNS.index("noise_start"))
+KIND = tl.constexpr(COLUMNS.index("kind"))
+TEMPERATURE = tl.constexpr(COLUMNS.index("temperature"))
+MIN_P_LOGIT = tl.constexpr(COLUMNS.index("min_p_logit"))
+TOP_K, TOP_P = tl.constexpr(COLUMNS.index("top_k")), tl.constexpr(COLUMNS.index("top_p"))
+ROW, EDITED = tl.constexpr(COLUMNS.index("row")), tl.constexpr(COLUMNS.index("edited"))
+NUM_COLUMNS = tl.constexpr(len(COLUMNS))
+GREEDY, CUT = tl.constexpr(encoded.GREEDY), tl.constexpr(encoded.CUT)
 
 INF_RANK = tl.constexpr(0x7F800000)  # of +inf; -inf has -INF_RANK - 1
 NAN_RANK = tl.constexpr(0x7FFFFFFF)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import encoded_sampling
+from . import row_edits
 from .gumbel_argmax_kernels import NUM_COLUMNS, ROW, rank_of
 
 # Of one place, a step has a token once; only bans may have it more often.
-REPEAT, BAN = tl.constexpr(encoded_sampling.REPEAT), tl.constexpr(encoded_sampling.BAN)
-NUM_STEPS = tl.constexpr(len(encoded_sampling.STEPS))
+REPEAT, BAN = tl.constexpr(row_edits.REPEAT), tl.constexpr(row_edits.BAN)
+NUM_STEPS = tl.constexpr(len(row_edits.STEPS))
 
 
 @triton.jit

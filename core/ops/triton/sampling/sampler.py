@@ -1,10 +1,10 @@
 """TritonSampler: chooses the tokens of a step on the device.
 
-The host writes one packet and reads one word for each place; nothing waits in between, and `begin`
-leaves the reading for later. A plain batch takes two kernels, whatever its mix of greedy and
-sampled rows: greatest values by tiles, then the Gumbel argmax. Rows with top-k or top-p take one
-more, rows with logits processors two, and the best few of each place one to merge those of tiles.
-Rows without processors may be chosen in a pass's graph: see lm_head.py.
+The host writes one block of numbers and reads one word for each place; nothing waits in between,
+and `begin` leaves the reading for later. A plain batch takes two kernels, whatever its mix of
+greedy and sampled rows: greatest values by tiles, then the Gumbel argmax. Rows with top-k or top-p
+take one more, rows with logits processors two, and the best few of each place one to merge those of
+tiles. Rows without processors may be chosen in a pass's graph: see lm_head.py.
 
 core/sampling/verifier.py is the oracle: what this chooses differs from it only where two scores, or
 a token's mass and the edge of top-p, are as near as the last bits of a logarithm. A row's token
@@ -37,7 +37,6 @@ from ....sampling.verifier import (
 from ...batch import SamplingPlan
 from ..graph_inputs import NUM_BUFFERS, AsyncCopy, Field, GraphInputs
 from . import gumbel_argmax_kernels
-from .encoded_sampling import EncodedSampling
 from .gumbel_argmax import TILE, GumbelArgmax, SentEdits
 from .sampling_inputs import EditLists, SamplingInputs, write_controls, write_plain_controls
 
@@ -88,17 +87,19 @@ class TritonSampler:
         """The tokens nearest to being drawn; see `core.sampling.verifier.best`.
 
         The first of each row is what `sample` draws. Waits for the device. Of a part of the
-        vocabulary no more is looked at, unless a row wants more than the race.
+        vocabulary no more is looked at, unless a row may be edited.
         """
         _check(len(logits), len(rows))
         if num_best < 1:
             raise ValueError(f"the {num_best} best of a row")
-        if draft_vocab is not None and not _race_alone(rows, draft_vocab.vocab_size):
+        if draft_vocab is not None and not draft_vocab.serves(rows):
             logits, draft_vocab = draft_vocab.widened(logits), None
         if not rows:
             return []
         places = list(enumerate(rows))
-        words, refusals = self._race(logits, places, temperature_scale, num_best, draft_vocab)
+        words, refusals = self._gumbel_argmax(
+            logits, places, temperature_scale, num_best, draft_vocab
+        )
         found = AsyncCopy(words.flatten()).read().reshape(len(rows), num_best)
         return _bests(found, refusals, None if draft_vocab is None else draft_vocab.names)
 
@@ -132,10 +133,10 @@ class TritonSampler:
     def _begin(
         self, logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float
     ) -> TritonPendingTokens:
-        return TritonPendingTokens(*self._race(logits, places, temperature_scale))
+        return TritonPendingTokens(*self._gumbel_argmax(logits, places, temperature_scale))
 
     @torch.inference_mode()
-    def _race(
+    def _gumbel_argmax(
         self,
         logits: Tensor,
         places: Sequence[LogitsRow],
@@ -163,14 +164,10 @@ class TritonSampler:
     ) -> Tensor:
         sent_columns, cuts, *edits = self._post.send(_arrays(controls), logits.device)
         sent = SentEdits(*edits) if edits else None
-        race = GumbelArgmax(
+        argmax = GumbelArgmax(
             logits, sent_columns, cuts, hashes, sent, tile=self._tile, num_best=num_best
         )
-        return race.run()
-
-
-def _race_alone(rows: Sequence[SampleRow], vocab_size: int) -> bool:
-    return all(row.sampling.cached(EncodedSampling, vocab_size).races_alone for row in rows)
+        return argmax.run()
 
 
 def _check(num_logits: int, num_tokens: int) -> None:
@@ -234,7 +231,7 @@ class _Post:
         They hold until the next call: its copy is in the stream behind the kernels that read them.
         """
         stops = np.cumsum([-(-array.nbytes // (4 * _ALIGN)) * _ALIGN for array in arrays]).tolist()
-        graph_inputs = self._packet_of(stops[-1], device)
+        graph_inputs = self._inputs_of(stops[-1], device)
         host, there = graph_inputs.open()["numbers"], graph_inputs.device["numbers"]
         sent = []
         for array, start in zip(arrays, [0, *stops], strict=False):
@@ -244,7 +241,7 @@ class _Post:
         graph_inputs.upload(stops[-1])
         return sent
 
-    def _packet_of(self, size: int, device: torch.device) -> GraphInputs:
+    def _inputs_of(self, size: int, device: torch.device) -> GraphInputs:
         if self._graph_inputs is None or size > self._capacity:
             self._capacity = max(2**12, 1 << (size - 1).bit_length())
             field = Field("numbers", self._capacity)

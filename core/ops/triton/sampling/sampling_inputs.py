@@ -13,29 +13,27 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....interface.output import Refusal
-from ....interface.sampling import ConstraintFailed
+from ....sampling.encoded import (
+    CUT,
+    MIN_TEMPERATURE,
+    PLACE,
+    EncodedSampling,
+    places_of,
+)
 from ....sampling.gumbel import stream_keys
-from ....sampling.logits_processors import MIN_TEMPERATURE, SampleRow
+from ....sampling.logits_processors import SampleRow
 from ....sampling.verifier import LogitsRow
 from ...batch import IntArray, SamplingPlan
-from .encoded_sampling import (
-    CUT,
-    EDITED,
-    KEY,
-    KIND,
-    NUM_COLUMNS,
-    ROW,
-    TEMPERATURE,
-    Edits,
-    EncodedSampling,
-    Ints,
-    num_words,
-    pack_bits,
-    unpacked,
-)
+from .row_edits import Edits, Ints, RowEdits, num_words
 
-_Edited: TypeAlias = tuple[int, SampleRow, EncodedSampling]  # place, its row, and its parameters
+COLUMNS = PLACE.names or ()
+"""Columns of a place's controls, int64; of a number, the bits of a float64. The key of the place's
+noise stands in place of its start, the temperature is scaled; a row of -1: there is nobody."""
+NUM_COLUMNS = len(COLUMNS)
+ROW, _EDITED = COLUMNS.index("row"), COLUMNS.index("edited")
+_KIND = COLUMNS.index("kind")
+
+_Edited: TypeAlias = tuple[int, SampleRow]  # place, and its row
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def write_controls(
 ) -> SamplingInputs:
     """Encode ``places`` for the kernels; the vocabulary has ``vocab_size`` tokens."""
     columns, edited = _unedited(places, vocab_size, temperature_scale)
-    lists, refusals = _edit_lists(edited, columns) if edited else (None, {})
+    lists, refusals = _edit_lists(edited, columns, vocab_size) if edited else (None, {})
     return SamplingInputs(columns, _cuts(columns), lists, refusals)
 
 
@@ -74,14 +72,14 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
 
     None where a row is edited or refused; its constraint was not asked then.
     """
-    records, positions = list[bytes](), list[int]()
+    requests, positions = list[EncodedSampling](), list[int]()
     for row, count in zip(draws.rows, draws.counts, strict=True):
-        form, first = row.sampling.cached(EncodedSampling, vocab_size), row.position
-        if form.is_edited or first < form.min_tokens:
+        encoded, first = row.encoded(vocab_size), row.position
+        if first < encoded.edited_until:
             return None
-        records.append(form.record * count)
+        requests += [encoded] * count
         positions += range(first, first + count)
-    columns = _columns(records, positions, np.arange(len(positions)), draws.temperature_scale)
+    columns = _columns(requests, positions, np.arange(len(positions)), draws.temperature_scale)
     return SamplingInputs(columns, _cuts(columns), None, {})
 
 
@@ -89,70 +87,52 @@ def _unedited(
     places: Sequence[LogitsRow], vocab_size: int, temperature_scale: float
 ) -> tuple[NDArray[np.int64], list[_Edited]]:
     """The numbers of all places, as if none was edited, and those that are."""
-    records, positions, edited = [], [], []
+    requests, positions, edited = [], [], []
     for index, (_, row) in enumerate(places):
-        form = row.sampling.cached(EncodedSampling, vocab_size)
-        position = row.position
-        records.append(form.record)
+        encoded, position = row.encoded(vocab_size), row.position
+        requests.append(encoded)
         positions.append(position)
-        if form.is_edited or position < form.min_tokens:
-            edited.append((index, row, form))
+        if position < encoded.edited_until:
+            edited.append((index, row))
     rows = np.array([at for at, _ in places])
-    return _columns(records, positions, rows, temperature_scale), edited
+    return _columns(requests, positions, rows, temperature_scale), edited
 
 
 def _columns(
-    records: Sequence[bytes], positions: Sequence[int], rows: IntArray, temperature_scale: float
+    requests: Sequence[EncodedSampling],
+    positions: Sequence[int],
+    rows: IntArray,
+    temperature_scale: float,
 ) -> NDArray[np.int64]:
     """Numbers of places at these output positions, decided by these ``rows`` of the logits."""
-    columns = np.frombuffer(bytearray().join(records), np.int64).reshape(-1, NUM_COLUMNS)
-    columns[:, KEY] = stream_keys(columns[:, KEY].view(np.uint64), np.array(positions))
-    columns[:, ROW] = rows
-    temperatures = columns[:, TEMPERATURE].view(np.float64)
-    temperatures[:] = np.maximum(temperatures * temperature_scale, MIN_TEMPERATURE).astype(
-        np.float32
-    )
-    return columns
+    places = places_of(requests)
+    starts, temperatures = places["noise_start"], places["temperature"]
+    starts[:] = stream_keys(starts, np.array(positions)).view(np.uint64)
+    temperatures[:] = np.maximum(temperatures * temperature_scale, MIN_TEMPERATURE).astype("f4")
+    places["row"] = rows
+    return places.view(np.int64).reshape(-1, NUM_COLUMNS)
 
 
 def _cuts(columns: NDArray[np.int64]) -> Ints:
     """Places under top-k or top-p."""
-    return np.flatnonzero(columns[:, KIND] == CUT).astype(np.int32)
+    return np.flatnonzero(columns[:, _KIND] == CUT).astype(np.int32)
 
 
 def _edit_lists(
-    edited: Sequence[_Edited], columns: NDArray[np.int64]
+    edited: Sequence[_Edited], columns: NDArray[np.int64], vocab_size: int
 ) -> tuple[EditLists | None, dict[int, str]]:
-    """The edits, with `EDITED` written; a place that is refused keeps its logits."""
+    """The edits, with "edited" written; a place that is refused keeps its logits."""
     refusals: dict[int, str] = {}
     asked: list[tuple[int, Ints | None, tuple[Edits, ...]]] = []
-    for index, row, form in edited:
-        if form.error is not None:
-            refusals[index] = form.error
+    for index, row in edited:
+        mask, refusal = row.encoded(vocab_size).ask(row.tokens, row.tail)
+        if refusal is not None:
+            refusals[index] = refusal
             continue
-        try:
-            asked.append((index, *_ask(row, form)))
-        except ConstraintFailed as error:
-            refusals[index] = Refusal(error)
-        else:
-            columns[index, EDITED] = len(asked) - 1
-    if not asked:
-        return None, refusals
-    return _lists(asked, num_words(edited[0][2].vocab_size)), refusals
-
-
-def _ask(row: SampleRow, form: EncodedSampling) -> tuple[Ints | None, tuple[Edits, ...]]:
-    """Bits of the tokens that a place may have, None for all, and its edits."""
-    mask = None
-    if form.constraint is not None:
-        mask = form.constraint.allowed(row.tokens, row.sampling.prompt_len, row.tail)
-    if mask is None:
-        return form.allowed, form.edits(row, None)
-    allowed = unpacked(mask, form.vocab_size)
-    bits = pack_bits(allowed)
-    if form.allowed is not None:
-        bits &= form.allowed
-    return bits, form.edits(row, allowed)
+        columns[index, _EDITED] = len(asked)
+        edits = row.sampling.cached(RowEdits, vocab_size)
+        asked.append((index, edits.bits(mask), edits.steps(row, mask)))
+    return _lists(asked, num_words(vocab_size)) if asked else None, refusals
 
 
 def _lists(asked: Sequence[tuple[int, Ints | None, tuple[Edits, ...]]], words: int) -> EditLists:
@@ -169,6 +149,6 @@ def _lists(asked: Sequence[tuple[int, Ints | None, tuple[Edits, ...]]], words: i
         mask_of=np.array([index_of.get(id(bits), -1) for _, bits, _ in asked], np.int32),
         masks=np.stack(list(masks.values())) if masks else np.empty((0, words), np.int32),
         bounds=np.column_stack((begins, ends)),
-        ids=np.concatenate([ids for ids, _ in edits]),
+        ids=np.concatenate([ids for ids, _ in edits], dtype=np.int32, casting="same_kind"),
         amounts=np.concatenate([amounts for _, amounts in edits]),
     )

@@ -229,7 +229,7 @@ def kth_tile(
 
 @triton.jit
 def bound_of(
-    list_ptr, ranks_ptr, floor_key, top_k, top_p,
+    list_ptr, ranks_ptr, min_p_key, top_k, top_p,
     logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr,
     MASS_SCALE: tl.constexpr, LIST_TILE: tl.constexpr,
@@ -238,11 +238,11 @@ def bound_of(
 
     Works in the list's place.
     """
-    bound, total = floor_key, tl.full([], -1, tl.int64)
+    bound, total = min_p_key, tl.full([], -1, tl.int64)
     if (top_k > 0) & (top_k <= NUM_TILES):
         kth = kth_tile(list_ptr, top_k, ranks_ptr, top, temperature, NUM_TILES, TILES, LIST_TILE)
         bound = tl.minimum(bound, kth)
-    if (top_k == 0) & (floor_key == NO_KEY):
+    if (top_k == 0) & (min_p_key == NO_KEY):
         total = row_mass(
             logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
             VOCAB, TILE, NUM_TILES, MASS_SCALE,
@@ -257,11 +257,11 @@ def bound_of(
 
 @triton.jit
 def last_of_list(
-    list_ptr, count, low, floor_key, top_k, top_p, total,
+    list_ptr, count, low, min_p_key, top_k, top_p, total,
     VOCAB: tl.constexpr, MASS_SCALE: tl.constexpr, LIST_TILE: tl.constexpr,
 ):  # fmt: skip
     """The last key that min-p, top-k and top-p leave, and how many tokens that have it stay."""
-    last, ties = floor_key, tl.full([], VOCAB, tl.int64)
+    last, ties = min_p_key, tl.full([], VOCAB, tl.int64)
     if top_k > 0:
         count = narrowed(list_ptr, count, low, top_k, False, MASS_SCALE, LIST_TILE)
         key, before = last_key(list_ptr, count, top_k, False, MASS_SCALE, LIST_TILE)
@@ -308,10 +308,10 @@ def cut_kernel(
         return
     top, temperature = value_of(rank), number(control_ptr + TEMPERATURE).to(tl.float32)
     top_k, top_p = tl.load(control_ptr + TOP_K), number(control_ptr + TOP_P)
-    floor_key = key_of(number(control_ptr + MIN_P_LOGIT).to(tl.float32))
+    min_p_key = key_of(number(control_ptr + MIN_P_LOGIT).to(tl.float32))
 
     bound, total = bound_of(
-        list_ptr, ranks_ptr, floor_key, top_k, top_p,
+        list_ptr, ranks_ptr, min_p_key, top_k, top_p,
         logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
         VOCAB, TILE, NUM_TILES, TILES, MASS_SCALE, LIST_TILE,
     )  # fmt: skip
@@ -325,7 +325,7 @@ def cut_kernel(
         low = scaled_of(value_of(worst_tile(ranks_ptr, NUM_TILES, TILES)), top, temperature)
 
     last, ties = last_of_list(
-        list_ptr, count, low, floor_key, top_k, top_p, total, VOCAB, MASS_SCALE, LIST_TILE
+        list_ptr, count, low, min_p_key, top_k, top_p, total, VOCAB, MASS_SCALE, LIST_TILE
     )
     last_id = VOCAB
     if ties < VOCAB:  # of those with the last key, the lowest ids stay

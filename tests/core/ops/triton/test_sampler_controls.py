@@ -10,9 +10,9 @@ from collections import Counter
 
 import numpy as np
 
-from foretoken.core.ops.triton.sampling.encoded_sampling import EncodedSampling
 from foretoken.core.ops.triton.sampling.history import History
 from foretoken.core.ops.triton.sampling.sampling_inputs import write_controls
+from foretoken.core.sampling.encoded import EncodedSampling
 from foretoken.core.sampling.logits_processors import SampleRow
 from support.sampling_rows import Countdown, row_of, sampling_of
 

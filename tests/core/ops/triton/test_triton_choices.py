@@ -31,9 +31,13 @@ from foretoken.core.ops.triton.attention import tile_schedule
 from foretoken.core.ops.triton.graph import step
 from foretoken.core.ops.triton.graph.input_fields import fields, fill_controls, fill_idle
 from foretoken.core.ops.triton.graph_inputs import GraphInputs
-from foretoken.core.ops.triton.sampling.encoded_sampling import NUM_COLUMNS, ROW
 from foretoken.core.ops.triton.sampling.gumbel_argmax import GumbelArgmax
-from foretoken.core.ops.triton.sampling.sampling_inputs import write_controls, write_plain_controls
+from foretoken.core.ops.triton.sampling.sampling_inputs import (
+    NUM_COLUMNS,
+    ROW,
+    write_controls,
+    write_plain_controls,
+)
 from support.fake_graph import _fresh
 from support.graph_fixture import PAGE_SIZE, VOCAB, CountedGraph, Graphs, make_decoder, make_pool
 from support.sampling_rows import Countdown, logits_of, row_of

@@ -1,0 +1,82 @@
+"""RowEdits: the edits of a request's rows, as the kernels of logits_processors.py take them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....interface.sampling import SamplingMetadata
+from ....sampling.encoded import EncodedSampling, Mask
+from ....sampling.logits_processors import SampleRow
+from .history import History
+
+STEPS = range(4)  # of the edits, in their order: bias, repetition, penalties, bans
+_, REPEAT, _, BAN = STEPS
+
+Ints: TypeAlias = NDArray[np.int32]
+Edits: TypeAlias = tuple[NDArray[Any], NDArray[np.float32]]  # token ids, and by how much
+_NOTHING: Edits = (np.empty(0, np.int32), np.empty(0, np.float32))
+
+
+class RowEdits:
+    """One request's edits for one vocabulary, kept by its `SamplingMetadata`."""
+
+    def __init__(self, sampling: SamplingMetadata, vocab_size: int) -> None:
+        self._encoded = encoded = sampling.cached(EncodedSampling, vocab_size)
+        self._path = History(0, vocab_size)
+        self._output = History(sampling.prompt_len, vocab_size)
+        self._allowed: Ints | None = None  # bits
+        if len(encoded.allowed):
+            members = np.zeros(vocab_size, np.bool_)
+            members[encoded.allowed] = True
+            self._allowed = pack_bits(members)
+
+    def bits(self, mask: Mask | None) -> Ints | None:
+        """A bit for each token that a row may have, None for all; ``mask``: its constraint's."""
+        if mask is None:
+            return self._allowed
+        return pack_bits(mask) if self._allowed is None else pack_bits(mask) & self._allowed
+
+    def steps(self, row: SampleRow, mask: Mask | None) -> tuple[Edits, ...]:
+        """Single edits of a row, in the order of `STEPS`."""
+        bias = self._encoded.biased, self._encoded.bias
+        return bias, self._repeats(row), self._penalties(row), self._bans(row, mask)
+
+    def _repeats(self, row: SampleRow) -> Edits:
+        """Repetition as in CTRL (arXiv 1909.05858)."""
+        factor = self._encoded.fields["repetition_penalty"]
+        if factor == 1.0:
+            return _NOTHING
+        ids, _ = self._path.counts(row.tokens, row.tail)
+        return ids, np.full(len(ids), factor, np.float32)
+
+    def _penalties(self, row: SampleRow) -> Edits:
+        """Frequency and presence as in OpenAI's API."""
+        fields = self._encoded.fields
+        frequency, presence = fields["frequency_penalty"], fields["presence_penalty"]
+        if frequency == presence == 0.0:
+            return _NOTHING
+        ids, counts = self._output.counts(row.tokens, row.tail)
+        return ids, -(counts.astype(np.float32) * np.float32(frequency) + np.float32(presence))
+
+    def _bans(self, row: SampleRow, mask: Mask | None) -> Edits:
+        encoded = self._encoded
+        ids = encoded.stops if encoded.bans_stops(row.position, mask) else _NOTHING[0]
+        if encoded.words:
+            ids = np.append(ids, np.array(row.banned_by_words(encoded.words), np.int64))
+        return ids, np.zeros(len(ids), np.float32)
+
+
+def num_words(vocab_size: int) -> int:
+    """Words of 32 bits that hold a bit for each token."""
+    return -(-vocab_size // 32)
+
+
+def pack_bits(members: Mask) -> Ints:
+    """A bit for each token, set where ``members`` [vocab] is: int32 [num_words]."""
+    bits = np.zeros(4 * num_words(len(members)), np.uint8)
+    packed = np.packbits(members, bitorder="little")
+    bits[: len(packed)] = packed
+    return bits.view(np.int32)

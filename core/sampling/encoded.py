@@ -1,0 +1,171 @@
+"""EncodedSampling: one request's sampling parameters as torch, C and Triton read them.
+
+Each parameter is encoded here once, as a field of a record. The torch oracle reads the fields by
+name, the C kernels read the record where it lies (``ft_sampling`` of sample.h has the same fields
+in the same order), and Triton's kernels have a copy of its first fields for each `PLACE`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..interface.output import Refusal
+from ..interface.sampling import (
+    ConstraintFailed,
+    SamplingMetadata,
+    TokenSamplingParams,
+    beyond_vocabulary,
+)
+from .gumbel import stream_start
+
+GREEDY, SAMPLED, MIN_P, CUT = range(4)
+"""Kinds of requests: the best token; drawn from all; from what min-p leaves; from what top-k or
+top-p leaves, with min-p or without. What to do after the edits follows from the kind."""
+
+MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
+
+Fields: TypeAlias = Mapping[str, Any]  # a record's numbers by name
+Places: TypeAlias = NDArray[Any]  # of `PLACE`
+Mask: TypeAlias = NDArray[np.bool_]  # [vocab] true where a token is allowed
+
+_DRAW = [  # name, format, and the attribute of `EncodedSampling`
+    ("noise_start", "u8", "_noise_start"),  # `stream_start` of the seed
+    ("kind", "i8", "kind"),
+    ("temperature", "f8", "_params.temperature"),
+    ("min_p_logit", "f8", "_min_p_logit"),  # least of scaled logits, whose best is 0; -inf: off
+    ("top_k", "i8", "_top_k"),  # 0: off
+    ("top_p", "f8", "_params.top_p"),  # 1: off
+]
+_EDITS = [
+    ("prompt_len", "i8", "prompt_len"),
+    ("edited_until", "i8", "edited_until"),
+    ("min_tokens", "i8", "min_tokens"),
+    ("repetition_penalty", "f4", "_params.repetition_penalty"),  # 1: off
+    ("frequency_penalty", "f4", "_params.frequency_penalty"),
+    ("presence_penalty", "f4", "_params.presence_penalty"),
+]
+_LISTS = [  # each an address and how many there are; see `_lent`
+    field
+    for name in ("biased", "allowed", "stops", "word_ids", "word_lens")
+    for field in ((name, "u8", f"_{name}_at"), (f"num_{name}", "i8", f"{name}.size"))
+]
+_FIELDS = [*_DRAW, *_EDITS, *_LISTS, ("bias", "u8", "_bias_at")]
+
+PLACE = np.dtype([*(field[:2] for field in _DRAW), ("row", "i8"), ("edited", "i8")])
+"""One place of a batch: the request's first fields; the row of the logits, and that of the edited
+values or -1, which are written for each place."""
+
+_NAMES = tuple(field[0] for field in _FIELDS)
+_values = attrgetter(*(field[2] for field in _FIELDS))
+_pack = struct.Struct("".join(np.dtype(field[1]).char for field in _FIELDS)).pack
+_DRAW_BYTES = 8 * len(_DRAW)
+_NO_ROW = struct.pack("qq", -1, -1)
+_ALWAYS = 2**62  # positions
+_EMPTY = {code: np.empty(0, code) for code in "qf"}
+
+
+class EncodedSampling:
+    """One request's parameters for logits of one width, kept by its `SamplingMetadata`.
+
+    With an ``error`` they cannot be served, and nothing else is read. Token ids are inside the
+    vocabulary, but for those that bad words only compare. Logits of output positions below
+    ``edited_until`` are edited before the temperature.
+    """
+
+    def __init__(self, sampling: SamplingMetadata, vocab_size: int) -> None:
+        params, bias = sampling.params, sampling.params.logit_bias or {}
+        self._params, self._noise_start = params, stream_start(sampling.seed)
+        self.vocab_size, self.prompt_len = vocab_size, sampling.prompt_len
+        self.constraint, self.min_tokens = sampling.constraint, params.min_tokens
+        self.error = _error(sampling, vocab_size)
+        self.is_asked = self.error is not None or self.constraint is not None  # see `ask`
+        is_edited = self.is_asked or sampling.has_processors
+        self.edited_until = _ALWAYS if is_edited else self.min_tokens
+        self.biased, self._biased_at = _lent("q", bias)
+        self.bias, self._bias_at = _lent("f", bias.values())
+        self.allowed, self._allowed_at = _lent("q", sorted(set(params.allowed_token_ids or ())))
+        stops = sampling.stop_ids if self.min_tokens else ()  # banned below it
+        self.stops, self._stops_at = _lent("q", sorted(i for i in stops if 0 <= i < vocab_size))
+        self.words = [word for word in sampling.bad_words_ids if word]
+        self.word_ids, self._word_ids_at = _lent("q", list(chain.from_iterable(self.words)))
+        self.word_lens, self._word_lens_at = _lent("q", list(map(len, self.words)))
+        self._top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+        self._min_p_logit = math.log(params.min_p) if params.min_p else -math.inf
+        self.kind = _kind(params, self._top_k)
+        record = _pack(*_values(self))
+        self.place = record[:_DRAW_BYTES] + _NO_ROW
+        self._record = array("B", record)
+        self.address, _ = self._record.buffer_info()
+
+    @cached_property
+    def fields(self) -> Fields:
+        """The record's numbers by name; made for the reference, and where there are edits."""
+        return dict(zip(_NAMES, _values(self), strict=True))
+
+    def bans_stops(self, position: int, mask: Mask | None) -> bool:
+        """Whether the edits of a place ban stop tokens, unless `ask` has done so in its mask."""
+        return mask is None and position < self.min_tokens
+
+    def ask(self, tokens: array[int], tail: Sequence[int]) -> tuple[Mask | None, str | None]:
+        """Return which tokens may follow a path, None for all; and why its row must fail.
+
+        Stop tokens that come before min_tokens are left out, but for those of an answer that can
+        only end: then min_tokens gives way.
+        """
+        if self.error is not None or self.constraint is None:
+            return None, self.error
+        try:
+            allowed = self.constraint.allowed(tokens, self.prompt_len, tail)
+        except ConstraintFailed as error:
+            return None, Refusal(error)
+        if allowed is None:
+            return None, None
+        if len(allowed) != self.vocab_size:
+            raise ValueError(
+                f"a mask of {len(allowed)} tokens for a vocabulary of {self.vocab_size}"
+            )
+        mask: Mask = np.frombuffer(allowed, np.bool_)
+        if len(tokens) + len(tail) - self.prompt_len < self.min_tokens:
+            going_on = mask.copy()
+            going_on[self.stops] = False
+            mask = going_on if going_on.any() else mask
+        return mask, None
+
+
+def places_of(requests: Iterable[EncodedSampling]) -> Places:
+    """Make a `PLACE` for each of some requests, [num_places]."""
+    return np.frombuffer(bytearray().join([each.place for each in requests]), PLACE)
+
+
+def _error(sampling: SamplingMetadata, vocab_size: int) -> str | None:
+    """The complaint about the first field with a token id that the vocabulary lacks, or None."""
+    for name, ids in sampling.token_id_fields().items():
+        if message := beyond_vocabulary(name, ids, vocab_size):
+            return message
+    return None
+
+
+def _kind(params: TokenSamplingParams, top_k: int) -> int:
+    if params.temperature == 0.0:
+        return GREEDY
+    if top_k or params.top_p < 1.0:
+        return CUT
+    return MIN_P if params.min_p > 0.0 else SAMPLED
+
+
+def _lent(code: str, numbers: Collection[float]) -> tuple[NDArray[Any], int]:
+    """Make an array of numbers, int64 ("q") or float32 ("f"); and its address, 0 if it is empty."""
+    if not numbers:
+        return _EMPTY[code], 0
+    memory: array[Any] = array(code, numbers)
+    return np.frombuffer(memory, code), memory.buffer_info()[0]
