@@ -128,6 +128,20 @@ def test_prompts_begin_in_turn_until_they_fill_a_step(length: int, num_begun: in
     driver.run()
 
 
+def test_a_prompt_that_began_early_is_in_turn_once_those_before_it_leave_room() -> None:
+    driver = make_driver()
+    long = come(driver, "long", BUDGET + 400)
+    driver.step()
+    early = come(driver, "early", 200)
+    driver.step()
+    assert early.is_early
+    while long.num_output == 0:
+        driver.step()
+    driver.step()
+    assert not early.is_early
+    driver.run()
+
+
 def test_no_short_prompt_begins_where_as_many_run_as_may() -> None:
     driver = make_driver(max_running=1)
     come(driver, "long", LONG)
