@@ -70,13 +70,10 @@ class StopStrings:
 
         With ``count=False`` complete matches are passed over.
         """
-        state = self._state
         for consumed, char in enumerate(text, 1):
-            state = self._step(state, char)
-            if count and state.stop is not None:
-                self._state = state
-                return state.stop, consumed
-        self._state = state
+            self._state = self._step(self._state, char)
+            if count and self._state.stop is not None:
+                return self._state.stop, consumed
         return None
 
 
@@ -229,16 +226,11 @@ class AnswerText:
 
     def take(self, *, final: bool = False) -> str:
         """The text that is final and not taken yet; with ``final`` all of the rest."""
-        parts = self._parts
-        whole = parts[0] if len(parts) == 1 else "".join(parts)
-        held = 0
+        whole, held = "".join(self._parts), 0
         if final and not self._stopped:
             whole += self._detokenizer.flush()
         elif not final and not self._stopped and self._stops is not None:
             held = self._stops.held
-        if not held:
-            parts.clear()
-            return whole
         shown = len(whole) - held
         self._parts = [whole[shown:]]
         return whole[:shown]

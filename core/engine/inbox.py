@@ -94,8 +94,8 @@ class RequestInbox:
             self._metrics.observe_delta(request, delta, now)
             if delta.terminal:
                 del self.streams[request.request_id]
-                if self._aborted:  # or the abort would end a later request with that id
-                    self._aborted = [id_ for id_ in self._aborted if id_ != request.request_id]
+                # Else an abort that came too late would end the next request of that id.
+                self._aborted = [id_ for id_ in self._aborted if id_ != request.request_id]
                 self._finished.append(now)
 
     def mark_idle(self) -> None:

@@ -59,15 +59,15 @@ def num_uncached_tokens(cache: PrefixCache, request: Request) -> int:
 def would_fit(cache: PrefixCache, request: Request, running: Collection[Request]) -> bool:
     """Whether all its tokens and one more fit beside those of the requests that run.
 
-    Those whose prompt is not computed yet get its pages later. Each has room to grow, too: without
-    it a preempted request would be admitted and preempted again at once.
+    A running request gets the pages of its prompt chunk by chunk. Each has room to grow, too:
+    without it a preempted request would be admitted and preempted again at once.
     """
     growth = RETURN_GROWTH if request.num_preemptions else 1
     page_size = cache.page_size
     lacking = sum(
         max(0, -(-len(other.tokens) // page_size) - len(other.lease.page_ids))
         for other in running
-        if other.num_pending > 1 and other.lease is not None
+        if other.lease is not None
     )
     return cache.would_fit(
         request.tokens,

@@ -254,6 +254,7 @@ class RequestTable:
         assert len(leases) == len(self.running), "every running request owns a lease"
         for request in self.waiting.requests:
             assert request.lease is None, "a waiting request owns nothing"
+            assert request.num_computed == 0, "a waiting request has no KV"
             assert request.status is RequestStatus.WAITING, "a waiting request has another status"
         for request in self.running.values():
             assert request.num_pending >= 1, "there is always a token to compute"

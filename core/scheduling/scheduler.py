@@ -244,11 +244,11 @@ class Scheduler:
             head = self.waiting.first()
             if early and (head is None or early[0].order < head.order):
                 request = early.popleft()
-                request.is_early = False
             elif (found := next(waiting, None)) is not None:
                 self._admit(request := found, now)
             else:
                 break
+            request.is_early = False
             in_turn.append(request)
             room -= request.num_pending
         return in_turn, list(early)
@@ -318,7 +318,6 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.num_uncached = num_uncached_tokens(self.cache, request)
-        request.is_early = False
         self.request_table.requeue(request)
 
     def _release(self, request: Request, *, keep: bool = True) -> None:

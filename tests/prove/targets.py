@@ -16,6 +16,8 @@ _TREE = (
 _CACHE = ("radix_cache/test_prefix_cache.py", "radix_cache/test_eviction.py")
 _QUOTA = ("radix_cache/test_quota.py", "radix_cache/test_eviction.py")
 _SCHEDULER = ("core/scheduling/test_scheduler.py", "core/scheduling/test_chunk_budget.py")
+_ADMISSION = ("core/scheduling/test_request_queue.py", "core/scheduling/test_scheduler.py")
+_COMMIT = ("core/scheduling/test_scheduler.py", "core/scheduling/test_cache_options.py")
 _SHORT = ("core/scheduling/test_scheduler.py", "simulation/test_long_prompts.py")
 _QUEUE = ("core/scheduling/test_request_queue.py", "core/scheduling/test_fairness.py")
 _LEASES = ("core/scheduling/test_cache_options.py", "core/scheduling/test_scheduler.py")
@@ -40,9 +42,10 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
         "PinnedPrefixes.keep", "PinnedPrefixes.expire", "PinnedPrefixes._shrink",
     ),
     _SCHEDULER: (
-        "Scheduler._release", "Scheduler._commit_request", "Scheduler._finish", "check_fits",
-        "RequestTable._check_room", "RequestTable.candidates", "RequestTable.discard",
+        "Scheduler._release", "Scheduler._finish", "check_fits", "RequestTable.discard",
     ),
+    _ADMISSION: ("RequestTable._check_room", "RequestTable.candidates"),
+    _COMMIT: ("Scheduler._commit_request",),
     _SHORT: (
         "Scheduler._plan_chunks", "Scheduler._fill_in_turn", "Scheduler._admit_early",
         "Scheduler._preempt", "RequestTable.short_ones", "would_fit",
@@ -84,6 +87,7 @@ EQUIVALENT: dict[str, str] = {
     "RadixTree._drop: off by one 1 #3": _TICKS,
     "PinnedPrefixes.keep: off by one 1": _TICKS,
     "PrefixCache.publish: bound start >= stop": "no page is given, to a node that is held anyway",
+    "Scheduler._fill_in_turn: bound early[0].order < head.order": "no two requests have one place",
     "Node.common_pages: off by one 0": "a child is found by its first page, which is common",
     "Node.common_pages: off by one 1": "the search halves elsewhere, and ends at the same page",
 }

@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.core.interface.request import Request
 from foretoken.core.scheduling.chunk_budget import newcomer_share
-from foretoken.core.scheduling.request_table import SchedulerLimits
+from foretoken.core.scheduling.request_table import MAX_PASSED, SchedulerLimits
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import VOCAB_SIZE, Driver, FakeRunner, make_request, no_draft
 
@@ -90,6 +90,80 @@ def test_prompts_of_falling_lengths_do_not_all_begin() -> None:
         driver.step()
     assert len(driver.scheduler.running) <= 5
     assert steps_to_first_token(driver, come(driver, "short", 20)) == 1
+    driver.run()
+
+
+@pytest.mark.parametrize(("length", "begins"), [(450, True), (451, False)])
+def test_a_prompt_begins_early_if_at_most_half_of_the_shortest_one_is_as_long(
+    length: int, begins: bool
+) -> None:
+    driver = make_driver()
+    come(driver, "long", BUDGET + 900)
+    driver.step()
+    come(driver, "half", length)
+    driver.step()
+    assert ("half" in driver.scheduler.running) == begins
+    driver.run()
+
+
+@pytest.mark.parametrize(("length", "num_begun"), [(19, 2), (20, 1)])
+def test_short_prompts_begin_until_they_fill_their_share(length: int, num_begun: int) -> None:
+    driver = make_driver()
+    come(driver, "long", LONG)
+    driver.step()
+    for index in range(3):
+        come(driver, f"short-{index}", length)
+    driver.step()
+    assert len(driver.scheduler.waiting) == 3 - num_begun
+    driver.run()
+
+
+@pytest.mark.parametrize(("length", "num_begun"), [(99, 2), (100, 1)])
+def test_prompts_begin_in_turn_until_they_fill_a_step(length: int, num_begun: int) -> None:
+    driver = make_driver()
+    for index in range(3):
+        come(driver, f"prompt-{index}", length)
+    driver.step()
+    assert len(driver.scheduler.waiting) == 3 - num_begun
+    driver.run()
+
+
+def test_a_prompt_that_began_early_is_in_turn_once_those_before_it_leave_room() -> None:
+    driver = make_driver()
+    long = come(driver, "long", BUDGET + 400)
+    driver.step()
+    early = come(driver, "early", 200)
+    driver.step()
+    assert early.is_early
+    while long.num_output == 0:
+        driver.step()
+    driver.step()
+    assert not early.is_early
+    driver.run()
+
+
+def test_no_short_prompt_begins_where_as_many_run_as_may() -> None:
+    driver = make_driver(max_running=1)
+    come(driver, "long", LONG)
+    driver.step()
+    come(driver, "short", 20)
+    driver.step()
+    assert list(driver.scheduler.running) == ["long"]
+    driver.run()
+
+
+@pytest.mark.parametrize("num_passed", [MAX_PASSED - 1, MAX_PASSED])
+def test_a_step_looks_for_short_prompts_at_so_many_tenants_and_no_more(num_passed: int) -> None:
+    """The prompts of most of them share one that is being computed, and wait for it."""
+    driver = make_driver()
+    long = come(driver, "long", LONG, tenant="long")
+    driver.step()
+    for index in range(num_passed):
+        name = f"sharer-{index}"
+        driver.add(make_request(name, long.tokens[:200], max_tokens=1, tenant=name))
+    come(driver, "last", 300, tenant="last")
+    driver.step()
+    assert ("last" in driver.scheduler.running) == (num_passed < MAX_PASSED)
     driver.run()
 
 

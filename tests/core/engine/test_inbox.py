@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from foretoken.core.engine.inbox import RequestInbox
-from foretoken.core.errors import EngineDead
+from foretoken.core.errors import DeadlineExceeded, EngineDead
 from foretoken.core.interface.request import FinishReason
 from foretoken.core.telemetry.metrics import EngineMetrics
 from support.fake_model import make_request, make_scheduler
@@ -31,6 +31,46 @@ def test_an_abort_ends_a_request_wherever_it_is(is_known: bool) -> None:
         assert stream.ended
         assert (await anext(stream)).finish_reason is FinishReason.ABORT
         assert not inbox.streams
+        counted = inbox._metrics.registry.get_sample_value
+        assert counted("foretoken:request_aborts_total", {"cause": "caller"}) == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_that_comes_with_the_end_does_not_end_the_next_request_of_that_id() -> None:
+    async def scenario() -> None:
+        inbox = make_mail()
+        for name in "ab":
+            inbox.accept(make_request(name, [1, 2]), 0.0)
+        inbox.abort("a")
+        inbox.drain(1.0)
+        for name in "ab":
+            inbox.abort(name)
+        inbox.deliver(1.0)
+        again = inbox.accept(make_request("a", [1, 2]), 2.0)
+        inbox.drain(2.0)
+        inbox.deliver(2.0)
+        assert list(inbox.streams.values()) == [again]
+
+    asyncio.run(scenario())
+
+
+def test_who_waited_in_vain_is_told_when_to_come_again() -> None:
+    async def scenario() -> None:
+        inbox = make_mail()
+        for each in range(9):
+            inbox.accept(make_request(str(each), [1]), 0.0)
+        late = inbox.accept(make_request("late", [1], deadline=20.0), 0.0)
+        for now in (0, 4, 8):  # one of them ends every four seconds
+            inbox.abort(str(now))
+            inbox.drain(now)
+            inbox.deliver(now)
+        inbox.drain(30.0)
+        inbox.deliver(30.0)
+        assert late.ended
+        with pytest.raises(DeadlineExceeded) as caught:
+            await anext(late)
+        assert caught.value.retry_after == 4.0 * 6, "six are waiting"
 
     asyncio.run(scenario())
 
@@ -75,6 +115,7 @@ def test_at_the_end_everybody_is_told_who_was_not() -> None:
         inbox.drain(0.0)
         unknown = inbox.accept(make_request("b", [1]), 0.0)
         inbox.fail_streams(EngineDead("it is over"))
+        assert not inbox.streams
         for stream in (known, unknown):
             assert stream.ended
             with pytest.raises(EngineDead, match="it is over"):

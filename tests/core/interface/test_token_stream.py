@@ -56,6 +56,38 @@ def test_what_a_slow_reader_missed_is_told_at_once_and_whole() -> None:
     asyncio.run(scenario())
 
 
+async def begin_to_read(stream: TokenStream) -> asyncio.Task[Delta]:
+    """Return a reader that waits for the next delta."""
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    assert not reader.done()
+    return reader
+
+
+def test_a_reader_that_waits_is_told_by_the_next_push() -> None:
+    async def scenario() -> None:
+        stream = make_stream()
+        for token_id in (7, 8):
+            reader = await begin_to_read(stream)
+            stream.push(delta_of(token_id))
+            await asyncio.sleep(0)
+            assert reader.done()
+            assert (await reader).token_ids == [token_id]
+
+    asyncio.run(scenario())
+
+
+def test_what_comes_when_a_reader_has_given_up_is_kept_for_the_next_one() -> None:
+    async def scenario() -> None:
+        stream = make_stream()
+        (await begin_to_read(stream)).cancel()
+        await asyncio.sleep(0)
+        stream.push(delta_of(7))
+        assert (await anext(stream)).token_ids == [7]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 def test_nothing_follows_the_end(is_read: bool) -> None:
     async def scenario() -> None:

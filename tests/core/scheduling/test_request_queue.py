@@ -421,17 +421,22 @@ def test_requests_on_their_way_to_the_queue_count() -> None:
 # -- admission ----------------------------------------------------------------------------------
 
 
-def test_those_whose_prefix_is_on_its_way_do_not_stop_the_others() -> None:
+@pytest.mark.parametrize("num_passed", [MAX_PASSED - 1, MAX_PASSED])
+def test_those_whose_prefix_is_on_its_way_do_not_stop_the_others_unless_they_are_many(
+    num_passed: int,
+) -> None:
     driver = drive(max_batch_tokens=24, page_size=4, num_pages=200, max_running=40)
     shared = [1, 2, 3, 4] * 8
-    for index in range(MAX_PASSED - 1):
+    for index in range(1 + num_passed):
         driver.add(make_request(f"same-{index}", [*shared, 5], tenant="a", max_tokens=2))
-    driver.add(make_request("other", [6, 5, 4, 3, 2], tenant="a", max_tokens=2))
+    other = [6, 5, 4, 3, 2] * 4  # too long to begin before its turn
+    driver.add(make_request("other", other, tenant="a", max_tokens=2))
     driver.step()
-    assert {row.request_id for row in driver.step().requests} == {"same-0", "other"}
+    others = {"other"} if num_passed < MAX_PASSED else set()
+    assert {row.request_id for row in driver.step().requests} == {"same-0"} | others
     driver.run()
     assert all(
-        driver.served[f"same-{index}"] == answer([*shared, 5], 2) for index in range(MAX_PASSED - 1)
+        driver.served[f"same-{index}"] == answer([*shared, 5], 2) for index in range(1 + num_passed)
     )
 
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from foretoken.core.errors import InvalidRequest, PromptTooLong, QueueFull
 from foretoken.core.interface.output import Refusal, RequestOutput, StepOutput
-from foretoken.core.interface.plan import StepPlan
-from foretoken.core.interface.request import RequestStatus, by_order
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.request import Request, RequestStatus, by_order
 from foretoken.core.scheduling.chunk_budget import num_step_tokens
 from support.fake_model import (
     VOCAB_SIZE,
@@ -27,6 +27,7 @@ from support.fake_model import (
     sometimes,
     wrong,
 )
+from support.fixed_depth import FixedDepth
 
 
 def drive(drafter=no_draft, **options) -> Driver:
@@ -73,9 +74,39 @@ def test_an_always_wrong_drafter_gives_exactly_one_token_every_step() -> None:
     request = make_request("a", prompt_of(4), max_tokens=13)
     driver.add(request)
     driver.run()
-    assert request.usage.verify_steps == 13
+    assert request.usage.verify_steps == request.usage.total_time == 13
     assert request.usage.accepted_tokens == 0
     assert request.usage.proposed_tokens > 0
+
+
+class Noting(FixedDepth):
+    """Notes the tokens of each step that it is told of, and the requests that left."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.seen: list[tuple[str, int]] = []
+        self.left: list[str] = []
+
+    def observe(
+        self, request: Request, scheduled: ScheduledRequest, out: RequestOutput, num_tokens: int
+    ) -> None:
+        self.seen.append((request.request_id, num_tokens))
+
+    def leave(self, request: Request) -> None:
+        self.left.append(request.request_id)
+
+
+def test_the_speculator_is_told_what_came_of_its_drafts_and_who_left() -> None:
+    speculator = Noting(3)
+    driver = drive(perfect, speculator=speculator)
+    driver.add(make_request("a", prompt_of(4), max_tokens=9))
+    driver.add(make_request("aborted", prompt_of(40, 1)))
+    for _ in range(3):
+        driver.step()
+    driver.abort("aborted")
+    driver.run()
+    assert speculator.seen == [("a", 4), ("a", 4)], "the step of the prompt had none"
+    assert sorted(speculator.left) == ["a", "aborted"]
 
 
 def test_a_long_prompt_never_stalls_a_stream() -> None:
@@ -164,6 +195,44 @@ def test_max_running_holds() -> None:
         assert len(driver.scheduler.running) <= 2
 
 
+def test_a_prompt_takes_the_one_token_that_decodes_leave_of_a_step() -> None:
+    driver = drive(max_batch_tokens=2)
+    driver.add(make_request("stream", [1, 2], max_tokens=40))
+    driver.step()
+    driver.add(late := make_request("late", prompt_of(4), max_tokens=1))
+    for _ in range(4):
+        driver.step()
+    assert late.num_output == 1
+    driver.run()
+
+
+@pytest.mark.parametrize(
+    ("page_size", "running", "chunk", "length", "needed"),
+    [
+        (4, 4, 9, 7, 2 + 2 + 1),  # pages: of the one that runs, of the newcomer, to grow
+        (1, 2, 9, 3, 3 + 4 + 1),
+        (4, 8, 5, 3, 2 + 1 + 1),  # still in its prompt, with a page for each token of it
+    ],
+)
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_request_is_admitted_where_its_tokens_fit_and_one_more_of_everybodys(
+    page_size: int, running: int, chunk: int, length: int, needed: int, lacking: int
+) -> None:
+    driver = drive(num_pages=needed - lacking, page_size=page_size, max_batch_tokens=chunk)
+    driver.add(make_request("running", prompt_of(running), max_tokens=2))
+    driver.step()
+    driver.add(make_request("new", prompt_of(length, 1), max_tokens=1))
+    assert ("new" in [row.request_id for row in driver.step().requests]) == (not lacking)
+    driver.run()
+
+
+def test_prompts_of_one_token_that_begin_together_preempt_nobody() -> None:
+    driver = drive(num_pages=3, page_size=1)
+    driver.add(*(make_request(str(token), [token], max_tokens=2) for token in (1, 2)))
+    driver.run()
+    assert driver.scheduler.num_preemptions == 0
+
+
 def test_preempted_requests_come_back_with_the_same_answer() -> None:
     driver = drive(sometimes, num_pages=14, page_size=2, max_batch_tokens=12, depth=2)
     requests = [make_request(str(i), prompt_of(4, i), max_tokens=14) for i in range(5)]
@@ -184,6 +253,48 @@ def test_the_request_that_comes_last_is_preempted_first(length: int) -> None:
     driver.run()
     assert low.num_preemptions > 0
     assert high.num_preemptions == 0
+    assert driver.scheduler.num_preemptions == low.num_preemptions
+
+
+def run_until_preempted(driver: Driver, request: Request) -> None:
+    while request.num_preemptions == 0:
+        assert driver.step().requests, "it is never preempted"
+
+
+def test_computed_pages_of_a_preempted_request_are_no_work_that_is_left() -> None:
+    driver = drive(num_pages=8, page_size=2, max_batch_tokens=32)
+    driver.add(low := make_request("low", prompt_of(6, 1), max_tokens=9, priority=1))
+    driver.step()
+    driver.add(make_request("high", prompt_of(4, 2), max_tokens=9))
+    run_until_preempted(driver, low)
+    assert low.num_uncached <= 2
+    driver.run()
+
+
+def test_an_answer_is_cached_when_it_ends_and_not_before() -> None:
+    driver = drive(page_size=1)
+    driver.add(request := make_request("a", prompt_of(4), max_tokens=5))
+    cached = driver.scheduler.cache.match_len
+    for _ in range(4):
+        driver.step()
+        assert cached(request.tokens) == 4
+    driver.step()
+    assert cached(request.tokens) == 8
+
+
+def test_an_answer_that_is_computed_again_is_cached_chunk_by_chunk() -> None:
+    driver = drive(num_pages=12, page_size=1, max_batch_tokens=2)
+    driver.add(request := make_request("a", [1, 2], max_tokens=9, priority=1))
+    driver.step()
+    driver.add(make_request("b", prompt_of(6, 2), max_tokens=4))
+    run_until_preempted(driver, request)
+    driver.abort("b")
+    driver.scheduler.flush()
+    cached = driver.scheduler.cache.match_len
+    for num_tokens in (2, 4):
+        driver.step()
+        assert request.num_computed == cached(request.tokens) == num_tokens
+    driver.run()
 
 
 def test_running_requests_stay_in_order_whenever_they_come_or_come_back() -> None:
@@ -375,7 +486,9 @@ def test_only_served_tokens_enter_the_tree() -> None:
     assert cache.match_len(array("q", path)) <= 3 + 5
 
 
-def test_a_callback_that_raises_fails_its_request_alone() -> None:
+def test_a_callback_that_raises_fails_its_request_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def broken(token_id: int) -> str | None:
         raise RuntimeError("no such character")
 
@@ -383,6 +496,7 @@ def test_a_callback_that_raises_fails_its_request_alone() -> None:
     driver.add(make_request("bad", prompt_of(3), on_token=broken))
     driver.add(make_request("good", prompt_of(3, 1)))
     driver.run()
+    assert "bad failed while its tokens were read" in caplog.text
     assert driver.ended["bad"] == "the answer could not be decoded"
     assert driver.served["good"] == answer(prompt_of(3, 1), 8)
 
