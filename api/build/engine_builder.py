@@ -42,7 +42,7 @@ from ...draft.proposers.self_draft import SelfProposer
 from ...draft.proposers.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
-from .drafts import SELF, check_compatible, make_speculator, measure_costs, parse_draft
+from .drafts import SELF, check_compatible, find_draft, make_speculator, measure_costs, parse_draft
 from .kv_pools import make_pools, model_len, out_of_memory_told
 from .model_files import find_model
 from .sampling_defaults import sampling_defaults
@@ -208,12 +208,10 @@ def _load_models(
 
     For `SELF` that is a rough copy of the target.
     """
+    draft_path = None if draft is None or draft == SELF else find_draft(draft)
     target = _load(path, config, device)
-    if draft is None:
-        return target, None
-    if draft == SELF:
-        return target, rough_decoder(target)
-    draft_path = find_model(draft).path
+    if draft_path is None:
+        return target, rough_decoder(target) if draft == SELF else None
     if head_kind(draft_path) is not None:
         return target, load_head(draft_path, target, partial(_output_matrix, path))
     decoder = _load(draft_path, config, device)

@@ -238,8 +238,22 @@ def test_an_address_needs_no_scheme(serve, say) -> None:
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(ForetokenError, match=r"http://127.0.0.1:1 does not answer"):
+    told = (
+        r"http://127.0.0.1:1 does not answer \(Connection refused\): is `foretoken serve` running"
+    )
+    with pytest.raises(ForetokenError, match=told):
         ask("http://127.0.0.1:1", "hi", SamplingParams())
+
+
+def test_a_program_that_speaks_no_http_is_named() -> None:
+    async def connect() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            await ServerModel.connect(f"http://127.0.0.1:{port}", None)
+
+    with pytest.raises(ForetokenError, match="broke off: the connection ended before an answer"):
+        asyncio.run(connect())
 
 
 @pytest.mark.parametrize("flags", [["smollm2"], ["--threads", "1"], ["--show-drafts"]])

@@ -87,6 +87,25 @@ def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
     assert not here, "nothing was loaded"
 
 
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["serve", "--prot", "80"], " serve: there is no flag --prot (the nearest is --port)"),
+        (["chat", "--sistem=x"], " chat: there is no flag --sistem (the nearest is --system)"),
+        (["serve", "-q"], " serve: there is no flag -q ("),
+        (["--verson"], ": there is no flag --verson (the nearest is --version)"),
+        (["run", "a", "b", "c"], " run: unexpected argument 'c'; a text with spaces needs"),
+    ],
+)  # fmt: skip
+def test_an_unknown_flag_is_an_error_of_its_command_with_the_nearest_one(args, told, capsys):
+    try:
+        code = commands.main(args)
+    except SystemExit as exited:
+        code = exited.code
+    assert code == 2
+    assert capsys.readouterr().err.startswith(f"foretoken{told}")
+
+
 def test_every_engine_option_is_a_flag_of_every_command():
     flags = {
         "draft": "none", "draft-temperature": "tuned", "speculation": "5",
