@@ -75,6 +75,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     """
     keep_freed_memory()
     source = find_model(model)
+    logger.info("loading %s (%s)", source.name, format_size(weight_files(source.path)[1]))
     defaults = sampling_defaults(source, config)  # refused before weights are read
     spec = parse_draft(config, own_draft=source.draft)
     device = _choose_device(config)
@@ -229,9 +230,9 @@ def _say_what_computes(
     target: Decoder, drafts: Sequence[Decoder | JoinedHead], pool: KVPool
 ) -> None:
     models = [target, *(draft for draft in drafts if not isinstance(draft, JoinedHead))]
-    by = " and ".join(type(decoder.ops).__name__ for decoder in models)
+    by = " and ".join(type(decoder.ops).__name__.removesuffix("Ops").lower() for decoder in models)
     num_tokens = pool.num_pages * pool.page_size
-    logger.info("%s on %s, KV of %d tokens", by, pool.data.device, num_tokens)
+    logger.info("%s kernels on %s, a KV pool of %d tokens", by, pool.data.device, num_tokens)
 
 
 def _warm_up(

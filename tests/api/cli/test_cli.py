@@ -264,7 +264,7 @@ def test_the_cost_line_names_every_source_and_marks_what_is_simulated():
     assert terminal.cost_line(SimpleNamespace(usage=usage)) == (
         "[9 tokens in 6 steps, 1.50 tokens/step, 3 of 12 draft tokens accepted (ngram 0 of 8, "
         "oracle:0.8 3 of 4 (simulated)), 0 of 0 prompt tokens cached, first token 10 ms, "
-        "ITL 5.0 ms]"
+        "then 200 tokens/s]"
     )
 
 
@@ -326,7 +326,7 @@ def test_run_colours_drafts_by_source_and_ends_with_a_legend(
     assert "\x1b[36m" in out
     assert re.sub(r"\x1b\[\d+m", "", out) == plain
     assert f"ngram = green: {counts['ngram']}" in err
-    assert "the target itself = plain: " in err
+    assert "the model itself = plain: " in err
 
 
 def test_chat_with_colours_remembers_the_text_without_them(
