@@ -25,7 +25,9 @@ class Parser(argparse.ArgumentParser):
         self._rare: list[argparse.Action] = []
         self._titled: dict[str, argparse._ArgumentGroup] = {}
 
-    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:  # noqa: ANN401 - argparse's own
+    def parse_args(  # type: ignore[override] # without argparse's overloads
+        self, args: Iterable[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Parse; an unknown flag is an error of its command, which names the nearest flag."""
         parsed, unknown = self.parse_known_args(None if args is None else [*args], namespace)
         if unknown:

@@ -109,7 +109,8 @@ class ServerModel:
             return await asyncio.open_connection(target.hostname, port, ssl=is_tls or None)
         except OSError as error:
             # asyncio's own strerror is "Connect call failed" and the address
-            reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or error
+            code = error.errno or 0  # of a name that is not found it is negative
+            reason = os.strerror(code) if code > 0 else error.strerror or error
             message = f"{self._url} does not answer ({reason}): is `foretoken serve` running there?"
             raise ForetokenError(message) from None
 
