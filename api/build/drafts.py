@@ -29,6 +29,7 @@ from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
 from ..text.tokenizer_cache import load_tokenizer
+from .model_files import find_model
 
 FREE: dict[str, Callable[[], Source]] = {
     "radix": PrefixSource,
@@ -102,6 +103,15 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
         )
         raise InvalidRequest(message, param="draft")
     return DraftSpec(sources, models[0] if models else None)
+
+
+def find_draft(name: str) -> Path:
+    """The folder or file of a draft model. Raises `ModelLoadError`, with the names of drafters."""
+    try:
+        return find_model(name).path
+    except ModelLoadError as error:
+        named = ", ".join(("auto", *FREE, SELF))
+        raise ModelLoadError(f"draft: {error}; drafters by name: {named}") from None
 
 
 def _sources(name: str) -> tuple[str, ...]:

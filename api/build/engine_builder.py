@@ -45,6 +45,7 @@ from .drafts import (
     SELF,
     DraftSpec,
     check_compatible,
+    find_draft,
     make_speculator,
     measure_costs,
     parse_draft,
@@ -84,14 +85,16 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     """
     keep_freed_memory()
     source = find_model(model)
+    logger.info("loading %s (%s)", source.name, format_size(weight_files(source.path)[1]))
     defaults = sampling_defaults(source, config)  # refused before weights are read
     spec = parse_draft(config, own_draft=source.draft)
     device = _choose_device(config)
     sizes = config.sizes(device.type)
+    draft_path = None if spec.model in (None, SELF) else find_draft(spec.model)
     target = _load(source.path, config, device)
     set_threads = _thread_setter(config.threads, target.ops)
     set_threads()
-    draft, no_self_draft = _load_draft(source.path, spec, config, target)
+    draft, no_self_draft = _load_draft(source.path, spec, draft_path, config, target)
     is_self = spec.model == SELF
     drafts = [] if draft is None or is_self else [draft]
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
@@ -217,22 +220,24 @@ def _warn_of_short_memory(path: Path, device: torch.device) -> None:
 
 
 def _load_draft(
-    path: Path, spec: DraftSpec, config: EngineConfig, target: Decoder
+    path: Path, spec: DraftSpec, found: Path | None, config: EngineConfig, target: Decoder
 ) -> tuple[Decoder | JoinedHead | None, str]:
-    """The model that drafts, on the target's device; and why `auto` leaves out the self-draft."""
-    if spec.model is None:
-        return None, ""
+    """The model that drafts, on the target's device; and why `auto` leaves out the self-draft.
+
+    ``found``: where a draft model or head is.
+    """
     if spec.model == SELF:
         copy = rough_copy(target, spec)
         if not isinstance(copy, str):
             return copy, ""
         logger.info("auto drafts without '%s': it %s", SELF, copy)
         return None, copy
-    draft_path = find_model(spec.model).path
-    if head_kind(draft_path) is not None:
-        return load_head(draft_path, target, partial(_output_matrix, path)), ""
-    decoder = _load(draft_path, config, target.device)
-    check_compatible(draft_path, decoder, path, target)
+    if found is None:
+        return None, ""
+    if head_kind(found) is not None:
+        return load_head(found, target, partial(_output_matrix, path)), ""
+    decoder = _load(found, config, target.device)
+    check_compatible(found, decoder, path, target)
     return decoder, ""
 
 
@@ -246,9 +251,9 @@ def _say_what_computes(
     target: Decoder, drafts: Sequence[Decoder | JoinedHead], pool: KVPool
 ) -> None:
     models = [target, *(draft for draft in drafts if not isinstance(draft, JoinedHead))]
-    by = " and ".join(type(decoder.ops).__name__ for decoder in models)
+    by = " and ".join(type(decoder.ops).__name__.removesuffix("Ops").lower() for decoder in models)
     num_tokens = pool.num_pages * pool.page_size
-    logger.info("%s on %s, KV of %d tokens", by, pool.data.device, num_tokens)
+    logger.info("%s kernels on %s, a KV pool of %d tokens", by, pool.data.device, num_tokens)
 
 
 def _warm_up(

@@ -60,15 +60,16 @@ def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
     looks_like_id = str(model).count("/") == 1 and not str(model).startswith((".", "/", "~"))
     if not looks_like_id:
         problem = "no such folder or GGUF file, and not a hub id of the form owner/name"
-        raise ModelLoadError(f"{model}: {problem}")
+        raise ModelLoadError(f"{model}: {problem} (`foretoken models` lists what there is)")
     return ModelSource(_download(str(model)), str(model))
 
 
 def _in_folder(folder: Path) -> Path:
-    """The GGUF file of a folder that has one in place of a config, else the folder."""
-    if (folder / "config.json").exists():
-        return folder
-    return gguf_file(folder) or folder
+    """The folder, or the GGUF file that it has in place of a config. Raises `ModelLoadError`."""
+    file = gguf_file(folder)
+    if file is None and not (folder / "config.json").exists():
+        raise ModelLoadError(f"{folder} is no model: it has neither config.json nor a GGUF file")
+    return file or folder
 
 
 def smollm2_file() -> Path | None:
@@ -136,7 +137,10 @@ def _cause(error: Exception) -> str:
         return "it has no such model; for a private one set HF_TOKEN to a token that may read it"
     if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, and the cache does not have the model"
-    return str(error).strip().partition("\n")[0]
+    reason = str(error).strip().partition("\n")[0].removeprefix("Got: ")
+    if reason.startswith("ConnectError"):
+        return f"{constants.ENDPOINT} cannot be reached ({reason.partition(': ')[2]})"
+    return reason
 
 
 # -- what can be served ---------------------------------------------------------------------------

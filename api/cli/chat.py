@@ -27,8 +27,8 @@ HISTORY_LINES = 1000
 MANY_LINES = '"""'  # begins and ends a message of several lines
 HELP = f"""\
 /system TEXT      set the system message; without TEXT remove it
-/set NAME VALUE   set a sampling parameter; without NAME list them
-/clear            begin a new conversation
+/set NAME VALUE   set a sampling parameter; without VALUE show it, without NAME list all
+/clear            begin a new conversation; the system message stays
 /save FILE        write the conversation to FILE as JSON
 /exit             end (also Ctrl-D)
 {MANY_LINES}               begins and ends a message of several lines
@@ -102,7 +102,8 @@ class Conversation:
 
     def __init__(self, partner: Partner, params: SamplingParams, system: str | None) -> None:
         self._partner, self._params = partner, params
-        self._messages: list[dict[str, str]] = []
+        self._messages = [{"role": "system", "content": system}] if system else []
+        self._prompt = ""  # of the line that is being read
         self._answering: asyncio.Task[None] | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
@@ -111,8 +112,6 @@ class Conversation:
             "/clear": self._clear,
             "/save": self._save,
         }
-        if system:
-            self._set_system(system)
 
     async def hold(self) -> None:
         """Read and answer until stdin ends."""
@@ -121,9 +120,9 @@ class Conversation:
         is_terminal = sys.stdin.isatty()
         with _line_editor() if is_terminal else contextlib.nullcontext():
             if is_terminal:
-                print(f"{self._partner.name}: write a message, or /help")
+                print(f"{self._partner.name}: write a message, or /help; Ctrl-C stops an answer")
                 self._watch_for_interrupts()
-            while (text := await _read_message(is_terminal=is_terminal)) is not None:
+            while (text := await self._read_message(is_terminal=is_terminal)) is not None:
                 name, _, rest = text.partition(" ")
                 if not name.startswith("/") or not is_terminal:
                     await self._answer(text)
@@ -163,7 +162,8 @@ class Conversation:
         if self._answering is not None:
             self._answering.cancel()
         else:
-            print("\n(Ctrl-D or /exit ends the conversation)", file=sys.stderr)
+            print("\n(Ctrl-D or /exit ends the conversation)", file=sys.stderr, flush=True)
+            print(self._prompt, _half_line(), sep="", end="", flush=True)  # still being read
 
     # -- commands -------------------------------------------------------------------------------
 
@@ -174,64 +174,76 @@ class Conversation:
             return
         try:
             command(rest)
-        except (InvalidRequest, OSError) as error:
+        except InvalidRequest as error:
             print(f"foretoken: {error}", file=sys.stderr)
+        except OSError as error:
+            print(f"foretoken: {error.filename}: {error.strerror}", file=sys.stderr)
 
     def _set_system(self, text: str) -> None:
         others = [each for each in self._messages if each["role"] != "system"]
         system = [{"role": "system", "content": text}] if text else []
         self._messages = system + others
+        print("(the system message is set)" if text else "(there is no system message now)")
 
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
-        if not name:
-            for each in SAMPLING_FLAGS:
-                value = getattr(self._params, each)
-                print(each, self._left_out(each) if isinstance(value, LeftOut) else dumps(value))
-            return
-        if name not in SAMPLING_FLAGS:
+        if name not in ("", *SAMPLING_FLAGS):
             known = ", ".join(SAMPLING_FLAGS)
             raise InvalidRequest(f"{name} is not one of {known}", param=name)
-        try:
-            given = loads(value)
-        except ValueError:
-            given = value
-        self._params = replace(self._params, **{name: given})
+        if value:
+            try:
+                given = loads(value)
+            except ValueError:
+                given = value
+            self._params = replace(self._params, **{name: given})
+        for each in (name,) if name else SAMPLING_FLAGS:
+            print(each, self._in_force(each))
 
-    def _left_out(self, name: str) -> str:
-        """The value of a parameter that is left out, where it is known."""
+    def _in_force(self, name: str) -> str:
+        """The value of a parameter; where it is left out the model's, if that is known."""
+        value = getattr(self._params, name)
+        if not isinstance(value, LeftOut):
+            return dumps(value)
         if name not in self._partner.sampling:
             return "(the model's own)"
         return f"(the model's own: {dumps(self._partner.sampling[name])})"
 
     def _clear(self, _text: str) -> None:
         self._messages = [each for each in self._messages if each["role"] == "system"]
+        print("(a new conversation)")
 
     def _save(self, text: str) -> None:
         if not text:
             raise InvalidRequest("/save needs the name of a file", param="file")
         document = dumps(self._messages, ensure_ascii=False, indent=2)
-        Path(text).expanduser().write_text(document + "\n", "utf-8")
+        path = Path(text).expanduser()
+        path.write_text(document + "\n", "utf-8")
+        print(f"({path} has the conversation)")
+
+    # -- messages -------------------------------------------------------------------------------
+
+    async def _read_message(self, *, is_terminal: bool) -> str | None:
+        """The next message that is not empty; None at the end of stdin."""
+        while (line := await self._read("> " if is_terminal else "")) is not None:
+            if not line.startswith(MANY_LINES) or not is_terminal:
+                if line.strip():
+                    return line
+                continue
+            lines = [line.removeprefix(MANY_LINES)]
+            while not lines[-1].endswith(MANY_LINES):
+                more = await self._read(". ")
+                if more is None:
+                    return None
+                lines.append(more)
+            return "\n".join(lines).removesuffix(MANY_LINES).strip("\n")
+        return None
+
+    async def _read(self, prompt: str) -> str | None:
+        self._prompt = prompt
+        return await _read_line(prompt)
 
 
 # -- stdin ------------------------------------------------------------------------------------
-
-
-async def _read_message(*, is_terminal: bool) -> str | None:
-    """The next message that is not empty; None at the end of stdin."""
-    while (line := await _read_line("> " if is_terminal else "")) is not None:
-        if not line.startswith(MANY_LINES) or not is_terminal:
-            if line.strip():
-                return line
-            continue
-        lines = [line.removeprefix(MANY_LINES)]
-        while not lines[-1].endswith(MANY_LINES):
-            more = await _read_line(". ")
-            if more is None:
-                return None
-            lines.append(more)
-        return "\n".join(lines).removesuffix(MANY_LINES).strip("\n")
-    return None
 
 
 async def _read_line(prompt: str) -> str | None:
@@ -257,6 +269,12 @@ async def _read_line(prompt: str) -> str | None:
 def _piped_line() -> str | None:
     line = sys.stdin.readline()
     return line.rstrip("\n") if line else None
+
+
+def _half_line() -> str:
+    """What is typed of the line that is being read, where Python has readline."""
+    readline = sys.modules.get("readline")
+    return "" if readline is None else readline.get_line_buffer()
 
 
 @contextlib.contextmanager

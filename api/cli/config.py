@@ -75,8 +75,9 @@ class Given:
 
     def make(self, kind: type[T], **more: Any) -> T:  # noqa: ANN401 - fields that are no settings
         """The dataclass. Raises `InvalidRequest`, with variable or file where one is wrong."""
+        options = self.options(kind)  # an error there has the source already
         try:
-            return kind(**self.options(kind), **more)
+            return kind(**options, **more)
         except InvalidRequest as error:
             source = self._sources.get(error.param or "")
             if source is None:
@@ -88,7 +89,7 @@ class Given:
         known = [*self._known, "config", *READ_ELSEWHERE]
         names = sorted(name for name in os.environ if name.startswith(PREFIX))
         unknown = [
-            f"{name}{_nearest(name, map(_variable, known))}"
+            f"{name}{nearest(name, map(_variable, known))}"
             for name in names
             if name.removeprefix(PREFIX).lower() not in known or _is_kubernetes(name)
         ]
@@ -121,7 +122,7 @@ class Given:
         for key, value in values.items():
             name = key.replace("-", "_")
             if name not in self._known:
-                near = _nearest(key, (each.replace("_", "-") for each in self._known))
+                near = nearest(key, (each.replace("_", "-") for each in self._known))
                 raise InvalidRequest(f"{path}: unknown key {key}{near}", param="config")
             if name in found:
                 raise InvalidRequest(f"{path}: {key} is there twice", param="config")
@@ -145,7 +146,8 @@ def _variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The most similar name, as the end of an error about an unknown one; "" where none is."""
     found = get_close_matches(name, [*known], 1)
     return f" (the nearest is {found[0]})" if found and found[0] != name else ""
 

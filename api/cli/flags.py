@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from ...core.config import EngineConfig
 from ...core.interface.settings import Setting, settings_of
 from ..types.sampling_params import LeftOut, SamplingParams
+from .config import nearest
 
 SAMPLING_FLAGS = tuple(settings_of(SamplingParams))
 
@@ -23,6 +24,23 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
         self._rare: list[argparse.Action] = []
         self._titled: dict[str, argparse._ArgumentGroup] = {}
+
+    def parse_args(  # type: ignore[override] # without argparse's overloads
+        self, args: Iterable[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse; an unknown flag is an error of its command, which names the nearest flag."""
+        parsed, unknown = self.parse_known_args(None if args is None else [*args], namespace)
+        if unknown:
+            command: Parser = getattr(parsed, "parser", self)
+            command.refuse(unknown[0].partition("=")[0])
+        return parsed
+
+    def refuse(self, argument: str) -> NoReturn:
+        """Print that this command has no such argument and exit with status 2."""
+        if argument.startswith("-"):
+            near = nearest(argument, self._option_string_actions)
+            self.error(f"there is no flag {argument}{near}")
+        self.error(f"unexpected argument {argument!r}; a text with spaces needs quotes")
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with status 2."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
@@ -107,8 +108,11 @@ class ServerModel:
         try:
             return await asyncio.open_connection(target.hostname, port, ssl=is_tls or None)
         except OSError as error:
-            reason = error.strerror or error
-            raise ForetokenError(f"{self._url} does not answer: {reason}") from None
+            # asyncio's own strerror is "Connect call failed" and the address
+            code = error.errno or 0  # of a name that is not found it is negative
+            reason = os.strerror(code) if code > 0 else error.strerror or error
+            message = f"{self._url} does not answer ({reason}): is `foretoken serve` running there?"
+            raise ForetokenError(message) from None
 
 
 async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
@@ -116,7 +120,9 @@ async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> Async
     status, failure = 0, b""
     while not isinstance(event := http.next_event(), h11.EndOfMessage):
         if event is h11.NEED_DATA:
-            http.receive_data(await reader.read(READ_BYTES))
+            if not (piece := await reader.read(READ_BYTES)) and not status:
+                raise h11.RemoteProtocolError("the connection ended before an answer came")
+            http.receive_data(piece)
         elif isinstance(event, h11.Response):
             status = event.status_code
         elif isinstance(event, h11.Data) and status == HTTPStatus.OK:

@@ -88,7 +88,7 @@ class Painter:
         parts = []
         for source, count in self._counts.items():
             colour = f" = {self._palette.name(source)}" if self._palette.coloured else ""
-            parts.append(f"{source or 'the target itself'}{colour}: {count}")
+            parts.append(f"{source or 'the model itself'}{colour}: {count}")
         return f"[tokens by source: {', '.join(parts)}]"
 
 
@@ -154,9 +154,9 @@ def cost_line(answer: Answer) -> str:
         f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached",
         f"first token {usage.time_to_first_token * 1e3:.0f} ms",
     ]
-    if usage.completion_tokens > 1:
-        between = (usage.total_time - usage.time_to_first_token) / (usage.completion_tokens - 1)
-        parts.append(f"ITL {between * 1e3:.1f} ms")
+    seconds = usage.total_time - usage.time_to_first_token
+    if usage.completion_tokens > 1 and seconds > 0:
+        parts.append(f"then {(usage.completion_tokens - 1) / seconds:.0f} tokens/s")
     return f"[{', '.join(parts)}]"
 
 

@@ -24,6 +24,9 @@ from ...core.errors import (
 
 logger = logging.getLogger(__name__)
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 60
+NO_ROUTE = (
+    "no such route: /openapi.json lists them, and the base URL of an OpenAI client ends in /v1"
+)
 INTERNAL = "internal error"
 MAX_MESSAGE_CHARS = 1024  # a message may quote what it was sent
 _PATH = re.compile(r"`\$\.?(?P<path>[^`]*)`$")
@@ -160,8 +163,12 @@ def _retry_seconds(seconds: float) -> int:
 
 def _from_starlette(error: HTTPException) -> ApiError:
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = {404: "no such route"}.get(error.status_code, error.detail)
     headers = dict(error.headers) if error.headers else None
+    known = {
+        404: NO_ROUTE,
+        405: f"this route takes {(headers or {}).get('Allow', 'another method')}",
+    }
+    message = known.get(error.status_code, error.detail)
     return ApiError(error.status_code, message, code=code, headers=headers)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -210,16 +209,6 @@ def _random_reader(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     return read
 
 
-def _progress(layers: range) -> Iterable[int]:
-    """A progress bar on a terminal, nothing in logs and pipes."""
-    if not sys.stderr.isatty():
-        return layers
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    bar: Iterable[int] = tqdm(layers, desc="loading", unit="layer", leave=False)
-    return bar
-
-
 def _head_order(
     head_dim: int, rope: RopeSpec, *, interleaved: bool, device: torch.device
 ) -> Tensor | None:
@@ -283,7 +272,7 @@ class _Assembly:
             embed_scale = rounded(embed_scale, table.dtype)
         weights = DecoderWeights(
             embedding=scaled(table, embed_scale),
-            layers=tuple(self._layer(i) for i in _progress(range(config.num_layers))),
+            layers=tuple(self._layer(i) for i in range(config.num_layers)),
             final_norm=self._norm(FINAL_NORM),
             lm_head=self._ops.pack_linear(lm_head),
             token_inputs=self._token_inputs() if config.token_input_size else None,

@@ -38,7 +38,7 @@ class TopKTopP:
 
     @classmethod
     def of(cls, fields: Sequence[Fields], values: Tensor) -> TopKTopP:
-        """Build the limits of each row of ``values`` [num_rows, vocab] from the rows' `EncodedSampling.fields`."""
+        """Build the limits of each row of ``values`` [num_rows, vocab] from its ``fields``."""
         size, device = values.shape[-1], values.device
         top_k = [[each["top_k"] or size] for each in fields]
         min_p_logit = [[each["min_p_logit"]] for each in fields]

@@ -189,7 +189,7 @@ def test_drafts_are_shown_in_colour_and_the_text_stays_the_same() -> None:
     assert "\x1b[3" in shown.stdout
     assert re.sub(r"\x1b\[\d+m", "", shown.stdout) == plain.stdout
     legend, cost = shown.stderr.splitlines()[-2:]
-    assert "the target itself = plain: " in legend
+    assert "the model itself = plain: " in legend
     assert "draft tokens accepted (" in cost
     quiet = call(*args, "--show-drafts", variables={"NO_COLOR": "1"})
     assert quiet.stdout == plain.stdout

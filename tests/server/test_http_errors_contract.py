@@ -311,6 +311,7 @@ def test_an_unknown_model_or_route_is_404_in_json(url: str) -> None:
     for path in ("/v1", "/v1/embeddings", "/nope", "/v1/completions/x", "/%ff", f"{CHAT}/"):
         answer = post(url, path, {}, AUTH)
         assert (answer.status, answer.error["code"]) == (404, "not_found")
+        assert "the base URL of an OpenAI client ends in /v1" in answer.error["message"]
     assert get(url, "/health/", AUTH).status == 404
 
 
@@ -319,6 +320,7 @@ def test_a_wrong_method_is_405_and_allow_says_the_right_one(url: str) -> None:
         answer = get(url, path, AUTH)
         assert (answer.status, answer.headers["allow"]) == (405, "POST")
         assert answer.error["type"] == "invalid_request_error"
+        assert answer.error["message"] == "this route takes POST"
     for path in ("/", "/v1/models", "/version", "/health"):
         assert post(url, path, {}, AUTH).status == 405
 

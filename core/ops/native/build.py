@@ -8,6 +8,7 @@ compiler, flags, and the CPU's features. ``FORETOKEN_CACHE`` names another cache
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -167,10 +168,12 @@ def _compile(command: list[str], sources: Sequence[Path], target: Path) -> None:
             if target.exists():
                 return
             output = Path(folder) / target.name
+            logger.info("compiling %s, once for this version and CPU", target)
             _run([*command, *files, "-o", str(output), "-lm"], timeout=_COMPILE_TIMEOUT)
             output.replace(target)
     except OSError as error:
-        raise NativeBuildError(f"the cache folder cannot be written: {error}") from error
+        message = f"the cache folder cannot be written: {error}; FORETOKEN_CACHE names another"
+        raise NativeBuildError(message) from error
 
 
 @contextmanager
@@ -199,11 +202,14 @@ def _run(command: list[str], timeout: float) -> str:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise NativeBuildError(f"the C compiler took longer than {timeout:g} s") from error
+    except OSError as error:
         raise NativeBuildError(f"the C compiler failed: {error}") from error
     if process.returncode != 0:
-        lines = [line for line in errors.splitlines() if "error:" in line] or ["no message"]
-        raise NativeBuildError(f"the C compiler failed: {lines[0]}")
+        full = os.strerror(errno.ENOSPC)
+        lines = [line for line in errors.splitlines() if "error:" in line or full in line]
+        raise NativeBuildError(f"the C compiler failed: {(lines or ['no message'])[0]}")
     return output
 
 

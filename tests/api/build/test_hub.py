@@ -1,4 +1,4 @@
-"""Errors for models of the hub that cannot be had; the hub is a server of this process."""
+"""Errors about models that are not found, here or on a hub, which is a server of this process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from foretoken.api.build.drafts import find_draft
 from foretoken.api.build.model_files import find_model
 from foretoken.core.errors import ModelLoadError
 
@@ -64,6 +65,14 @@ def test_a_model_that_the_hub_does_not_give_has_its_reason(name: str, told: str)
     assert "\n" not in message
 
 
+def test_a_hub_that_is_not_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    with pytest.raises(ModelLoadError) as caught:
+        find_model("owner/any")
+    told = "from the hub: http://127.0.0.1:9 cannot be reached ([Errno 111] Connection refused)"
+    assert str(caught.value).endswith(told)
+
+
 def test_offline_the_cache_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelLoadError, match="HF_HUB_OFFLINE is set, and the cache does not have"):
@@ -84,3 +93,22 @@ def test_a_model_of_the_cache_is_found_without_the_hub(
     (folder / "refs" / "main").write_text(commit)
     found = find_model("owner/kept")
     assert (found.path, found.name) == (snapshot, "owner/kept")
+
+
+# -- names that are not of the hub --------------------------------------------------------------
+
+
+def test_a_wrong_name_tells_how_to_list_models() -> None:
+    with pytest.raises(ModelLoadError, match=r"not a hub id .* \(`foretoken models` lists"):
+        find_model("smollm3")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"neither config\.json nor a GGUF file"):
+        find_model(tmp_path)
+
+
+def test_a_draft_that_is_not_found_tells_the_names_of_drafters() -> None:
+    told = "^draft: radics: no such folder .* drafters by name: auto, radix, suffix, ngram, self$"
+    with pytest.raises(ModelLoadError, match=told):
+        find_draft("radics")

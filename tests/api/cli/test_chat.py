@@ -110,9 +110,42 @@ def test_set_alone_lists_what_holds(monkeypatch, capsys) -> None:
     assert "min_p (the model's own)\n" in listed
 
 
-def test_save_writes_the_conversation(monkeypatch, tmp_path) -> None:
+def test_set_with_a_name_alone_shows_its_value(monkeypatch, capsys) -> None:
+    hold(monkeypatch, ["/set max_tokens 7", "/set max_tokens", "/set top_p"])
+    listed = capsys.readouterr().out.splitlines()[1:]
+    assert listed == ["max_tokens 7", "max_tokens 7", "top_p (the model's own: 0.9)"]
+
+
+def test_commands_tell_that_they_are_done(monkeypatch, capsys) -> None:
+    hold(monkeypatch, ["/system x", "/system", "/clear"], system="old")
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "(the system message is set)", "(there is no system message now)", "(a new conversation)",
+    ]  # fmt: skip
+
+
+def test_ctrl_c_at_the_prompt_shows_it_again_with_what_was_typed(monkeypatch, capsys) -> None:
+    partner, lines = Partner(), iter(['"""a', "b" + '"""'])
+
+    async def read(prompt: str) -> str | None:
+        partner.conversation._interrupt()
+        return next(lines, None)
+
+    monkeypatch.setattr(chat, "_read_line", read)
+    monkeypatch.setattr(chat, "_half_line", lambda: "half a li")
+    monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"isatty": lambda self: True})())
+    partner.conversation = chat.Conversation(partner, SamplingParams(), None)  # type: ignore[attr-defined]
+    asyncio.run(partner.conversation.hold())
+    out, err = capsys.readouterr()
+    assert "> half a li. half a lia\nb\n> half a li" in out
+    assert err.count("(Ctrl-D or /exit ends the conversation)") == 3
+
+
+def test_save_writes_the_conversation(monkeypatch, tmp_path, capsys) -> None:
     file = tmp_path / "talk.json"
     hold(monkeypatch, ["é", f"/save {file}", "/save /no/such/folder/x", "b"])
+    out, err = capsys.readouterr()
+    assert f"({file} has the conversation)" in out
+    assert "foretoken: /no/such/folder/x: No such file or directory\n" in err
     assert json.loads(file.read_text("utf-8")) == [
         {"role": "user", "content": "é"}, {"role": "assistant", "content": "é!"},
     ]  # fmt: skip
@@ -238,8 +271,22 @@ def test_an_address_needs_no_scheme(serve, say) -> None:
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(ForetokenError, match=r"http://127.0.0.1:1 does not answer"):
+    told = (
+        r"http://127.0.0.1:1 does not answer \(Connection refused\): is `foretoken serve` running"
+    )
+    with pytest.raises(ForetokenError, match=told):
         ask("http://127.0.0.1:1", "hi", SamplingParams())
+
+
+def test_a_program_that_speaks_no_http_is_named() -> None:
+    async def connect() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            await ServerModel.connect(f"http://127.0.0.1:{port}", None)
+
+    with pytest.raises(ForetokenError, match="broke off: the connection ended before an answer"):
+        asyncio.run(connect())
 
 
 @pytest.mark.parametrize("flags", [["smollm2"], ["--threads", "1"], ["--show-drafts"]])

@@ -87,6 +87,25 @@ def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
     assert not here, "nothing was loaded"
 
 
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["serve", "--prot", "80"], " serve: there is no flag --prot (the nearest is --port)"),
+        (["chat", "--sistem=x"], " chat: there is no flag --sistem (the nearest is --system)"),
+        (["serve", "-q"], " serve: there is no flag -q ("),
+        (["--verson"], ": there is no flag --verson (the nearest is --version)"),
+        (["run", "a", "b", "c"], " run: unexpected argument 'c'; a text with spaces needs"),
+    ],
+)  # fmt: skip
+def test_an_unknown_flag_is_an_error_of_its_command_with_the_nearest_one(args, told, capsys):
+    try:
+        code = commands.main(args)
+    except SystemExit as exited:
+        code = exited.code
+    assert code == 2
+    assert capsys.readouterr().err.startswith(f"foretoken{told}")
+
+
 def test_every_engine_option_is_a_flag_of_every_command():
     flags = {
         "draft": "none", "draft-temperature": "tuned", "speculation": "5",
@@ -245,7 +264,7 @@ def test_the_cost_line_names_every_source_and_marks_what_is_simulated():
     assert terminal.cost_line(SimpleNamespace(usage=usage)) == (
         "[9 tokens in 6 steps, 1.50 tokens/step, 3 of 12 draft tokens accepted (ngram 0 of 8, "
         "oracle:0.8 3 of 4 (simulated)), 0 of 0 prompt tokens cached, first token 10 ms, "
-        "ITL 5.0 ms]"
+        "then 200 tokens/s]"
     )
 
 
@@ -307,7 +326,7 @@ def test_run_colours_drafts_by_source_and_ends_with_a_legend(
     assert "\x1b[36m" in out
     assert re.sub(r"\x1b\[\d+m", "", out) == plain
     assert f"ngram = green: {counts['ngram']}" in err
-    assert "the target itself = plain: " in err
+    assert "the model itself = plain: " in err
 
 
 def test_chat_with_colours_remembers_the_text_without_them(

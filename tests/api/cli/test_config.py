@@ -179,6 +179,7 @@ def test_a_wrong_file_is_refused_by_its_name_and_the_key(text, problem, tmp_path
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     message = refused("--config", str(path))
     assert message.startswith(f"{path}: ")
+    assert message.count(str(path)) == 1
     assert problem in message
 
 
@@ -204,7 +205,7 @@ def test_a_file_that_is_not_there_is_one_line_and_status_2(capsys, tmp_path) -> 
 )
 def test_a_wrong_variable_is_refused_by_its_name(name, text, problem, monkeypatch) -> None:
     monkeypatch.setenv(f"FORETOKEN_{name}", text)
-    assert problem in refused()
+    assert refused().startswith(problem)
 
 
 def test_a_variable_that_a_flag_replaces_is_not_read(monkeypatch) -> None:

@@ -95,7 +95,7 @@ def test_text_that_is_held_back_keeps_the_colour_of_its_token():
     second = TextDelta(text="ello!", token_ids=[2], sources=[""])
     assert painter.paint(first) == "\x1b[32mh\x1b[0m"
     assert painter.paint(second) == "\x1b[32me\x1b[0m\x1b[36mllo\x1b[0m!"
-    legend = "[tokens by source: ngram = green: 1, model = cyan: 1, the target itself = plain: 1]"
+    legend = "[tokens by source: ngram = green: 1, model = cyan: 1, the model itself = plain: 1]"
     assert painter.legend() == legend
 
 

@@ -92,8 +92,35 @@ def test_a_compile_error_is_told_and_leaves_nothing_behind(monkeypatch, tmp_path
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(NativeBuildError, match="cache folder"):
+    with pytest.raises(NativeBuildError, match=r"cache folder .*; FORETOKEN_CACHE names another"):
         build("scalar")
+
+
+def test_a_disk_without_room_is_told_as_the_cause(tmp_path):
+    script = tmp_path / "cc"
+    script.write_text(
+        "#!/bin/sh\necho 'ld: final link failed: No space left on device' >&2\n"
+        "echo 'collect2: error: ld returned 1 exit status' >&2\nexit 1\n"
+    )
+    script.chmod(0o700)
+    with pytest.raises(NativeBuildError, match="final link failed: No space left on device"):
+        building._run([str(script)], timeout=10)
+
+
+def test_a_compiler_that_hangs_is_told_in_one_line():
+    with pytest.raises(NativeBuildError, match=r"^the C compiler took longer than 0\.01 s$"):
+        building._run(["sleep", "60"], timeout=0.01)
+
+
+@needs_compiler
+def test_a_compilation_is_announced(monkeypatch, tmp_path, caplog):
+    source = tmp_path / "small.c"
+    source.write_text("int f(void) { return 1; }\n")
+    monkeypatch.setattr(building, "_sources", lambda _: [source])
+    with caplog.at_level(logging.INFO):
+        build("scalar")
+        build("scalar")
+    assert sum("compiling" in message for message in caplog.messages) == 1
 
 
 def test_an_unknown_cpu_is_not_given_the_portable_variant_unasked(monkeypatch, caplog):
