@@ -32,7 +32,7 @@ MUTATIONS = (
     Mutation(
         "sampling-presence-counts-the-prompt",
         "_penalise",
-        "output = _history(row, encoded.prompt_len, values)",
+        "output = _history(row, row.sampling.prompt_len, values)",
         "output = _history(row, 0, values)",
         ("test_any_mixture_of_parameters_equals_the_reference",),
         "presence and frequency count the output alone",
