@@ -272,7 +272,7 @@ def _piped_line() -> str | None:
 
 
 def _half_line() -> str:
-    """What is typed of the line that is being read, where Python has readline."""
+    """The typed part of the line that is being read, where Python has readline."""
     readline = sys.modules.get("readline")
     return "" if readline is None else readline.get_line_buffer()
 
