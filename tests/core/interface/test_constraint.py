@@ -92,6 +92,11 @@ def test_min_tokens_keeps_an_answer_going_only_where_it_can_go_on() -> None:
     assert left(make_row(Table({(1,): [1, STOP]}), [1], min_tokens=1)) == [1, STOP]
 
 
+def test_a_mask_of_another_vocabulary_is_an_error() -> None:
+    with pytest.raises(ValueError, match=f"a mask of {VOCAB} tokens for a vocabulary of 9"):
+        apply_processors(torch.zeros(1, 9), [make_row(Table({(): [1]}))])
+
+
 def test_a_constraint_that_fails_is_an_error_of_its_row_alone() -> None:
     rows = [make_row(Table({(): []})), make_row(Table({(): [4]}))]
     choices = sample(torch.zeros(2, VOCAB), rows)
