@@ -18,8 +18,7 @@ from ...core.ops.kv_pool import KVPool
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile, best_chain
 from ...draft.control.estimators import AcceptanceModel
-from ...draft.control.profiler import profile_pass, profile_step
-from ...draft.heads.proposer import HeadProposer
+from ...draft.control.profiler import TriedProposer, profile_pass, profile_step
 from ...draft.proposers.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
 from ...draft.sources.oracle import OracleSource
@@ -37,6 +36,7 @@ FREE: dict[str, Callable[[], Source]] = {
     "ngram": partial(SuffixSource, own_only=True),
 }
 SELF = "self"  # the target in 4 bits
+NAMED = (SELF,)  # proposers without a path
 LEAST_BYTES = 64 << 20  # of weights: fewer stay in caches, and 4 bits are read as fast as 16
 MEMORY_SHARE = 0.2  # of the free memory, that `auto` may take for a rough copy
 LIKELY = 0.7  # odds of its tokens: less than any model is known to have
@@ -110,7 +110,7 @@ def find_draft(name: str) -> Path:
     try:
         return find_model(name).path
     except ModelLoadError as error:
-        named = ", ".join(("auto", *FREE, SELF))
+        named = ", ".join(("auto", *FREE, *NAMED))
         raise ModelLoadError(f"draft: {error}; drafters by name: {named}") from None
 
 
@@ -209,7 +209,7 @@ def make_speculator(
 def measure_costs(
     costs: CostModel,
     target: tuple[Decoder, KVPool],
-    draft: tuple[Decoder, KVPool] | HeadProposer | None,
+    draft: tuple[Decoder, KVPool] | TriedProposer | None,
 ) -> None:
     """Fill the cost tables; to be run in the model thread, before the first request."""
     costs.load(profile_step(target, draft))

@@ -33,15 +33,16 @@ from ...core.ops.native.native_ops import NativeOps
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
+from ...draft.control.profiler import TriedProposer
 from ...draft.heads.joined import JoinedHead, load_head
 from ...draft.heads.kinds import head_kind
-from ...draft.heads.proposer import HeadProposer
 from ...draft.proposers.lm_proposer import LmProposer
 from ...draft.proposers.self_draft import SelfProposer
 from ...draft.proposers.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 from .drafts import (
+    NAMED,
     SELF,
     DraftSpec,
     check_compatible,
@@ -90,7 +91,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     spec = parse_draft(config, own_draft=source.draft)
     device = _choose_device(config)
     sizes = config.sizes(device.type)
-    draft_path = None if spec.model in (None, SELF) else find_draft(spec.model)
+    draft_path = None if spec.model in (None, *NAMED) else find_draft(spec.model)
     target = _load(source.path, config, device)
     set_threads = _thread_setter(config.threads, target.ops)
     set_threads()
@@ -101,7 +102,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
     proposer: Proposer | None = None
-    measured: _Model | HeadProposer | None = None  # its passes have a price
+    measured: _Model | TriedProposer | None = None  # its passes have a price
     if isinstance(draft, JoinedHead):
         measured = proposer = draft.proposer(draft_pools[0], independent=by_rejection)
     elif is_self and draft is not None:
@@ -258,7 +259,7 @@ def _say_what_computes(
 
 def _warm_up(
     target: _Model,
-    draft: _Model | HeadProposer | None,
+    draft: _Model | TriedProposer | None,
     limits: SchedulerLimits,
     costs: CostModel | None,
     *,

@@ -52,6 +52,7 @@ class Proposer(Protocol):
     def propose(self, requests: Sequence[ScheduledRequest]) -> Sequence[Draft]:
         """One draft for each request, in order, each of at most its plan's ``max_draft`` nodes.
 
+        A plan's ``draft`` has what was looked up: a draft takes its place, `NO_DRAFT` leaves it.
         Of a tree no more nodes beside the trunk are verified than ``spare_page_ids`` have slots
         for. A proposer that keeps KV of its nodes has the same slots in its own pool; accepted ones
         are its own to move (`observe`).

@@ -25,8 +25,8 @@ SECONDS = 0.1  # for one measurement: slow models repeat less
 REPEATS = 6
 
 
-class TriedHead(Protocol):
-    """A proposer with a head, as far as its passes can be timed."""
+class TriedProposer(Protocol):
+    """A proposer, as far as its passes can be timed."""
 
     device: torch.device
 
@@ -35,7 +35,7 @@ class TriedHead(Protocol):
 
 
 def profile_step(
-    target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | TriedHead | None
+    target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | TriedProposer | None
 ) -> StepProfile:
     """Measure both models on the pages of their own pools, whose content is void afterwards."""
     forward, key_s = profile_pass(*target)
@@ -45,7 +45,7 @@ def profile_step(
     return StepProfile(forward, by_draft, key_s)
 
 
-def profile_head(head: TriedHead) -> dict[int, float]:
+def profile_head(head: TriedProposer) -> dict[int, float]:
     """Seconds of a pass of a head by the requests that draft, each behind `NEAR` tokens.
 
     Of a block head's pass, a whole block.

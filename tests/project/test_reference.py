@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from foretoken.api.cli.reference import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,3 +52,22 @@ def broken_links(page: Path) -> list[str]:
 def test_every_link_of_the_docs_leads_somewhere():
     pages = [*DOCS.glob("*.md"), *(ROOT / name for name in ("README.md", "tests/README.md"))]
     assert {page.name: found for page in pages if (found := broken_links(page))} == {}
+
+
+NAMED_FILE = re.compile(r"`((?:core|draft|radix_cache|api|bench|tests)/[\w./]*\.(?:py|c|h|toml))`")
+NAME_AND_FILE = re.compile(
+    r"`([A-Za-z_]\w+)(?:\(\))?`\s+\(`((?:core|draft|radix_cache|api|bench|tests)/[\w./]*\.py)`\)"
+)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_files_that_a_page_names_are_there_and_have_what_it_finds_in_them(page: Path):
+    text = page.read_text("utf-8")
+    named = (name for name in NAMED_FILE.findall(text) if "NAME" not in name)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    missing = [
+        (name, file)
+        for name, file in NAME_AND_FILE.findall(text)
+        if not re.search(rf"\b{name}\b", (ROOT / file).read_text("utf-8"))
+    ]
+    assert missing == []

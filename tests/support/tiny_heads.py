@@ -94,8 +94,10 @@ def random_head(kind: str, target: Decoder) -> Head:
         head.set_draft_ids(torch.arange(count) * 2 + 3)
     elif kind == "medusa":
         head = MedusaHead(medusa_config(target.config))
-    else:
+    elif kind.startswith("eagle"):
         head = EagleHead(eagle_config(target.config, **shape))
+    else:
+        raise ValueError(f"no kind of head {kind!r}")
     for name, parameter in head.named_parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.5 if "markov" in name else 0.25)
