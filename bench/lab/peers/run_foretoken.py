@@ -25,9 +25,11 @@ QUANTIZE: dict[str, Literal["none", "int8", "int4"]] = {
 def load(job: Job) -> Generate:
     """Build the engine; calls run on an event loop that lives as long as the worker."""
     draft = "ngram" if job.mode == "lookup" else str(job.draft)
-    is_auto = job.mode == "auto"  # as it is when nothing is said
+    is_auto = job.mode == "auto"
+    # The rest of what "auto" has: SmolLM2's weights come from a 4-bit file, so in 4 bits it would
+    # draft as itself.
     config = EngineConfig(
-        draft="auto" if is_auto else draft if job.depth else "none",
+        draft="radix,suffix" if is_auto else draft if job.depth else "none",
         speculation="auto" if is_auto else job.depth or "off",
         device="cpu",
         dtype="bfloat16",
