@@ -361,8 +361,8 @@ async def streams(built: Built, kind: str, half: Half, number: int) -> list[list
 def _config(args: argparse.Namespace) -> Iterator[tuple[str, EngineConfig]]:
     options: dict[str, Any] = {"device": "cpu", "dtype": args.dtype, "threads": args.threads}
     options |= {"kv_tokens": 32768, "max_model_len": 2048, "max_running": max(args.concurrency)}
-    if args.draft:
-        options["draft"] = args.draft
+    # SmolLM2's weights come from a 4-bit file: in 4 bits it would draft as itself.
+    options["draft"] = args.draft or ",".join(AUTO)
     if args.model != RANDOM:
         yield args.model, EngineConfig(**options)
         return

@@ -79,6 +79,8 @@ class TreeGrowth:
 
     def __post_init__(self) -> None:
         self.plan = self.scheduled.draft_plan
+        # What follows a node of the last level could not be verified, and has no slot.
+        self.most_levels = min(self.most_levels, self.plan.max_draft)
         self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
         self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
         if self.is_tree and self.plan.draft.survival:

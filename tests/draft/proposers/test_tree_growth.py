@@ -225,6 +225,11 @@ def test_a_token_that_both_guess_has_the_better_survival_and_counts_for_both() -
     )
 
 
+def test_no_pass_computes_the_last_level_whose_followers_cannot_be_verified() -> None:
+    tree = grown(looked_up(5, 9, 7, survival=(0.9, 0.8, 0.7), max_draft=3))
+    assert tree.open([0, 1, 2]) == [0, 1]
+
+
 def test_what_one_side_is_sure_of_leaves_little_for_the_other() -> None:
     sure = grown(looked_up(9, survival=(0.9,)))
     sure.expand(ROOT, CLOSE)
