@@ -3,11 +3,12 @@
 Knows nothing of models, tensors or text: token ids in, page ids out.
 """
 
-from .node import Eviction, KVLease, LockHandle, Match, Node
+from .node import CacheObserver, Eviction, KVLease, LockHandle, Match, Node
 from .prefix_cache import PrefixCache
 from .tree import RadixTree
 
 __all__ = [
+    "CacheObserver",
     "Eviction",
     "KVLease",
     "LockHandle",

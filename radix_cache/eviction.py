@@ -217,9 +217,9 @@ class EvictionLog:
         self._page_size = page_size  # tokens
         self._evictions: OrderedDict[tuple[str | None, int], Eviction] = OrderedDict()
 
-    def note(self, namespace: str | None, boundary_tokens: bytes, cause: Cause) -> None:
-        """Record dropped pages. ``boundary_tokens``: of the first page and of the one before it."""
-        key = (namespace, hash(boundary_tokens))
+    def dropped(self, node: Node, first: int, cause: Cause) -> None:
+        """Record that ``node.page_ids[first:]`` leave the tree; an `OnDropped`."""
+        key = (node.namespace, hash(node.boundary_tokens(first, self._page_size)))
         self._evictions[key] = Eviction(cause, self.now)
         self._evictions.move_to_end(key)
         if len(self._evictions) > MAX_EVICTIONS:

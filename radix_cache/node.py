@@ -5,12 +5,28 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 Cause = Literal["evicted", "flushed"]
-OnEviction = Callable[[str | None, bytes, Cause], None]
-"""Called with pages that are dropped: their namespace, and the tokens of the first and of the page
-before it."""
+OnStored = Callable[["Node", int], None]
+"""Called with a node and the index of the first of its pages that have just joined the tree."""
+OnDropped = Callable[["Node", int, Cause], None]
+"""Called with a node and the index of the first of its pages that are about to leave the tree."""
+
+
+class CacheObserver(Protocol):
+    """Told which pages join the tree and which leave it, each time ``node.page_ids[first:]``.
+
+    Called on the tree's thread, in the order in which it happens. Pages never change while they are
+    in the tree. An observer must not change the tree, nor raise.
+    """
+
+    def stored(self, node: Node, first: int) -> None:
+        """Note pages that have just joined the tree. Those before them are in it."""
+
+    def dropped(self, node: Node, first: int, cause: Cause) -> None:
+        """Note pages that are about to leave the tree: they are the node's for the last time."""
+
 
 ITEM_SIZE = array("q").itemsize
 

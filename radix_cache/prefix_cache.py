@@ -48,7 +48,7 @@ class PrefixCache:
             page_size,
             quota=quota,
             idle_after=IDLE_AFTER * num_pages,
-            on_eviction=self.eviction_log.note,
+            on_dropped=self.eviction_log.dropped,
         )
         self.pins = PinnedPrefixes(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last

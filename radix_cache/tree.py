@@ -8,7 +8,17 @@ from collections.abc import Iterable, Iterator
 
 from . import audit
 from .eviction import EvictionIndex, NamespaceQuota
-from .node import ITEM_SIZE, Cause, LockHandle, Match, Node, OnEviction, token_bytes
+from .node import (
+    ITEM_SIZE,
+    CacheObserver,
+    Cause,
+    LockHandle,
+    Match,
+    Node,
+    OnDropped,
+    OnStored,
+    token_bytes,
+)
 
 
 class RadixTree:
@@ -27,7 +37,7 @@ class RadixTree:
         *,
         quota: int | None = None,
         idle_after: float = math.inf,
-        on_eviction: OnEviction | None = None,
+        on_dropped: OnDropped | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, not {page_size}")
@@ -41,12 +51,18 @@ class RadixTree:
         self.num_evicted = 0  # pages, ever
         self.num_evicted_by_quota = 0  # those of them whose namespace had too many
         self._page_bytes = page_size * ITEM_SIZE
-        self._on_eviction = on_eviction
+        self._on_stored: list[OnStored] = []
+        self._on_dropped = [] if on_dropped is None else [on_dropped]
         self._roots: dict[str | None, Node] = {}  # those with a child or a lock
         self._index = EvictionIndex()  # unlocked leaves, no roots
         self._locks: set[LockHandle] = set()  # live locks
         self._clock = 0  # one tick per lock, growth and unlock
         self.epoch = 0  # one tick per node cut or dropped: older matches are void
+
+    def add_observer(self, observer: CacheObserver) -> None:
+        """Tell ``observer`` of every page that joins the tree or leaves it from now on."""
+        self._on_stored.append(observer.stored)
+        self._on_dropped.append(observer.dropped)
 
     @property
     def version(self) -> int:
@@ -224,7 +240,7 @@ class RadixTree:
         return found
 
     def _append(self, lock: LockHandle, tokens: array[int], page_ids: array[int]) -> None:
-        node = lock.node
+        node, first = lock.node, 0
         if node.ref_count > 1 or node.children or node.parent is None:
             lock.node = Node(node.namespace, node, tokens, page_ids)
             lock.node.ref_count, lock.node.last_used = 1, self._clock
@@ -232,10 +248,13 @@ class RadixTree:
             self.num_nodes += 1
         else:  # held by this lock alone: growing in place avoids one node per publish
             self._count(node, -1)
+            first = len(node.page_ids)
             node.key += tokens
             node.page_ids += page_ids
         self._count(lock.node)
         self.owned.add(node.namespace, len(page_ids))
+        for on_stored in self._on_stored:
+            on_stored(lock.node, first)
 
     def _split(self, lower: Node, num_pages: int) -> Node:
         """Cut a node after ``num_pages``: a new one above it takes the front.
@@ -311,8 +330,8 @@ class RadixTree:
 
     def _drop(self, leaf: Node, cause: Cause) -> array[int]:
         """Forget a leaf that is out of the index; return its pages."""
-        if self._on_eviction is not None:
-            self._on_eviction(leaf.namespace, leaf.boundary_tokens(0, self.page_size), cause)
+        for on_dropped in self._on_dropped:
+            on_dropped(leaf, 0, cause)
         parent = leaf.unlink(self.page_size)
         self.num_nodes -= 1
         self._count(leaf, -1)
@@ -323,11 +342,9 @@ class RadixTree:
 
     def _trim(self, leaf: Node, num_pages: int) -> array[int]:
         """Take the last pages of a leaf that is out of the index, and file it again."""
-        if self._on_eviction is not None:
-            first = len(leaf.page_ids) - num_pages
-            self._on_eviction(
-                leaf.namespace, leaf.boundary_tokens(first, self.page_size), "evicted"
-            )
+        first = len(leaf.page_ids) - num_pages
+        for on_dropped in self._on_dropped:
+            on_dropped(leaf, first, "evicted")
         self._count(leaf, -1)
         tail = leaf.cut_tail(num_pages, self.page_size)
         self._count(leaf)
