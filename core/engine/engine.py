@@ -30,6 +30,7 @@ from .crash_dump import CrashReport, make_report, write_report
 from .inbox import RequestInbox, TokenStream
 from .model_thread import ModelThread, StepThread, Supervision, Watchdog
 from .step_executor import OverlapWork, StepExecutor
+from .tier_io import TierIO
 
 logger = logging.getLogger(__name__)
 FEW_EVENTS = 2  # at most so many are delivered at once: waking the loop later costs more
@@ -78,6 +79,16 @@ class Engine:
         self._closing: asyncio.Task[None] | None = None
         self._round_began = 0.0
         self._inbox = RequestInbox(scheduler, self.metrics)
+        self._tier_io: TierIO | None = None
+        if scheduler.page_loads is not None:
+            io_thread = make_thread("foretoken-io", lambda: None)
+            weakref.finalize(self, io_thread.close)
+            self._tier_io = TierIO(
+                scheduler.page_loads,
+                io_thread,
+                clock=clock,
+                on_change=self._load_ended,
+            )
         self._auditor = Auditor(scheduler)
         self._watchdog = Watchdog(supervision.step_timeout)
         self._step_executor = StepExecutor(
@@ -148,15 +159,22 @@ class Engine:
 
         Of these namespaces, of all when none is named. Returns how many pages that freed.
         """
-        return self.scheduler.flush(*namespaces)
+        num_pages = self.scheduler.flush(*namespaces)
+        if self._tier_io is not None:
+            self._tier_io.flush(*namespaces)
+        return num_pages
 
     def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
         """Drop what begins with these tokens and is not in use, pins or not.
 
-        All indexed tokens of the namespace are dropped: they are not stored by prefix. Returns how
-        many pages that freed. Raises `InvalidRequest` for tokens that do not fill a page.
+        All indexed tokens of the namespace are dropped, and all its pages in tiers: they are not
+        stored by prefix. Returns how many pages of the pool that freed. Raises `InvalidRequest` for
+        tokens that do not fill a page.
         """
-        return self.scheduler.flush_prefix(tokens, namespace)
+        num_pages = self.scheduler.flush_prefix(tokens, namespace)
+        if self._tier_io is not None:
+            self._tier_io.flush(namespace)
+        return num_pages
 
     def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Occupancy and hit counters of the prefix cache, in pages and tokens.
@@ -222,6 +240,8 @@ class Engine:
             self._require_open()  # `close` may have been called meanwhile
         if self._task is None:
             self._inbox.idle.set()
+            if self._tier_io is not None:
+                self._tier_io.start()
             self._task = asyncio.create_task(self._run(), name="foretoken-engine")
             # Silence "Task was destroyed" where a program exits without closing the engine.
             setattr(self._task, "_log_destroy_pending", False)  # noqa: B010 - it is not typed
@@ -241,6 +261,7 @@ class Engine:
         await asyncio.shield(self._closing)
 
     async def _close(self, drain_seconds: float) -> None:
+        ends = self._clock() + drain_seconds
         if self.alive and drain_seconds > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._inbox.idle.wait(), drain_seconds)
@@ -248,6 +269,8 @@ class Engine:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._end_everything(None)  # a task that was cancelled before it ran ended no stream
+        if self._tier_io is not None:
+            await self._tier_io.close(ends - self._clock())
         self._thread.close()
 
     async def _run(self) -> None:
@@ -292,6 +315,11 @@ class Engine:
             self._report_step(plan, output)
         else:  # a bisected step is not timed
             self._round_began = self._clock()
+
+    def _load_ended(self) -> None:
+        """Have the next step planned anew: a request need not wait for its pages any longer."""
+        self._step_executor.withdraw()
+        self._inbox.notify()
 
     def _should_wait_for_kernels(self) -> bool:
         """Whether the work of a step is long enough to wait until its kernels have started."""

@@ -14,6 +14,7 @@ from ...radix_cache import Eviction, KVLease
 from ..errors import ForetokenError, InvalidRequest
 from .output import TokenLogprob
 from .sampling import SamplingMetadata
+from .tiers import PageLoad
 
 OnToken = Callable[[int], str | None]
 """Called with every served token in order; returns the stop string that it completes, or None."""
@@ -89,6 +90,7 @@ class Usage:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: their KV was in the prefix cache
+    loaded_tokens: int = 0  # of the cached ones: their KV came from a tier beyond the pool
     cache_write_tokens: int = 0  # of the prompt: it was the first to put their KV there
     cache_loss: Eviction | None = None  # why the first missing page was evicted, if known
     completion_tokens: int = 0
@@ -174,6 +176,7 @@ class Request:
     num_prompt_logprobs: int = 0  # sent so far
     num_tokens_accounted: int = 0  # leading ones counted as cached or written
     num_uncached: int = 0  # tokens without KV when it was queued
+    load: PageLoad | None = None  # of pages in a tier: looked up while it waits, else under way
     is_early: bool = False  # admitted before its turn, because it is short
 
     @property

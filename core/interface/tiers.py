@@ -1,26 +1,35 @@
 """Tiers: stores that keep KV pages beyond the pool, as the engine knows them.
 
-Calls that may take long are made in a thread of their own. No token depends on a tier: a page that
-is missing, late or unsound is computed.
+Calls that may take long are made in a thread of their own, the I/O thread. No token depends on a
+tier: a page that is missing, late or unsound is computed.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+from ...radix_cache.audit import Steps
 
 Medium = Literal["host", "disk", "remote"]
 IsValid = Callable[[], bool]
 
 
 class PageStore(Protocol):
-    """Keeps pages by key, as bytes of one fixed length. Called in one thread, the I/O thread.
+    """Keeps pages by key, as bytes of one fixed length. Called in the I/O thread.
 
     Any method may raise OSError: then the caller leaves the store alone for a while.
     """
 
-    medium: Medium
-    capacity: int  # pages
+    @property
+    def medium(self) -> Medium:
+        """The kind of memory, by which metrics name the store."""
+
+    @property
+    def capacity(self) -> int:
+        """How many pages fit."""
 
     def __len__(self) -> int:
         """Return how many pages are kept; any thread may ask."""
@@ -46,3 +55,85 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Write what is not written yet, and let go of files and connections."""
+
+
+class KVTiers(Protocol):
+    """All stores of an engine. The first group is called in the I/O thread, all else on the loop.
+
+    None of them raises for what a store does.
+    """
+
+    # -- in the I/O thread
+
+    def find(self, tokens: array[int], namespace: str | None, first: int) -> list[bytes]:
+        """Keys of the first pages of ``tokens``, as far as those from page ``first`` on are kept.
+
+        Empty if page ``first`` is not.
+        """
+
+    def load(self, keys: Sequence[bytes], page_ids: array[int]) -> int:
+        """Write pages into the pool; return how many, from the first on, are whole."""
+
+    def save(self) -> None:
+        """Write some of the pages that have joined the tree to the stores."""
+
+    def flush(self, namespaces: Sequence[str | None]) -> None:
+        """Forget the pages of these namespaces, of all when none is named."""
+
+    def close(self) -> None:
+        """Close the stores."""
+
+    # -- on the loop
+
+    @property
+    def pages_per_call(self) -> int:
+        """How many pages one call of `load` should be given: others wait for its end."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some store may be asked now."""
+
+    @property
+    def has_saves(self) -> bool:
+        """Whether `save` has something to do."""
+
+    def watch_saves(self, on_saves: Callable[[], None]) -> None:
+        """Have ``on_saves`` called whenever `save` gets something to do."""
+
+    def load_seconds(self, num_pages: int) -> float:
+        """Estimate how long it takes to load so many pages; 0 if nothing was loaded yet."""
+
+    def note_late(self) -> None:
+        """Note that a load took too long: the store it waits for is left alone for a while."""
+
+    def checks(self) -> Steps:
+        """Assert that keys and pages agree, in steps between which nothing may change."""
+
+    def describe(self) -> Sequence[Mapping[str, object]]:
+        """Describe each tier: medium, pages, hits, losses; for reports and metrics."""
+
+
+def _no_pages() -> array[int]:
+    return array("q")
+
+
+@dataclass(slots=True, eq=False)
+class PageLoad:
+    """The pages of one request that the pool lacks: first looked up, then loaded.
+
+    Pages under I/O belong to a lease that is not released before the call has ended.
+    """
+
+    request_id: str
+    tokens: array[int]  # a copy
+    namespace: str | None
+    first: int  # index of the first page that the pool lacks
+    due: float  # when the request stops waiting for it
+    keys: list[bytes] = field(default_factory=list)  # of its pages from the beginning, once found
+    is_found: bool = False
+    page_ids: array[int] = field(
+        default_factory=_no_pages
+    )  # [num_pages] to load into, once admitted
+    num_loaded: int = 0  # of these pages
+    is_in_thread: bool = False  # the I/O thread is in a call for it
+    is_over: bool = False  # the request does not wait for it any more

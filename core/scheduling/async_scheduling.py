@@ -52,7 +52,8 @@ def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledReq
         (scheduled, request) for scheduled, request in here if scheduled.stop + 1 < request.max_len
     ]
     has_places = len(continuing) < scheduler.limits.max_running
-    if len(here) < len(running) or (len(scheduler.waiting) and has_places):
+    num_loading = 0 if scheduler.page_loads is None else scheduler.page_loads.num_loading
+    if len(here) + num_loading < len(running) or (len(scheduler.waiting) and has_places):
         return []
     return continuing
 

@@ -53,6 +53,11 @@ class ChunkBudget:
         """Return the prompt tokens for a step with ``num_decodes`` decodes; at most ``budget``."""
         return int(min(self._room, self._limit(num_decodes, budget)))
 
+    @property
+    def token_seconds(self) -> float:
+        """Seconds that a prompt token took lately; 0 if none was computed."""
+        return self._chunk_s / self._chunk_tokens if self._chunk_tokens else 0.0
+
     def shrink_chunks(self, plan: StepPlan) -> None:
         """Halve the prompt tokens of later steps after memory ran out; they grow again slowly."""
         num_tokens = num_chunk_tokens(plan.requests)

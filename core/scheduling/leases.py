@@ -32,6 +32,13 @@ def cache_limit(request: Request) -> int | None:
     return num_sent if wants_logprobs and num_sent < wanted else None
 
 
+def must_wait(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
+    """Whether its prefix is being looked up in the tiers, or about to be computed by another."""
+    load = request.load
+    is_looked_up = load is not None and not (load.is_found or load.is_over)
+    return is_looked_up or shares_prefill(cache, request, running)
+
+
 def shares_prefill(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
     """Whether a running request is about to compute this one's next page."""
     if cache_limit(request) is not None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sortedcontainers import SortedDict
 
-from ...radix_cache import PrefixCache
+from ...radix_cache import KVLease, PrefixCache
 from ...radix_cache.audit import Steps
 from ..errors import InvalidRequest, PromptTooLong, QueueFull
 from ..interface.request import Request, RequestStatus, Tenant, by_order
 from ..interface.sampling import beyond_vocabulary
-from .leases import shares_prefill, would_fit
+from .leases import must_wait, would_fit
 from .request_queue import WaitingQueue
 
 # A tenant is a ``cache_salt`` or an API key; requests without either are one tenant together.
@@ -173,13 +173,14 @@ class RequestTable:
     def candidates(self, cache: PrefixCache) -> Iterator[Request]:
         """Yield the requests whose turn it is; the caller admits each before it takes the next.
 
-        A request whose prefix is being computed by another one waits, and others go first.
+        A request whose prefix is being computed by another one, or looked up, waits, and others go
+        first.
         """
         num_passed = 0
         while num_passed < MAX_PASSED and (request := self.waiting.first()) is not None:
             if len(self.running) >= self._limits.max_running:
                 return
-            if shares_prefill(cache, request, self.running.values()):
+            if must_wait(cache, request, self.running.values()):
                 self.waiting.pass_over(request)
                 num_passed += 1
                 continue
@@ -205,7 +206,7 @@ class RequestTable:
             if request is None:
                 return
             running = self.running.values()
-            if shares_prefill(cache, request, running) or not would_fit(cache, request, running):
+            if must_wait(cache, request, running) or not would_fit(cache, request, running):
                 tried.add(request.tenant)
             else:
                 yield request
@@ -243,14 +244,14 @@ class RequestTable:
         count = self._due.bisect_right((now, self._num_arrived))
         return list(self._due.values()[:count])
 
-    def checks(self, cache: PrefixCache) -> Steps:
+    def checks(self, cache: PrefixCache, other_leases: Sequence[KVLease] = ()) -> Steps:
         """Assert every invariant that ties requests to each other and to pages. O(n + pages).
 
-        In steps, between which nothing may change.
+        In steps, between which nothing may change. ``other_leases``: those without a request.
         """
         self._check_order()
         leases = [each.lease for each in self.running.values() if each.lease is not None]
-        yield from cache.checks(leases)
+        yield from cache.checks([*leases, *other_leases])
         assert len(leases) == len(self.running), "every running request owns a lease"
         for request in self.waiting.requests:
             assert request.lease is None, "a waiting request owns nothing"

@@ -21,6 +21,7 @@ from ..interface.output import RequestOutput, StepOutput
 from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
 from ..interface.protocols import NO_SPECULATION, Speculator
 from ..interface.request import Delta, FinishReason, Request, RequestStatus, by_order, by_work
+from ..interface.tiers import KVTiers
 from .chunk_budget import ChunkBudget, newcomer_share
 from .guarded_speculator import guarded
 from .leases import (
@@ -32,6 +33,7 @@ from .leases import (
     release_kv,
 )
 from .output_processor import late_end, request_error, take_output
+from .page_loads import PageLoads
 from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, SchedulerLimits
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: PrefixCache, limits: SchedulerLimits, speculator: Speculator = NO_SPECULATION
+        self,
+        cache: PrefixCache,
+        limits: SchedulerLimits,
+        speculator: Speculator = NO_SPECULATION,
+        tiers: KVTiers | None = None,
     ) -> None:
         self.cache = cache
         self.limits = limits
@@ -63,6 +69,8 @@ class Scheduler:
         self.request_table = RequestTable(limits, self.capacity)
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
         self.num_preemptions = 0
+        self.page_loads = None if tiers is None else PageLoads(cache, tiers)
+        self._now = 0.0  # of the latest round
         self._chunk_budget = ChunkBudget(limits.max_slowdown)
         self._released_request_ids: list[str] = []  # since the last plan
 
@@ -76,6 +84,8 @@ class Scheduler:
         """Queue a request that passed `check`."""
         request.num_uncached = num_uncached_tokens(self.cache, request)
         self.request_table.add(request, now)
+        if self.page_loads is not None:
+            self.page_loads.look_up(request, now)
 
     def abort(
         self, request_id: str, now: float, error: ForetokenError | None = None
@@ -122,14 +132,19 @@ class Scheduler:
     # -- plan -----------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
-        """Plan the next step. Empty without work; never empty while a request runs."""
+        """Plan the next step. Empty without work, or if all that runs waits for its pages."""
         self.cache.tick(now)
         self.request_table.begin_round(now)
+        self._now = now
+        if self.page_loads is not None:
+            self.page_loads.begin_round(now)
         budget = self.limits.max_batch_tokens
         decodes = self._plan_decodes(budget)
         budget -= len(decodes)
         max_chunk_tokens = self._chunk_budget.limit(len(decodes), budget)
-        prefills = [each for each in self.running.values() if each.num_pending > 1]
+        prefills = [
+            each for each in self.running.values() if each.num_pending > 1 and each.load is None
+        ]
         drafts = self._plan_drafts(decodes, prefills, budget, max_chunk_tokens)
         budget = min(max_chunk_tokens, budget - sum(plan.num_rows for plan in drafts or ()))
         chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
@@ -246,6 +261,8 @@ class Scheduler:
                 request = early.popleft()
             elif (found := next(waiting, None)) is not None:
                 self._admit(request := found, now)
+                if request.load is not None:
+                    continue
             else:
                 break
             request.is_early = False
@@ -263,6 +280,8 @@ class Scheduler:
         while share > 0 and (request := next(waiting, None)) is not None:
             self._admit(request, now)
             request.is_early = request.priority >= least[0]
+            if request.load is not None:
+                continue
             admitted.append(request)
             share -= request.num_pending
         return admitted
@@ -288,6 +307,8 @@ class Scheduler:
         self.request_table.admit(request)
         if request.num_preemptions == 0:
             request.usage.queue_time = now - request.arrival_time
+        if self.page_loads is not None:
+            self.page_loads.begin(request, now, self._chunk_budget.token_seconds)
         self.speculator.join(request)
 
     # -- pages ----------------------------------------------------------------------------------
@@ -303,14 +324,16 @@ class Scheduler:
         """Reserve pages for positions below ``upto``; preempts requests later in the order."""
         while request.lease is not None and not self.cache.extend(request.lease, upto):
             victim = self._victim(planned)
-            if victim is request and not preempt_self:
+            if victim is None or (victim is request and not preempt_self):
                 return False
             self._preempt(victim)
         return request.lease is not None
 
-    def _victim(self, planned: Iterable[str]) -> Request:
+    def _victim(self, planned: Iterable[str]) -> Request | None:
+        """The last request that is not planned; None if all others wait for pages under I/O."""
         last_first = reversed(self.running.values())
-        return next(each for each in last_first if each.request_id not in planned)
+        free = (each for each in last_first if each.load is None and each.request_id not in planned)
+        return next(free, None)
 
     def _preempt(self, request: Request) -> None:
         """Release a request's pages and queue it again; computed pages stay cached."""
@@ -319,8 +342,12 @@ class Scheduler:
         self.num_preemptions += 1
         request.num_uncached = num_uncached_tokens(self.cache, request)
         self.request_table.requeue(request)
+        if self.page_loads is not None:
+            self.page_loads.look_up(request, self._now)
 
     def _release(self, request: Request, *, keep: bool = True) -> None:
+        if self.page_loads is not None:
+            self.page_loads.leave(request)
         release_kv(self.cache, request, keep=keep)
         request.num_computed = 0
         self._released_request_ids.append(request.request_id)
@@ -408,6 +435,8 @@ class Scheduler:
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:
         if request.status is RequestStatus.RUNNING:
             self._release(request, keep=keep)
+        elif self.page_loads is not None:
+            self.page_loads.forget(request)
         self.request_table.discard(request)
         self.speculator.leave(request)
         request.usage.total_time = now - request.arrival_time
@@ -419,7 +448,10 @@ class Scheduler:
 
     def checks(self) -> Steps:
         """`audit` in steps, between which nothing may change."""
-        yield from self.request_table.checks(self.cache)
+        loads = self.page_loads
+        yield from self.request_table.checks(self.cache, () if loads is None else loads.leases)
+        if loads is not None:
+            yield from loads.tiers.checks()
 
 
 def _terminal(error: ForetokenError | None) -> Delta:

@@ -1,0 +1,174 @@
+"""TierIO: the engine's side of the tiers, one call after the other in a thread of its own.
+
+Flushes go first, then look-ups, then loads in turn, a few pages each; pages are saved when nothing
+else is to be done. So neither a long load nor a save makes a look-up wait for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..errors import EngineDead
+from ..interface.tiers import PageLoad
+from ..scheduling.page_loads import PageLoads
+from .model_thread import Job, StepThread
+
+logger = logging.getLogger(__name__)
+LEAST_DRAIN_SECONDS = 1.0  # that saves may take at the end, however short the drain
+
+
+class Call(NamedTuple):
+    """A call of the thread."""
+
+    work: Callable[[], Any]
+    use: Callable[[Any], None] = lambda _: None  # its result, or what stands for it
+    if_failed: Any = None
+
+
+class TierIO:
+    """Runs the tiers' calls while an engine serves.
+
+    ``on_change`` is called when a request need not wait any longer. All methods belong to the
+    engine's event loop.
+    """
+
+    def __init__(
+        self,
+        page_loads: PageLoads,
+        thread: StepThread,
+        *,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._loads, self._tiers = page_loads, page_loads.tiers
+        self._thread, self._clock, self._on_change = thread, clock, on_change
+        self._wake = asyncio.Event()
+        self._flushes: deque[Sequence[str | None]] = deque()
+        self._timers: dict[PageLoad, asyncio.TimerHandle] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._job: Job[Any] | None = None  # under way
+        self._ends: float | None = None  # when saves end, once it is closing
+
+    def start(self) -> None:
+        """Begin to serve, on the running event loop."""
+        self._loads.on_order = self._ordered
+        self._tiers.watch_saves(self._wake.set)
+        self._task = asyncio.create_task(self._run(), name="foretoken-tiers")
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Forget the pages of these namespaces, before anything else is looked up."""
+        self._flushes.append(namespaces)
+        self._wake.set()
+
+    async def close(self, drain_seconds: float) -> None:
+        """Write out what waits to be saved, for so many seconds at most, and close the stores.
+
+        A store that does not return in time is left as it is.
+        """
+        patience = max(drain_seconds, LEAST_DRAIN_SECONDS)
+        self._ends = self._clock() + patience
+        self._wake.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=2 * patience)
+            if not self._task.done():
+                logger.warning("a KV tier did not answer in time and was left open")
+                self._abandon()
+            await asyncio.wait([self._task])
+        self._thread.close()
+        self._loads.close()
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _abandon(self) -> None:
+        if self._job is not None:
+            self._job.end(None, EngineDead("the engine was closed"))
+        if self._task is not None:
+            self._task.cancel()
+
+    # -- the task -------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            call = self._next_call()
+            if call is not None:
+                await self._make(call)
+            elif self._ends is not None:
+                await self._make(Call(self._tiers.close))
+                return
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    async def _make(self, call: Call) -> None:
+        """Make a call; one that fails counts as one that found nothing."""
+        self._job = self._thread.start(call.work)
+        try:
+            result = await self._job.result()
+        except EngineDead:  # it was abandoned
+            raise asyncio.CancelledError from None
+        except Exception:
+            logger.exception("a call of the KV tiers failed")
+            result = call.if_failed
+        finally:
+            self._job = None
+        call.use(result)
+
+    def _next_call(self) -> Call | None:
+        if self._flushes:
+            return Call(partial(self._tiers.flush, self._flushes.popleft()))
+        while self._loads.look_ups:
+            load = self._loads.look_ups.popleft()
+            if not load.is_over:
+                find = partial(self._tiers.find, load.tokens, load.namespace, load.first)
+                return Call(find, partial(self._found, load), [])
+        while self._loads.loads:
+            load = self._loads.loads.popleft()
+            if not load.is_over:
+                return self._load_call(load)
+        may_save = self._ends is None or self._clock() < self._ends
+        if may_save and self._tiers.has_saves:
+            return Call(self._tiers.save)
+        return None
+
+    def _load_call(self, load: PageLoad) -> Call:
+        start = load.num_loaded
+        page_ids = load.page_ids[start : start + self._tiers.pages_per_call]
+        keys = load.keys[load.first + start : load.first + start + len(page_ids)]
+        load.is_in_thread = True
+        work = partial(self._tiers.load, keys, page_ids)
+        return Call(work, partial(self._loaded, load, len(keys)), 0)
+
+    def _found(self, load: PageLoad, keys: list[bytes]) -> None:
+        self._disarm(load)
+        if not load.is_over:
+            self._loads.found(load, keys)
+            self._on_change()
+
+    def _loaded(self, load: PageLoad, num_asked: int, num_pages: int) -> None:
+        self._loads.loaded(load, num_asked, num_pages)
+        if load.is_over:
+            self._disarm(load)
+            self._on_change()
+
+    # -- times ----------------------------------------------------------------------------------
+
+    def _ordered(self, load: PageLoad) -> None:
+        """Wake the thread's task, and the engine when nobody may wait for the load any longer."""
+        if load not in self._timers:
+            seconds = max(0.0, load.due - self._clock())
+            self._timers[load] = asyncio.get_running_loop().call_later(seconds, self._due, load)
+        self._wake.set()
+
+    def _due(self, load: PageLoad) -> None:
+        self._timers.pop(load, None)
+        if not load.is_over:
+            self._on_change()
+
+    def _disarm(self, load: PageLoad) -> None:
+        if (timer := self._timers.pop(load, None)) is not None:
+            timer.cancel()

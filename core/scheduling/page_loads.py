@@ -1,0 +1,189 @@
+"""PageLoads: requests whose KV lies in a tier beyond the pool, and the pages that it goes to.
+
+A waiting request is looked up in the tiers; it is passed over until that is known. When it is
+admitted, and loading takes less time than computing, it gets pages for what was found and runs
+without being planned: no step touches these pages, so the I/O thread writes them directly. Then it
+goes on as after a prefix hit. Whatever is missing, late or unsound is computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from ...radix_cache import KVLease, PrefixCache
+from ..interface.request import Request
+from ..interface.tiers import KVTiers, PageLoad
+from .leases import cache_limit, publish
+
+LEAST_TOKENS = 64  # that are worth a load
+LOOKUP_SECONDS = 0.05  # after which a look-up counts as one that found nothing
+LATE, LATE_SECONDS = 3.0, 0.1  # times the estimate, after which a load is late; but at least
+
+
+class PageLoads:
+    """The look-ups and loads under way; written by the scheduler and by the engine's I/O alone.
+
+    ``on_order`` is called whenever the I/O thread gets something to do.
+    """
+
+    def __init__(self, cache: PrefixCache, tiers: KVTiers) -> None:
+        self.tiers = tiers
+        self.look_ups: deque[PageLoad] = deque()  # to be looked up
+        self.loads: deque[PageLoad] = deque()  # to be loaded, in turn
+        self.num_late = 0
+        self.on_order: Callable[[PageLoad], None] = lambda _: None
+        self._cache = cache
+        self._awaited: dict[str, PageLoad] = {}  # by the id of the request that waits for it
+        self._loading: dict[str, Request] = {}  # running requests that wait for theirs
+        self._leases: dict[PageLoad, KVLease] = {}  # left by their requests, not yet by the thread
+
+    @property
+    def num_loading(self) -> int:
+        """Requests that run and are not planned, because their pages are being loaded."""
+        return len(self._loading)
+
+    @property
+    def leases(self) -> list[KVLease]:
+        """Leases that have no request any more, and pages under I/O."""
+        return list(self._leases.values())
+
+    # -- before admission -----------------------------------------------------------------------
+
+    def look_up(self, request: Request, now: float) -> None:
+        """Look for the pages of a waiting request that the pool lacks, if they are many."""
+        size = self._cache.page_size
+        first = (len(request.tokens) - request.num_uncached) // size
+        num_tokens = (len(request.tokens) - 1) // size * size - first * size
+        if num_tokens < LEAST_TOKENS or cache_limit(request) is not None or not self.tiers.is_open:
+            return
+        load = PageLoad(
+            request.request_id, request.tokens[:], request.namespace, first, now + LOOKUP_SECONDS
+        )
+        request.load = self._awaited[request.request_id] = load
+        self.look_ups.append(load)
+        self.on_order(load)
+
+    def found(self, load: PageLoad, keys: list[bytes]) -> None:
+        """Take the outcome of a look-up."""
+        if not load.is_over:
+            load.keys, load.is_found = keys, True
+            del self._awaited[load.request_id]
+
+    def begin_round(self, now: float) -> None:
+        """Give up what takes too long: look-ups and loads of which nobody may wait longer."""
+        for load in [each for each in self._awaited.values() if each.due <= now]:
+            if load.request_id in self._loading:
+                self._give_up(self._loading[load.request_id], load)
+            else:
+                self._end(load)
+
+    def _end(self, load: PageLoad) -> None:
+        load.is_over = True
+        self._awaited.pop(load.request_id, None)
+        self._loading.pop(load.request_id, None)
+
+    # -- from admission on ----------------------------------------------------------------------
+
+    def begin(self, request: Request, now: float, compute_seconds: float) -> None:
+        """Begin to load the pages of a request that was just admitted, if that is worth it.
+
+        ``compute_seconds``: how long it would take to compute a token; 0 if unknown.
+        """
+        load, request.load = request.load, None
+        if load is None or request.lease is None:
+            return
+        size, first = self._cache.page_size, request.num_computed // self._cache.page_size
+        num_tokens = len(load.keys) * size - request.num_computed
+        if num_tokens < LEAST_TOKENS or not self.tiers.is_open:
+            return
+        seconds = self.tiers.load_seconds(num_tokens // size + self._num_queued_pages())
+        if 0 < compute_seconds * num_tokens < seconds:
+            return
+        if not self._cache.extend(request.lease, len(load.keys) * size):
+            return
+        load.first = first
+        load.page_ids = request.lease.page_ids[first : len(load.keys)]
+        load.due = now + max(LATE * seconds, LATE_SECONDS)
+        request.load = self._awaited[request.request_id] = load
+        self._loading[request.request_id] = request
+        self._order(load)
+
+    def _num_queued_pages(self) -> int:
+        loads = (each.load for each in self._loading.values())
+        return sum(len(each.page_ids) - each.num_loaded for each in loads if each is not None)
+
+    def _order(self, load: PageLoad) -> None:
+        self.loads.append(load)
+        self.on_order(load)
+
+    def loaded(self, load: PageLoad, num_asked: int, num_pages: int) -> None:
+        """Take the outcome of a call of the thread: of the pages asked for, so many are whole."""
+        load.is_in_thread = False
+        if load.is_over:
+            if (lease := self._leases.pop(load, None)) is not None:
+                self._cache.release(lease, load.tokens, 0, keep=False)
+            return
+        load.num_loaded += num_pages
+        if num_pages == num_asked and load.num_loaded < len(load.page_ids):
+            self._order(load)
+            return
+        request = self._loading[load.request_id]
+        self._keep_loaded(request, load)
+        self.forget(request)
+
+    def _keep_loaded(self, request: Request, load: PageLoad) -> None:
+        """Count loaded pages as computed, and share them."""
+        num_tokens = load.num_loaded * self._cache.page_size
+        if not num_tokens:
+            return
+        request.num_computed += num_tokens
+        if request.num_preemptions == 0:
+            usage = request.usage
+            usage.loaded_tokens += num_tokens
+            usage.cached_tokens += num_tokens
+            usage.cache_loss = self._cache.find_loss(
+                request.tokens, request.num_computed, namespace=request.namespace
+            )
+            request.num_tokens_accounted = usage.cached_tokens
+            self._cache.num_hits += num_tokens
+        publish(self._cache, request)
+
+    def _give_up(self, request: Request, load: PageLoad) -> None:
+        """Let a request compute what is late.
+
+        Pages under I/O stay with the old lease until the thread has left them.
+        """
+        self.num_late += 1
+        self.tiers.note_late()
+        lease = request.lease
+        if not load.is_in_thread:
+            self._keep_loaded(request, load)
+        elif lease is not None:
+            if request.cache.write:
+                self._keep_loaded(request, load)
+            self._leases[load] = lease
+            request.lease = self._cache.acquire(
+                request.tokens, namespace=request.namespace, is_first=False
+            )
+            request.num_computed = request.lease.num_cached_tokens
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """End the waiting of a request for its look-up or load, if it waits for one."""
+        load, request.load = request.load, None
+        if load is not None:
+            self._end(load)
+
+    def leave(self, request: Request) -> None:
+        """Take the lease of a request that is about to release it, if pages are under I/O."""
+        load, lease = request.load, request.lease
+        self.forget(request)
+        if load is not None and lease is not None and load.is_in_thread:
+            self._leases[load], request.lease = lease, None
+
+    def close(self) -> None:
+        """Release what is left, once the thread computes nothing more."""
+        leases, self._leases = self._leases, {}
+        for load, lease in leases.items():
+            self._cache.release(lease, load.tokens, 0, keep=False)

@@ -1,0 +1,60 @@
+"""PageRecords: the bytes of KV pages, as they are stored outside the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class PageRecords:
+    """Records of one fixed length, by page id: the page's row of each tensor, one after the other.
+
+    ``parts``: tensors ``[num_pages or more, ...]``, contiguous, whose row p belongs to page p: the
+    target's KV first. Rows are taken as bytes: a row may hold blocks of several shapes.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._rows = [_bytes_of(part) for part in parts]
+        self.num_bytes = sum(rows.shape[1] for rows in self._rows)
+        device = self._rows[0].device
+        self._staged = torch.empty(
+            self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        self._is_direct = len(self._rows) == 1 and device.type == "cpu"
+
+    def read(self, page_id: int) -> memoryview:
+        """Return a page's bytes: the pool's own memory where that is possible, else a copy.
+
+        A copy is valid until the next call of `read` or `target`.
+        """
+        if self._is_direct:
+            return _view(self._rows[0][page_id])
+        at = 0
+        for rows in self._rows:
+            self._staged[at : at + rows.shape[1]].copy_(rows[page_id])
+            at += rows.shape[1]
+        return _view(self._staged)
+
+    def target(self, page_id: int) -> memoryview:
+        """Return where a page is to be read to; `write` must follow."""
+        return _view(self._rows[0][page_id] if self._is_direct else self._staged)
+
+    def write(self, page_id: int) -> None:
+        """Put what was read to `target` into the page."""
+        if self._is_direct:
+            return
+        at = 0
+        for rows in self._rows:
+            rows[page_id].copy_(self._staged[at : at + rows.shape[1]])
+            at += rows.shape[1]
+
+
+def _bytes_of(part: Tensor) -> Tensor:
+    """View a tensor as ``[num_pages, page_bytes]`` of uint8."""
+    return part.view(len(part), -1).view(torch.uint8)
+
+
+def _view(row: Tensor) -> memoryview:
+    return row.numpy().data

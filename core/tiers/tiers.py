@@ -1,0 +1,259 @@
+"""Tiers: the stores beyond the pool, what is saved to them and what is loaded back.
+
+Saving takes no lock and delays nothing: a page's bytes are copied while it is in use, and kept only
+if it stayed in the tree all the while, for then they did not change.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ...radix_cache import RadixTree
+from ...radix_cache.audit import Steps
+from ...radix_cache.node import Cause
+from ..interface.tiers import PageStore
+from .keys import PageKeys, StoredPages, chain_keys
+from .page_records import PageRecords
+
+logger = logging.getLogger(__name__)
+TAG_BYTES = 8
+CALL_BYTES = 8 << 20  # that one call of the I/O thread moves: some milliseconds
+MAX_QUEUED = 4  # times the pool: pages that wait to be saved
+CLOSED_SECONDS, MAX_CLOSED_SECONDS = 10.0, 600.0  # that a store which fails is left alone: doubles
+MEAN_RATE = 0.3  # of a new value in a running mean
+
+
+@dataclass(slots=True, eq=False)
+class _Tier:
+    """A store, and how it fares."""
+
+    store: PageStore
+    opens: float = -math.inf  # closed until then
+    pause: float = CLOSED_SECONDS  # of the next closing
+    num_closed: int = 0
+    num_loaded: int = 0  # pages
+    num_saved: int = 0  # pages
+    num_evicted: int = 0  # pages that left the pool before they were saved
+    unflushed: set[bytes | None] = field(default_factory=set)  # tags; before anything is found
+
+    def close(self, why: object, now: float) -> None:
+        """Leave the store alone for a while, and longer each time."""
+        if now < self.opens:
+            return
+        self.num_closed += 1
+        self.opens = now + self.pause
+        logger.warning(
+            "the KV tier on %s is left alone for %.0f s: %s", self.store.medium, self.pause, why
+        )
+        self.pause = min(2 * self.pause, MAX_CLOSED_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    page_id: int
+    key: bytes
+    tag: bytes
+    counter: int  # of the page when it joined the tree
+
+
+class Tiers:
+    """`KVTiers` over stores in the order in which they are asked; a `KeyObserver`, too.
+
+    Raises nothing for what a store does: one that fails, or answers too late, is left alone for a
+    while.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        keys: PageKeys,
+        records: PageRecords,
+        stores: Sequence[PageStore],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tree, self._keys, self._records = tree, keys, records
+        self._tiers = [_Tier(store) for store in stores]
+        self._clock = clock
+        self._queue: deque[_Save] = deque()
+        self._num_unqueued = 0  # pages for which the queue had no room
+        self._on_saves: Callable[[], None] = lambda: None
+        self._page_seconds = 0.0  # that a page took lately to load
+        self._asked: _Tier | None = None  # whose store the thread is in
+        keys.add_observer(self)
+
+    # -- in the I/O thread ----------------------------------------------------------------------
+
+    def find(self, tokens: array[int], namespace: str | None, first: int) -> list[bytes]:
+        """See `KVTiers.find`; the last token is left to be computed."""
+        whole = tokens[: len(tokens) - 1]
+        keys = list(chain_keys(self._keys.root(namespace), whole, self._keys.page_size))
+        found, reached = first, -1
+        while reached < found < len(keys):  # one tier may go on where another ends
+            reached = found
+            for tier in self._open_tiers():
+                with self._asking(tier):
+                    found += min(tier.store.find(keys[found:]), len(keys) - found)
+        return keys[:found] if found > first else []
+
+    def load(self, keys: Sequence[bytes], page_ids: array[int]) -> int:
+        """See `KVTiers.load`."""
+        began, count = self._clock(), 0
+        for key, page_id in zip(keys, page_ids, strict=True):
+            if not self._load_page(key, page_id):
+                break
+            count += 1
+        if count:
+            seconds = (self._clock() - began) / count
+            rate = MEAN_RATE if self._page_seconds else 1.0
+            self._page_seconds += rate * (seconds - self._page_seconds)
+        return count
+
+    def _load_page(self, key: bytes, page_id: int) -> bool:
+        for tier in self._open_tiers():
+            is_whole = False
+            with self._asking(tier):
+                is_whole = tier.store.get(key, self._records.target(page_id))
+            if is_whole:
+                self._records.write(page_id)
+                tier.num_loaded += 1
+                tier.pause = CLOSED_SECONDS
+                return True
+        return False
+
+    def save(self) -> None:
+        """See `KVTiers.save`."""
+        for _ in range(min(self.pages_per_call, len(self._queue))):
+            self._save_page(self._queue.popleft())
+
+    def _save_page(self, save: _Save) -> None:
+        def stayed() -> bool:
+            return self._keys.counters[save.page_id] == save.counter
+
+        for tier in self._open_tiers():
+            is_kept = False
+            if stayed():
+                page = self._records.read(save.page_id)
+                with self._asking(tier):
+                    is_kept = tier.store.put(save.key, save.tag, page, stayed)
+            tier.num_saved += is_kept
+            tier.num_evicted += not is_kept and not stayed()
+
+    def flush(self, namespaces: Sequence[str | None]) -> None:
+        """See `KVTiers.flush`."""
+        tags: set[bytes | None] = {self._tag(each) for each in namespaces}
+        for tier in self._tiers:
+            tier.unflushed |= tags or {None}
+            self._flush(tier)
+
+    def _flush(self, tier: _Tier) -> None:
+        """Flush what is due; what fails stays due, and the tier is closed until it succeeds."""
+        with self._asking(tier):
+            while tier.unflushed:
+                tag = next(iter(tier.unflushed))
+                tier.store.flush(tag)
+                tier.unflushed.discard(tag)
+
+    def close(self) -> None:
+        """See `KVTiers.close`."""
+        for tier in self._tiers:
+            with self._asking(tier):
+                tier.store.close()
+
+    def _open_tiers(self) -> Iterator[_Tier]:
+        for tier in self._tiers:
+            if self._is_open(tier) and tier.unflushed:
+                self._flush(tier)
+            if self._is_open(tier) and not tier.unflushed:
+                yield tier
+
+    @contextmanager
+    def _asking(self, tier: _Tier) -> Iterator[None]:
+        """Close a tier whose store raises."""
+        self._asked = tier
+        try:
+            yield
+        except Exception as failure:
+            tier.close(failure, self._clock())
+        finally:
+            self._asked = None
+
+    # -- on the loop ----------------------------------------------------------------------------
+
+    @property
+    def pages_per_call(self) -> int:
+        """See `KVTiers.pages_per_call`."""
+        return max(1, CALL_BYTES // self._records.num_bytes)
+
+    @property
+    def is_open(self) -> bool:
+        """See `KVTiers.is_open`."""
+        return any(map(self._is_open, self._tiers))
+
+    def _is_open(self, tier: _Tier) -> bool:
+        return self._clock() >= tier.opens
+
+    @property
+    def has_saves(self) -> bool:
+        """See `KVTiers.has_saves`."""
+        return bool(self._queue)
+
+    def watch_saves(self, on_saves: Callable[[], None]) -> None:
+        """See `KVTiers.watch_saves`."""
+        self._on_saves = on_saves
+
+    def load_seconds(self, num_pages: int) -> float:
+        """See `KVTiers.load_seconds`."""
+        return num_pages * self._page_seconds
+
+    def note_late(self) -> None:
+        """See `KVTiers.note_late`."""
+        if (tier := self._asked) is not None:
+            tier.close("it takes too long", self._clock())
+
+    def stored(self, pages: StoredPages) -> None:
+        """Queue pages that have just joined the tree, as far as there is room."""
+        room = MAX_QUEUED * len(self._keys.counters) - len(self._queue)
+        tag = self._tag(pages.namespace)
+        for page_id, key in zip(pages.page_ids[:room], pages.keys, strict=False):
+            self._queue.append(_Save(page_id, key, tag, self._keys.counters[page_id]))
+        self._num_unqueued += max(0, len(pages.keys) - room)
+        self._on_saves()
+
+    def dropped(self, namespace: str | None, keys: list[bytes], cause: Cause) -> None:
+        """Ignore pages that leave the tree: their counters tell whoever copies them."""
+
+    def _tag(self, namespace: str | None) -> bytes:
+        return self._keys.root(namespace)[:TAG_BYTES]
+
+    def checks(self) -> Steps:
+        """See `KVTiers.checks`."""
+        return self._keys.checks(self._tree)
+
+    def describe(self) -> Sequence[Mapping[str, object]]:
+        """See `KVTiers.describe`."""
+        return [
+            {
+                "medium": tier.store.medium,
+                "pages": len(tier.store),
+                "capacity_pages": tier.store.capacity,
+                "loaded_pages": tier.num_loaded,
+                "saved_pages": tier.num_saved,
+                "dropped_pages": {
+                    "evicted_from_pool": tier.num_evicted,
+                    "queue_full": self._num_unqueued,
+                    **tier.store.stats(),
+                },
+                "is_open": self._is_open(tier),
+                "times_closed": tier.num_closed,
+                "queued_pages": len(self._queue),
+            }
+            for tier in self._tiers
+        ]
