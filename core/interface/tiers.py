@@ -86,6 +86,10 @@ class KVTiers(Protocol):
     # -- on the loop
 
     @property
+    def least_tokens(self) -> int:
+        """How many tokens are worth a load, at least."""
+
+    @property
     def pages_per_call(self) -> int:
         """How many pages one call of `load` should be given: others wait for its end."""
 

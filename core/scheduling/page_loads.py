@@ -16,7 +16,6 @@ from ..interface.request import Request
 from ..interface.tiers import KVTiers, PageLoad
 from .leases import cache_limit, publish
 
-LEAST_TOKENS = 64  # that are worth a load
 LOOKUP_SECONDS = 0.05  # after which a look-up counts as one that found nothing
 LATE, LATE_SECONDS = 3.0, 0.1  # times the estimate, after which a load is late; but at least
 
@@ -55,7 +54,11 @@ class PageLoads:
         size = self._cache.page_size
         first = (len(request.tokens) - request.num_uncached) // size
         num_tokens = (len(request.tokens) - 1) // size * size - first * size
-        if num_tokens < LEAST_TOKENS or cache_limit(request) is not None or not self.tiers.is_open:
+        if (
+            num_tokens < self.tiers.least_tokens
+            or cache_limit(request) is not None
+            or not self.tiers.is_open
+        ):
             return
         load = PageLoad(
             request.request_id, request.tokens[:], request.namespace, first, now + LOOKUP_SECONDS
@@ -95,7 +98,7 @@ class PageLoads:
             return
         size, first = self._cache.page_size, request.num_computed // self._cache.page_size
         num_tokens = len(load.keys) * size - request.num_computed
-        if num_tokens < LEAST_TOKENS or not self.tiers.is_open:
+        if num_tokens < self.tiers.least_tokens or not self.tiers.is_open:
             return
         seconds = self.tiers.load_seconds(num_tokens // size + self._num_queued_pages())
         if 0 < compute_seconds * num_tokens < seconds:
@@ -162,7 +165,7 @@ class PageLoads:
         elif lease is not None:
             if request.cache.write:
                 self._keep_loaded(request, load)
-            self._leases[load] = lease
+            self._keep_lease(load, lease)
             request.lease = self._cache.acquire(
                 request.tokens, namespace=request.namespace, is_first=False
             )
@@ -180,7 +183,14 @@ class PageLoads:
         load, lease = request.load, request.lease
         self.forget(request)
         if load is not None and lease is not None and load.is_in_thread:
-            self._leases[load], request.lease = lease, None
+            self._keep_lease(load, lease)
+            request.lease = None
+
+    def _keep_lease(self, load: PageLoad, lease: KVLease) -> None:
+        """Keep a lease until the thread has left its pages; those that it is not in are free."""
+        num_pages = load.first + load.num_loaded + self.tiers.pages_per_call
+        self._cache.shrink(lease, num_pages * self._cache.page_size)
+        self._leases[load] = lease
 
     def close(self) -> None:
         """Release what is left, once the thread computes nothing more."""

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
+class Records(Protocol):
+    """The bytes of pages, by page id; all records have one length."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of a record."""
+
+    def read(self, page_id: int) -> memoryview:
+        """Return a page's bytes: the pool's own memory where that is possible, else a copy.
+
+        A copy is valid until the next call of `read` or `target`.
+        """
+
+    def target(self, page_id: int) -> memoryview:
+        """Return where a page is to be read to; `write` must follow."""
+
+    def write(self, page_id: int) -> None:
+        """Put what was read to `target` into the page."""
+
+
 class PageRecords:
-    """Records of one fixed length, by page id: the page's row of each tensor, one after the other.
+    """`Records` of tensors: the page's row of each tensor, one after the other.
 
     ``parts``: tensors ``[num_pages or more, ...]``, contiguous, whose row p belongs to page p: the
     target's KV first. Rows are taken as bytes: a row may hold blocks of several shapes.
@@ -25,10 +46,7 @@ class PageRecords:
         self._is_direct = len(self._rows) == 1 and device.type == "cpu"
 
     def read(self, page_id: int) -> memoryview:
-        """Return a page's bytes: the pool's own memory where that is possible, else a copy.
-
-        A copy is valid until the next call of `read` or `target`.
-        """
+        """See `Records.read`."""
         if self._is_direct:
             return _view(self._rows[0][page_id])
         at = 0
@@ -38,11 +56,11 @@ class PageRecords:
         return _view(self._staged)
 
     def target(self, page_id: int) -> memoryview:
-        """Return where a page is to be read to; `write` must follow."""
+        """See `Records.target`."""
         return _view(self._rows[0][page_id] if self._is_direct else self._staged)
 
     def write(self, page_id: int) -> None:
-        """Put what was read to `target` into the page."""
+        """See `Records.write`."""
         if self._is_direct:
             return
         at = 0

@@ -20,11 +20,13 @@ from ...radix_cache.audit import Steps
 from ...radix_cache.node import Cause
 from ..interface.tiers import PageStore
 from .keys import PageKeys, StoredPages, chain_keys
-from .page_records import PageRecords
+from .page_records import Records
 
 logger = logging.getLogger(__name__)
 TAG_BYTES = 8
+LEAST_TOKENS = 64  # that are worth a load
 CALL_BYTES = 8 << 20  # that one call of the I/O thread moves: some milliseconds
+POOL_SHARE = 16  # of the pool's pages one may be under I/O: a store that hangs keeps them
 MAX_QUEUED = 4  # times the pool: pages that wait to be saved
 CLOSED_SECONDS, MAX_CLOSED_SECONDS = 10.0, 600.0  # that a store which fails is left alone: doubles
 MEAN_RATE = 0.3  # of a new value in a running mean
@@ -74,11 +76,13 @@ class Tiers:
         self,
         tree: RadixTree,
         keys: PageKeys,
-        records: PageRecords,
+        records: Records,
         stores: Sequence[PageStore],
         *,
         clock: Callable[[], float] = time.monotonic,
+        least_tokens: int = LEAST_TOKENS,
     ) -> None:
+        self.least_tokens = least_tokens
         self._tree, self._keys, self._records = tree, keys, records
         self._tiers = [_Tier(store) for store in stores]
         self._clock = clock
@@ -190,7 +194,8 @@ class Tiers:
     @property
     def pages_per_call(self) -> int:
         """See `KVTiers.pages_per_call`."""
-        return max(1, CALL_BYTES // self._records.num_bytes)
+        most = len(self._keys.counters) // POOL_SHARE
+        return max(1, min(most, CALL_BYTES // self._records.num_bytes))
 
     @property
     def is_open(self) -> bool:

@@ -27,6 +27,11 @@ HABITS = (
 )
 
 
+def namespace_of(salt: int) -> str | None:
+    """Return the namespace of a salt; 0 is the shared default."""
+    return f"tenant-{salt}" if salt else None
+
+
 class CannotRead(RuntimeError):
     """The request's own ``on_token`` fails."""
 
@@ -51,7 +56,7 @@ class Ask:
 
     @property
     def namespace(self) -> str | None:
-        return f"tenant-{self.salt}" if self.salt else None
+        return namespace_of(self.salt)
 
     def right(self, capacity: int) -> tuple[tuple[int, ...], str]:
         """The tokens of the solo run within a pool of so many, and how it ends."""
@@ -109,7 +114,7 @@ class Asks:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         longest = rng.choice([6, 12, 30])
-        self._stems = [self._draw(rng.randint(1, longest)) for _ in range(rng.randint(1, 4))]
+        self.stems = [self._draw(rng.randint(1, longest)) for _ in range(rng.randint(1, 4))]
         self._habits = {habit: rng.random() < 0.4 for habit in HABITS}
 
     def _draw(self, num_tokens: int) -> tuple[int, ...]:
@@ -121,7 +126,7 @@ class Asks:
     def one(self, *, is_plain: bool = False) -> Ask:
         """The next; a plain one has neither deadline nor faults of its own."""
         rng = self._rng
-        prompt = rng.choice(self._stems) + self._draw(rng.randint(0, 3))
+        prompt = rng.choice(self.stems) + self._draw(rng.randint(0, 3))
         if rng.random() < 0.2:  # a conversation goes on from an earlier answer
             prompt += solo(prompt, 0, rng.randint(1, 8)) + self._draw(1)
         salt = rng.randrange(NUM_SALTS) if self._habits["salts"] else 0

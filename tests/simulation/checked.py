@@ -43,7 +43,13 @@ class CheckedScheduler(Scheduler):
     def _check_plan(self, plan: StepPlan) -> None:
         ids = [row.request_id for row in plan.requests]
         assert len(set(ids)) == len(ids), "a request is in a plan twice"
-        assert plan.requests or not self.running, "a plan is empty while a request runs"
+        loads = self.page_loads
+        is_loading = loads is not None and (loads.num_loading > 0 or loads.leases)
+        assert plan.requests or is_loading or not self.running, (
+            "a plan is empty while a request runs"
+        )
+        for row in plan.requests:
+            assert self.running[row.request_id].load is None, "pages are loaded and computed"
         assert len(self.running) <= self.limits.max_running, "more run than may"
         num_rows = num_step_tokens(plan.requests)
         for row in plan.requests:
@@ -54,7 +60,11 @@ class CheckedScheduler(Scheduler):
     def _prompts(self) -> list[Request]:
         """Prompts under way whose turn it is."""
         running = self.running.values()
-        return [each for each in running if each.num_pending > 1 and not each.is_early]
+        return [
+            each
+            for each in running
+            if each.num_pending > 1 and not each.is_early and each.load is None
+        ]
 
     def _check_chunks(self, plan: StepPlan, prompts: list[Request]) -> None:
         """Half of the prompt tokens of a step, or all that it lacks, go to the first in turn."""

@@ -25,7 +25,13 @@ KINDS = {  # how often, where a seed has them
     "slow step": 0.02,
     "forward fails for good": 0.03,
     "model hangs": 0.05,
+    "tier raises": 0.03,
+    "tier lies": 0.2,
+    "tier damages": 0.2,
+    "tier is slow": 0.2,
+    "tier hangs": 0.03,
 }
+OF_TIERS = tuple(kind for kind in KINDS if kind.startswith("tier "))
 DEADLY = ("forward fails for good", "model hangs")
 
 
@@ -52,7 +58,8 @@ class Faults:
     @classmethod
     def draw(cls, rng: random.Random) -> Faults:
         """A third of the seeds have none; few have a deadly one."""
-        kinds = {kind for kind in KINDS if kind not in DEADLY and rng.random() < 0.15}
+        often = [kind for kind in KINDS if kind not in (*DEADLY, *OF_TIERS)]
+        kinds = {kind for kind in often if rng.random() < 0.15}
         kinds |= {kind for kind in DEADLY if rng.random() < 0.04}
         return cls(rng, frozenset() if rng.random() < 0.33 else frozenset(kinds))
 
@@ -72,6 +79,18 @@ class Faults:
         if self.happens("slow step"):
             return 30.0
         return self._rng.expovariate(100.0)
+
+    def add_those_of_tiers(self, rng: random.Random) -> None:
+        """Add faults of tiers: half of the worlds with tiers have some."""
+        if rng.random() < 0.5:
+            self.kinds |= {kind for kind in OF_TIERS if rng.random() < 0.4}
+            self.happened |= {kind: 0 for kind in sorted(self.kinds) if kind in OF_TIERS}
+
+    def io_seconds(self) -> float:
+        """Draw the time that a call of the tiers takes."""
+        if self.happens("tier hangs"):
+            return 200.0
+        return 2.0 if self.happens("tier is slow") else self._rng.expovariate(500.0)
 
     def before(self, plan: StepPlan, decoder: HashDecoder) -> None:
         """Raises where the forward pass is to fail; marks rows that come out broken."""

@@ -25,6 +25,7 @@ from .faults import Faults
 from .loop import SimulatedLoop
 from .model import VOCAB_SIZE, HashDecoder, Pages, SimulatedRunner
 from .thread import SimulatedThread
+from .tiering import SimulatedTiers
 from .verdict import check_end
 
 MAX_STEPS = 20_000
@@ -83,6 +84,8 @@ class Findings:
     num_steps: int = 0
     num_preemptions: int = 0
     num_accepted: int = 0
+    num_loaded: int = 0  # tokens that came from a tier
+    num_late: int = 0  # loads that nobody waited for any longer
     num_ahead: int = 0  # steps whose plan was made while the one before ran
     seconds: float = 0.0  # virtual
     ends: Counter[str] = field(default_factory=Counter)
@@ -100,19 +103,25 @@ class World:
         *,
         shape: Shape | None = None,
         faults: Faults | None = None,
+        has_tiers: bool | None = None,
     ) -> None:
         self.loop = loop
         self.rng = random.Random(f"world {seed}")
         self.shape = shape or Shape.draw(self.rng)
         self.faults = faults or Faults.draw(self.rng)
+        self.tier_rng = random.Random(f"tiers {seed}")
+        self.has_tiers = self.tier_rng.random() < 0.4 if has_tiers is None else has_tiers
         self.violations: list[str] = []
         self.told: list[Told] = []
         self.closed_at: float | None = None
         self.num_steps = 0  # tried
         self.trace = 0  # equal for equal runs
         self._failed = asyncio.Event()
+        self.tiers: SimulatedTiers | None = None
         self.engine = self._make_engine()
         self.asks = Asks(self.rng)
+        if self.tiers is not None:
+            self.tiers.fill(self.asks)
 
     # -- the engine -----------------------------------------------------------------------------
 
@@ -131,6 +140,10 @@ class World:
             clock=self.loop.time,
             rng=part(),
         )
+        pages = Pages(shape.num_pages, shape.page_size)
+        if self.has_tiers:
+            self.faults.add_those_of_tiers(self.tier_rng)
+            self.tiers = SimulatedTiers(cache, pages, self.faults, self.tier_rng, self.loop.time)
         self.scheduler = CheckedScheduler(
             cache,
             SchedulerLimits(
@@ -143,11 +156,12 @@ class World:
                 vocab_size=VOCAB_SIZE,
             ),
             FaultySpeculator(speculator, self.faults, part()),
+            self.tiers,
         )
         self.decoder = HashDecoder(self.violation)
         self.runner = SimulatedRunner(
             self.decoder,
-            Pages(shape.num_pages, shape.page_size),
+            pages,
             make_proposer(
                 shape.speculator,
                 self.faults,
@@ -166,7 +180,10 @@ class World:
             self.runner,
             clock=self.loop.time,
             make_thread=lambda name, on_start: SimulatedThread(
-                threads, self.faults.seconds, self.violation, on_start
+                threads if name == "foretoken-model" else self.tier_rng,
+                self.faults.seconds if name == "foretoken-model" else self.faults.io_seconds,
+                self.violation,
+                on_start,
             ),
             overlap=shape.overlap,
         )
@@ -289,6 +306,8 @@ class World:
             num_steps=self.num_steps,
             num_ahead=self.runner.num_ahead,
             num_preemptions=self.scheduler.num_preemptions,
+            num_loaded=sum(told.request.usage.loaded_tokens for told in self.told),
+            num_late=0 if self.scheduler.page_loads is None else self.scheduler.page_loads.num_late,
             num_accepted=sum(told.request.usage.accepted_tokens for told in self.told),
             seconds=self.loop.time(),
             ends=Counter(told.end for told in self.told),
