@@ -115,4 +115,4 @@ def _may_fail(world: World, told: Told, reason: str) -> bool:
 
 def _is_late(told: Told) -> bool:
     deadline = told.ask.deadline
-    return deadline is not None and told.ended - told.arrived >= deadline
+    return deadline is not None and told.ended >= told.arrived + deadline
