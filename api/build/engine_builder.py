@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -20,6 +20,7 @@ from ...core.execution.model_runner import ModelRunner
 from ...core.execution.proposer import Proposer
 from ...core.execution.warm_up import warm_up
 from ...core.model.decoder import Decoder
+from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
 from ...core.model.opening import open_model
 from ...core.model.report import weight_files
@@ -56,6 +57,9 @@ from .kv_pools import make_pools, model_len, out_of_memory_told
 from .model_files import find_model
 from .sampling_defaults import sampling_defaults
 
+if TYPE_CHECKING:
+    from .fingerprint import ModelDigests
+
 logger = logging.getLogger(__name__)
 _Model: TypeAlias = tuple[Decoder, KVPool]
 
@@ -77,10 +81,15 @@ class Built:
     model_path: str = "own"  # what computes the layers: own, or transformers' modules
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
     settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
+    fingerprint: bytes | None = None  # of what computes the KV, where it was asked for
 
 
-def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
+def build(
+    model: str | os.PathLike[str] | None, config: EngineConfig, *, wants_fingerprint: bool = False
+) -> Built:
     """Load a model and its drafters and build an engine; blocking.
+
+    ``wants_fingerprint``: digest the weights while they are loaded, for `Built.fingerprint`.
 
     Raises `ModelLoadError`, or `InvalidRequest` for an option that the model does not support.
     """
@@ -92,10 +101,13 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     device = _choose_device(config)
     sizes = config.sizes(device.type)
     draft_path = None if spec.model in (None, *NAMED) else find_draft(spec.model)
-    target = _load(source.path, config, device)
+    digests = _make_digests() if wants_fingerprint else None
+    target = _load(source.path, config, device, None if digests is None else digests.target)
     set_threads = _thread_setter(config.threads, target.ops)
     set_threads()
-    draft, no_self_draft = _load_draft(source.path, spec, draft_path, config, target)
+    draft, no_self_draft = _load_draft(
+        source.path, spec, draft_path, config, target, None if digests is None else digests.head
+    )
     is_self = spec.model == SELF
     drafts = [] if draft is None or is_self else [draft]
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
@@ -123,6 +135,8 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     )
     measures = not spec.is_empty and config.speculation == "auto"
     settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
+    head = draft if isinstance(draft, JoinedHead) else None
+    fingerprint = None if digests is None else digests.fingerprint(target, head, config, sizes)
     return Built(
         engine=Engine(
             scheduler,
@@ -151,7 +165,15 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         model_path=target.path,
         sampling_defaults=defaults,
         settings=settings,
+        fingerprint=fingerprint,
     )
+
+
+def _make_digests() -> ModelDigests:
+    # Not at the top: without a tier nothing of core/tiers is imported.
+    from .fingerprint import ModelDigests
+
+    return ModelDigests()
 
 
 def _lm_proposer(model: _Model, config: EngineConfig) -> LmProposer:
@@ -189,7 +211,9 @@ def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
     return set_threads
 
 
-def _load(path: Path, config: EngineConfig, device: torch.device) -> Decoder:
+def _load(
+    path: Path, config: EngineConfig, device: torch.device, on_read: OnRead | None = None
+) -> Decoder:
     if config.load_format == "auto" and config.quantize == "none":
         _warn_of_short_memory(path, device)
     remedy = "use a smaller --dtype, or --quantize"
@@ -204,6 +228,7 @@ def _load(path: Path, config: EngineConfig, device: torch.device) -> Decoder:
             quantize=config.quantize,
             kv_dtype=config.kv_cache_dtype,
             impl=config.model_impl,
+            on_read=on_read,
         )
 
 
@@ -221,11 +246,16 @@ def _warn_of_short_memory(path: Path, device: torch.device) -> None:
 
 
 def _load_draft(
-    path: Path, spec: DraftSpec, found: Path | None, config: EngineConfig, target: Decoder
+    path: Path,
+    spec: DraftSpec,
+    found: Path | None,
+    config: EngineConfig,
+    target: Decoder,
+    on_read: OnRead | None,
 ) -> tuple[Decoder | JoinedHead | None, str]:
     """The model that drafts, on the target's device; and why `auto` leaves out the self-draft.
 
-    ``found``: where a draft model or head is.
+    ``found``: where a draft model or head is. ``on_read`` is called with the tensors of a head.
     """
     if spec.model == SELF:
         copy = rough_copy(target, spec)
@@ -236,7 +266,7 @@ def _load_draft(
     if found is None:
         return None, ""
     if head_kind(found) is not None:
-        return load_head(found, target, partial(_output_matrix, path)), ""
+        return load_head(found, target, partial(_output_matrix, path), on_read), ""
     decoder = _load(found, config, target.device)
     check_compatible(found, decoder, path, target)
     return decoder, ""

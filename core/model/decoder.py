@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias
 
 import torch
@@ -33,6 +33,7 @@ class Decoder(Protocol):
     """Token ids and pages in, logits out; a target and a draft model alike.
 
     ``path``: what computes the layers, the operations of the backend or transformers' modules.
+    ``identity``: versions and variants of these, and what besides config and weights they read.
     ``exact``: whether a row's bits are the same in any batch. ``dtype``: of activations.
     """
 
@@ -43,6 +44,10 @@ class Decoder(Protocol):
     dtype: torch.dtype
     device: torch.device
     exact: bool
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Names by what they are of: results of other ones may have other bits."""
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
         """A KV pool of this decoder's shape and device; of its dtype unless another is given."""
@@ -93,6 +98,11 @@ class OwnDecoder:
             tuple(RopeTable(spec, part.heads.head_dim, self.device) for spec in part.ropes)
             for part in self._layout.parts
         )
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The operations."""
+        return {"path": self.path, "ops": type(self.ops).__name__, **self.ops.identity}
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
         """A KV pool of the shapes of the layers; on a device and of a dtype like the weights'."""

@@ -37,6 +37,7 @@ from .config import LLAMA_MLP, BesideNames, DecoderConfig, ExpertsSpec, HeadSpec
 from .decoder import Decoder, OwnDecoder
 from .fields import UnsupportedConfig
 from .fold import head_order, rounded, scaled
+from .formats.checkpoint import OnRead
 from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rope import RopeSpec, rotary_dim
@@ -79,6 +80,7 @@ def load_decoder(
     quantize: Quantize = "none",
     kv_dtype: KvDtype = "auto",
     impl: ModelImpl = "auto",
+    on_read: OnRead | None = None,
 ) -> Decoder:
     """A decoder from a folder in Hugging Face layout or a GGUF file.
 
@@ -90,10 +92,11 @@ def load_decoder(
     the layers and the output as int8 or int4, for the backends that compute so; ``kv_dtype`` is
     that of the pools to come. ``impl``: "own" takes the decoder of this engine, "transformers" the
     modules of transformers on our pages and kernels, "auto" the latter for models that the former
-    does not compute. Raises `ModelLoadError` before memory is spent on weights.
+    does not compute. ``on_read`` is called with every tensor but random ones. Raises
+    `ModelLoadError` before memory is spent on weights.
     """
     device = choose_device(device)
-    options = _Options(dtype, device, load_format, exact, backend, quantize, kv_dtype)
+    options = _Options(dtype, device, load_format, exact, backend, quantize, kv_dtype, on_read)
     if impl == "transformers":
         return _by_transformers(Path(path), options, "--model-impl transformers")
     try:
@@ -116,6 +119,7 @@ class _Options(NamedTuple):
     backend: Backend
     quantize: Quantize
     kv_dtype: KvDtype
+    on_read: OnRead | None
 
     def ops(self, dtype: torch.dtype, heads: Sequence[HeadLayout]) -> Ops:
         """The backend. ``heads``: of the parts of the pool."""
@@ -149,6 +153,7 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
         dtype=chosen,
         device=options.device,
         is_random=options.load_format == "random",
+        on_read=options.on_read,
     )
     bits = "the same bits in any batch" if decoder.exact else "bits that depend on the batch"
     logger.info(
@@ -162,7 +167,7 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
 
 def _own(path: str | Path, options: _Options) -> OwnDecoder:
     """A decoder of this engine's. Raises `UnsupportedConfig` for a model that has none."""
-    dtype, device, load_format, _, _, quantize, _ = options
+    dtype, device, load_format, _, _, quantize, _, on_read = options
     if load_format == "random":
         config = read_config(path)
         chosen = _choose_dtype(dtype, config.dtype, device)
@@ -170,11 +175,15 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
     else:
         config, checkpoint = open_model(path)
         chosen = _choose_dtype(dtype, checkpoint.stored_dtype, device)
-        read = checkpoint.read
+        read = checkpoint.read if on_read is None else _observed(checkpoint.read, on_read)
     layout = PageLayout.of(config)
     ops = options.ops(chosen, [part.heads for part in layout.parts])
     keeps_packed = dtype == "auto" and quantize == "none"
     return _Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()
+
+
+def _observed(read: _Read, on_read: OnRead) -> _Read:
+    return lambda name: on_read(name, read(name))
 
 
 def _choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:

@@ -7,7 +7,7 @@ keeps a row's bits independent of the rows beside it unless the backend was made
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -330,6 +330,13 @@ class Ops(Protocol):
     @property
     def sampler(self) -> Sampler:
         """Chooses tokens from this backend's logits."""
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Versions and variants of its kernels: results of other ones may have other bits.
+
+        Torch and the machine are not among them: see `machine_identity`.
+        """
 
     def set_threads(self, count: int) -> None:
         """Set the threads for operations called by this thread, itself included."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...core.errors import ModelLoadError
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.formats.checkpoint import OnRead
 from ...core.ops.batch import Segment, Taps, Wanted
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
 from ...core.sampling.logits_processors import SampleRow
@@ -101,8 +102,15 @@ def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> N
     head.borrow(weights.embedding, partial(by_kernel, logits, packed, ops.min_rows))
 
 
-def load_head(path: Path, target: Decoder, read_output: Callable[[], Tensor]) -> JoinedHead:
+def load_head(
+    path: Path,
+    target: Decoder,
+    read_output: Callable[[], Tensor],
+    on_read: OnRead | None = None,
+) -> JoinedHead:
     """The head in a folder, joined to its target; ``read_output``: see `join_target`.
+
+    ``on_read`` is called with every tensor of the head.
 
     Where the config leaves open which hidden states the head reads, both readings are tried on
     what the target says, and a warning names the better one, which is used. Raises
@@ -116,6 +124,9 @@ def load_head(path: Path, target: Decoder, read_output: Callable[[], Tensor]) ->
         )
     folder = open_head(path, target.config)
     head = folder.load()
+    if on_read is not None:
+        for name, tensor in head.state_dict().items():
+            on_read(name, tensor)
     lend(head, target, read_output)
     if folder.shifted_taps is not None:
         _choose_taps(folder, head, folder.shifted_taps, target)

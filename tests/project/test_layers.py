@@ -69,7 +69,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
         ("scheduling", "sampling"),
         ("ops", "telemetry"),
-        ("model",),
+        ("model", "tiers"),
         ("execution", "engine"),
     ),
     "draft": (("sources",), ("control",), ("proposers",), ("heads", "speculator"), ("training",)),

@@ -10,12 +10,14 @@ tokens ``[1, T]``: prompts in chunks, shared prefixes, drafts and decoding rows 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -319,6 +321,19 @@ class TransformersDecoder:
         self._inner = _inner(model)
         self._keeps_rows = _takes(model, "logits_to_keep")
         self._layers = _layers(self._inner, config.num_layers)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The operations, transformers, and the config by which its modules compute."""
+        values = self.model.config.to_dict()
+        values.pop("_name_or_path", None)  # of the folder, wherever it lies
+        return {
+            "path": self.path,
+            "ops": type(self.ops).__name__,
+            **self.ops.identity,
+            "transformers": transformers.__version__,
+            "text config": json.dumps(values, sort_keys=True, default=str),
+        }
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
         """A KV pool of this model's shapes, layer by layer."""

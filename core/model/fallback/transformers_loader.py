@@ -19,6 +19,7 @@ from ...ops.base import Ops
 from ...ops.batch import Segment
 from ..config import DecoderConfig, DtypeName, LayerSpec
 from ..fields import Fields, read_json
+from ..formats.checkpoint import OnRead
 from ..formats.files import gguf_file
 from ..formats.gguf import GgufFile
 from ..formats.nested import TEXT_PREFIXES
@@ -142,14 +143,19 @@ def load_text_model(
     dtype: torch.dtype,
     device: torch.device,
     is_random: bool = False,
+    on_read: OnRead | None = None,
 ) -> TransformersDecoder:
     """Load, pack and test. ``plain`` packs what is never quantised.
 
+    ``on_read`` is called with every parameter and buffer, in ``dtype``, unless they are random.
     Raises `ModelLoadError` for weights that do not fit the config, and for a model that does not
     compute in pieces what it computes in one.
     """
     with quiet():
         model = _random(source, dtype) if is_random else _load(source, dtype)
+    if on_read is not None and not is_random:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            on_read(name, tensor)
     model = model.eval().to(device)
     model.set_attn_implementation(HOOKS)
     if model._can_set_experts_implementation():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ...errors import ModelLoadError
 from ...ops.quantize import StoredWeight
 
 _NAMES_SHOWN = 4  # in an error
+
+OnRead: TypeAlias = Callable[[str, StoredWeight], StoredWeight]
+"""Called with each tensor that is read, by name, before anything is made of it; returns the tensor
+to use in its place, which has the same values."""
 
 
 class Checkpoint(Protocol):

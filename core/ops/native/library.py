@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -51,6 +52,11 @@ class NativeLibrary:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
+
+    @property
+    def file_name(self) -> str:
+        """The library's, as `build` made it: another one for other sources, flags or CPUs."""
+        return Path(self.c._name).name
 
     @property
     def lanes(self) -> int:

@@ -59,6 +59,11 @@ class NativeOps:
         self.products: Products = products
         self.sampler = NativeSampler(library)
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """The library, whose name tells all that it was built of, and the kind of products."""
+        return {"library": self.library.file_name, "bfloat16 products": self.products}
+
     def set_threads(self, count: int) -> None:
         """Resize the kernels' pool, which is the process's, and torch's for what is left to it."""
         torch.set_num_threads(count)

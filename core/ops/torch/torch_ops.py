@@ -59,6 +59,11 @@ class TorchOps:
         self.exact: Exactness = exact
         self.sampler = TorchSampler()
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """Nothing: all that computes is torch's."""
+        return {}
+
     def set_threads(self, count: int) -> None:
         """Torch keeps its thread count per thread: the model thread must set its own."""
         torch.set_num_threads(count)

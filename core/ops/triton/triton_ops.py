@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -77,6 +78,11 @@ class TritonOps:
         self.sampler = TritonSampler()
         self._graphs = graphs
         self._experts: WeakKeyDictionary[ExpertWeights, ExpertTables] = WeakKeyDictionary()
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Triton's version: it compiles the kernels."""
+        return {"triton": triton.__version__}
 
     def set_threads(self, count: int) -> None:
         """The host's threads, for what little it computes."""

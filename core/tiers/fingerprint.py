@@ -1,0 +1,141 @@
+"""The fingerprint of a model's KV: equal only where the same tokens get the same bits of KV.
+
+It covers, and `FingerprintParts` has a field for each:
+
+- ``weights``: xxh3-128 of every tensor by its name, its dtype and its shape, as it was read:
+  from safetensors, from GGUF, quantised ones part by part, stacked experts one by one; of modules
+  of transformers every parameter and buffer in the dtype that computes. Random weights are drawn
+  by name, and have no digest: ``load_format``, the config and torch's version stand for them.
+- ``config``: the `DecoderConfig` as resolved, RoPE of every layer with it.
+- ``decoder``: what computes the layers. The class of the operations and what they name of
+  themselves: the file name of the native library, which tells sources, compiler, flags and CPU,
+  and how it multiplies bfloat16; Triton's version. Of modules of transformers the version of
+  transformers and the text model's whole config.
+- ``machine``: version of torch and of its CPU kernels, threads of torch, CPU, C library, settings
+  of libraries in the environment; on a GPU its name and multiprocessors, and CUDA's version.
+- ``code``: the Python sources of the engine that compute KV (`CODE`), and of heads (`HEAD_CODE`).
+- ``dtype``, ``asked_dtype`` (auto keeps weights as they are stored, the same dtype by name does
+  not), ``quantize``, ``exact``, ``load_format``.
+- ``page_size`` and ``kv_dtype``: how a page is laid out.
+- ``head``: config and tensors of the trained head whose KV lies in the record, None without one.
+
+xxh3 finds what changed by itself; it does not resist who makes files that collide, and need not:
+whoever can choose the weights chooses the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
+
+FINGERPRINT_BYTES = 32
+_PACKAGE = Path(__file__).parents[2]
+CODE = tuple(_PACKAGE / "core" / room for room in ("execution", "model", "ops"))
+HEAD_CODE = (_PACKAGE / "draft" / "heads",)
+
+
+class WeightsDigest:
+    """xxh3-128 of the tensors of a model, by name; the order of reading does not matter.
+
+    It is called with each tensor that was read, and returns the one to use in its place: that of
+    a stack of experts digests each as it is unpacked, which is done once.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0  # that were digested
+        self._digests: dict[str, bytes] = {}
+
+    def __call__(self, name: str, weight: StoredWeight) -> StoredWeight:
+        """Note a tensor."""
+        if isinstance(weight, QuantizedStack):
+            self._digests[name] = str(weight.count).encode()
+            return QuantizedStack(weight.count, partial(self._one_of, name, weight))
+        self._digests[name] = self._digest(weight)
+        return weight
+
+    def digest(self) -> bytes:
+        """Return the digest of all tensors so far, `FINGERPRINT_BYTES` long."""
+        found = sorted(self._digests.items())
+        return _hashed([part for name, digest in found for part in (name.encode(), digest)])
+
+    def _one_of(self, name: str, stack: QuantizedStack, index: int) -> QuantizedWeight:
+        found = stack.one(index)
+        self._digests[f"{name}[{index}]"] = self._digest(found)
+        return found
+
+    def _digest(self, weight: Tensor | QuantizedWeight) -> bytes:
+        if isinstance(weight, Tensor):
+            return self._digest_of_tensor(weight)
+        parts = (weight.values, weight.scale, weight.minimum, *weight.factors)
+        kept = (b"" if each is None else self._digest_of_tensor(each) for each in parts)
+        return _hashed([weight.kind.encode(), *kept])
+
+    def _digest_of_tensor(self, tensor: Tensor) -> bytes:
+        found = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        found.update(flat.view(torch.uint8).numpy())
+        self.num_bytes += flat.nbytes
+        return found.digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadParts:
+    """A trained head: the digest of its tensors and its config as text."""
+
+    weights: bytes
+    config: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FingerprintParts:
+    """All that changes a bit of a page's KV; see the module. Texts are compared as they are."""
+
+    weights: bytes
+    config: str
+    decoder: Mapping[str, str]
+    machine: Mapping[str, str]
+    code: bytes
+    dtype: str
+    asked_dtype: str
+    quantize: str
+    exact: str
+    load_format: str
+    page_size: int  # tokens
+    kv_dtype: str
+    head: HeadParts | None = None
+
+
+def kv_fingerprint(parts: FingerprintParts) -> bytes:
+    """Return the fingerprint, `FINGERPRINT_BYTES` long: another one whenever any part is."""
+    text = json.dumps(asdict(parts), sort_keys=True, default=bytes.hex)
+    return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).digest()
+
+
+def code_digest(folders: Iterable[Path]) -> bytes:
+    """Digest the Python files below some folders, by name. Takes milliseconds."""
+    files = [(path, path.relative_to(each.parent)) for each in folders for path in _files(each)]
+    return _hashed(
+        [part for path, name in files for part in (name.as_posix().encode(), path.read_bytes())]
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def _hashed(parts: Iterable[bytes]) -> bytes:
+    """Hash parts so that where one ends matters."""
+    found = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.digest()
