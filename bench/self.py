@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from ..api.build.engine_builder import Built, build
 from ..core.config import EngineConfig
 from ..core.execution.model_runner import ModelRunner
-from ..core.execution.proposer import Proposer, VerifiedRequest
+from ..core.execution.proposer import PageRows, Proposer, VerifiedRequest
 from ..core.interface.draft import Draft, DraftPlan
 from ..core.interface.output import RequestOutput
 from ..core.interface.plan import ScheduledRequest
@@ -124,6 +124,14 @@ class Simulated:
     ) -> None:
         """Let the real one learn."""
         self._inner.observe(batch, output, verified)
+
+    @property
+    def stored(self) -> tuple[PageRows, ...]:
+        """Nothing of its own: it drafts on the target's KV."""
+        return ()
+
+    def adopt(self, page_ids: array[int]) -> None:
+        """Do nothing: it keeps nothing that could come back."""
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """Nothing of a request is kept."""

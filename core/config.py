@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any, Literal
 
 from .errors import InvalidRequest, shown
 from .interface.sampling import RECOMMENDED, TokenSamplingParams
-from .interface.settings import SIZE, check_settings, setting, settings_of
+from .interface.settings import SIZE, check_settings, parse_size, setting, settings_of
 from .validation import require
 
 OVERRIDES = "override_generation_config"
@@ -141,6 +142,12 @@ class EngineConfig:
         None, "size of the KV pool in tokens, in place of --kv-memory", least=1
     )
     page_size: int | None = setting(None, "tokens of one KV page (16, on cuda 32)", least=1)
+    kv_disk: str | None = setting(
+        None,
+        "keep KV in files below DIR, at most SIZE, for requests after it left the pool and after a "
+        "restart, e.g. /var/cache/kv:100GiB",
+        "DIR:SIZE",
+    )
     pin_quota: float = setting(
         0.25, "largest share of the KV pool that one cache_salt may pin", "SHARE", most=1
     )
@@ -205,6 +212,23 @@ class EngineConfig:
             found = _parse_object(TEMPLATE_KWARGS, self.default_chat_template_kwargs)
             object.__setattr__(self, TEMPLATE_KWARGS, found)
         self._check_supported()
+
+        if self.kv_disk is not None:
+            self.kv_disk_place()
+
+    def kv_disk_place(self) -> tuple[Path, int] | None:
+        """The folder of ``kv_disk`` and its size in bytes; None without one.
+
+        Raises `InvalidRequest` for a text that is not DIR:SIZE.
+        """
+        if self.kv_disk is None:
+            return None
+        folder, _, size = self.kv_disk.rpartition(":")
+        _require(folder != "", "kv_disk", f"must be DIR:SIZE, not {shown(self.kv_disk)}")
+        try:
+            return Path(folder).expanduser(), parse_size(size)
+        except ValueError as error:
+            raise InvalidRequest(f"kv_disk: the size {error}", param="kv_disk") from None
 
     def _check_supported(self) -> None:
         # Rejection sampling is exact only if the depth does not follow from what was drafted.
@@ -271,7 +295,7 @@ def _parse_object(name: str, given: str | Mapping[str, Any]) -> dict[str, Any]:
 
 def format_size(num_bytes: int) -> str:
     """Format bytes with three digits and the largest unit that suits: 3.2 GiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"
     return f"{num_bytes} bytes"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from ...core.engine.model_thread import Supervision
 from ...core.execution.model_runner import ModelRunner
 from ...core.execution.proposer import Proposer
 from ...core.execution.warm_up import warm_up
+from ...core.interface.tiers import KVTiers
 from ...core.model.decoder import Decoder
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
@@ -101,7 +103,10 @@ def build(
     device = _choose_device(config)
     sizes = config.sizes(device.type)
     draft_path = None if spec.model in (None, *NAMED) else find_draft(spec.model)
-    digests = _make_digests() if wants_fingerprint else None
+    disk = config.kv_disk_place()
+    if disk is not None:
+        _kv_tiers().make_root(disk[0])  # refused before weights are read
+    digests = _make_digests() if wants_fingerprint or disk is not None else None
     target = _load(source.path, config, device, None if digests is None else digests.target)
     set_threads = _thread_setter(config.threads, target.ops)
     set_threads()
@@ -128,15 +133,17 @@ def build(
     speculator, costs = make_speculator(
         config, spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
     )
-    scheduler = Scheduler(
-        _prefix_cache(config, pool),
-        _limits(config, sizes, target),
-        speculator,
-    )
-    measures = not spec.is_empty and config.speculation == "auto"
-    settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
+    cache = _prefix_cache(config, pool)
     head = draft if isinstance(draft, JoinedHead) else None
     fingerprint = None if digests is None else digests.fingerprint(target, head, config, sizes)
+    tiers: KVTiers | None = None
+    if disk is not None and fingerprint is not None:
+        tiers = _kv_tiers().make_tiers(
+            cache, pool, proposer, disk=disk, fingerprint=fingerprint, quota=config.cache_quota
+        )
+    scheduler = Scheduler(cache, _limits(config, sizes, target), speculator, tiers)
+    measures = not spec.is_empty and config.speculation == "auto"
+    settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
     return Built(
         engine=Engine(
             scheduler,
@@ -169,8 +176,14 @@ def build(
     )
 
 
-def _make_digests() -> ModelDigests:
+def _kv_tiers() -> ModuleType:
     # Not at the top: without a tier nothing of core/tiers is imported.
+    from . import kv_tiers
+
+    return kv_tiers
+
+
+def _make_digests() -> ModelDigests:
     from .fingerprint import ModelDigests
 
     return ModelDigests()

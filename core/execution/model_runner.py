@@ -217,6 +217,8 @@ class ModelRunner:
         try:
             if plan.released_request_ids or plan.newly_allocated_pages:
                 self.proposer.forget(plan.released_request_ids, plan.newly_allocated_pages)
+            if plan.loaded_pages:  # new pages first, then whole ones
+                self.proposer.adopt(plan.loaded_pages)
             if plan.is_plain:
                 return {}
             wanted = [

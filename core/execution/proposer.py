@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
+from torch import Tensor
 
 from ..interface.draft import Draft
 from ..interface.output import RequestOutput
@@ -32,6 +33,16 @@ class VerifiedRequest(msgspec.Struct, frozen=True, gc=False):
     scheduled: ScheduledRequest
     batch_rows: Sequence[int]
     output: RequestOutput
+
+
+class PageRows(NamedTuple):
+    """What a proposer keeps for each page, ``[num_pages or more, ...]``, row p for page p.
+
+    Where tiers keep pages beyond the pool, rows are read from the one and come back to the other.
+    """
+
+    source: Tensor
+    target: Tensor
 
 
 class Proposer(Protocol):
@@ -66,6 +77,13 @@ class Proposer(Protocol):
         ``verified`` [requests of the plan]. All arguments are lent for the call. If another step
         was launched behind this one, ``output.hidden`` and ``output.logits`` are void.
         """
+
+    @property
+    def stored(self) -> Sequence[PageRows]:
+        """What tiers keep of a page beside the target's KV; fixed. Nothing, if it catches up."""
+
+    def adopt(self, page_ids: array[int]) -> None:
+        """Take pages that came from a tier, rows of `stored` with them; called after `forget`."""
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """Forget requests that released their pages, and pages that were allocated anew."""

@@ -52,6 +52,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     requests: Sequence[ScheduledRequest]
     # taken from the free list since the last plan: their content is void
     newly_allocated_pages: array[int]
+    loaded_pages: array[int] = NO_PAGES  # that came from a tier since the last plan, whole
     is_plain: bool = False  # no request drafts: the speculator learns nothing from it
     # requests that released their pages since the last plan: finished or preempted
     released_request_ids: Sequence[str] = ()

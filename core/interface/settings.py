@@ -18,7 +18,10 @@ from ..errors import InvalidRequest, shown
 T = TypeVar("T")
 HIGHEST = 2**40  # of a number without another limit
 SIZE = "SIZE"  # metavar of a number of bytes, which may have a unit
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_UNITS = {
+    "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+    "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
+}  # fmt: skip
 _SWITCHES = {"1": True, "true": True, "0": False, "false": False}
 _KINDS: Mapping[type, str] = {
     bool: "true or false", dict: "a JSON object", list: "a list of strings", int: "an integer",
@@ -219,7 +222,7 @@ def parse_size(text: str | int) -> int:
     """Bytes of a size such as 4GiB, 512MB or 1000000. Raises `ValueError`: what it must be."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([KMG]I?)?B?\s*", str(text).upper())
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([KMGT]I?)?B?\s*", str(text).upper())
     size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
     if size <= 0:
         raise ValueError(f"must be a size such as 4GiB, not {shown(text)}")

@@ -8,6 +8,7 @@ goes on as after a prefix hit. Whatever is missing, late or unsound is computed.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable
 
@@ -35,6 +36,7 @@ class PageLoads:
         self._cache = cache
         self._awaited: dict[str, PageLoad] = {}  # by the id of the request that waits for it
         self._loading: dict[str, Request] = {}  # running requests that wait for theirs
+        self._loaded_pages = array("q")  # since the last plan
         self._leases: dict[PageLoad, KVLease] = {}  # left by their requests, not yet by the thread
 
     @property
@@ -150,7 +152,20 @@ class PageLoads:
             )
             request.num_tokens_accounted = usage.cached_tokens
             self._cache.num_hits += num_tokens
+        ids = set(load.page_ids[: load.num_loaded])
         publish(self._cache, request)
+        if request.lease is not None:  # of pages that the tree had by then, the tree's are kept
+            kept = request.lease.page_ids[load.first : load.first + load.num_loaded]
+            self._loaded_pages.extend(each for each in kept if each in ids)
+
+    def take_loaded_pages(self) -> array[int]:
+        """Return the pages that were loaded since the last call, those that were kept."""
+        pages, self._loaded_pages = self._loaded_pages, array("q")
+        return pages
+
+    def return_loaded_pages(self, page_ids: array[int]) -> None:
+        """Put back pages of a step that was not computed."""
+        self._loaded_pages = page_ids + self._loaded_pages
 
     def _give_up(self, request: Request, load: PageLoad) -> None:
         """Let a request compute what is late.

@@ -157,15 +157,19 @@ class Scheduler:
         if not scheduled:  # an empty plan is not computed: they wait for the next one
             return StepPlan(requests=(), newly_allocated_pages=array("q"))
         released_request_ids, self._released_request_ids = self._released_request_ids, []
+        loads = self.page_loads
         return StepPlan(
             requests=scheduled,
             newly_allocated_pages=self.cache.take_newly_allocated_pages(),
+            loaded_pages=NO_PAGES if loads is None else loads.take_loaded_pages(),
             is_plain=is_plain,
             released_request_ids=released_request_ids,
         )
 
     def discard_plan(self, plan: StepPlan) -> None:
-        """Take back a plan of decodes: its finished ids and new pages move to the next plan."""
+        """Take back a plan of decodes: its finished ids and pages move to the next plan."""
+        if self.page_loads is not None:
+            self.page_loads.return_loaded_pages(plan.loaded_pages)
         self._released_request_ids = [*plan.released_request_ids, *self._released_request_ids]
         self.cache.return_newly_allocated_pages(plan.newly_allocated_pages)
         for scheduled in plan.requests:

@@ -33,11 +33,13 @@ class PageRecords:
     """`Records` of tensors: the page's row of each tensor, one after the other.
 
     ``parts``: tensors ``[num_pages or more, ...]``, contiguous, whose row p belongs to page p: the
-    target's KV first. Rows are taken as bytes: a row may hold blocks of several shapes.
+    target's KV first. Rows are taken as bytes: a row may hold blocks of several shapes. ``targets``
+    have the rows of pages that come back, where these are other tensors.
     """
 
-    def __init__(self, parts: Sequence[Tensor]) -> None:
+    def __init__(self, parts: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> None:
         self._rows = [_bytes_of(part) for part in parts]
+        self._targets = [_bytes_of(part) for part in targets or parts]
         self.num_bytes = sum(rows.shape[1] for rows in self._rows)
         device = self._rows[0].device
         self._staged = torch.empty(
@@ -64,14 +66,16 @@ class PageRecords:
         if self._is_direct:
             return
         at = 0
-        for rows in self._rows:
+        for rows in self._targets:
             rows[page_id].copy_(self._staged[at : at + rows.shape[1]])
             at += rows.shape[1]
 
 
 def _bytes_of(part: Tensor) -> Tensor:
     """View a tensor as ``[num_pages, page_bytes]`` of uint8."""
-    return part.view(len(part), -1).view(torch.uint8)
+    return (
+        part.flatten(1).view(torch.uint8) if part.dim() > 1 else part.view(-1, 1).view(torch.uint8)
+    )
 
 
 def _view(row: Tensor) -> memoryview:

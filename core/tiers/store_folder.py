@@ -38,6 +38,13 @@ def refusing(root: Path) -> Iterator[None]:
         raise refused(root, f"{error.strerror} ({error.filename or root})") from None
 
 
+def make_root(root: Path) -> None:
+    """Make the folder of all stores, unless it is there. Raises `InvalidRequest` if unusable."""
+    with refusing(root):
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(_open(root / LOCK))
+
+
 class StoreFolder:
     """The folder of one fingerprint, held by this process until it is closed.
 
@@ -50,11 +57,10 @@ class StoreFolder:
         self.fingerprint = fingerprint
         self.max_bytes = max_bytes
         self.path = root / fingerprint.hex()
-        with refusing(root):
-            root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with self._root_locked():
-                self._make()
-                self._lock = _try_lock(self.path)
+        make_root(root)
+        with refusing(root), self._root_locked():
+            self._make()
+            self._lock = _try_lock(self.path)
         if self._lock is None:
             raise refused(root, "another process uses it for the same model")
         os.utime(self._lock)

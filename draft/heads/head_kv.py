@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.execution.proposer import VerifiedRequest
+from ...core.execution.proposer import PageRows, VerifiedRequest
 from ...core.interface.plan import ScheduledRequest
 from ...core.ops.batch import IntArray
 from ...core.ops.kv_pool import KVPool
@@ -70,11 +70,27 @@ class HeadKV:
         self.pool, self._write = pool, write
         self._first = config.first_position
         self.ready = np.zeros(pool.num_pages, dtype=np.bool_)  # [num_pages]
+        self._ready_elsewhere = np.zeros_like(self.ready)  # marks of pages that came from a tier
         self.spans: dict[str, Span] = {}  # by request
         self._page_features: Tensor | None = None  # [num_pages, hidden] of a page's last position
         if config.keeps_page_features:
             shape = (pool.num_pages, config.hidden_size)
             self._page_features = torch.zeros(shape, dtype=pool.dtype, device=pool.data.device)
+
+    @property
+    def stored(self) -> list[PageRows]:
+        """The head KV of a page, the feature of its last position, and whether it is ready.
+
+        The mark of a page that comes back waits for `adopt`: until then the page counts as new.
+        """
+        kept = [each for each in (self.pool.data, self._page_features) if each is not None]
+        marks = [torch.from_numpy(each) for each in (self.ready, self._ready_elsewhere)]
+        return [*(PageRows(each, each) for each in kept if each.numel()), PageRows(*marks)]
+
+    def adopt(self, page_ids: array[int]) -> None:
+        """Take pages that came from a tier: they are ready if they were when they were stored."""
+        ids = np.asarray(page_ids)
+        self.ready[ids] = self._ready_elsewhere[ids]
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """Forget requests that released their pages; pages that were allocated are void."""

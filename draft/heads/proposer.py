@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.execution.proposer import VerifiedRequest
+from ...core.execution.proposer import PageRows, VerifiedRequest
 from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
 from ...core.interface.protocols import ProposerTraits
@@ -135,6 +135,15 @@ class HeadProposer(ABC):
         """Draft up to ``num_drafted`` tokens behind the last token of each request."""
 
     # -- the target's steps ---------------------------------------------------------------------
+
+    @property
+    def stored(self) -> Sequence[PageRows]:
+        """The head KV of a page, its feature and whether it is ready."""
+        return self.head_kv.stored
+
+    def adopt(self, page_ids: array[int]) -> None:
+        """Take pages that came from a tier."""
+        self.head_kv.adopt(page_ids)
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """Forget requests that released their pages; pages that were allocated are void."""

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.execution.proposer import VerifiedRequest
+from ...core.execution.proposer import PageRows, VerifiedRequest
 from ...core.interface.draft import Draft
 from ...core.interface.plan import ScheduledRequest
 from ...core.interface.protocols import ProposerTraits
@@ -96,6 +96,14 @@ class LmProposer:
             if self._fixed_temperature_scale is None
             else self._fixed_temperature_scale
         )
+
+    @property
+    def stored(self) -> tuple[PageRows, ...]:
+        """Nothing: what a new page lacks is computed."""
+        return ()
+
+    def adopt(self, page_ids: array[int]) -> None:
+        """Do nothing: it keeps nothing that could come back."""
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """Forget the KV of these requests and the ready marks of these pages."""

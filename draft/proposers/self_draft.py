@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from ...core.execution.proposer import VerifiedRequest
+from ...core.execution.proposer import PageRows, VerifiedRequest
 from ...core.interface.draft import Draft
 from ...core.interface.plan import ScheduledRequest
 from ...core.interface.protocols import ProposerTraits
@@ -38,6 +38,14 @@ class SelfProposer:
     def traits(self) -> ProposerTraits:
         """How it works: there is nothing to catch up with."""
         return ProposerTraits(tokens_per_pass=1, catches_up=False, weighs=True)
+
+    @property
+    def stored(self) -> tuple[PageRows, ...]:
+        """Nothing of its own: it drafts on the target's KV."""
+        return ()
+
+    def adopt(self, page_ids: array[int]) -> None:
+        """Do nothing: it keeps nothing that could come back."""
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """Nothing of a request is kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from foretoken.core.execution.proposer import PageRows
 from foretoken.core.interface.protocols import ProposerTraits
 from foretoken.core.ops.batch import Taps
 
@@ -19,5 +20,13 @@ class BareProposer:
     taps: Taps = ()
 
     def observe(self, *step: object) -> None: ...
+
+    @property
+    def stored(self) -> tuple[PageRows, ...]:
+        """Nothing."""
+        return ()
+
+    def adopt(self, page_ids: array[int]) -> None:
+        """Do nothing: it keeps nothing that could come back."""
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
