@@ -20,6 +20,7 @@ class PromptDetails(Struct, kw_only=True):
     """``usage.prompt_tokens_details``."""
 
     cached_tokens: int
+    loaded_tokens: int  # of the cached ones: from a tier beyond the KV pool
     cache_write_tokens: int
 
 

@@ -60,7 +60,9 @@ def usage_body(usage: Usage) -> UsageBody:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptDetails(
-            cached_tokens=usage.cached_tokens, cache_write_tokens=usage.cache_write_tokens
+            cached_tokens=usage.cached_tokens,
+            loaded_tokens=usage.loaded_tokens,
+            cache_write_tokens=usage.cache_write_tokens,
         ),
         completion_tokens_details=CompletionDetails(
             accepted_prediction_tokens=usage.accepted_prediction_tokens,

@@ -190,6 +190,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
     total = Usage(
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
+        loaded_tokens=first.loaded_tokens,
         cache_write_tokens=_written(usages),
         cache_loss=first.cache_loss,
         queue_time=first.queue_time,
@@ -212,6 +213,7 @@ def batch_usage(usages: Sequence[Usage]) -> Usage:
     total = Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
+        loaded_tokens=sum(usage.loaded_tokens for usage in usages),
         cache_write_tokens=sum(usage.cache_write_tokens for usage in usages),
     )
     for usage in usages:

@@ -177,13 +177,14 @@ class Engine:
         return num_pages
 
     def cache_info(self, namespace: str | None = None) -> dict[str, object]:
-        """Occupancy and hit counters of the prefix cache, in pages and tokens.
+        """Occupancy and hit counters of the prefix cache and its tiers, in pages and tokens.
 
         ``pins`` lists those of one namespace only.
         """
         cache = self.scheduler.cache
         cache.tick(self._clock())  # without steps nothing else expires pins
-        return describe_cache(cache, namespace)
+        loads = self.scheduler.page_loads
+        return describe_cache(cache, namespace, None if loads is None else loads.tiers)
 
     @property
     def num_failed_steps(self) -> int:

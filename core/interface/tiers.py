@@ -57,6 +57,22 @@ class PageStore(Protocol):
         """Write what is not written yet, and let go of files and connections."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierState:
+    """A tier as it is now; counts since the start, in pages unless they say otherwise."""
+
+    medium: Medium
+    pages: int  # kept now
+    capacity_pages: int
+    loaded_pages: int
+    load_seconds: float
+    saved_pages: int
+    queued_pages: int  # that wait to be saved
+    dropped_pages: Mapping[str, int]  # by cause, before they were kept or later
+    times_closed: int  # how often it was left alone, because it failed or was late
+    is_open: bool
+
+
 class KVTiers(Protocol):
     """All stores of an engine. The first group is called in the I/O thread, all else on the loop.
 
@@ -113,8 +129,8 @@ class KVTiers(Protocol):
     def checks(self) -> Steps:
         """Assert that keys and pages agree, in steps between which nothing may change."""
 
-    def describe(self) -> Sequence[Mapping[str, object]]:
-        """Describe each tier: medium, pages, hits, losses; for reports and metrics."""
+    def describe(self) -> Sequence[TierState]:
+        """Describe each tier, for reports and metrics."""
 
 
 def _no_pages() -> array[int]:

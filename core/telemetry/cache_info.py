@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from ...radix_cache import PrefixCache
+from ..interface.tiers import KVTiers
 
 
-def describe_cache(cache: PrefixCache, namespace: str | None) -> dict[str, object]:
-    """Describe the cache: occupancy in pages, hits in tokens, the pins of one namespace."""
+def describe_cache(
+    cache: PrefixCache, namespace: str | None, tiers: KVTiers | None = None
+) -> dict[str, object]:
+    """Describe the cache: occupancy in pages, hits in tokens, the pins of one namespace, tiers."""
     return {
         "page_size": cache.page_size,
         "total_pages": cache.num_total_pages,
@@ -25,4 +30,5 @@ def describe_cache(cache: PrefixCache, namespace: str | None) -> dict[str, objec
         "usage": cache.usage,
         "queried_tokens": cache.num_queries,
         "hit_tokens": cache.num_hits,
+        "tiers": [] if tiers is None else [asdict(tier) for tier in tiers.describe()],
     }

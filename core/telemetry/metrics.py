@@ -32,6 +32,7 @@ from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
 from ..interface.request import Delta, FinishReason, Request
 from ..scheduling.chunk_budget import num_step_tokens
+from ..scheduling.page_loads import PageLoads
 from ..scheduling.scheduler import Scheduler
 from .spec_decode_stats import SpecDecodeStats
 
@@ -207,6 +208,57 @@ class PoolCollector(Collector):
         )
 
 
+class TierCollector(Collector):
+    """Stores of KV pages beyond the pool."""
+
+    def __init__(self, loads: PageLoads, page_size: int) -> None:
+        self._loads, self._page_size = loads, page_size
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the present values; called by the registry."""
+        tiers = self._loads.tiers.describe()
+        for name, text, read in (
+            ("pages", "KV pages in the tier", lambda tier: tier.pages),
+            ("capacity_pages", "KV pages that fit", lambda tier: tier.capacity_pages),
+            ("queued_pages", "KV pages that wait to be saved", lambda tier: tier.queued_pages),
+            ("closed", "1 while the tier is left alone", lambda tier: not tier.is_open),
+        ):
+            values = {str(tier.medium): float(read(tier)) for tier in tiers}
+            yield _by_tier(GaugeMetricFamily, name, text, values)
+        for name, text, read in (
+            ("hit_tokens", "Prompt tokens that came from the tier",
+             lambda tier: tier.loaded_pages * self._page_size),
+            ("load_seconds", "Seconds that loads took", lambda tier: tier.load_seconds),
+            ("saved_pages", "KV pages that were written", lambda tier: tier.saved_pages),
+            ("times_closed", "Times that the tier failed or was late",
+             lambda tier: tier.times_closed),
+        ):  # fmt: skip
+            values = {str(tier.medium): float(read(tier)) for tier in tiers}
+            yield _by_tier(CounterMetricFamily, name, text, values)
+        dropped = CounterMetricFamily(
+            f"{PREFIX}kv_tier_dropped_pages",
+            "KV pages that the tier did not keep, by cause",
+            labels=["tier", "cause"],
+        )
+        for tier in tiers:
+            for cause, count in tier.dropped_pages.items():
+                dropped.add_metric([tier.medium, cause], count)
+        yield dropped
+        yield counter("kv_tier_late", "Loads that requests did not wait for", self._loads.num_late)
+
+
+def _by_tier(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    values: Mapping[str, float],
+) -> Metric:
+    family = kind(f"{PREFIX}kv_tier_{name}", text, labels=["tier"])
+    for medium, value in values.items():
+        family.add_metric([medium], value)
+    return family
+
+
 class DrafterCollector(Collector):
     """Whether each drafter was given up."""
 
@@ -361,6 +413,8 @@ class EngineMetrics:
             BuildCollector(),
         ):
             self.registry.register(collector)
+        if scheduler.page_loads is not None:
+            self.registry.register(TierCollector(scheduler.page_loads, scheduler.cache.page_size))
         if engine is not None:
             self.registry.register(FaultCollector(engine))
         self._last_token_times: dict[str, float] = {}

@@ -11,14 +11,14 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ...radix_cache import RadixTree
 from ...radix_cache.audit import Steps
 from ...radix_cache.node import Cause
-from ..interface.tiers import PageStore
+from ..interface.tiers import PageStore, TierState
 from .keys import PageKeys, StoredPages, chain_keys
 from .page_records import Records
 
@@ -41,6 +41,7 @@ class _Tier:
     pause: float = CLOSED_SECONDS  # of the next closing
     num_closed: int = 0
     num_loaded: int = 0  # pages
+    load_seconds: float = 0.0
     num_saved: int = 0  # pages
     num_evicted: int = 0  # pages that left the pool before they were saved
     unflushed: set[bytes | None] = field(default_factory=set)  # tags; before anything is found
@@ -122,12 +123,13 @@ class Tiers:
 
     def _load_page(self, key: bytes, page_id: int) -> bool:
         for tier in self._open_tiers():
-            is_whole = False
+            is_whole, began = False, self._clock()
             with self._asking(tier):
                 is_whole = tier.store.get(key, self._records.target(page_id))
             if is_whole:
                 self._records.write(page_id)
                 tier.num_loaded += 1
+                tier.load_seconds += self._clock() - began
                 tier.pause = CLOSED_SECONDS
                 return True
         return False
@@ -242,23 +244,24 @@ class Tiers:
         """See `KVTiers.checks`."""
         return self._keys.checks(self._tree)
 
-    def describe(self) -> Sequence[Mapping[str, object]]:
+    def describe(self) -> Sequence[TierState]:
         """See `KVTiers.describe`."""
         return [
-            {
-                "medium": tier.store.medium,
-                "pages": len(tier.store),
-                "capacity_pages": tier.store.capacity,
-                "loaded_pages": tier.num_loaded,
-                "saved_pages": tier.num_saved,
-                "dropped_pages": {
-                    "evicted_from_pool": tier.num_evicted,
+            TierState(
+                medium=tier.store.medium,
+                pages=len(tier.store),
+                capacity_pages=tier.store.capacity,
+                loaded_pages=tier.num_loaded,
+                load_seconds=tier.load_seconds,
+                saved_pages=tier.num_saved,
+                queued_pages=len(self._queue),
+                dropped_pages={
+                    "left_the_pool": tier.num_evicted,
                     "queue_full": self._num_unqueued,
                     **tier.store.stats(),
                 },
-                "is_open": self._is_open(tier),
-                "times_closed": tier.num_closed,
-                "queued_pages": len(self._queue),
-            }
+                times_closed=tier.num_closed,
+                is_open=self._is_open(tier),
+            )
             for tier in self._tiers
         ]
