@@ -18,7 +18,7 @@ from ..interface.tiers import KVTiers, PageLoad
 from .leases import cache_limit, publish
 
 LOOKUP_SECONDS = 0.05  # after which a look-up counts as one that found nothing
-LATE, LATE_SECONDS = 3.0, 0.1  # times the estimate, after which a load is late; but at least
+LATE, LATE_SECONDS = 3.0, 0.25  # times the estimate, after which a load is late; but at least
 
 
 class PageLoads:

@@ -29,6 +29,8 @@ CALL_BYTES = 8 << 20  # that one call of the I/O thread moves: some milliseconds
 POOL_SHARE = 16  # of the pool's pages one may be under I/O: a store that hangs keeps them
 MAX_QUEUED = 4  # times the pool: pages that wait to be saved
 CLOSED_SECONDS, MAX_CLOSED_SECONDS = 10.0, 600.0  # that a store which fails is left alone: doubles
+MOST_LATE = 2.0  # late loads in close succession, at which a tier is closed
+FORGIVEN = 1 / 64  # of a late load, for each page that is read
 MEAN_RATE = 0.3  # of a new value in a running mean
 
 
@@ -39,6 +41,7 @@ class _Tier:
     store: PageStore
     opens: float = -math.inf  # closed until then
     pause: float = CLOSED_SECONDS  # of the next closing
+    lateness: float = 0.0  # late loads, less those that were forgiven
     num_closed: int = 0
     num_loaded: int = 0  # pages
     load_seconds: float = 0.0
@@ -131,6 +134,7 @@ class Tiers:
                 tier.num_loaded += 1
                 tier.load_seconds += self._clock() - began
                 tier.pause = CLOSED_SECONDS
+                tier.lateness = max(0.0, tier.lateness - FORGIVEN)
                 return True
         return False
 
@@ -222,7 +226,12 @@ class Tiers:
 
     def note_late(self) -> None:
         """See `KVTiers.note_late`."""
-        if (tier := self._asked) is not None:
+        tier = self._asked
+        if tier is None:
+            return
+        tier.lateness += 1.0
+        if tier.lateness >= MOST_LATE:
+            tier.lateness = MOST_LATE - 1.0  # once it is open again, one is enough
             tier.close("it takes too long", self._clock())
 
     def stored(self, pages: StoredPages) -> None:
