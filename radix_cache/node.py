@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 Cause = Literal["evicted", "flushed"]
+LossCause = Literal[Cause, "late", "unsound"]
+"""Of pages that a request lacks: a tier that had them may also have been too slow, or damaged."""
 OnStored = Callable[["Node", int], None]
 """Called with a node and the index of the first of its pages that have just joined the tree."""
 OnDropped = Callable[["Node", int, Cause], None]
@@ -178,9 +180,9 @@ class LockHandle:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Cached pages that were dropped: why, and when on the clock of `PrefixCache.tick`."""
+    """Cached pages that were lost: why, and when on the clock of `PrefixCache.tick`."""
 
-    cause: Cause
+    cause: LossCause
     time: float  # seconds
 
 

@@ -20,6 +20,8 @@ Cause = Literal[
     "changed",  # it differs from the prompt that it is compared with
     "evicted",  # it was cached, and had to make room
     "flushed",  # it was cached, and someone emptied the cache
+    "late",  # a tier had it, and computing it took less time
+    "unsound",  # a tier had it, and what it gave was damaged or missing
     "not_written",  # the other prompt was not cached: not yet, or it asked not to be
     "not_read",  # this one asked not to read, or for log-probabilities of the prompt
     "other_salt",  # the response that was named, of the same key, has another cache salt

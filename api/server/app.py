@@ -42,7 +42,7 @@ from .request_log import CLIENT_CLOSED
 from .static_page import ApiViewer
 from .under_path import UnderPath
 
-PATHS = ("dump_dir", "chat_template")  # options that are names of files of this machine
+PATHS = ("dump_dir", "chat_template", "kv_disk")  # options that are names of files of this machine
 decode_tokenize = decoder(TokenizeRequest)
 decode_detokenize = decoder(DetokenizeRequest)
 

@@ -12,7 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 
-from ...radix_cache import KVLease, PrefixCache
+from ...radix_cache import Eviction, KVLease, PrefixCache
 from ..interface.request import Request
 from ..interface.tiers import KVTiers, PageLoad
 from .leases import cache_limit, publish
@@ -36,6 +36,7 @@ class PageLoads:
         self._cache = cache
         self._awaited: dict[str, PageLoad] = {}  # by the id of the request that waits for it
         self._loading: dict[str, Request] = {}  # running requests that wait for theirs
+        self._now = 0.0  # of the latest round
         self._loaded_pages = array("q")  # since the last plan
         self._leases: dict[PageLoad, KVLease] = {}  # left by their requests, not yet by the thread
 
@@ -77,6 +78,7 @@ class PageLoads:
 
     def begin_round(self, now: float) -> None:
         """Give up what takes too long: look-ups and loads of which nobody may wait longer."""
+        self._now = now
         for load in [each for each in self._awaited.values() if each.due <= now]:
             if load.request_id in self._loading:
                 self._give_up(self._loading[load.request_id], load)
@@ -135,6 +137,8 @@ class PageLoads:
             return
         request = self._loading[load.request_id]
         self._keep_loaded(request, load)
+        if load.num_loaded < len(load.page_ids):
+            request.usage.cache_loss = Eviction("unsound", self._now)
         self.forget(request)
 
     def _keep_loaded(self, request: Request, load: PageLoad) -> None:
@@ -185,6 +189,7 @@ class PageLoads:
                 request.tokens, namespace=request.namespace, is_first=False
             )
             request.num_computed = request.lease.num_cached_tokens
+        request.usage.cache_loss = Eviction("late", self._now)
         self.forget(request)
 
     def forget(self, request: Request) -> None:
