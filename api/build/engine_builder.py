@@ -77,6 +77,7 @@ class Built:
     model_path: str = "own"  # what computes the layers: own, or transformers' modules
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
     settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
+    fingerprint: str | None = None  # of all that changes a KV page's bits; None: not computed
 
 
 def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
