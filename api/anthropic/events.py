@@ -41,6 +41,11 @@ CONTEXT_FULL = "model_context_window_exceeded"
 PING = named_event(Ping())
 
 
+def new_id() -> str:
+    """Id of a new message, and of its request inside the engine."""
+    return f"msg_{uuid4().hex[:24]}"
+
+
 def error_event(error: ApiError, request_id: str | None) -> bytes:
     """An error inside a stream, after the HTTP status was sent."""
     return named_event(error_body(error, request_id))
@@ -60,7 +65,7 @@ class MessageWriter:
     shows_thoughts: bool = True
     previous_id: str | None = None
     explains: bool = False
-    id: str = field(default_factory=lambda: f"msg_{uuid4().hex[:24]}")
+    id: str = field(default_factory=new_id)
 
     # -- whole ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens."""
+"""POST /v1/messages, /v1/messages/count_tokens and /v1/messages/render."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from ...core.errors import InvalidRequest, PromptTooLong
 from ..protocol.answers import prewarm
+from ..protocol.render import render_chat
 from ..protocol.sampling import (
     cache_options,
     decoder,
@@ -26,7 +27,7 @@ from ..types.sampling_params import SamplingParams
 from .breakpoint_locator import BreakpointLocator
 from .breakpoints import Breakpoints, Mark, read_marks
 from .conversation import read_conversation
-from .events import PING, MessageReply, MessageWriter, error_event
+from .events import PING, MessageReply, MessageWriter, error_event, new_id
 from .protocol import TokenCount
 from .schema import CountRequest, MessagesRequest
 
@@ -37,7 +38,7 @@ NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format", "promp
 
 
 class MessagesDialect(Dialect[C]):
-    """Decoding, checks and the form of errors, shared by the two routes."""
+    """Decoding, checks and the form of errors, shared by the routes."""
 
     most_temperature = ANTHROPIC_TEMPERATURE
     ping = PING
@@ -88,7 +89,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
     async def open(self, body: MessagesRequest) -> Reply:
         """Render, find the breakpoints and submit; with ``max_tokens`` 0 only cache the prompt."""
         client = self.service.chat
-        marks, chat = await self.service.apart(lambda: (read_marks(body), read_chat(body)))
+        marks, chat = await self.read(body)
         prompt_ids = await client.render(chat)
         chat, breakpoints = await self._with_pins(marks, chat, prompt_ids)
         writer = self._writer(body, breakpoints)
@@ -97,6 +98,10 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
             return writer.warmed(usage)
         answer = await client.open(chat, request_id=writer.id, prompt_ids=prompt_ids)
         return MessageReply(writer, answer)
+
+    async def read(self, body: MessagesRequest) -> tuple[Sequence[Mark], ChatInput]:
+        """The marked blocks of a body and its chat request; raises `InvalidRequest`."""
+        return await self.service.apart(lambda: (read_marks(body), read_chat(body)))
 
     def _writer(self, body: MessagesRequest, breakpoints: Breakpoints) -> MessageWriter:
         asked = body.diagnostics
@@ -119,6 +124,20 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         breakpoints = replace(breakpoints, page_size=self.service.llm.page_size)
         pins = (*chat.cache.pins, *breakpoints.pins)
         return replace(chat, cache=replace(chat.cache, pins=pins)), breakpoints
+
+
+class MessagesRender(MessagesRoute):
+    """Render one conversation: the token ids of its prompt, which is checked and not computed."""
+
+    can_stream = False
+
+    async def open(self, body: MessagesRequest) -> Reply:
+        """Render and check, and submit nothing."""
+        _, chat = await self.read(body)
+        only_cached = body.max_tokens == 0
+        return ReadyReply(
+            await render_chat(self.service, chat, body, request_id=new_id(), is_prewarm=only_cached)
+        )
 
 
 def read_chat(body: MessagesRequest) -> ChatInput:

@@ -12,13 +12,14 @@ from msgspec import UNSET, Struct
 from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
 from ..protocol.answers import prewarm
+from ..protocol.render import render_chat
 from ..protocol.sampling import cache_options, decoder, is_prewarm, sampling_params
 from ..runtime.chat import ChatAnswer
 from ..runtime.chat_input import ChatInput
 from ..runtime.tools import format_schema, read_choice, read_tools
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
-from ..serving.sse import Reply
+from ..serving.sse import ReadyReply, Reply
 from ..types.results import CallDelta, Choice, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
 from .protocol import (
@@ -49,18 +50,38 @@ class ChatRoute(Dialect[ChatRequest]):
 
     async def open(self, body: ChatRequest) -> Reply:
         """Render and submit."""
-        chat = await self.service.apart(partial(read_chat, body))
-        self.service.check_room(1, chat.params.n)
+        chat = await self.read(body)
         head = Head(prefix="chatcmpl", model=self.service.model)
         writer = ChatWriter(self.service, head, body)
         if is_prewarm(body):
             return writer.warmed([await prewarm(self.service, chat, request_id=head.id)])
         return ChatReply(writer, await self.service.chat.open(chat, request_id=head.id))
 
+    async def read(self, body: ChatRequest) -> ChatInput:
+        """The chat request of a body, within the server's room; raises `InvalidRequest`."""
+        chat = await self.service.apart(partial(read_chat, body))
+        self.service.check_room(1, chat.params.n)
+        return chat
+
     def rename(self, error: InvalidRequest, body: ChatRequest) -> None:
         """The name of a field in the body: response_format where the schema came from there."""
         if error.param == "json_schema" and body.response_format is not None:
             error.param = "response_format"
+
+
+class ChatRender(ChatRoute):
+    """Render one conversation: the token ids of its prompt, which is checked and not computed."""
+
+    can_stream = False
+
+    async def open(self, body: ChatRequest) -> Reply:
+        """Render and check, and submit nothing."""
+        chat, head = await self.read(body), Head(prefix="chatcmpl", model=self.service.model)
+        return ReadyReply(
+            await render_chat(
+                self.service, chat, body, request_id=head.id, is_prewarm=is_prewarm(body)
+            )
+        )
 
 
 class ChatReply(Reply):

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
 from ..protocol.answers import warm_usage
+from ..protocol.render import rendered
 from ..protocol.sampling import (
     cache_options,
     decoder,
@@ -24,7 +25,7 @@ from ..runtime.preprocess import Prompt, warm_params
 from ..runtime.prompt_history import PromptNote, text_parts
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
-from ..serving.sse import Reply
+from ..serving.sse import ReadyReply, Reply
 from ..text.tokenizer import Tokenizer
 from ..types.results import Choice, Completion, TextDelta, batch_usage
 from ..types.sampling_params import SamplingParams
@@ -248,17 +249,24 @@ class CompletionsRoute(Dialect[CompletionRequest]):
 
     async def open(self, body: CompletionRequest) -> Reply:
         """Tokenise and submit all prompts."""
+        params, prompts, echoed = await self.read(body)
+        head = Head(prefix="cmpl", model=self.service.model)
+        writer = CompletionWriter(self.service, head, body, echoed)
+        writer.prompt_ids = prompt_ids(head, len(prompts))
+        reply = TextReply(writer, await self._open(head, prompts, params, body))
+        if is_prewarm(body):
+            return writer.warmed([warm_usage(self.service, each) for each in await reply.read()])
+        return reply
+
+    async def read(
+        self, body: CompletionRequest
+    ) -> tuple[SamplingParams, list[Prompt], list[str] | None]:
+        """Parameters, prompts and, with ``echo``, their texts; raises `InvalidRequest`."""
         refuse(body)
         params, prompts = completion_params(body), read_prompts(body.prompt)
         self.service.check_room(len(prompts), params.n)
-        head = Head(prefix="cmpl", model=self.service.model)
         echoed = await self._echoed(prompts) if body.echo else None
-        writer = CompletionWriter(self.service, head, body, echoed)
-        writer.prompt_ids = prompt_ids(head, len(prompts))
-        if is_prewarm(body):
-            reply = TextReply(writer, await self._open(head, prompts, warm_params(params), body))
-            return writer.warmed([warm_usage(self.service, each) for each in await reply.read()])
-        return TextReply(writer, await self._open(head, prompts, params, body))
+        return warm_params(params) if is_prewarm(body) else params, prompts, echoed
 
     async def _echoed(self, prompts: list[Prompt]) -> list[str]:
         tokenizer = self.service.llm.tokenizer
@@ -285,17 +293,41 @@ class CompletionsRoute(Dialect[CompletionRequest]):
         return answers
 
 
+class CompletionsRender(CompletionsRoute):
+    """Render prompts: the token ids of each, which is checked and not computed."""
+
+    can_stream = False
+
+    async def open(self, body: CompletionRequest) -> Reply:
+        """Tokenise and check, and submit nothing."""
+        params, prompts, _ = await self.read(body)
+        head = Head(prefix="cmpl", model=self.service.model)
+        found = []
+        for prompt, name in zip(prompts, prompt_ids(head, len(prompts)), strict=True):
+            token_ids = await self.service.llm.check(
+                await text_ids(self.service, body, prompt), params
+            )
+            found.append(rendered(self.service, body, params, token_ids, name))
+        return ReadyReply(found)
+
+
 async def open_text(
     service: Service, body: CompletionRequest, prompt: Prompt, params: SamplingParams, name: str
 ) -> Answer:
     """Tokenise and submit one prompt under this name."""
     note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
-    if isinstance(prompt, str):
-        special = body.add_special_tokens is not False
-        prompt = await service.llm.tokenizer.encode(prompt, add_special_tokens=special)
+    token_ids = await text_ids(service, body, prompt)
     return await service.llm.open(
-        prompt, params, request_id=name, cache=cache_options(body), note=note
+        token_ids, params, request_id=name, cache=cache_options(body), note=note
     )
+
+
+async def text_ids(service: Service, body: CompletionRequest, prompt: Prompt) -> Sequence[int]:
+    """Token ids of one prompt, which may be token ids already."""
+    if not isinstance(prompt, str):
+        return prompt
+    special = body.add_special_tokens is not False
+    return await service.llm.tokenizer.encode(prompt, add_special_tokens=special)
 
 
 class TextReply(Reply):

@@ -237,13 +237,32 @@ class ChatClient:
                 shown_ids=self.syntax.shown_ids(tools=bool(tools)),
                 cache=chat.cache,
                 note=await self._note(chat),
-                needs_closing=bool(tools) or needs_closing(chat.params),
+                needs_closing=_needs_closing(chat),
             )
         except InvalidRequest as error:
             _name_field(error, chat)
             raise
         parsers = [self.syntax.parser(tools=tools, prompt_tail=tail) for _ in range(chat.params.n)]
         return ChatAnswer(self._llm, answer, chat, parsers)
+
+    async def check(self, chat: ChatInput, *, is_prewarm: bool = False) -> Sequence[int]:
+        """Render and check as `open` does, or as `prewarm`; returns the prompt's token ids.
+
+        Nothing is submitted. Raises `InvalidRequest` and `EngineDead`.
+        """
+        self._check_tools(chat)
+        prompt_ids = await self.render(chat)
+        if is_prewarm:
+            return await self._llm.check(prompt_ids, warm_params(chat.params))
+        try:
+            return await self._llm.check(
+                prompt_ids,
+                self._constrained(chat, self._tail(prompt_ids)),
+                needs_closing=_needs_closing(chat),
+            )
+        except InvalidRequest as error:
+            _name_field(error, chat)
+            raise
 
     async def render(self, chat: ChatInput) -> list[int]:
         """Token ids of the conversation, tools included, up to where the answer begins."""
@@ -332,6 +351,11 @@ class ChatClient:
             note=await self._note(chat),
         )
         return await self._llm.finish(answer)
+
+
+def _needs_closing(chat: ChatInput) -> bool:
+    """Whether the answer must be complete to be useful: calls and JSON must."""
+    return bool(chat.callable_tools) or needs_closing(chat.params)
 
 
 def _name_field(error: InvalidRequest, chat: ChatInput) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...core.config import TEMPLATE_KWARGS, EngineConfig
 from ...core.errors import EngineDead, InvalidRequest
-from ...core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
+from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.ops.host_memory import keep_freed_memory
 from ..structured.compiler import Grammars
 from ..text.chat_template import check_options, read_template
@@ -147,6 +147,11 @@ class EngineClient:
         return self.engine.scheduler.cache.page_size
 
     @property
+    def num_pages(self) -> int:
+        """Pages of the KV pool; only after `start`."""
+        return self.engine.scheduler.cache.num_total_pages
+
+    @property
     def draining(self) -> bool:
         """Whether `close` was called."""
         return self._closed
@@ -188,6 +193,21 @@ class EngineClient:
             self.forget(answer)
             raise
         return answer
+
+    async def check(
+        self, prompt: Prompt, params: SamplingParams, *, needs_closing: bool = False
+    ) -> Sequence[int]:
+        """Tokenise and check as `open` does, and submit nothing; returns the prompt's token ids.
+
+        Raises as `open`, but for `QueueFull`.
+        """
+        self._check_open()
+        answer = Answer("", self.built.sampling_defaults.fill(params))
+        answer.needs_closing |= needs_closing
+        await self._prepare(answer, prompt)
+        choice, seed = next(children(answer.params))  # its siblings differ in the seed
+        self.engine.check(self._request(answer, choice, seed))
+        return answer.prompt_token_ids
 
     def abort(self, request_id: str) -> None:
         """End a request and all its choices; unknown ids are ignored."""
@@ -300,8 +320,19 @@ class EngineClient:
             stops=tuple(params.stop),
             min_tokens=params.min_tokens,
         )
-        request = make_request(
-            answer.request_id if answer.params.n == 1 else f"{answer.request_id}-{index}",
+        request = self._request(answer, params, seed, text.push if text.watches else None)
+        if answer.params.n > 1:
+            request.request_id = f"{answer.request_id}-{index}"
+        request.deadline = deadline
+        stream = ended_stream(request) if answer.aborted else submit(self.engine, request)
+        answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
+
+    def _request(
+        self, answer: Answer, params: SamplingParams, seed: int, on_token: OnToken | None = None
+    ) -> Request:
+        """Make the engine's request of one choice, under the id of the answer."""
+        return make_request(
+            answer.request_id,
             answer.prompt_token_ids,
             params,
             seed=seed,
@@ -315,12 +346,9 @@ class EngineClient:
                 self.built.max_model_len,
                 needs_closing=answer.needs_closing,
             ),
-            on_token=text.push if text.watches else None,
+            on_token=on_token,
             cache=answer.cache,
         )
-        request.deadline = deadline
-        stream = ended_stream(request) if answer.aborted else submit(self.engine, request)
-        answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
 
 
 def _template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:

@@ -18,12 +18,18 @@ from starlette.types import ASGIApp
 
 from ..._version import __version__
 from ...core.errors import ForetokenError, InvalidRequest
+from ...core.telemetry.vllm_names import render_vllm
 from ..anthropic.errors import error_response
-from ..anthropic.route import MessagesCount, MessagesRoute
+from ..anthropic.route import MessagesCount, MessagesRender, MessagesRoute
 from ..openai.branches import BranchesRoute
-from ..openai.chat import ChatRoute
-from ..openai.completions import CompletionsRoute
-from ..openai.responses.route import KeptResponses, ResponsesCount, ResponsesRoute
+from ..openai.chat import ChatRender, ChatRoute
+from ..openai.completions import CompletionsRender, CompletionsRoute
+from ..openai.responses.route import (
+    KeptResponses,
+    ResponsesCount,
+    ResponsesRender,
+    ResponsesRoute,
+)
 from ..openai.responses.store import ResponseStore
 from ..openai.schema import DetokenizeRequest, TokenizeRequest, plain_messages
 from ..protocol.sampling import decoder
@@ -160,22 +166,50 @@ class OperatorRoutes:
         """The model, its default sampling parameters, and the settings in force."""
         built = self.service.llm.built
         info = protocol.ServerInfo(
-            version=__version__,
-            model=self.service.model,
-            model_path=built.model_path,
-            max_model_len=built.max_model_len,
-            exact=built.exact,
+            **_model_facts(self.service),
             default_sampling_params=_default_sampling(self.service),
             settings=_without_paths(built.settings),
             limits=asdict(self.service.settings.limits),
         )
         return JsonResponse(info)
 
+    async def model_info(self, _request: Request) -> Response:
+        """The model and its KV pool, for routers."""
+        built, limits = self.service.llm.built, self.service.llm.engine.scheduler.limits
+        info = protocol.ModelInfo(
+            **_model_facts(self.service),
+            names=list(self.service.names),
+            vocab_size=built.vocab_size,
+            eos_token_ids=sorted(built.eos_token_ids),
+            max_running=limits.max_running,
+            max_queued=limits.max_queued,
+            drafters=list(built.drafters),
+        )
+        return JsonResponse(info)
+
     async def metrics(self, _request: Request) -> Response:
         """Prometheus text."""
-        body, content_type = self.service.llm.engine.metrics.render()
+        ours = self.service.llm.engine.metrics
+        body, content_type = ours.render()
         body += self.service.metrics.render()
+        if self.service.settings.metric_names == "vllm":
+            body += render_vllm(ours.registry, self.service.model)
         return Response(body, headers={"content-type": content_type})
+
+
+def _model_facts(service: Service) -> dict[str, Any]:
+    """Fields of `protocol.ModelFacts`."""
+    llm = service.llm
+    return {
+        "version": __version__,
+        "model": service.model,
+        "model_path": llm.built.model_path,
+        "max_model_len": llm.built.max_model_len,
+        "exact": llm.built.exact,
+        "page_size": llm.page_size,
+        "total_pages": llm.num_pages,
+        "fingerprint": None if built.fingerprint is None else built.fingerprint.hex(),
+    }
 
 
 def _default_sampling(service: Service) -> protocol.SamplingValues:
@@ -240,6 +274,10 @@ def _routes(service: Service) -> list[Route]:
         "/v1/responses/input_tokens": ResponsesCount(service, store),
         "/v1/messages": MessagesRoute(service),
         "/v1/messages/count_tokens": MessagesCount(service),
+        "/v1/chat/completions/render": ChatRender(service),
+        "/v1/completions/render": CompletionsRender(service),
+        "/v1/responses/render": ResponsesRender(service, store),
+        "/v1/messages/render": MessagesRender(service),
     }
     return [
         *[Route(path, Serve(each), methods=["POST"]) for path, each in dialects.items()],
@@ -255,6 +293,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/debug/audit", operator.audit, methods=["POST"]),
         Route("/version", operator.version, methods=["GET"]),
         Route("/server_info", operator.server_info, methods=["GET"]),
+        Route("/model_info", operator.model_info, methods=["GET"]),
         Route("/metrics", operator.metrics, methods=["GET"]),
         Route("/cache", cache.show, methods=["GET"]),
         Route("/cache/explain", cache.explain, methods=["GET"]),

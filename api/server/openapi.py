@@ -35,6 +35,7 @@ from ..openai.schema import (
     Message,
     TokenizeRequest,
 )
+from ..protocol.render import Rendered
 from ..protocol.sampling import REFUSED, One, Sampling
 from ..serving.errors import ErrorBody
 from ..types.results import Body
@@ -174,6 +175,16 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation(
         body=CountRequest, answer=messages.TokenCount, errors=READS
     ),
+    ("POST", "/v1/chat/completions/render"): Operation(
+        body=ChatRequest, answer=Rendered, errors=READS
+    ),
+    ("POST", "/v1/completions/render"): Operation(
+        body=CompletionRequest, answer=list[Rendered], errors=READS
+    ),
+    ("POST", "/v1/responses/render"): Operation(
+        body=ResponsesRequest, answer=Rendered, errors=READS
+    ),
+    ("POST", "/v1/messages/render"): Operation(body=MessagesRequest, answer=Rendered, errors=READS),
     ("GET", "/v1/models"): Operation(answer=protocol.ModelList),
     ("GET", "/v1/models/{name}"): Operation(answer=protocol.Model, errors=(404,)),
     ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=protocol.Tokens, errors=READS),
@@ -184,6 +195,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/ready"): Operation(answer=protocol.Status, errors=(503,)),
     ("GET", "/version"): Operation(answer=protocol.Version),
     ("GET", "/server_info"): Operation(answer=protocol.ServerInfo),
+    ("GET", "/model_info"): Operation(answer=protocol.ModelInfo),
     ("GET", "/metrics"): Operation(media=TEXT),
     ("GET", "/cache"): Operation(answer=protocol.CacheBody, query=STORED, errors=(403,)),
     ("GET", "/cache/explain"): Operation(

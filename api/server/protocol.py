@@ -88,11 +88,12 @@ class Audit(Struct, kw_only=True, omit_defaults=True):
     violation: str = ""
 
 
-class ServerInfo(Struct, kw_only=True):
-    """Answer of /server_info: the model, its sampling, and the settings in force.
+class ModelFacts(Struct, kw_only=True):
+    """Fields that /server_info and /model_info share.
 
-    ``settings``: options of the engine, those left open as they were chosen, without paths of the
-    server's machine. ``limits``: of connections and requests.
+    ``max_model_len``: limit on prompt and answer together, in tokens. The KV pool has
+    ``total_pages`` pages of ``page_size`` tokens. ``fingerprint``: equal for servers whose KV pages
+    have the same bits; null where it is not known.
     """
 
     version: str
@@ -100,6 +101,33 @@ class ServerInfo(Struct, kw_only=True):
     model_path: str
     max_model_len: int
     exact: bool
+    page_size: int
+    total_pages: int
+    fingerprint: str | None
+
+
+class ModelInfo(ModelFacts, kw_only=True):
+    """Answer of /model_info: the model and its KV pool, for routers.
+
+    ``names``: those that requests may use. ``max_running`` requests run at once, ``max_queued``
+    more may wait.
+    """
+
+    names: list[str]
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_running: int
+    max_queued: int
+    drafters: list[str]
+
+
+class ServerInfo(ModelFacts, kw_only=True):
+    """Answer of /server_info: the model, its sampling, and the settings in force.
+
+    ``settings``: options of the engine, those left open as they were chosen, without paths of the
+    server's machine. ``limits``: of connections and requests.
+    """
+
     default_sampling_params: SamplingValues
     settings: Free
     limits: Free

@@ -56,6 +56,10 @@ class Settings:
         "format of the model's reasoning; auto: by its chat template",
         choices=REASONING_PARSERS,
     )
+    metric_names: Literal["foretoken", "vllm"] = setting(
+        "foretoken",
+        "names in /metrics; vllm: beside our own the names of vLLM, which other programs know",
+    )
     ui: bool = setting(True, "disable the live page at / and the API viewer at /docs")
     strict: bool = setting(
         False,

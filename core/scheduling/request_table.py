@@ -80,6 +80,17 @@ def check_priority(request: Request, most: float) -> None:
         raise InvalidRequest(message, param="priority")
 
 
+def check_request(request: Request, limits: SchedulerLimits, capacity: int) -> None:
+    """Refuse a request that could not be served at any time.
+
+    Raises `PromptTooLong`, or `InvalidRequest` for token ids that the model does not have and a
+    priority beyond the bound.
+    """
+    check_fits(request, capacity)
+    check_token_ids(request, limits.vocab_size)
+    check_priority(request, limits.max_priority)
+
+
 class RequestTable:
     """The waiting and the running requests; each request is in exactly one of the two.
 
@@ -114,14 +125,12 @@ class RequestTable:
     def check(self, request: Request, pending: PendingArrivals = NO_ARRIVALS) -> None:
         """Refuse a request that cannot be served; ``pending`` ones are about to be added.
 
-        Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for token ids that the model
-        does not have, a priority beyond the bound and a request id that is in use.
+        Raises `QueueFull`, what `check_request` raises, and `InvalidRequest` for a request id that
+        is in use.
         """
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
-        check_fits(request, self.capacity)
-        check_token_ids(request, self._limits.vocab_size)
-        check_priority(request, self._limits.max_priority)
+        check_request(request, self._limits, self.capacity)
         self._check_room(request, pending)
 
     def _check_room(self, request: Request, pending: PendingArrivals) -> None:

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "foretoken:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 65)
 PARTS = ("draft", "forward", "verify", "host")
 DEADLINE = "deadline"
@@ -196,6 +197,7 @@ class PoolCollector(Collector):
         yield gauge("kv_cache_held_pages", "KV pages that running requests and pins hold", held)
         yield gauge("kv_cache_pinned_pages", "KV pages that pins hold", cache.num_pinned_pages)
         yield gauge("kv_cache_page_tokens", "Tokens in one KV page", cache.page_size)
+        yield self._config()
         yield counters("kv_cache_evicted_pages", "Cached KV pages that were evicted", "cause", {
             "pressure": cache.tree.num_evicted - cache.tree.num_evicted_by_quota,
             "quota": cache.tree.num_evicted_by_quota,
@@ -206,6 +208,16 @@ class PoolCollector(Collector):
         yield counter(
             "prefix_cache_hits", "Prompt tokens found in the prefix cache", cache.num_hits
         )
+
+    def _config(self) -> Metric:
+        """Size of the pool as labels, which is where routers that know vLLM look for it."""
+        family = GaugeMetricFamily(
+            f"{PREFIX}cache_config_info",
+            "Tokens in one KV page, and KV pages in the pool",
+            labels=["block_size", "num_gpu_blocks"],
+        )
+        family.add_metric([str(self._cache.page_size), str(self._cache.num_total_pages)], 1)
+        return family
 
 
 class TierCollector(Collector):
@@ -448,6 +460,18 @@ class EngineMetrics:
         self._queued = self._time(
             "request_queue_time_seconds", "Seconds from arrival to the first step"
         )
+        self._prefill = self._time(
+            "request_prefill_time_seconds", "Seconds from the first step to the first token"
+        )
+        self._decode = self._time(
+            "request_decode_time_seconds", "Seconds from the first token to the last"
+        )
+        self._prompt_lens = self._add(
+            Histogram("request_prompt_tokens", "Prompt tokens of a finished request", TOKENS)
+        )
+        self._answer_lens = self._add(
+            Histogram("request_generation_tokens", "Output tokens of a finished request", TOKENS)
+        )
 
     def _make_step_metrics(self) -> None:
         self._steps = self._time("step_seconds", "Seconds of a step in the model thread")
@@ -572,8 +596,14 @@ class EngineMetrics:
         usage = request.usage
         self._success.labels(reason.value).inc()
         self._whole.observe(usage.total_time)
+        self._prompt_lens.observe(request.prompt_len)
+        self._answer_lens.observe(usage.completion_tokens)
+        if usage.completion_tokens == 0:
+            return
+        decode_time = usage.total_time - usage.time_to_first_token
+        self._prefill.observe(usage.time_to_first_token - usage.queue_time)
+        self._decode.observe(decode_time)
         if usage.completion_tokens > 1:
-            decode_time = usage.total_time - usage.time_to_first_token
             self._per_token.observe(decode_time / (usage.completion_tokens - 1))
 
     def render(self) -> tuple[bytes, str]:

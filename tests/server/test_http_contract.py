@@ -302,6 +302,7 @@ def test_health_ready_version_and_metrics_answer(url: str) -> None:
     names = METRICS.split()
     expected = {f"foretoken:{name}{'_bucket' * name.endswith('_seconds')}" for name in names}
     assert expected - found == set()
+    assert not any(name.startswith("vllm:") for name in found), "only with --metric-names vllm"
 
 
 def test_the_official_client_reads_every_answer(url: str) -> None:

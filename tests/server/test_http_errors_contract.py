@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from support.plain_http import get, opened, payloads, post
+from support.plain_http import Answer, get, opened, payloads, post
 from support.server_process import running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -158,6 +158,13 @@ def url() -> Iterator[str]:
         yield server.url
 
 
+def refused(url: str, path: str, body: dict[str, Any]) -> Answer:
+    """The answer of a route to a bad body, which the route that only renders has, too."""
+    answer, rendered = (post(url, each, body, AUTH) for each in (path, f"{path}/render"))
+    assert (rendered.status, rendered.json) == (answer.status, answer.json)
+    return answer
+
+
 @pytest.mark.parametrize(("path", "field", "values"), BAD + BAD_IN_ONE)
 def test_a_bad_field_is_400_and_named(
     url: str, path: str, field: str, values: list[object]
@@ -165,7 +172,7 @@ def test_a_bad_field_is_400_and_named(
     extra = {"logprobs": True} if field == "top_logprobs" else {}
     wrong = {}
     for value in values:
-        answer = post(url, path, {**VALID[path], **extra, field: value}, AUTH)
+        answer = refused(url, path, {**VALID[path], **extra, field: value})
         if answer.status != 400:
             wrong[repr(value)] = (answer.status, answer.content[:300])
         elif not str(answer.error["param"]).startswith(field):
@@ -177,7 +184,7 @@ def test_a_bad_field_is_400_and_named(
 def test_the_path_of_a_bad_field_is_named_and_nothing_is_submitted(url: str, stream: bool) -> None:
     before, wrong = metric(url, "prompt_tokens_total"), {}
     for path, fields, param in EXACT:
-        answer = post(url, path, {**VALID[path], "stream": stream, **fields}, AUTH)
+        answer = refused(url, path, {**VALID[path], "stream": stream, **fields})
         if (answer.status, answer.error["param"], answer.error["type"]) != (
             400, param, "invalid_request_error",
         ):  # fmt: skip
@@ -190,7 +197,7 @@ def test_the_path_of_a_bad_field_is_named_and_nothing_is_submitted(url: str, str
 def test_a_form_that_cannot_be_is_400_and_named(
     url: str, path: str, field: str, value: object
 ) -> None:
-    answer = post(url, path, {**VALID[path], field: value}, AUTH)
+    answer = refused(url, path, {**VALID[path], field: value})
     assert answer.status == 400
     assert answer.error["type"] == "invalid_request_error"
     assert answer.error["param"].startswith(field)
@@ -203,7 +210,7 @@ def test_a_bad_stream_request_is_a_plain_error_before_the_stream(url: str) -> No
         assert answer.headers["content-type"] == "application/json"
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", [CHAT, TEXT, f"{CHAT}/render", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize(
     "body",
     [
@@ -250,11 +257,11 @@ def test_a_prompt_beyond_the_context_says_so_in_the_words_that_clients_know(url:
     for path, body in VALID.items():
         field = {"messages": [{"role": "user", "content": content}], "prompt": content}
         for stream in (False, True):
-            answer = post(url, path, {**body, **field, "stream": stream}, AUTH)
+            answer = refused(url, path, {**body, **field, "stream": stream})
             assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
             assert "This model's maximum context length is 51" in answer.error["message"]
             assert "prompt is too long: " in answer.error["message"]
-    answer = post(url, TEXT, {**VALID[TEXT], "prompt": [5] * 600}, AUTH)
+    answer = refused(url, TEXT, {**VALID[TEXT], "prompt": [5] * 600})
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
 
 
@@ -304,7 +311,7 @@ def test_every_key_opens_by_either_header(url: str) -> None:
 
 def test_an_unknown_model_or_route_is_404_in_json(url: str) -> None:
     for path, body in VALID.items():
-        answer = post(url, path, {**body, "model": "nobody/knows"}, AUTH)
+        answer = refused(url, path, {**body, "model": "nobody/knows"})
         assert (answer.status, answer.error["code"]) == (404, "model_not_found")
         assert answer.error["param"] == "model"
     assert get(url, "/v1/models/nobody/knows", AUTH).error["code"] == "model_not_found"

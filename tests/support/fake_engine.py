@@ -59,7 +59,8 @@ class FakeEngine:
         self.readiness: str | None = None
         self.metrics = SimpleNamespace(render=lambda: (b"foretoken:x 1\n", "text/plain"))
         limits = SimpleNamespace(max_running=8, max_queued=32)
-        self.scheduler = SimpleNamespace(limits=limits, cache=SimpleNamespace(page_size=1))
+        cache = SimpleNamespace(page_size=1, num_total_pages=10)
+        self.scheduler = SimpleNamespace(limits=limits, cache=cache)
         self._live: dict[str, Live] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -95,7 +96,11 @@ class FakeEngine:
         self._live.clear()
 
     def submit(self, request: Request) -> TokenStream:
-        self._check(request)
+        self.check(request)
+        if self.refusal is not None:
+            raise self.refusal
+        if request.request_id in self._live:
+            raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         request.usage.prompt_tokens = request.prompt_len
         wanted = request.sampling.params.max_tokens or MAX_MODEL_LEN
         request.max_len = min(request.prompt_len + wanted, MAX_MODEL_LEN)
@@ -107,13 +112,9 @@ class FakeEngine:
         self._work.set()
         return stream
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         if self.draining or not self.alive:
             raise EngineDead("the engine is not running")
-        if self.refusal is not None:
-            raise self.refusal
-        if request.request_id in self._live:
-            raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         if not request.tokens:
             raise InvalidRequest("prompt must have at least one token", param="prompt")
         if request.prompt_len >= MAX_MODEL_LEN:
@@ -239,5 +240,6 @@ def make_built(engine: FakeEngine, folder: Path, eos: int, vocab_size: int) -> S
         no_self_draft="",
         eos_token_ids=frozenset({eos}),
         sampling_defaults=NO_DEFAULTS,
+        fingerprint=None,
         settings={"draft": "auto,/models/head", "dump_dir": "/dumps", "kv_tokens": 4096},
     )

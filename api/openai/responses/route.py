@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
 from ...protocol.answers import prewarm
+from ...protocol.render import render_chat
 from ...protocol.sampling import decoder, is_prewarm
 from ...runtime.chat_input import ChatInput
 from ...serving.errors import ApiError, JsonResponse
@@ -23,7 +24,7 @@ from .inputs import kept_items, read_items
 from .protocol import Deleted, InputTokens, ItemList, ResponseBody
 from .schema import Item, ResponsesRequest
 from .store import ResponseStore
-from .writer import ResponseWriter
+from .writer import ResponseWriter, new_id
 
 MAX_PAGE = 100
 PAGE = 20  # items, as OpenAI has it
@@ -31,7 +32,7 @@ decode = decoder(ResponsesRequest)
 
 
 class ResponsesDialect(Dialect[ResponsesRequest]):
-    """Decoding, checks and names of fields, shared by the two routes."""
+    """Decoding, checks and names of fields, shared by the routes."""
 
     def __init__(self, service: Service, store: ResponseStore) -> None:
         super().__init__(service)
@@ -72,6 +73,21 @@ class ResponsesCount(ResponsesDialect):
         chat, _ = await self.read_chat(body)
         num_tokens = len(await self.service.chat.render(chat))
         return ReadyReply(InputTokens(input_tokens=num_tokens))
+
+
+class ResponsesRender(ResponsesDialect):
+    """Render an input: the token ids of its prompt, which is checked and not computed."""
+
+    can_stream = False
+
+    async def open(self, body: ResponsesRequest) -> Reply:
+        """Render and check; nothing is submitted and nothing stored."""
+        chat, _ = await self.read_chat(body)
+        return ReadyReply(
+            await render_chat(
+                self.service, chat, body, request_id=new_id(), is_prewarm=is_prewarm(body)
+            )
+        )
 
 
 class ResponsesRoute(ResponsesDialect):

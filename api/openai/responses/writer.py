@@ -126,11 +126,16 @@ class ResponseWriter:
         return token_infos(self._service.llm.tokenizer, logprobs)
 
 
+def new_id() -> str:
+    """Id of a new response, and of its request inside the engine."""
+    return f"resp_{uuid4().hex}"
+
+
 def new_response(body: ResponsesRequest, params: SamplingParams, model: str) -> ResponseBody:
     """A response without output; ``params``: those in force, model's defaults included."""
     format = body.text.format if body.text else None
     return ResponseBody(
-        id=f"resp_{uuid4().hex}",
+        id=new_id(),
         created_at=int(time()),
         model=model,
         system_fingerprint=FINGERPRINT,

@@ -27,7 +27,8 @@ PATHS = [
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny/model"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/cache"),
-    ("GET", "/server_info"),
+    ("GET", "/server_info"), ("GET", "/model_info"), ("POST", "/v1/completions/render"),
+    ("POST", "/v1/chat/completions/render"), ("POST", "/v1/responses/render"),
     ("POST", "/cache/flush"), ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "/.//health"),
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from foretoken.api.anthropic import protocol as messages
 from foretoken.api.openai import protocol as openai
 from foretoken.api.openai.responses import protocol as responses
+from foretoken.api.protocol.render import Rendered
 from foretoken.api.protocol.sampling import REFUSED
 from foretoken.api.server import app, protocol
 from foretoken.api.server.openapi import JSON, OPERATIONS, describe, template
@@ -99,6 +100,11 @@ def test_it_is_served_and_behind_the_key(serve):
         ("/health", None, protocol.Status),
         ("/version", None, protocol.Version),
         ("/server_info", None, protocol.ServerInfo),
+        ("/model_info", None, protocol.ModelInfo),
+        ("/v1/completions/render", {"prompt": ["a", "b"], "logit_bias": {"5": 1}}, list[Rendered]),
+        ("/v1/chat/completions/render", {"messages": HI, "stream": True}, Rendered),
+        ("/v1/responses/render", {"input": "hi", "regex": "a"}, Rendered),
+        ("/v1/messages/render", {"messages": HI, "max_tokens": 2}, Rendered),
         ("/nowhere", None, ErrorBody),
         ("/v1/messages", {"messages": HI, "max_tokens": 2}, messages.MessageAnswer),
         ("/v1/messages", {"messages": HI}, messages.MessageError),

@@ -22,6 +22,7 @@ from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.telemetry.metrics import EngineMetrics, EngineObserver
 from foretoken.core.telemetry.spec_decode_stats import EngineLog, Load, SpecDecodeStats
+from foretoken.core.telemetry.vllm_names import VLLM_NAMES, render_vllm
 from foretoken.radix_cache import PrefixCache
 
 LIMITS = SchedulerLimits(
@@ -309,6 +310,59 @@ def test_an_abort_is_the_callers_or_the_deadlines(engine: Engine) -> None:
     assert found["request_aborts_total deadline"] == 3
     assert found["request_success_total abort"] == 3
     assert found["request_failure_total"] == 1
+
+
+def test_a_finished_request_tells_its_tokens_and_where_its_time_went(engine: Engine) -> None:
+    usage = engine.request.usage
+    usage.queue_time, usage.time_to_first_token, usage.total_time = 0.25, 1.0, 4.0
+    usage.completion_tokens = 7
+    engine.metrics.observe_delta(engine.request, Delta(finish_reason=FinishReason.STOP), 4.0)
+    names = ("prompt_tokens", "generation_tokens", "prefill_time_seconds", "decode_time_seconds")
+    found = engine.samples()
+    assert [found[f"request_{name}_sum"] for name in names] == [1, 7, 0.75, 3.0]
+    assert found["time_per_output_token_seconds_sum"] == 0.5
+    assert found["request_generation_tokens_bucket 5.0"] == 0
+    assert found["request_generation_tokens_bucket 10.0"] == 1
+    usage.completion_tokens = 0  # ended in the queue: no first token, so no times between
+    engine.metrics.observe_delta(engine.request, Delta(finish_reason=FinishReason.ABORT), 4.0)
+    found = engine.samples()
+    assert [found[f"request_{name}_count"] for name in names] == [2, 2, 1, 1]
+    assert found["time_per_output_token_seconds_count"] == 1
+
+
+# -- under vLLM's names ---------------------------------------------------------------------------
+
+
+def test_every_name_of_the_table_is_a_metric_of_ours_and_told_with_vllms_labels(
+    engine: Engine,
+) -> None:
+    engine.step("nnn", 2)
+    engine.metrics.observe_delta(engine.request, Delta(finish_reason=FinishReason.STOP), 1.0)
+    ours = {family.name: family for family in engine.metrics.registry.collect()}
+    assert {f"foretoken:{name}" for name in VLLM_NAMES} - set(ours) == set()
+    text = render_vllm(engine.metrics.registry, 'a "name"').decode()
+    theirs = {family.name: family for family in text_string_to_metric_families(text)}
+    labels = {"model_name": 'a "name"', "engine": "0"}
+    for own, name in VLLM_NAMES.items():
+        mine, other = ours[f"foretoken:{own}"], theirs[f"vllm:{name}"]
+        assert mine.type == other.type
+        expected = {
+            (each.name.replace(mine.name, other.name), *sorted((labels | each.labels).items())):
+            each.value for each in mine.samples if not each.name.endswith("_created")
+        }  # fmt: skip
+        assert expected == {
+            (each.name, *sorted(each.labels.items())): each.value for each in other.samples
+        }
+    strange = set(theirs) - {f"vllm:{name}" for name in VLLM_NAMES.values()}
+    assert all(name.endswith("_created") for name in strange)
+
+
+def test_the_size_of_the_pool_is_told_where_routers_look_for_it(engine: Engine) -> None:
+    text = render_vllm(engine.metrics.registry, "m").decode()
+    line = next(line for line in text.splitlines() if line.startswith("vllm:cache_config_info"))
+    assert 'block_size="2"' in line
+    assert 'num_gpu_blocks="10"' in line
+    assert line.endswith("} 1.0")
 
 
 # -- the log --------------------------------------------------------------------------------------
