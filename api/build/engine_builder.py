@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -52,9 +52,13 @@ from .drafts import (
     parse_draft,
     rough_copy,
 )
+from .kv_events import events_of, publish_pages
 from .kv_pools import make_pools, model_len, out_of_memory_told
-from .model_files import find_model
+from .model_files import ModelSource, find_model
 from .sampling_defaults import sampling_defaults
+
+if TYPE_CHECKING:
+    from ...core.tiers.events import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 _Model: TypeAlias = tuple[Decoder, KVPool]
@@ -77,6 +81,7 @@ class Built:
     model_path: str = "own"  # what computes the layers: own, or transformers' modules
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
     settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
+    events: KVEventPublisher | None = None  # closed behind the engine, by the owner of both
 
 
 def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
@@ -86,6 +91,11 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     """
     keep_freed_memory()
     source = find_model(model)
+    with events_of(config, source.name) as events:  # a port that is taken shows at once
+        return _build(source, config, events)
+
+
+def _build(source: ModelSource, config: EngineConfig, events: KVEventPublisher | None) -> Built:
     logger.info("loading %s (%s)", source.name, format_size(weight_files(source.path)[1]))
     defaults = sampling_defaults(source, config)  # refused before weights are read
     spec = parse_draft(config, own_draft=source.draft)
@@ -116,11 +126,10 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     speculator, costs = make_speculator(
         config, spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
     )
-    scheduler = Scheduler(
-        _prefix_cache(config, pool),
-        _limits(config, sizes, target),
-        speculator,
-    )
+    cache = _prefix_cache(config, pool)
+    if events is not None:
+        publish_pages(cache, events, source.name)
+    scheduler = Scheduler(cache, _limits(config, sizes, target), speculator)
     measures = not spec.is_empty and config.speculation == "auto"
     settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
     return Built(
@@ -151,6 +160,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         model_path=target.path,
         sampling_defaults=defaults,
         settings=settings,
+        events=events,
     )
 
 
