@@ -152,6 +152,12 @@ class EngineConfig:
         "address at which readers ask for KV events that they missed (the next port)",
         "tcp://HOST:PORT",
     )
+    kv_events_topic: str = setting(
+        "",
+        "topic of KV events; vllm-router and Dynamo take the empty one, llm-d's router "
+        "kv@HOST:PORT@MODEL",
+        "TOPIC",
+    )
     pin_quota: float = setting(
         0.25, "largest share of the KV pool that one cache_salt may pin", "SHARE", most=1
     )
@@ -246,8 +252,9 @@ class EngineConfig:
         return self.kv_events, f"{host}:{int(port) and int(port) + 1}"
 
     def _check_events(self) -> None:
+        for name in ("kv_events_replay", "kv_events_topic"):
+            _require(self.kv_events is not None or not getattr(self, name), name, "needs kv_events")
         if self.kv_events_replay is not None:
-            _require(self.kv_events is not None, "kv_events_replay", "needs kv_events")
             tcp_port("kv_events_replay", self.kv_events_replay)
         if self.kv_events is not None:
             port = tcp_port("kv_events", self.kv_events)

@@ -91,7 +91,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     """
     keep_freed_memory()
     source = find_model(model)
-    with events_of(config, source.name) as events:  # a port that is taken shows at once
+    with events_of(config) as events:  # a port that is taken shows at once
         return _build(source, config, events)
 
 

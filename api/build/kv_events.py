@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def events_of(config: EngineConfig, model: str) -> Iterator[KVEventPublisher | None]:
+def events_of(config: EngineConfig) -> Iterator[KVEventPublisher | None]:
     """Open the publisher that the options ask for; it is closed if the block fails.
 
-    ``model``: the name in the topic. Raises `InvalidRequest` for an address that is taken, or
-    without the extra.
+    Raises `InvalidRequest` for an address that is taken, or without the extra.
     """
     addresses = config.events_addresses
     if addresses is None:
@@ -32,7 +31,7 @@ def events_of(config: EngineConfig, model: str) -> Iterator[KVEventPublisher | N
     except ModuleNotFoundError as error:
         message = f"kv_events needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="kv_events") from None
-    publisher = KVEventPublisher(*addresses, model)
+    publisher = KVEventPublisher(*addresses, config.kv_events_topic)
     try:
         yield publisher
     except BaseException:

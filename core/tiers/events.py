@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 EventMedium = Literal["GPU", "CPU", "DISK"]
 """Where a page is kept: in the pool, whatever the device ("GPU"), in host memory, on disk."""
 KEPT_BATCHES = 10_000  # for replays
+MAX_EVENTS = 4096  # in a batch: vllm-router refuses larger ones
 HASH_BYTES = 8  # of a key: readers take integers of 64 bits
 LINGER_MS = 500  # for readers to take the last batches
 LARGEST_REQUEST = 1024  # bytes; a replay's request has 8, a subscription the topic's length
@@ -79,8 +80,9 @@ def block_hash(key: bytes) -> int:
 class KVEventPublisher:
     """Publishes the pages that join the tree and leave it; a `KeyObserver`.
 
-    Its methods are called on the event loop's thread. All events up to the loop's next turn are one
+    Its methods are called on the event loop's thread. Events up to the loop's next turn are one
     batch, which a thread sends: a reader that is slow loses batches and never delays the engine.
+    Readers take the topic for a filter; some read only batches of a topic that they know.
     Raises `InvalidRequest` naming the option of an address that cannot be used.
     """
 
@@ -88,14 +90,14 @@ class KVEventPublisher:
         self,
         address: str,
         replay_address: str,
-        model: str,
+        topic: str = "",
         *,
         heartbeat_seconds: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         context = zmq.Context()
         try:
-            outlet = _Outlet(context, address, replay_address, model, clock)
+            outlet = _Outlet(context, address, replay_address, topic, clock)
         except BaseException:
             context.destroy(linger=0)
             raise
@@ -141,9 +143,10 @@ class KVEventPublisher:
 
     def flush(self) -> None:
         """Send the events since the last batch, if there are any."""
-        if self._batch and self._end.alive:
-            _hand_over(self._handover, encode_batch(self._clock(), self._batch))
-        self._batch = []
+        events, self._batch = self._batch, []
+        for start in range(0, len(events) if self._end.alive else 0, MAX_EVENTS):
+            batch = encode_batch(self._clock(), events[start : start + MAX_EVENTS])
+            _hand_over(self._handover, batch)
 
     def close(self) -> None:
         """Send what is left, and give up the addresses; blocks for `LINGER_MS` at most."""
@@ -168,14 +171,14 @@ class _Outlet:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         replay_address: str,
-        model: str,
+        topic: str,
         clock: Callable[[], float],
     ) -> None:
         self._pub, self.address = _bound(context, zmq.PUB, address, "kv_events")
         self._replay, self.replay_address = _bound(
             context, zmq.ROUTER, replay_address, "kv_events_replay"
         )
-        self._topic = f"kv@{self.address.removeprefix('tcp://')}@{model}".encode()
+        self._topic = topic.encode()
         self._clock = clock
         self._kept: deque[bytes] = deque(maxlen=KEPT_BATCHES)
         self._num_batches = 0  # the sequence number of the next one

@@ -8,6 +8,7 @@ import socket
 import sys
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -33,7 +34,7 @@ END = (7, 8)  # tokens of the page that a test publishes last
 
 @pytest.fixture
 def publisher() -> Iterator[KVEventPublisher]:
-    made = KVEventPublisher(ANY, ANY, "org/model", heartbeat_seconds=0.02)
+    made = KVEventPublisher(ANY, ANY, heartbeat_seconds=0.02)
     yield made
     made.close()
 
@@ -67,6 +68,18 @@ def work(cache: PrefixCache) -> None:
         if rng.random() < 0.02:
             cache.flush()
     serve(cache, seq(0, 1, 0, 1, 0, 0))
+
+
+def sizes(publisher: KVEventPublisher) -> list[int]:
+    """Events in each batch so far, without the heartbeats, and a last one of one event."""
+    publisher.stored_in("DISK", pages(*END))
+    with reader(publisher) as late:
+        events: list[list[dict[str, Any]]] = [[{}]]
+        while events[-1][0].get("medium") != "DISK" or events[-1][0]["type"] != "BlockStored":
+            late.next_number()
+            batches = [msgspec.msgpack.decode(batch)[1] for _, batch in late.replay(0)]
+            events = [batch for batch in batches if batch]
+    return [len(batch) for batch in events]
 
 
 def unsalted_texts(cache: PrefixCache) -> list[tuple[int, ...]]:
@@ -147,6 +160,10 @@ def test_a_late_reader_of_a_silent_publisher_sees_its_gap_and_rebuilds_the_tree(
 ) -> None:
     cache = tap(publisher)
     work(cache)
+    publisher.stored_in("DISK", pages(*END))
+    with reader(publisher) as live:
+        live.wait_until_kept("DISK", END)
+        live.receive()  # from here on there are heartbeats alone
     with reader(publisher) as late:
         last = late.receive()
         assert late.num_replayed >= last > 400
@@ -158,7 +175,7 @@ def test_hashes_are_the_beginnings_of_keys(publisher: KVEventPublisher) -> None:
     keys = publish_pages(cache, publisher, "org/model")
     serve(cache, seq(1, 2, 3, 4))
     with reader(publisher) as late:
-        late.receive()
+        late.wait_until_kept("GPU", (1, 2, 3, 4))
         page_ids = cache.tree.match(seq(1, 2, 3, 4)).page_ids
         expected = {("GPU", int.from_bytes(keys.key(each)[:8], "big")) for each in page_ids}
         assert late.kept.keys() == expected
@@ -217,10 +234,7 @@ def test_events_between_two_turns_of_the_loop_are_one_batch(publisher: KVEventPu
         await asyncio.sleep(0)
 
     asyncio.run(steps())
-    with reader(publisher) as late:
-        late.receive()
-        sizes = [len(msgspec.msgpack.decode(batch)[1]) for _, batch in late.replay(1)]
-    assert [size for size in sizes if size] == [2, 2]
+    assert sizes(publisher) == [1, 2, 2, 1]
 
 
 def test_silence_costs_one_batch_however_long_it_is(publisher: KVEventPublisher) -> None:
@@ -233,10 +247,23 @@ def test_silence_costs_one_batch_however_long_it_is(publisher: KVEventPublisher)
         assert live.last == seqs[-1] + 1
 
 
-def test_the_topic_names_the_address_and_the_model(publisher: KVEventPublisher) -> None:
-    with reader(publisher) as live:
+def test_a_topic_is_sent_with_batches_and_replays() -> None:
+    topic = "kv@127.0.0.1:8000@org/model"
+    made = KVEventPublisher(ANY, ANY, topic, heartbeat_seconds=0.02)
+    with KVSubscriber(made.address, made.replay_address, topic=topic) as live:
         live.receive()
-        assert live.topics == {f"kv@{publisher.address.removeprefix('tcp://')}@org/model".encode()}
+        assert live.topics == {topic.encode()}
+    made.close()
+
+
+def test_no_batch_is_larger_than_readers_take(publisher: KVEventPublisher) -> None:
+    async def step() -> None:
+        for index in range(5_000):
+            publisher.dropped_from("DISK", [index.to_bytes(32, "big")])
+        await asyncio.sleep(0)
+
+    asyncio.run(step())
+    assert sizes(publisher) == [1, 4096, 904, 1]
 
 
 def test_a_replay_has_the_last_10_000_batches_and_a_whole_one_arrives(
@@ -275,7 +302,7 @@ def test_a_reader_that_does_not_read_delays_nothing(publisher: KVEventPublisher)
 
 
 def test_closing_sends_what_is_left_and_frees_the_addresses() -> None:
-    first = KVEventPublisher(ANY, ANY, "m", heartbeat_seconds=0.02)
+    first = KVEventPublisher(ANY, ANY, heartbeat_seconds=0.02)
     with reader(first) as live:
         live.receive()
 
@@ -285,17 +312,17 @@ def test_closing_sends_what_is_left_and_frees_the_addresses() -> None:
 
         asyncio.run(last_step())
         live.wait_until_kept("GPU", END)
-    second = KVEventPublisher(first.address, first.replay_address, "m")
+    second = KVEventPublisher(first.address, first.replay_address)
     second.close()
     second.close()
     second.stored(pages(1, 2))  # of an engine that is closed; nobody reads it
 
 
 def test_a_publisher_that_nobody_closed_ends_with_its_engine() -> None:
-    made = KVEventPublisher(ANY, ANY, "m")
+    made = KVEventPublisher(ANY, ANY)
     address = made.address
     del made
-    KVEventPublisher(address, ANY, "m").close()
+    KVEventPublisher(address, ANY).close()
 
 
 def taken() -> tuple[socket.socket, str]:
@@ -315,7 +342,7 @@ def test_a_taken_port_is_refused_by_the_name_of_its_option(option: str) -> None:
 
 
 def open_events(**options: str) -> None:
-    with events_of(EngineConfig(**options), "m"):  # type: ignore[arg-type]
+    with events_of(EngineConfig(**options)):  # type: ignore[arg-type]
         pass
 
 
@@ -329,12 +356,12 @@ def test_a_model_that_cannot_be_loaded_frees_the_addresses() -> None:
     held.close()
 
     def fail() -> None:
-        with events_of(EngineConfig(kv_events=address, kv_events_replay=ANY), "m"):
+        with events_of(EngineConfig(kv_events=address, kv_events_replay=ANY)):
             raise OSError("no model")
 
     with pytest.raises(OSError, match="no model"):
         fail()
-    KVEventPublisher(address, ANY, "m").close()
+    KVEventPublisher(address, ANY).close()
 
 
 def test_hashes_have_64_bits() -> None:
