@@ -12,7 +12,7 @@ from typing import Any, Literal
 from .errors import InvalidRequest, shown
 from .interface.sampling import RECOMMENDED, TokenSamplingParams
 from .interface.settings import SIZE, check_settings, parse_size, setting, settings_of
-from .validation import require
+from .validation import MAX_PORT, require, tcp_port
 
 OVERRIDES = "override_generation_config"
 TEMPLATE_KWARGS = "default_chat_template_kwargs"
@@ -148,6 +148,23 @@ class EngineConfig:
         "restart, e.g. /var/cache/kv:100GiB",
         "DIR:SIZE",
     )
+    kv_events: str | None = setting(
+        None,
+        "address at which the pages that the cache keeps and drops are published, with their token "
+        "ids, as vLLM's KV events; needs the extra events (default: none are published)",
+        "tcp://HOST:PORT",
+    )
+    kv_events_replay: str | None = setting(
+        None,
+        "address at which readers ask for KV events that they missed (the next port)",
+        "tcp://HOST:PORT",
+    )
+    kv_events_topic: str = setting(
+        "",
+        "topic of KV events; vllm-router and Dynamo take the empty one, llm-d's router "
+        "kv@HOST:PORT@MODEL",
+        "TOPIC",
+    )
     pin_quota: float = setting(
         0.25, "largest share of the KV pool that one cache_salt may pin", "SHARE", most=1
     )
@@ -211,10 +228,9 @@ class EngineConfig:
         if self.default_chat_template_kwargs is not None:
             found = _parse_object(TEMPLATE_KWARGS, self.default_chat_template_kwargs)
             object.__setattr__(self, TEMPLATE_KWARGS, found)
+        self.kv_disk_place()
+        self._check_events()
         self._check_supported()
-
-        if self.kv_disk is not None:
-            self.kv_disk_place()
 
     def kv_disk_place(self) -> tuple[Path, int] | None:
         """The folder of ``kv_disk`` and its size in bytes; None without one.
@@ -246,6 +262,26 @@ class EngineConfig:
         may_be_native = self.device != "cuda" and self.backend in ("auto", "native")
         by_native = self.quantize != "int4" or may_be_native
         require(by_native, "quantize", "int4 needs the native backend on the CPU")
+
+    @property
+    def events_addresses(self) -> tuple[str, str] | None:
+        """Addresses of KV events and of their replays; None where none are published."""
+        if self.kv_events is None:
+            return None
+        if self.kv_events_replay is not None:
+            return self.kv_events, self.kv_events_replay
+        host, _, port = self.kv_events.rpartition(":")
+        return self.kv_events, f"{host}:{int(port) and int(port) + 1}"
+
+    def _check_events(self) -> None:
+        for name in ("kv_events_replay", "kv_events_topic"):
+            _require(self.kv_events is not None or not getattr(self, name), name, "needs kv_events")
+        if self.kv_events_replay is not None:
+            tcp_port("kv_events_replay", self.kv_events_replay)
+        if self.kv_events is not None:
+            port = tcp_port("kv_events", self.kv_events)
+            has_next = port < MAX_PORT or self.kv_events_replay is not None
+            _require(has_next, "kv_events", "has no next port: kv_events_replay is needed")
 
     def sizes(self, device: str) -> Sizes:
         """Configured sizes; those that are not configured suit the ``device``, cpu or cuda."""

@@ -6,12 +6,15 @@ Each raises `InvalidRequest` naming the field.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from .errors import InvalidRequest, shown
 
 MAX_INT = 2**31 - 1
+MAX_PORT = 65535
 ENDLESS = 2**40  # a bound from here on is not worth naming beside the other one
 
 CheckNumber = Callable[[str, object, float, float], None]
@@ -75,6 +78,22 @@ def check_number(param: str, value: object, low: float, high: float) -> None:
     # NaN fails every comparison, so it is refused here as well.
     if not low <= value <= high:  # type: ignore[operator]
         raise _outside(param, value, low, high)
+
+
+def tcp_port(param: str, address: str) -> int:
+    """Port of an address such as tcp://127.0.0.1:5557, 0 for any free one.
+
+    Raises `InvalidRequest` for what is no such address.
+    """
+    port = None
+    with suppress(ValueError):  # a port that is no number, or beyond 65535
+        parts = urlsplit(address)
+        if parts.hostname and address == f"tcp://{parts.netloc}":
+            port = parts.port
+    if port is None:
+        message = f"{param} must be an address such as tcp://127.0.0.1:5557, not {shown(address)}"
+        raise InvalidRequest(message, param=param)
+    return port
 
 
 def _outside(param: str, value: object, low: float, high: float) -> InvalidRequest:

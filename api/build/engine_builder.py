@@ -55,11 +55,13 @@ from .drafts import (
     parse_draft,
     rough_copy,
 )
+from .kv_events import events_of, keys_of, name_fingerprint
 from .kv_pools import make_pools, model_len, out_of_memory_told
-from .model_files import find_model
+from .model_files import ModelSource, find_model
 from .sampling_defaults import sampling_defaults
 
 if TYPE_CHECKING:
+    from ...core.tiers.events import KVEventPublisher
     from .fingerprint import ModelDigests
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class Built:
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
     settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
     fingerprint: bytes | None = None  # of what computes the KV, where it was asked for
+    events: KVEventPublisher | None = None  # closed behind the engine, by the owner of both
 
 
 def build(
@@ -97,6 +100,17 @@ def build(
     """
     keep_freed_memory()
     source = find_model(model)
+    with events_of(config) as events:  # a port that is taken shows at once
+        return _build(source, config, events, wants_fingerprint=wants_fingerprint)
+
+
+def _build(
+    source: ModelSource,
+    config: EngineConfig,
+    events: KVEventPublisher | None,
+    *,
+    wants_fingerprint: bool,
+) -> Built:
     logger.info("loading %s (%s)", source.name, format_size(weight_files(source.path)[1]))
     defaults = sampling_defaults(source, config)  # refused before weights are read
     spec = parse_draft(config, own_draft=source.draft)
@@ -136,10 +150,21 @@ def build(
     cache = _prefix_cache(config, pool)
     head = draft if isinstance(draft, JoinedHead) else None
     fingerprint = None if digests is None else digests.fingerprint(target, head, config, sizes)
+    keys = None
+    if disk is not None or events is not None:
+        keys = keys_of(cache, fingerprint or name_fingerprint(source.name, cache.page_size))
+    if events is not None and keys is not None:
+        keys.add_observer(events)
     tiers: KVTiers | None = None
     if disk is not None and fingerprint is not None:
         tiers = _kv_tiers().make_tiers(
-            cache, pool, proposer, disk=disk, fingerprint=fingerprint, quota=config.cache_quota
+            cache,
+            keys,
+            pool,
+            proposer,
+            disk=disk,
+            fingerprint=fingerprint,
+            quota=config.cache_quota,
         )
     scheduler = Scheduler(cache, _limits(config, sizes, target), speculator, tiers)
     measures = not spec.is_empty and config.speculation == "auto"
@@ -173,6 +198,7 @@ def build(
         sampling_defaults=defaults,
         settings=settings,
         fingerprint=fingerprint,
+        events=events,
     )
 
 

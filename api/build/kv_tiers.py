@@ -21,6 +21,7 @@ __all__ = ["make_root", "make_tiers"]
 
 def make_tiers(
     cache: PrefixCache,
+    keys: PageKeys,
     pool: KVPool,
     proposer: Proposer | None,
     *,
@@ -33,8 +34,6 @@ def make_tiers(
     ``disk``: folder and size in bytes. ``quota``: share of a store beyond which the pages of a
     namespace go first. Raises `InvalidRequest` for a folder that cannot be used.
     """
-    keys = PageKeys(fingerprint, cache.num_total_pages, cache.page_size)
-    cache.tree.add_observer(keys)
     parts = () if proposer is None else proposer.stored
     records = PageRecords(
         [pool.data, *(each.source for each in parts)], [pool.data, *(each.target for each in parts)]

@@ -99,6 +99,8 @@ class EngineClient:
         async with self._starting:
             if self._built is not None:
                 await self._built.engine.close(drain_seconds=drain_seconds)
+                if self._built.events is not None:
+                    await asyncio.to_thread(self._built.events.close)
             if self._tokenizer is not None:
                 self._tokenizer.close()
             if self._grammars is not None:

@@ -200,6 +200,7 @@ class OperatorRoutes:
 def _model_facts(service: Service) -> dict[str, Any]:
     """Fields of `protocol.ModelFacts`."""
     llm = service.llm
+    fingerprint = llm.built.fingerprint
     return {
         "version": __version__,
         "model": service.model,
@@ -208,7 +209,7 @@ def _model_facts(service: Service) -> dict[str, Any]:
         "exact": llm.built.exact,
         "page_size": llm.page_size,
         "total_pages": llm.num_pages,
-        "fingerprint": None if built.fingerprint is None else built.fingerprint.hex(),
+        "fingerprint": None if fingerprint is None else fingerprint.hex(),
     }
 
 

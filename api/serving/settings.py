@@ -8,10 +8,9 @@ from urllib.parse import urlsplit
 
 from ...core.errors import InvalidRequest
 from ...core.interface.settings import SIZE, check_settings, setting
+from ...core.validation import MAX_PORT
 from ..parsing.output_format import REASONING_PARSERS, TOOL_PARSERS
 from .limits import Limits
-
-MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,13 @@ DISTRIBUTIONS = {  # of a module whose name is another
     "prometheus_client": "prometheus-client",
     "huggingface_hub": "huggingface-hub",
     "yaml": "pyyaml",
+    "zmq": "pyzmq",
 }
 OPTIONAL = {  # where an extra is needed, and imported for it alone
     "triton": "cuda",
     "opentelemetry": "otel",
     "matplotlib": "bench",
+    "zmq": "events",
 }
 
 
@@ -52,7 +54,8 @@ def test_every_import_is_declared(package: str) -> None:
     extras = {name: declared(each) for name, each in PROJECT["optional-dependencies"].items()}
     for module in sorted(imported(package)):
         if module in OPTIONAL:
-            assert any(each.startswith(module) for each in extras[OPTIONAL[module]]), module
+            name = DISTRIBUTIONS.get(module, module)
+            assert any(each.startswith(name) for each in extras[OPTIONAL[module]]), module
         else:
             assert DISTRIBUTIONS.get(module, module).lower() in names, module
 

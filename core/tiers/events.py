@@ -1,0 +1,298 @@
+"""KV events: news of cached pages for routers that are not part of this project.
+
+The format is vLLM's: three frames, which are a topic, a sequence number and a batch in msgpack.
+A reader that has missed batches asks for them at a second address. Salted namespaces are not
+published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Literal
+
+import msgspec
+import zmq
+
+from ...radix_cache.node import Cause
+from ..errors import InvalidRequest
+from .keys import StoredPages
+
+logger = logging.getLogger(__name__)
+EventMedium = Literal["GPU", "CPU", "DISK"]
+"""Where a page is kept: in the pool, whatever the device ("GPU"), in host memory, on disk."""
+KEPT_BATCHES = 10_000  # for replays
+MAX_EVENTS = 4096  # in a batch: vllm-router refuses larger ones
+HASH_BYTES = 8  # of a key: readers take integers of 64 bits
+LINGER_MS = 500  # for readers to take the last batches
+LARGEST_REQUEST = 1024  # bytes; a replay's request has 8, a subscription the topic's length
+END_OF_REPLAY = (2**64 - 1).to_bytes(8, "big")  # in place of a sequence number
+
+
+class BlockStored(msgspec.Struct, tag=True, frozen=True, kw_only=True, gc=False):
+    """Consecutive pages that a medium keeps from now on."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None  # of the page in front of them; None at a text's beginning
+    token_ids: list[int]
+    block_size: int  # tokens
+    lora_id: None = None
+    medium: EventMedium
+    lora_name: None = None
+    extra_keys: None = None
+    group_idx: None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, frozen=True, kw_only=True, gc=False):
+    """Pages that a medium no longer keeps."""
+
+    block_hashes: list[int]
+    medium: EventMedium
+    group_idx: None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True, gc=False):
+    """The first event of a process: no page is kept."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_batch(seconds: float, events: list[Event]) -> bytes:
+    """Encode a batch as readers expect it; ``seconds`` since 1970. The 0 is the engine's rank."""
+    return _encode((seconds, events, 0))
+
+
+def block_hash(key: bytes) -> int:
+    """Return the number by which readers know a page."""
+    return int.from_bytes(key[:HASH_BYTES], "big")
+
+
+class KVEventPublisher:
+    """Publishes the pages that join the tree and leave it; a `KeyObserver`.
+
+    Its methods are called on the event loop's thread. Events up to the loop's next turn are one
+    batch, which a thread sends: a reader that is slow loses batches and never delays the engine.
+    Readers take the topic for a filter; some read only batches of a topic that they know.
+    Raises `InvalidRequest` naming the option of an address that cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        replay_address: str,
+        topic: str = "",
+        *,
+        heartbeat_seconds: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        context = zmq.Context()
+        try:
+            outlet = _Outlet(context, address, replay_address, topic, clock)
+        except BaseException:
+            context.destroy(linger=0)
+            raise
+        self.address, self.replay_address = outlet.address, outlet.replay_address  # as bound
+        self._clock = clock
+        self._batch: list[Event] = []
+        inlet, self._handover = _inner_pair(context)
+        thread = threading.Thread(
+            target=outlet.run, args=(inlet, heartbeat_seconds), name="foretoken-events", daemon=True
+        )
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._handover, thread, context)
+        self._add(AllBlocksCleared())
+        self.flush()
+        logger.info("KV events on %s, replays on %s", self.address, self.replay_address)
+
+    def stored(self, pages: StoredPages) -> None:
+        """Publish pages that have just joined the tree."""
+        self.stored_in("GPU", pages)
+
+    def dropped(self, namespace: str | None, keys: list[bytes], cause: Cause) -> None:
+        """Publish that pages leave the tree."""
+        del cause
+        if namespace is None:
+            self.dropped_from("GPU", keys)
+
+    def stored_in(self, medium: EventMedium, pages: StoredPages) -> None:
+        """Publish that a medium keeps these pages, unless they are salted."""
+        if pages.namespace is None:
+            self._add(
+                BlockStored(
+                    block_hashes=[block_hash(key) for key in pages.keys],
+                    parent_block_hash=None if pages.before is None else block_hash(pages.before),
+                    token_ids=pages.tokens.tolist(),
+                    block_size=len(pages.tokens) // len(pages.keys),
+                    medium=medium,
+                )
+            )
+
+    def dropped_from(self, medium: EventMedium, keys: list[bytes]) -> None:
+        """Publish that a medium no longer keeps these pages, which have no salt."""
+        self._add(BlockRemoved(block_hashes=[block_hash(key) for key in keys], medium=medium))
+
+    def flush(self) -> None:
+        """Send the events since the last batch, if there are any."""
+        events, self._batch = self._batch, []
+        for start in range(0, len(events) if self._end.alive else 0, MAX_EVENTS):
+            batch = encode_batch(self._clock(), events[start : start + MAX_EVENTS])
+            _hand_over(self._handover, batch)
+
+    def close(self) -> None:
+        """Send what is left, and give up the addresses; blocks for `LINGER_MS` at most."""
+        self.flush()
+        self._end()
+
+    def _add(self, event: Event) -> None:
+        self._batch.append(event)
+        if len(self._batch) > 1:
+            return
+        try:
+            asyncio.get_running_loop().call_soon(self.flush)
+        except RuntimeError:  # no loop runs any more: the program exits and left the engine open
+            self.flush()
+
+
+class _Outlet:
+    """The sockets of readers, and the batches for replays; `run` is the body of their thread."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        replay_address: str,
+        topic: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pub, self.address = _bound(context, zmq.PUB, address, "kv_events")
+        self._replay, self.replay_address = _bound(
+            context, zmq.ROUTER, replay_address, "kv_events_replay"
+        )
+        self._topic = topic.encode()
+        self._clock = clock
+        self._kept: deque[bytes] = deque(maxlen=KEPT_BATCHES)
+        self._num_batches = 0  # the sequence number of the next one
+        self._is_silent = False  # whether the last batch is an empty one
+
+    def run(self, inlet: zmq.Socket[bytes], heartbeat_seconds: float) -> None:
+        """Publish batches and answer requests until an empty message comes."""
+        try:
+            self._serve(inlet, heartbeat_seconds)
+        except Exception:
+            logger.exception("KV events end")
+        finally:
+            for socket in (inlet, self._pub, self._replay):
+                socket.close(linger=LINGER_MS)
+
+    def _serve(self, inlet: zmq.Socket[bytes], heartbeat_seconds: float) -> None:
+        poller = zmq.Poller()
+        poller.register(inlet, zmq.POLLIN)
+        poller.register(self._replay, zmq.POLLIN)
+        beats_at = time.monotonic() + heartbeat_seconds
+        while True:
+            seconds = max(0.0, beats_at - time.monotonic())
+            ready = dict(poller.poll(math.ceil(seconds * 1000)))
+            if self._replay in ready:
+                self._answer(self._replay.recv_multipart())
+            if inlet in ready:
+                batch = inlet.recv()
+                if not batch:
+                    return
+                self._publish(batch)
+            elif time.monotonic() >= beats_at:
+                self._beat()
+            else:
+                continue
+            beats_at = time.monotonic() + heartbeat_seconds
+
+    def _publish(self, batch: bytes) -> None:
+        self._kept.append(batch)
+        self._num_batches += 1
+        self._is_silent = False
+        self._send_last()
+
+    def _beat(self) -> None:
+        """Send an empty batch, from which a reader sees what it has missed.
+
+        Its repetitions have the same number: else a night of silence would leave nothing else to
+        be replayed.
+        """
+        if self._is_silent:
+            self._send_last()
+        else:
+            self._publish(encode_batch(self._clock(), []))
+            self._is_silent = True
+
+    def _send_last(self) -> None:
+        number = (self._num_batches - 1).to_bytes(8, "big")
+        self._pub.send_multipart((self._topic, number, self._kept[-1]))
+
+    def _answer(self, request: list[bytes]) -> None:
+        """Send the kept batches from a sequence number on, then the end marker."""
+        if len(request) != 3 or len(request[2]) != 8:
+            logger.debug("a request for a replay is not a sequence number")
+            return
+        client = request[0]
+        first = self._num_batches - len(self._kept)
+        start = min(max(first, int.from_bytes(request[2], "big")), self._num_batches)
+        for number, batch in enumerate(islice(self._kept, start - first, None), start):
+            self._replay.send_multipart(
+                (client, b"", self._topic, number.to_bytes(8, "big"), batch)
+            )
+        self._replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
+
+
+def _bound(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, option: str
+) -> tuple[zmq.Socket[bytes], str]:
+    """Return a socket that listens, and its address with the port in place of a 0."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)
+    # A whole replay must fit: what does not is dropped, and the reader would wait for its end.
+    socket.setsockopt(zmq.SNDHWM, KEPT_BATCHES + 1)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        reason = zmq.strerror(error.errno).lower()
+        message = f"{option}: cannot listen on {address}: {reason}"
+        raise InvalidRequest(message, param=option) from None
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _inner_pair(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Two ends of a queue without a limit, each for one thread."""
+    inlet, handover = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inlet.setsockopt(zmq.RCVHWM, 0)
+    handover.setsockopt(zmq.SNDHWM, 0)
+    inlet.bind("inproc://batches")
+    handover.connect("inproc://batches")
+    return inlet, handover
+
+
+def _hand_over(handover: zmq.Socket[bytes], message: bytes) -> None:
+    with contextlib.suppress(zmq.Again):  # the thread failed, and has logged why
+        handover.send(message, zmq.NOBLOCK)
+
+
+def _end(
+    handover: zmq.Socket[bytes],
+    thread: threading.Thread,
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    _hand_over(handover, b"")
+    handover.close()
+    thread.join()
+    context.term()
