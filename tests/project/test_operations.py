@@ -33,9 +33,9 @@ _OURS = re.compile(r"`([a-z0-9_]+)(?:\{[\w, ]+\})?`")
 
 
 @pytest.fixture(scope="module")
-def exposed() -> set[str]:
+def exposed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Names of all samples of a server that has answered something."""
-    server = Observed()
+    server = Observed(kv_disk=f"{tmp_path_factory.mktemp('kv')}:16MiB")
     server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
     server.complete("abab abab abab abab", max_tokens=40)
     names = {name.partition(" ")[0] for name in server.samples()}

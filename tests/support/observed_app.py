@@ -28,7 +28,7 @@ MODEL = "pair"
 class Observed:
     """A server without a socket: its metrics, its spans, its log (by caplog)."""
 
-    def __init__(self, *, step_rate: float = 0.0) -> None:
+    def __init__(self, *, step_rate: float = 0.0, kv_disk: str | None = None) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -38,7 +38,14 @@ class Observed:
         self.observing = Observing(
             access_log=True, telemetry=Telemetry(provider, step_rate=step_rate)
         )
-        self.llm = AsyncLLM("builtin", max_model_len=256, kv_tokens=1024, page_size=16, threads=1)
+        self.llm = AsyncLLM(
+            "builtin",
+            max_model_len=256,
+            kv_tokens=1024,
+            page_size=16,
+            threads=1,
+            kv_disk=kv_disk,
+        )
         self.do(self.llm.start())
         self._serving = self.observing.serving(self.llm, MODEL)
         self.do(self._serving.__aenter__())
