@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 
 Cause = Literal["evicted", "flushed"]
 LossCause = Literal[Cause, "late", "unsound"]
-"""Of pages that a request lacks: a tier that had them may also have been too slow, or damaged."""
+"""The cause for pages that a request lacks: a tier that had them may be too slow, or damaged."""
 OnStored = Callable[["Node", int], None]
 """Called with a node and the index of the first of its pages that have just joined the tree."""
 OnDropped = Callable[["Node", int, Cause], None]

@@ -145,7 +145,7 @@ def disk_rates(folder: Path, page_bytes: int) -> tuple[float, float]:
 def main() -> None:
     """Serve the same requests in every setting."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="builtin", help="as for foretoken serve")
+    parser.add_argument("--model", default="builtin", help="model, as for `foretoken serve`")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--chars", type=int, default=2400, help="length of a shared beginning")
     parser.add_argument("--pool", type=int, default=2304, help="tokens of the small pool")

@@ -36,7 +36,7 @@ class VerifiedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class PageRows(NamedTuple):
-    """What a proposer keeps for each page, ``[num_pages or more, ...]``, row p for page p.
+    """Rows that a proposer keeps for each page, ``[num_pages or more, ...]``, row p for page p.
 
     Where tiers keep pages beyond the pool, rows are read from the one and come back to the other.
     """
@@ -80,7 +80,7 @@ class Proposer(Protocol):
 
     @property
     def stored(self) -> Sequence[PageRows]:
-        """What tiers keep of a page beside the target's KV; fixed. Nothing, if it catches up."""
+        """Rows that tiers keep of a page beside the target's KV; fixed. Nothing, if it catches up."""
 
     def adopt(self, page_ids: array[int]) -> None:
         """Take pages that came from a tier, rows of `stored` with them; called after `forget`."""

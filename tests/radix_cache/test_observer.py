@@ -42,7 +42,7 @@ class Mirror:
 
 
 def pages_of(cache: PrefixCache) -> dict[int, Prefix]:
-    """What the tree itself holds."""
+    """Pages that the tree itself holds."""
     found: dict[int, Prefix] = {}
     for node in cache.tree.nodes():
         before = array("q")
