@@ -80,7 +80,7 @@ class Proposer(Protocol):
 
     @property
     def stored(self) -> Sequence[PageRows]:
-        """Rows that tiers keep of a page beside the target's KV; fixed. Nothing, if it catches up."""
+        """Rows that tiers keep beside the target's KV; fixed. None, if the proposer catches up."""
 
     def adopt(self, page_ids: array[int]) -> None:
         """Take pages that came from a tier, rows of `stored` with them; called after `forget`."""

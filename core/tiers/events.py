@@ -28,7 +28,7 @@ from .keys import StoredPages
 
 logger = logging.getLogger(__name__)
 EventMedium = Literal["GPU", "CPU", "DISK"]
-"""The place where a page is kept: in the pool, whatever the device ("GPU"), in host memory, on disk."""
+"""The place of a page: in the pool, whatever the device ("GPU"), in host memory, on disk."""
 KEPT_BATCHES = 10_000  # for replays
 MAX_EVENTS = 4096  # in a batch: vllm-router refuses larger ones
 HASH_BYTES = 8  # of a key: readers take integers of 64 bits
