@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from . import audit
 from .eviction import EvictionLog
-from .node import Eviction, KVLease
+from .node import KVLease
 from .pins import PinnedPrefixes
 from .tree import RadixTree
 
@@ -131,14 +131,8 @@ class PrefixCache:
             for node in lock.node.path():
                 node.num_hits += 1
         self.pins.touch(lock.node)
-        eviction = self.find_loss(tokens, match.num_tokens, namespace=namespace)
+        eviction = self.eviction_log.find(namespace, tokens, match.num_tokens)
         return KVLease(match.page_ids, lock, match.num_tokens, namespace, eviction)
-
-    def find_loss(
-        self, tokens: array[int], num_cached: int, *, namespace: str | None = None
-    ) -> Eviction | None:
-        """Why the page behind the first ``num_cached`` tokens is gone, if it was cached. O(1)."""
-        return self.eviction_log.find(namespace, tokens, num_cached)
 
     def extend(self, lease: KVLease, upto: int, *, evict: bool = True) -> bool:
         """Make the page table reach position ``upto`` (exclusive): all or nothing.

@@ -1,6 +1,6 @@
 """Leases of KV pages: of a request, as its cache options say, and of its draft.
 
-`shares_prefill` and `would_fit` are the rules of admission that concern pages. Drafts take free
+`awaits_prefix` and `would_fit` are the rules of admission that concern pages. Drafts take free
 pages only: cached pages are never evicted for a draft. After the step the scheduler shrinks the
 lease back to the committed tokens.
 """
@@ -32,15 +32,10 @@ def cache_limit(request: Request) -> int | None:
     return num_sent if wants_logprobs and num_sent < wanted else None
 
 
-def must_wait(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
-    """Whether its prefix is being looked up in the tiers, or about to be computed by another."""
-    load = request.load
-    is_looked_up = load is not None and not (load.is_found or load.is_over)
-    return is_looked_up or shares_prefill(cache, request, running)
-
-
-def shares_prefill(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request is about to compute this one's next page."""
+def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
+    """Whether a running request is about to compute this one's next page, or a tier may have it."""
+    if request.load is not None and not (request.load.is_found or request.load.is_over):
+        return True
     if cache_limit(request) is not None:
         return False
     upto = cache.match_len(request.tokens, namespace=request.namespace) + cache.page_size

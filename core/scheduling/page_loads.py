@@ -151,8 +151,8 @@ class PageLoads:
             usage = request.usage
             usage.loaded_tokens += num_tokens
             usage.cached_tokens += num_tokens
-            usage.cache_loss = self._cache.find_loss(
-                request.tokens, request.num_computed, namespace=request.namespace
+            usage.cache_loss = self._cache.eviction_log.find(
+                request.namespace, request.tokens, request.num_computed
             )
             request.num_tokens_accounted = usage.cached_tokens
             self._cache.num_hits += num_tokens

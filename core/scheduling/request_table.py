@@ -14,7 +14,7 @@ from ...radix_cache.audit import Steps
 from ..errors import InvalidRequest, PromptTooLong, QueueFull
 from ..interface.request import Request, RequestStatus, Tenant, by_order
 from ..interface.sampling import beyond_vocabulary
-from .leases import must_wait, would_fit
+from .leases import awaits_prefix, would_fit
 from .request_queue import WaitingQueue
 
 # A tenant is a ``cache_salt`` or an API key; requests without either are one tenant together.
@@ -189,7 +189,7 @@ class RequestTable:
         while num_passed < MAX_PASSED and (request := self.waiting.first()) is not None:
             if len(self.running) >= self._limits.max_running:
                 return
-            if must_wait(cache, request, self.running.values()):
+            if awaits_prefix(cache, request, self.running.values()):
                 self.waiting.pass_over(request)
                 num_passed += 1
                 continue
@@ -215,7 +215,7 @@ class RequestTable:
             if request is None:
                 return
             running = self.running.values()
-            if must_wait(cache, request, running) or not would_fit(cache, request, running):
+            if awaits_prefix(cache, request, running) or not would_fit(cache, request, running):
                 tried.add(request.tenant)
             else:
                 yield request

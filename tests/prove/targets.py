@@ -54,7 +54,7 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
         "WaitingQueue.begin_round", "WaitingQueue._enter", "WaitingQueue._leave",
         "WaitingQueue._least", "VirtualTokenCounter.forget",
     ),
-    _LEASES: ("cache_limit", "shares_prefill"),
+    _LEASES: ("cache_limit", "awaits_prefix"),
     ("core/scheduling/test_draft_pages.py",): ("allocate_draft_pages",),
     _OUTPUT: ("take_output", "_end_at"),
     _OVERLAP: (

@@ -87,7 +87,7 @@ MUTATIONS = (
     ),
     Mutation(
         "admission-waits-for-other-namespaces",
-        "shares_prefill",
+        "awaits_prefix",
         "        and other.namespace == request.namespace\n",
         "",
         ("test_prompts_of_other_namespaces_do_not_wait_for_each_other_and_share_nothing",),
@@ -95,7 +95,7 @@ MUTATIONS = (
     ),
     Mutation(
         "admission-waits-for-what-is-not-written",
-        "shares_prefill",
+        "awaits_prefix",
         "if other.num_pending > 1 and other.cache.write",
         "if other.num_pending > 1",
         ("test_nobody_waits_for_what_will_not_be_written",),
