@@ -19,6 +19,9 @@ from .store_folder import StoreFolder, refusing
 logger = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# A page's slot, and its entry's checksum, tick and tag. In a plain tuple, which Python's garbage
+# collector leaves alone: there may be millions of them.
+_Kept = tuple[int, int, int, bytes]
 
 
 class SlabStore:
@@ -63,7 +66,7 @@ class SlabStore:
         self.capacity = self._files.capacity  # less once the disk is full
         share = None if self._quota >= 1 else max(1, int(self.capacity * self._quota))
         self._owned = NamespaceQuota(share, IDLE_AFTER * self.capacity)
-        self._pages: OrderedDict[bytes, tuple[int, Entry]] = OrderedDict()  # slots; oldest first
+        self._pages: OrderedDict[bytes, _Kept] = OrderedDict()  # oldest first
         self._by_tag: dict[str | None, OrderedDict[bytes, None]] = {}  # keys; oldest first
         self._num_slots = max((slot + 1 for slot, _ in found), default=0)  # no later one was used
         used = {slot for slot, _ in found}
@@ -91,10 +94,10 @@ class SlabStore:
         """
         if key not in self._pages:
             return False
-        slot, entry = self._pages[key]
+        slot, check, _, _ = self._pages[key]
         is_sound = False
         try:
-            is_sound = self._files.read(slot, into) == entry.check
+            is_sound = self._files.read(slot, into) == check
         finally:
             if not is_sound:
                 self._counts["unsound"] += 1
@@ -162,12 +165,15 @@ class SlabStore:
             return next(iter(self._pages))
         names = self._owned.most_idle(self._counts["evicted"]) or beyond
         oldest = (next(iter(self._by_tag[name])) for name in names)
-        return min(oldest, key=lambda key: self._pages[key][1].tick)
+        return min(oldest, key=self._tick_of)
+
+    def _tick_of(self, key: bytes) -> int:
+        return self._pages[key][2]
 
     def _add(self, slot: int, entry: Entry) -> None:
         """Know a page whose entry is written, as the last one used."""
         name = entry.tag.hex()
-        self._pages[entry.key] = slot, entry
+        self._pages[entry.key] = slot, entry.check, entry.tick, entry.tag
         self._by_tag.setdefault(name, OrderedDict())[entry.key] = None
         self._owned.add(name, 1)
         self._owned.use(name, self._counts["evicted"])
@@ -175,13 +181,13 @@ class SlabStore:
 
     def _use(self, key: bytes) -> None:
         """Make a page the last one used."""
-        slot, old = self._pages[key]
-        entry, name = Entry(key, old.check, self._next_tick(), old.tag), old.tag.hex()
-        self._pages[key] = slot, entry
+        slot, check, _, tag = self._pages[key]
+        tick, name = self._next_tick(), tag.hex()
+        self._pages[key] = slot, check, tick, tag
         self._pages.move_to_end(key)
         self._by_tag[name].move_to_end(key)
         self._owned.use(name, self._counts["evicted"])
-        self._files.write_entry(slot, entry)
+        self._files.write_entry(slot, Entry(key, check, tick, tag))
 
     def _next_tick(self) -> int:
         self._tick += 1
@@ -193,8 +199,8 @@ class SlabStore:
 
     def _drop(self, key: bytes) -> int:
         """Forget a page but for its entry; return its slot, which is free now."""
-        slot, entry = self._pages.pop(key)
-        name = entry.tag.hex()
+        slot, _, _, tag = self._pages.pop(key)
+        name = tag.hex()
         self._by_tag[name].pop(key)
         self._owned.add(name, -1)
         if not self._by_tag[name]:
@@ -223,14 +229,14 @@ class SlabStore:
 
     def check(self) -> None:
         """Assert that every slot is free or one page's, and that all orders agree. O(pages)."""
-        slots = sorted([slot for slot, _ in self._pages.values()] + self._free)
+        slots = sorted([slot for slot, _, _, _ in self._pages.values()] + self._free)
         assert slots == list(range(self._num_slots)), "a slot is lost or has two owners"
         assert self._num_slots <= self.capacity, "more slots are used than there are"
-        ticks = [entry.tick for _, entry in self._pages.values()]
+        ticks = [self._tick_of(key) for key in self._pages]
         assert ticks == sorted(set(ticks)), "pages are not in the order of their use"
         by_tag: dict[str | None, list[bytes]] = {}
-        for key, (_, entry) in self._pages.items():
-            by_tag.setdefault(entry.tag.hex(), []).append(key)
+        for key, (_, _, _, tag) in self._pages.items():
+            by_tag.setdefault(tag.hex(), []).append(key)
         assert by_tag == {name: list(keys) for name, keys in self._by_tag.items()}, (
             "a namespace has other pages than the index says"
         )

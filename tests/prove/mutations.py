@@ -24,6 +24,7 @@ from .lists import (
     serving,
     sources,
     texts,
+    tiers,
     tree,
     verifying,
 )
@@ -33,6 +34,7 @@ MUTATIONS = (
     *leases.MUTATIONS,
     *quotas.MUTATIONS,
     *pins.MUTATIONS,
+    *tiers.MUTATIONS,
     *commit.MUTATIONS,
     *verifying.MUTATIONS,
     *processors.MUTATIONS,

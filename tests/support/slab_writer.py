@@ -75,6 +75,7 @@ def writers(folder: Path) -> Iterator[Writers]:
 
 
 def _main(folder: Path) -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the end of the test is theirs
     for line in sys.stdin:
         if not os.fork():
             _write(folder, int(line))

@@ -671,7 +671,7 @@ def test_a_disk_without_room_for_one_page_is_tried_again(tmp_path: Path, disk: D
 def test_a_failed_write_leaves_the_other_pages(
     tmp_path: Path, disk: Disk, error: int, length: int
 ) -> None:
-    """In a full store voiding an entry, or writing a page, fails."""
+    """In a full store: voiding an entry, or writing a page, fails."""
     store = small_store(tmp_path)
     put(store, *range(CAPACITY))
     disk.error = error
