@@ -1,4 +1,4 @@
-"""Tiers: what is saved stayed, what is found is asked for in order, and a bad store is left alone."""
+"""Tiers: what is saved has stayed, stores are asked in order, a bad one is left alone."""
 
 from __future__ import annotations
 
