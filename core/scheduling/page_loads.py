@@ -19,6 +19,7 @@ from .leases import cache_limit, publish
 
 LOOKUP_SECONDS = 0.05  # after which a look-up counts as one that found nothing
 LATE, LATE_SECONDS = 3.0, 0.25  # times the estimate, after which a load is late; but at least
+TRIAL_SECONDS = 30.0  # without a load, after which one that seems too slow is begun: it may not be
 
 
 class PageLoads:
@@ -34,6 +35,7 @@ class PageLoads:
         self.num_late = 0
         self.on_order: Callable[[PageLoad], None] = lambda _: None
         self._cache = cache
+        self._tries_at = 0.0  # when a load is begun even if it seems too slow
         self._awaited: dict[str, PageLoad] = {}  # by the id of the request that waits for it
         self._loading: dict[str, Request] = {}  # running requests that wait for theirs
         self._now = 0.0  # of the latest round
@@ -105,8 +107,12 @@ class PageLoads:
         if num_tokens < self.tiers.least_tokens or not self.tiers.is_open:
             return
         seconds = self.tiers.load_seconds(num_tokens // size + self._num_queued_pages())
-        if 0 < compute_seconds * num_tokens < seconds:
-            return
+        computing = compute_seconds * num_tokens
+        if 0 < computing < seconds:
+            if now < self._tries_at:
+                return
+            seconds = computing / LATE
+        self._tries_at = now + TRIAL_SECONDS
         if not self._cache.extend(request.lease, len(load.keys) * size):
             return
         load.first = first

@@ -174,6 +174,7 @@ class Tiers:
     def close(self) -> None:
         """See `KVTiers.close`."""
         for tier in self._tiers:
+            self._flush(tier)  # or the next process finds what was to be forgotten
             with self._asking(tier):
                 tier.store.close()
 

@@ -19,6 +19,7 @@ from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import OnKernelsStarted, Pending, Speculator, ignore_kernels
 from foretoken.core.interface.request import OnToken, Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.interface.tiers import KVTiers
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache
@@ -73,7 +74,7 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self._drafter = drafter
         self._rng = random.Random(seed)
-        self._kv: dict[tuple[int, int], int] = {}
+        self.kv: dict[tuple[int, int], int] = {}  # by page and place in it
 
     def launch(
         self,
@@ -95,11 +96,11 @@ class FakeRunner:
     def _row(self, row: ScheduledRequest) -> RequestOutput:
         draft = self._drafter(row, self._rng) if row.samples and row.draft_plan.max_draft else []
         for position in range(row.start):
-            held = self._kv[self._slot(row, position)]
+            held = self.kv[self._slot(row, position)]
             assert held == hash(tuple(row.tokens[: position + 1])), "foreign KV on the path"
         path = [*row.tokens[: row.stop], *draft]
         for position in range(row.start, len(path)):
-            self._kv[self._slot(row, position)] = hash(tuple(path[: position + 1]))
+            self.kv[self._slot(row, position)] = hash(tuple(path[: position + 1]))
         self.num_computed += row.stop - row.start
         if not row.samples:
             return RequestOutput(request_id=row.request_id)
@@ -132,6 +133,7 @@ def make_scheduler(
     aging_seconds: float = 10.0,
     max_priority: float = math.inf,
     cache_quota: float = 1.0,
+    make_tiers: Callable[[PrefixCache], KVTiers] | None = None,
 ) -> Scheduler:
     limits = SchedulerLimits(
         max_batch_tokens=max_batch_tokens,
@@ -144,7 +146,8 @@ def make_scheduler(
         vocab_size=VOCAB_SIZE,
     )
     cache = PrefixCache(num_pages, page_size, cache_quota=cache_quota)
-    return Scheduler(cache, limits, speculator or FixedDepth(depth))
+    tiers = None if make_tiers is None else make_tiers(cache)
+    return Scheduler(cache, limits, speculator or FixedDepth(depth), tiers)
 
 
 def make_request(
@@ -183,6 +186,8 @@ def make_request(
 class Driver:
     """Runs a scheduler step by step and collects what each request was told."""
 
+    step_seconds = 1.0
+
     def __init__(self, scheduler: Scheduler, runner: FakeRunner) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.now = 0.0
@@ -199,7 +204,7 @@ class Driver:
         self._note(self.scheduler.abort(request_id, self.now))
 
     def step(self) -> StepPlan:
-        self.now += 1.0
+        self.now += self.step_seconds
         self._note(self.scheduler.expire(self.now))
         plan = self.scheduler.schedule(self.now)
         self.scheduler.audit()

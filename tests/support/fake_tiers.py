@@ -1,0 +1,186 @@
+"""Stores in memory that misbehave when they are told to, records of the model of hashes, and a
+driver whose I/O thread is called by hand."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from foretoken.core.engine.tier_io import Call, TierIO
+from foretoken.core.interface.tiers import IsValid, KVTiers, Medium
+from foretoken.core.scheduling.page_loads import PageLoads
+from foretoken.core.tiers.keys import PageKeys
+from foretoken.core.tiers.tiers import LEAST_TOKENS, Tiers
+from foretoken.radix_cache import PrefixCache
+from support.fake_model import Driver, FakeRunner, make_scheduler
+
+_STATE = struct.Struct("<q")  # a hash
+
+
+class DictStore:
+    """A `PageStore` in a dict. ``calls`` has the names of its methods, in turn.
+
+    ``before`` is called with each name before anything is done: what it raises, the store raises.
+    """
+
+    def __init__(self, medium: Medium = "disk", *, capacity: int = 10_000) -> None:
+        self.medium: Medium = medium
+        self.capacity = capacity
+        self.pages: dict[bytes, tuple[bytes, bytes]] = {}  # tag and bytes by key, oldest first
+        self.calls: list[str] = []
+        self.before: Callable[[str], None] = lambda name: None
+        self.num_lied: int | None = None  # what `find` returns, if anything
+        self.damaged: set[bytes] = set()
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        self.before(name)
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        self._called("find")
+        if self.num_lied is not None:
+            return self.num_lied
+        return next((at for at, key in enumerate(keys) if key not in self.pages), len(keys))
+
+    def get(self, key: bytes, into: memoryview) -> bool:
+        self._called("get")
+        if key not in self.pages:
+            return False
+        if key in self.damaged:
+            into[:] = b"\xff" * len(into)
+            return False
+        into[:] = self.pages[key][1]
+        return True
+
+    def put(self, key: bytes, tag: bytes, page: memoryview, is_valid: IsValid) -> bool:
+        self._called("put")
+        data = bytes(page)
+        if not is_valid():
+            return False
+        while len(self.pages) >= self.capacity:
+            del self.pages[next(iter(self.pages))]
+        self.pages[key] = (tag, data)
+        return True
+
+    def flush(self, tag: bytes | None = None) -> None:
+        self._called("flush")
+        self.pages = {key: page for key, page in self.pages.items() if tag not in (None, page[0])}
+
+    def stats(self) -> Mapping[str, int]:
+        return {"evicted": 7}
+
+    def close(self) -> None:
+        self._called("close")
+        self.is_closed = True
+
+
+def failing(*names: str) -> Callable[[str], None]:
+    """Return a `DictStore.before` that raises in the methods of these names."""
+
+    def before(name: str) -> None:
+        if name in names:
+            raise OSError(f"{name} failed")
+
+    return before
+
+
+class HashRecords:
+    """`Records` of a `FakeRunner`, whose pages hold a hash for each position."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self.num_bytes = runner.page_size * _STATE.size
+        self._runner = runner
+        self._staged = bytearray(self.num_bytes)
+
+    def read(self, page_id: int) -> memoryview:
+        for at in range(self._runner.page_size):
+            _STATE.pack_into(self._staged, at * _STATE.size, self._runner.kv[page_id, at])
+        return memoryview(self._staged)
+
+    def target(self, page_id: int) -> memoryview:
+        del page_id
+        return memoryview(self._staged)
+
+    def write(self, page_id: int) -> None:
+        for at, (state,) in enumerate(_STATE.iter_unpack(self._staged)):
+            self._runner.kv[page_id, at] = state
+
+
+class TieredDriver(Driver):
+    """A `Driver` with tiers over ``stores``: what a thread would do is done where a test says so.
+
+    ``begin_call`` takes the next call of the I/O thread, `run_calls` makes all there are.
+    """
+
+    step_seconds = 0.001  # a look-up may take 50 of them
+
+    def __init__(
+        self,
+        *stores: DictStore,
+        page_size: int = 4,
+        least_tokens: int = LEAST_TOKENS,
+        runner: FakeRunner | None = None,
+        **options: Any,
+    ) -> None:
+        runner = runner or FakeRunner(page_size)
+
+        def make_tiers(cache: PrefixCache) -> KVTiers:
+            keys = PageKeys(b"fake", cache.num_total_pages, page_size)
+            cache.tree.add_observer(keys)
+            self.tiers = Tiers(
+                cache.tree,
+                keys,
+                HashRecords(runner),
+                stores,
+                clock=lambda: self.now,
+                least_tokens=least_tokens,
+            )
+            return self.tiers
+
+        self.now = 0.0
+        super().__init__(
+            make_scheduler(page_size=page_size, make_tiers=make_tiers, **options), runner
+        )
+        loads = self.scheduler.page_loads
+        assert loads is not None
+        self.loads: PageLoads = loads
+        self.num_changes = 0  # told to the engine
+        self._io = TierIO(
+            loads,
+            None,  # type: ignore[arg-type] # calls are made here
+            clock=lambda: self.now,
+            on_change=self._changed,
+        )
+
+    def _changed(self) -> None:
+        self.num_changes += 1
+
+    def begin_call(self) -> Call:
+        """Return what the thread would begin now."""
+        call = self._io._next_call()
+        assert call is not None, "the thread has nothing to do"
+        return call
+
+    def end_call(self, call: Call) -> None:
+        """Make a call, and hand its result on."""
+        call.use(call.work())
+        self.scheduler.audit()
+
+    def run_calls(self) -> None:
+        """Make all calls that there are."""
+        while (call := self._io._next_call()) is not None:
+            self.end_call(call)
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Run all requests to their end; the thread is never late."""
+        for _ in range(max_steps):
+            self.run_calls()
+            if not self.scheduler.num_requests:
+                return
+            self.step()
+        raise AssertionError("the requests never ended")
