@@ -142,6 +142,13 @@ class EngineConfig:
         None, "size of the KV pool in tokens, in place of --kv-memory", least=1
     )
     page_size: int | None = setting(None, "tokens of one KV page (16, on cuda 32)", least=1)
+    kv_host: str | int | None = setting(
+        None,
+        "keep KV in memory of the host, at most SIZE, after it left a GPU's pool; on a CPU "
+        "--kv-memory uses the same memory better",
+        SIZE,
+        least=1,
+    )
     kv_disk: str | None = setting(
         None,
         "keep KV in files below DIR, at most SIZE, for requests after it left the pool and after a "

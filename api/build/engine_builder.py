@@ -120,7 +120,8 @@ def _build(
     disk = config.kv_disk_place()
     if disk is not None:
         _kv_tiers().make_root(disk[0])  # refused before weights are read
-    digests = _make_digests() if wants_fingerprint or disk is not None else None
+    has_tiers = disk is not None or config.kv_host is not None
+    digests = _make_digests() if wants_fingerprint or has_tiers else None
     target = _load(source.path, config, device, None if digests is None else digests.target)
     set_threads = _thread_setter(config.threads, target.ops)
     set_threads()
@@ -151,20 +152,14 @@ def _build(
     head = draft if isinstance(draft, JoinedHead) else None
     fingerprint = None if digests is None else digests.fingerprint(target, head, config, sizes)
     keys = None
-    if disk is not None or events is not None:
+    if has_tiers or events is not None:
         keys = keys_of(cache, fingerprint or name_fingerprint(source.name, cache.page_size))
     if events is not None and keys is not None:
         keys.add_observer(events)
     tiers: KVTiers | None = None
-    if disk is not None and fingerprint is not None:
+    if has_tiers and fingerprint is not None:
         tiers = _kv_tiers().make_tiers(
-            cache,
-            keys,
-            pool,
-            proposer,
-            disk=disk,
-            fingerprint=fingerprint,
-            quota=config.cache_quota,
+            cache, keys, pool, proposer, config=config, fingerprint=fingerprint
         )
     scheduler = Scheduler(cache, _limits(config, sizes, target), speculator, tiers)
     measures = not spec.is_empty and config.speculation == "auto"

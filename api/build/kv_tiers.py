@@ -5,18 +5,29 @@ Imported only where one is asked for.
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
 
+import torch
+
+from ...core.config import EngineConfig, format_size
+from ...core.errors import InvalidRequest
 from ...core.execution.proposer import Proposer
+from ...core.interface.settings import parse_size
+from ...core.interface.tiers import PageStore
+from ...core.ops.device import free_memory
 from ...core.ops.kv_pool import KVPool
+from ...core.tiers.host_store import HostStore
 from ...core.tiers.keys import PageKeys
 from ...core.tiers.page_records import PageRecords
+from ...core.tiers.slab_files import LEAST_PAGES
 from ...core.tiers.slab_store import SlabStore
 from ...core.tiers.store_folder import make_root
 from ...core.tiers.tiers import Tiers
 from ...radix_cache import PrefixCache
 
 __all__ = ["make_root", "make_tiers"]
+
+logger = logging.getLogger(__name__)
 
 
 def make_tiers(
@@ -25,19 +36,37 @@ def make_tiers(
     pool: KVPool,
     proposer: Proposer | None,
     *,
-    disk: tuple[Path, int],
+    config: EngineConfig,
     fingerprint: bytes,
-    quota: float,
 ) -> Tiers:
-    """Open the stores of a pool's pages; a proposer's share of them is kept, too.
+    """Open the stores that the options ask for; a proposer's share of a page is kept, too.
 
-    ``disk``: folder and size in bytes. ``quota``: share of a store beyond which the pages of a
-    namespace go first. Raises `InvalidRequest` for a folder that cannot be used.
+    Raises `InvalidRequest` for a folder that cannot be used, and for a size of too few pages or
+    more than there is.
     """
     parts = () if proposer is None else proposer.stored
     records = PageRecords(
         [pool.data, *(each.source for each in parts)], [pool.data, *(each.target for each in parts)]
     )
-    folder, num_bytes = disk
-    store = SlabStore(folder, fingerprint, records.num_bytes, num_bytes, quota=quota)
-    return Tiers(cache.tree, keys, records, [store])
+    quota, stores = config.cache_quota, list[PageStore]()
+    if config.kv_host is not None:
+        num_bytes = parse_size(config.kv_host)
+        _check_host(num_bytes, records.num_bytes)
+        pinned = pool.data.device.type == "cuda"
+        if not pinned:
+            logger.info("on a CPU --kv-memory uses the memory of --kv-host better")
+        stores.append(HostStore(records.num_bytes, num_bytes, pinned=pinned, quota=quota))
+    if (disk := config.kv_disk_place()) is not None:
+        folder, num_bytes = disk
+        stores.append(SlabStore(folder, fingerprint, records.num_bytes, num_bytes, quota=quota))
+    return Tiers(cache.tree, keys, records, stores)
+
+
+def _check_host(num_bytes: int, page_bytes: int) -> None:
+    least, free = LEAST_PAGES * page_bytes, free_memory(torch.device("cpu"))
+    if num_bytes < least:
+        message = f"kv_host: {LEAST_PAGES} pages need {format_size(least)}"
+        raise InvalidRequest(message, param="kv_host")
+    if num_bytes > free:
+        message = f"kv_host: {format_size(num_bytes)} is more than the {format_size(free)} free"
+        raise InvalidRequest(message, param="kv_host")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ..errors import ModelLoadError
 from .system_memory import available_memory
@@ -87,6 +89,41 @@ class _HostEvent:
     def record(self) -> None: ...
 
     def synchronize(self) -> None: ...
+
+
+class PageCopier:
+    """Copies between pages and staged records, and waits for its own copies alone.
+
+    ``stream``: the queue of a GPU that they have for themselves, as `torch.cuda.Stream` is one: so
+    they do not wait for the steps that are computed meanwhile. None on the host.
+    """
+
+    def __init__(self, stream: Stream | None) -> None:
+        self._stream = stream
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy each second tensor into the first; all are there when this returns."""
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):  # type: ignore[arg-type]
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+
+class Stream(Protocol):
+    """A queue of work of a device."""
+
+    def synchronize(self) -> None:
+        """Wait until all that is in it is done."""
+
+
+def make_copier(device: torch.device) -> PageCopier:
+    """Make one with a stream of its own on a GPU."""
+    is_cuda = device.type == "cuda"
+    return PageCopier(torch.cuda.Stream(device) if is_cuda else None)  # type: ignore[no-untyped-call]
 
 
 class Stopwatch(Protocol):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from ..ops.device import make_copier
 
 
 class Records(Protocol):
@@ -45,16 +47,16 @@ class PageRecords:
         self._staged = torch.empty(
             self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"
         )
+        self._copier = make_copier(device)
         self._is_direct = len(self._rows) == 1 and device.type == "cpu"
 
     def read(self, page_id: int) -> memoryview:
         """See `Records.read`."""
         if self._is_direct:
             return _view(self._rows[0][page_id])
-        at = 0
-        for rows in self._rows:
-            self._staged[at : at + rows.shape[1]].copy_(rows[page_id])
-            at += rows.shape[1]
+        self._copier.copy(
+            (staged, rows[page_id]) for staged, rows in self._staged_parts(self._rows)
+        )
         return _view(self._staged)
 
     def target(self, page_id: int) -> memoryview:
@@ -65,9 +67,15 @@ class PageRecords:
         """See `Records.write`."""
         if self._is_direct:
             return
+        self._copier.copy(
+            (rows[page_id], staged) for staged, rows in self._staged_parts(self._targets)
+        )
+
+    def _staged_parts(self, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part with its place in a staged record."""
         at = 0
-        for rows in self._targets:
-            rows[page_id].copy_(self._staged[at : at + rows.shape[1]])
+        for rows in parts:
+            yield self._staged[at : at + rows.shape[1]], rows
             at += rows.shape[1]
 
 

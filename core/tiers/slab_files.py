@@ -13,11 +13,11 @@ import logging
 import os
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import xxhash
 
 from .keys import KEY_BYTES
+from .slotted_store import TAG_BYTES, Entry
 from .store_folder import INDEX, StoreFolder, refused
 
 logger = logging.getLogger(__name__)
@@ -26,22 +26,12 @@ VERSION = 1
 LEAST_PAGES = 64
 SLAB_BYTES = 256 << 20
 BLOCK = 4096  # of the file system: no two pages share one
-TAG_BYTES = 8
 _ENTRY = struct.Struct(f"<{KEY_BYTES}sQQ{TAG_BYTES}s")  # an `Entry`
 _CHECK = struct.Struct("<Q")  # of the bytes before it
 _RECORD = _ENTRY.size + _CHECK.size  # bytes
 _VOID = bytes(_RECORD)
 _HEADER = struct.Struct("<12sIQQ")  # mark, version, bytes of a page, slots of a slab
 _AT_ONCE = 1 << 14  # entries that are read together
-
-
-class Entry(NamedTuple):
-    """A page as the index knows it."""
-
-    key: bytes
-    check: int  # checksum of the page
-    tick: int  # of the last use; it grows with every use
-    tag: bytes  # names the namespace
 
 
 class SlabFiles:

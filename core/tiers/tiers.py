@@ -21,9 +21,9 @@ from ...radix_cache.node import Cause
 from ..interface.tiers import PageStore, TierState
 from .keys import PageKeys, StoredPages, chain_keys
 from .page_records import Records
+from .slotted_store import TAG_BYTES
 
 logger = logging.getLogger(__name__)
-TAG_BYTES = 8
 LEAST_TOKENS = 64  # that are worth a load
 CALL_BYTES = 8 << 20  # that one call of the I/O thread moves: some milliseconds
 POOL_SHARE = 16  # of the pool's pages one may be under I/O: a store that hangs keeps them

@@ -10,7 +10,8 @@ from itertools import accumulate
 
 from foretoken.core.interface.tiers import IsValid, Medium
 from foretoken.core.tiers.keys import PageKeys, chain_keys
-from foretoken.core.tiers.tiers import TAG_BYTES, Tiers
+from foretoken.core.tiers.slotted_store import TAG_BYTES
+from foretoken.core.tiers.tiers import Tiers
 from foretoken.radix_cache import PrefixCache
 
 from .asks import NUM_SALTS, Asks, namespace_of

@@ -644,7 +644,7 @@ def test_of_a_full_disk_what_fits_is_used(
     assert kept(store, range(9)) == {*range(2, 9)}
     assert (store.capacity, store.stats()["evicted"]) == (7, 2)
     assert [each.getMessage() for each in caplog.records] == [
-        "the disk is full: its tier keeps 7 pages"
+        "the KV tier on disk is full: it keeps 7 pages"
     ]
     store.check()
     disk.fails_to_write = never

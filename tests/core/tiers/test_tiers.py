@@ -356,14 +356,14 @@ class Late(DictStore):
         return super().get(key, into)
 
 
-def test_a_load_that_is_late_closes_the_tier_that_the_thread_is_in() -> None:
+def test_two_late_loads_close_the_tier_that_the_thread_is_in() -> None:
     first, second = DictStore("host"), Late("disk")
     second.scene = scene = Scene(first, second)
     for key in keys_of(1, 2, 3, 4):
         put(second, key)
     scene.tiers.note_late()
     assert [each.is_open for each in scene.tiers.describe()] == [True, True], "it is in none"
-    assert scene.load(1, 2, 3, 4) == 1, "and the next page is not asked for"
+    assert scene.load(1, 2, 3, 4) == 2, "and the next page is not asked for"
     assert [each.is_open for each in scene.tiers.describe()] == [True, False]
 
 
