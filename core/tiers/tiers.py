@@ -29,7 +29,7 @@ CALL_BYTES = 8 << 20  # that one call of the I/O thread moves: some milliseconds
 POOL_SHARE = 16  # of the pool's pages one may be under I/O: a store that hangs keeps them
 MAX_QUEUED = 4  # times the pool: pages that wait to be saved
 CLOSED_SECONDS, MAX_CLOSED_SECONDS = 10.0, 600.0  # that a store which fails is left alone: doubles
-MOST_LATE = 2.0  # late loads in close succession, at which a tier is closed
+MOST_LATE = 1.5  # late loads, less those forgiven, at which a tier is closed: two in succession
 FORGIVEN = 1 / 64  # of a late load, for each page that is read
 MEAN_RATE = 0.3  # of a new value in a running mean
 
