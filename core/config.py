@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -14,6 +15,7 @@ from .interface.sampling import RECOMMENDED, TokenSamplingParams
 from .interface.settings import SIZE, check_settings, parse_size, setting, settings_of
 from .validation import MAX_PORT, require, tcp_port
 
+REMOTE = "mooncake://HOST:PORT[?lend=SIZE]"
 OVERRIDES = "override_generation_config"
 TEMPLATE_KWARGS = "default_chat_template_kwargs"
 REJECTION_WANTS_DEPTH = (
@@ -155,6 +157,12 @@ class EngineConfig:
         "restart, e.g. /var/cache/kv:100GiB",
         "DIR:SIZE",
     )
+    kv_remote: str | None = setting(
+        None,
+        "keep KV in a Mooncake Store, which several servers share: mooncake://HOST:PORT of its "
+        "master, with ?lend=SIZE to lend it memory of this machine; needs the extra mooncake",
+        "URL",
+    )
     kv_events: str | None = setting(
         None,
         "address at which the pages that the cache keeps and drops are published, with their token "
@@ -236,6 +244,7 @@ class EngineConfig:
             found = _parse_object(TEMPLATE_KWARGS, self.default_chat_template_kwargs)
             object.__setattr__(self, TEMPLATE_KWARGS, found)
         self.kv_disk_place()
+        self.kv_remote_place()
         self._check_events()
         self._check_supported()
 
@@ -252,6 +261,26 @@ class EngineConfig:
             return Path(folder).expanduser(), parse_size(size)
         except ValueError as error:
             raise InvalidRequest(f"kv_disk: the size {error}", param="kv_disk") from None
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether KV is kept beyond the pool."""
+        return (self.kv_host, self.kv_disk, self.kv_remote) != (None, None, None)
+
+    def kv_remote_place(self) -> tuple[str, int, int] | None:
+        """The master of ``kv_remote``, its port, and the bytes that are lent; None without one.
+
+        Raises `InvalidRequest` for another kind of address.
+        """
+        if self.kv_remote is None:
+            return None
+        found = re.fullmatch(r"mooncake://([\w.-]+):(\d{1,5})(?:\?lend=(\w+))?", self.kv_remote)
+        _require(found is not None, "kv_remote", f"must be {REMOTE}, not {shown(self.kv_remote)}")
+        host, port, lent = found.groups() if found is not None else ("", "0", None)
+        try:
+            return host, int(port), 0 if lent is None else parse_size(lent)
+        except ValueError as error:
+            raise InvalidRequest(f"kv_remote: the size {error}", param="kv_remote") from None
 
     def _check_supported(self) -> None:
         # Rejection sampling is exact only if the depth does not follow from what was drafted.

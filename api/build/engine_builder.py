@@ -117,10 +117,9 @@ def _build(
     device = _choose_device(config)
     sizes = config.sizes(device.type)
     draft_path = None if spec.model in (None, *NAMED) else find_draft(spec.model)
-    disk = config.kv_disk_place()
-    if disk is not None:
-        _kv_tiers().make_root(disk[0])  # refused before weights are read
-    has_tiers = disk is not None or config.kv_host is not None
+    has_tiers = config.has_tiers
+    if has_tiers:
+        _kv_tiers().check_places(config)
     digests = _make_digests() if wants_fingerprint or has_tiers else None
     target = _load(source.path, config, device, None if digests is None else digests.target)
     set_threads = _thread_setter(config.threads, target.ops)

@@ -18,6 +18,7 @@ from ...core.ops.device import free_memory
 from ...core.ops.kv_pool import KVPool
 from ...core.tiers.host_store import HostStore
 from ...core.tiers.keys import PageKeys
+from ...core.tiers.mooncake_store import MooncakeStore, check_reachable
 from ...core.tiers.page_records import PageRecords
 from ...core.tiers.slab_files import LEAST_PAGES
 from ...core.tiers.slab_store import SlabStore
@@ -25,9 +26,15 @@ from ...core.tiers.store_folder import make_root
 from ...core.tiers.tiers import Tiers
 from ...radix_cache import PrefixCache
 
-__all__ = ["make_root", "make_tiers"]
-
 logger = logging.getLogger(__name__)
+
+
+def check_places(config: EngineConfig) -> None:
+    """Refuse stores that cannot be used, before weights are read. Raises `InvalidRequest`."""
+    if (disk := config.kv_disk_place()) is not None:
+        make_root(disk[0])
+    if (remote := config.kv_remote_place()) is not None:
+        check_reachable(*remote[:2])
 
 
 def make_tiers(
@@ -59,6 +66,9 @@ def make_tiers(
     if (disk := config.kv_disk_place()) is not None:
         folder, num_bytes = disk
         stores.append(SlabStore(folder, fingerprint, records.num_bytes, num_bytes, quota=quota))
+    if (remote := config.kv_remote_place()) is not None:
+        host, port, lent = remote
+        stores.append(MooncakeStore(host, port, fingerprint, records.num_bytes, lent_bytes=lent))
     return Tiers(cache.tree, keys, records, stores)
 
 

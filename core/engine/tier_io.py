@@ -20,6 +20,7 @@ from .model_thread import Job, StepThread
 
 logger = logging.getLogger(__name__)
 LEAST_DRAIN_SECONDS = 1.0  # that saves may take at the end, however short the drain
+CLOSE_SECONDS = 5.0  # that closing the stores may take behind that
 
 
 class Call(NamedTuple):
@@ -74,7 +75,7 @@ class TierIO:
         self._ends = self._clock() + patience
         self._wake.set()
         if self._task is not None:
-            await asyncio.wait([self._task], timeout=2 * patience)
+            await asyncio.wait([self._task], timeout=patience + CLOSE_SECONDS)
             if not self._task.done():
                 logger.warning("a KV tier did not answer in time and was left open")
                 self._abandon()

@@ -17,7 +17,7 @@ from ...radix_cache import RadixTree
 from ...radix_cache.audit import Steps
 from ...radix_cache.node import ITEM_SIZE, Cause, Node
 
-KEY_BYTES = 32
+KEY_BYTES, TAG_BYTES = 32, 8  # a key ends with the tag, which names its namespace
 NO_KEY = bytes(KEY_BYTES)
 
 
@@ -36,11 +36,16 @@ def chain_keys(before: bytes, tokens: array[int], page_size: int) -> Iterator[by
 
     About a microsecond a page.
     """
-    data, size = tokens.tobytes(), page_size * ITEM_SIZE
+    data, size, tag = tokens.tobytes(), page_size * ITEM_SIZE, tag_of(before)
     for start in range(0, len(data) - size + 1, size):
         page = data[start : start + size]
-        before = hashlib.blake2b(before + page, digest_size=KEY_BYTES).digest()
+        before = hashlib.blake2b(before + page, digest_size=KEY_BYTES - TAG_BYTES).digest() + tag
         yield before
+
+
+def tag_of(key: bytes) -> bytes:
+    """Return the 8 bytes that are equal in all keys of a namespace, its root's included."""
+    return key[-TAG_BYTES:]
 
 
 @dataclass(frozen=True, slots=True)

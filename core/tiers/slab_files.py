@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 import xxhash
 
-from .keys import KEY_BYTES
-from .slotted_store import TAG_BYTES, Entry
+from .keys import KEY_BYTES, TAG_BYTES
+from .slotted_store import Entry
 from .store_folder import INDEX, StoreFolder, refused
 
 logger = logging.getLogger(__name__)

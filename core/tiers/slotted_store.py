@@ -12,11 +12,10 @@ from typing import NamedTuple, Protocol
 from ...radix_cache.eviction import NamespaceQuota
 from ...radix_cache.prefix_cache import IDLE_AFTER
 from ..interface.tiers import IsValid, Medium
-from .keys import KEY_BYTES
+from .keys import KEY_BYTES, TAG_BYTES
 
 logger = logging.getLogger(__name__)
 
-TAG_BYTES = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # A page's slot, and its entry's checksum, tick and tag. In a plain tuple, which Python's garbage
 # collector leaves alone: there may be millions of them.

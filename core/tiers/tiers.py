@@ -19,9 +19,8 @@ from ...radix_cache import RadixTree
 from ...radix_cache.audit import Steps
 from ...radix_cache.node import Cause
 from ..interface.tiers import PageStore, TierState
-from .keys import PageKeys, StoredPages, chain_keys
+from .keys import PageKeys, StoredPages, chain_keys, tag_of
 from .page_records import Records
-from .slotted_store import TAG_BYTES
 
 logger = logging.getLogger(__name__)
 LEAST_TOKENS = 64  # that are worth a load
@@ -248,7 +247,7 @@ class Tiers:
         """Ignore pages that leave the tree: their counters tell whoever copies them."""
 
     def _tag(self, namespace: str | None) -> bytes:
-        return self._keys.root(namespace)[:TAG_BYTES]
+        return tag_of(self._keys.root(namespace))
 
     def checks(self) -> Steps:
         """See `KVTiers.checks`."""

@@ -24,6 +24,7 @@ OPTIONAL = {  # where an extra is needed, and imported for it alone
     "opentelemetry": "otel",
     "matplotlib": "bench",
     "zmq": "events",
+    "mooncake": "mooncake",
 }
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from foretoken.core.interface.tiers import IsValid, Medium
-from foretoken.core.tiers.keys import PageKeys, chain_keys
-from foretoken.core.tiers.slotted_store import TAG_BYTES
+from foretoken.core.tiers.keys import PageKeys, chain_keys, tag_of
 from foretoken.core.tiers.tiers import Tiers
 from foretoken.radix_cache import PrefixCache
 
@@ -149,4 +148,4 @@ class SimulatedTiers(Tiers):
         before, size = self.page_keys.root(namespace_of(salt)), self.page_keys.page_size
         for at, key in enumerate(chain_keys(before, tokens, size)):
             page = list[State | None](states[at * size : (at + 1) * size])
-            yield key, before[:TAG_BYTES], record(page)
+            yield key, tag_of(before), record(page)
