@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 EventMedium = Literal["GPU", "CPU", "DISK"]
 """Where a page is kept: in the pool, whatever the device ("GPU"), in host memory, on disk."""
 KEPT_BATCHES = 10_000  # for replays
+KEPT_BYTES = 2**28  # of them: a long prompt's batch has some hundred thousand
 MAX_EVENTS = 4096  # in a batch: vllm-router refuses larger ones
 HASH_BYTES = 8  # of a key: readers take integers of 64 bits
 LINGER_MS = 500  # for readers to take the last batches
@@ -182,7 +183,8 @@ class _Outlet:
         self._heartbeat_seconds = heartbeat_seconds
         self._beats_at = time.monotonic() + heartbeat_seconds
         self._clock = clock
-        self._kept: deque[bytes] = deque(maxlen=KEPT_BATCHES)
+        self._kept: deque[bytes] = deque()
+        self._kept_bytes = 0
         self._num_batches = 0  # the sequence number of the next one
         self._is_silent = False  # whether the last batch is an empty one
 
@@ -215,9 +217,12 @@ class _Outlet:
 
     def _publish(self, batch: bytes) -> None:
         self._kept.append(batch)
+        self._kept_bytes += len(batch)
         self._num_batches += 1
         self._is_silent = False
         self._send_last()
+        while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft())
 
     def _beat(self) -> None:
         """Send an empty batch, from which a reader sees what it has missed.
@@ -263,7 +268,7 @@ def _bound(
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        reason = zmq.strerror(error.errno).lower()
+        reason = zmq.strerror(error.errno or 0).lower()
         message = f"{option}: cannot listen on {address}: {reason}"
         raise InvalidRequest(message, param=option) from None
     return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)

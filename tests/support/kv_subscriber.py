@@ -29,6 +29,7 @@ class KVSubscriber:
         self._sub.connect(address)
         self._replay = self._context.socket(zmq.DEALER)
         self._replay.setsockopt(zmq.RCVHWM, max_waiting)
+        self._losses = self._replay.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._replay.connect(replay_address)
         self.last = -1  # sequence number of the last batch
         self.kept: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -70,6 +71,10 @@ class KVSubscriber:
     def is_answered(self) -> bool:
         """Wait for the beginning of an answer."""
         return bool(self._replay.poll(SECONDS * 1000))
+
+    def is_disconnected(self) -> bool:
+        """Wait until the publisher ends the connection for replays."""
+        return bool(self._losses.poll(SECONDS * 1000))
 
     def answer(self) -> list[tuple[int, bytes]]:
         """The batches of one answer."""

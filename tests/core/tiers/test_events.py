@@ -16,6 +16,7 @@ import pytest
 from foretoken.api.build.kv_events import events_of, publish_pages
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.tiers import events
 from foretoken.core.tiers.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -74,12 +75,12 @@ def sizes(publisher: KVEventPublisher) -> list[int]:
     """Events in each batch so far, without the heartbeats, and a last one of one event."""
     publisher.stored_in("DISK", pages(*END))
     with reader(publisher) as late:
-        events: list[list[dict[str, Any]]] = [[{}]]
-        while events[-1][0].get("medium") != "DISK" or events[-1][0]["type"] != "BlockStored":
+        found: list[list[dict[str, Any]]] = [[{}]]
+        while found[-1][0].get("token_ids") != list(END):
             late.next_number()
             batches = [msgspec.msgpack.decode(batch)[1] for _, batch in late.replay(0)]
-            events = [batch for batch in batches if batch]
-    return [len(batch) for batch in events]
+            found = [batch for batch in batches if batch]
+    return [len(batch) for batch in found]
 
 
 def unsalted_texts(cache: PrefixCache) -> list[tuple[int, ...]]:
@@ -301,9 +302,24 @@ def test_a_request_that_is_none_is_ignored(
 
 def test_a_request_that_is_too_long_ends_its_connection_alone(publisher: KVEventPublisher) -> None:
     with reader(publisher) as hostile, reader(publisher) as late:
-        late.receive()
+        assert hostile.replay(0)
         hostile.ask(b"", b"x" * 5_000)
+        assert hostile.is_disconnected()
         assert late.replay(0)
+
+
+def test_kept_batches_have_a_limit_in_bytes(
+    publisher: KVEventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "KEPT_BYTES", 1_000)
+    for _ in range(20):
+        publisher.stored(StoredPages(None, seq(0), [bytes(32)], None, seq(*[1] * 200)))
+    with reader(publisher) as late:
+        while (last := late.next_number()) <= 20:
+            pass  # the heartbeat behind them
+        found = late.replay(0)
+        assert 2 <= len(found) == last - found[0][0] + 1
+        assert sum(len(batch) for _, batch in found) <= 1_000
 
 
 def test_a_reader_that_does_not_read_delays_nothing(publisher: KVEventPublisher) -> None:
