@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 EventMedium = Literal["GPU", "CPU", "DISK"]
 """The place of a page: in the pool, whatever the device ("GPU"), in host memory, on disk."""
 KEPT_BATCHES = 10_000  # for replays
+KEPT_BYTES = 2**28  # of them: a long prompt's batch has some hundred thousand
 MAX_EVENTS = 4096  # in a batch: vllm-router refuses larger ones
 HASH_BYTES = 8  # of a key: readers take integers of 64 bits
 LINGER_MS = 500  # for readers to take the last batches
@@ -97,7 +98,7 @@ class KVEventPublisher:
     ) -> None:
         context = zmq.Context()
         try:
-            outlet = _Outlet(context, address, replay_address, topic, clock)
+            outlet = _Outlet(context, (address, replay_address), topic, heartbeat_seconds, clock)
         except BaseException:
             context.destroy(linger=0)
             raise
@@ -106,7 +107,7 @@ class KVEventPublisher:
         self._batch: list[Event] = []
         inlet, self._handover = _inner_pair(context)
         thread = threading.Thread(
-            target=outlet.run, args=(inlet, heartbeat_seconds), name="foretoken-events", daemon=True
+            target=outlet.run, args=(inlet,), name="foretoken-events", daemon=True
         )
         thread.start()
         self._end = weakref.finalize(self, _end, self._handover, thread, context)
@@ -169,57 +170,59 @@ class _Outlet:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        replay_address: str,
+        addresses: tuple[str, str],
         topic: str,
+        heartbeat_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        self._pub, self.address = _bound(context, zmq.PUB, address, "kv_events")
+        self._pub, self.address = _bound(context, zmq.PUB, addresses[0], "kv_events")
         self._replay, self.replay_address = _bound(
-            context, zmq.ROUTER, replay_address, "kv_events_replay"
+            context, zmq.ROUTER, addresses[1], "kv_events_replay"
         )
         self._topic = topic.encode()
+        self._heartbeat_seconds = heartbeat_seconds
+        self._beats_at = time.monotonic() + heartbeat_seconds
         self._clock = clock
-        self._kept: deque[bytes] = deque(maxlen=KEPT_BATCHES)
+        self._kept: deque[bytes] = deque()
+        self._kept_bytes = 0
         self._num_batches = 0  # the sequence number of the next one
         self._is_silent = False  # whether the last batch is an empty one
 
-    def run(self, inlet: zmq.Socket[bytes], heartbeat_seconds: float) -> None:
+    def run(self, inlet: zmq.Socket[bytes]) -> None:
         """Publish batches and answer requests until an empty message comes."""
         try:
-            self._serve(inlet, heartbeat_seconds)
+            self._serve(inlet)
         except Exception:
             logger.exception("KV events end")
         finally:
             for socket in (inlet, self._pub, self._replay):
                 socket.close(linger=LINGER_MS)
 
-    def _serve(self, inlet: zmq.Socket[bytes], heartbeat_seconds: float) -> None:
+    def _serve(self, inlet: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
         poller.register(inlet, zmq.POLLIN)
         poller.register(self._replay, zmq.POLLIN)
-        beats_at = time.monotonic() + heartbeat_seconds
         while True:
-            seconds = max(0.0, beats_at - time.monotonic())
+            seconds = max(0.0, self._beats_at - time.monotonic())
             ready = dict(poller.poll(math.ceil(seconds * 1000)))
-            if self._replay in ready:
-                self._answer(self._replay.recv_multipart())
             if inlet in ready:
                 batch = inlet.recv()
                 if not batch:
                     return
                 self._publish(batch)
-            elif time.monotonic() >= beats_at:
+            elif time.monotonic() >= self._beats_at:
                 self._beat()
-            else:
-                continue
-            beats_at = time.monotonic() + heartbeat_seconds
+            if self._replay in ready:
+                self._answer(self._replay.recv_multipart())
 
     def _publish(self, batch: bytes) -> None:
         self._kept.append(batch)
+        self._kept_bytes += len(batch)
         self._num_batches += 1
         self._is_silent = False
         self._send_last()
+        while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft())
 
     def _beat(self) -> None:
         """Send an empty batch, from which a reader sees what it has missed.
@@ -236,6 +239,7 @@ class _Outlet:
     def _send_last(self) -> None:
         number = (self._num_batches - 1).to_bytes(8, "big")
         self._pub.send_multipart((self._topic, number, self._kept[-1]))
+        self._beats_at = time.monotonic() + self._heartbeat_seconds
 
     def _answer(self, request: list[bytes]) -> None:
         """Send the kept batches from a sequence number on, then the end marker."""
@@ -264,7 +268,7 @@ def _bound(
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        reason = zmq.strerror(error.errno).lower()
+        reason = zmq.strerror(error.errno or 0).lower()
         message = f"{option}: cannot listen on {address}: {reason}"
         raise InvalidRequest(message, param=option) from None
     return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)

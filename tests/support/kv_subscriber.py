@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -27,6 +28,8 @@ class KVSubscriber:
         self._sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._sub.connect(address)
         self._replay = self._context.socket(zmq.DEALER)
+        self._replay.setsockopt(zmq.RCVHWM, max_waiting)
+        self._losses = self._replay.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._replay.connect(replay_address)
         self.last = -1  # sequence number of the last batch
         self.kept: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -58,7 +61,23 @@ class KVSubscriber:
 
     def replay(self, start: int) -> list[tuple[int, bytes]]:
         """The batches that the publisher has kept from a sequence number on."""
-        self._replay.send_multipart((b"", start.to_bytes(8, "big")))
+        self.ask(b"", start.to_bytes(8, "big"))
+        return self.answer()
+
+    def ask(self, *request: bytes) -> None:
+        """Send a request for a replay."""
+        self._replay.send_multipart(request)
+
+    def is_answered(self) -> bool:
+        """Wait for the beginning of an answer."""
+        return bool(self._replay.poll(SECONDS * 1000))
+
+    def is_disconnected(self) -> bool:
+        """Wait until the publisher ends the connection for replays."""
+        return bool(self._losses.poll(SECONDS * 1000))
+
+    def answer(self) -> list[tuple[int, bytes]]:
+        """The batches of one answer."""
         found = []
         while (message := _received(self._replay))[3]:
             delimiter, topic, number, batch = message
@@ -73,6 +92,13 @@ class KVSubscriber:
         deadline = time.monotonic() + SECONDS
         while not any(each == medium and kept == tokens for (each, _), kept in self.kept.items()):
             assert time.monotonic() < deadline, "the page was not published"
+            self.receive()
+
+    def wait_for_pages(self, num_pages: int, medium: str = "GPU") -> None:
+        """Receive until a medium keeps at least so many."""
+        deadline = time.monotonic() + SECONDS
+        while len(self.texts(medium)) < num_pages:
+            assert time.monotonic() < deadline, "the pages were not published"
             self.receive()
 
     def texts(self, medium: str = "GPU") -> list[tuple[int, ...]]:
@@ -107,6 +133,13 @@ class KVSubscriber:
                     self.kept[medium, each] = before
 
 
-def _received(socket: zmq.Socket[bytes]) -> list[bytes]:
-    assert socket.poll(SECONDS * 1000), "nothing came"
-    return socket.recv_multipart()
+def _received(ready: zmq.Socket[bytes]) -> list[bytes]:
+    assert ready.poll(SECONDS * 1000), "nothing came"
+    return ready.recv_multipart()
+
+
+def free_address() -> str:
+    """An address of the loopback interface on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"

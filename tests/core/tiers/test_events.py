@@ -16,6 +16,7 @@ import pytest
 from foretoken.api.build.kv_events import events_of, publish_pages
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.tiers import events
 from foretoken.core.tiers.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -74,12 +75,12 @@ def sizes(publisher: KVEventPublisher) -> list[int]:
     """Events in each batch so far, without the heartbeats, and a last one of one event."""
     publisher.stored_in("DISK", pages(*END))
     with reader(publisher) as late:
-        events: list[list[dict[str, Any]]] = [[{}]]
-        while events[-1][0].get("medium") != "DISK" or events[-1][0]["type"] != "BlockStored":
+        found: list[list[dict[str, Any]]] = [[{}]]
+        while found[-1][0].get("token_ids") != list(END):
             late.next_number()
             batches = [msgspec.msgpack.decode(batch)[1] for _, batch in late.replay(0)]
-            events = [batch for batch in batches if batch]
-    return [len(batch) for batch in events]
+            found = [batch for batch in batches if batch]
+    return [len(batch) for batch in found]
 
 
 def unsalted_texts(cache: PrefixCache) -> list[tuple[int, ...]]:
@@ -269,27 +270,56 @@ def test_no_batch_is_larger_than_readers_take(publisher: KVEventPublisher) -> No
 def test_a_replay_has_the_last_10_000_batches_and_a_whole_one_arrives(
     publisher: KVEventPublisher,
 ) -> None:
-    for index in range(10_500):
-        publisher.dropped_from("DISK", [index.to_bytes(32, "big")])
-    with reader(publisher) as late:
+    page = StoredPages(None, seq(0), [bytes(32)], None, array("q", [70_000]) * 500)
+    for _ in range(10_500):  # 25 MB: more than sockets buffer
+        publisher.stored(page)
+    with KVSubscriber(publisher.address, publisher.replay_address, max_waiting=1) as late:
         while (last := late.next_number()) <= 10_500:
             pass  # the heartbeat behind them is the last one
-        found = [number for number, _ in late.replay(0)]
+        late.ask(b"", bytes(8))
+        assert late.is_answered()
+        publisher.stored(page)
+        while late.next_number() <= last:
+            pass  # all has been sent, and nothing but its beginning read
+        found = [number for number, _ in late.answer()]
         assert found == list(range(last - 9_999, last + 1))
-        assert [number for number, _ in late.replay(last)] == [last]
-        assert late.replay(last + 1) == late.replay(2**64 - 1) == []
+        after = late.replay(last + 1)
+        assert after[0] == (last + 1, encode_batch(*msgspec.msgpack.decode(after[0][1])[:2]))
+        assert late.replay(2**40) == late.replay(2**64 - 1) == []
 
 
 @pytest.mark.parametrize(
-    "request_", [(b"",), (b"", b"123"), (b"", b"12345678", b""), (b"12345678",), (b"", b"x" * 5000)]
+    "request_", [(b"",), (b"", b"123"), (b"", b"12345678", b""), (b"12345678",)]
 )
 def test_a_request_that_is_none_is_ignored(
     publisher: KVEventPublisher, request_: tuple[bytes, ...]
 ) -> None:
-    with reader(publisher) as hostile, reader(publisher) as late:
-        hostile._replay.send_multipart(request_)
+    with reader(publisher) as late:
+        late.receive()
+        late.ask(*request_)
         assert late.replay(0)
-        assert hostile._replay.poll(0) == 0
+
+
+def test_a_request_that_is_too_long_ends_its_connection_alone(publisher: KVEventPublisher) -> None:
+    with reader(publisher) as hostile, reader(publisher) as late:
+        assert hostile.replay(0)
+        hostile.ask(b"", b"x" * 5_000)
+        assert hostile.is_disconnected()
+        assert late.replay(0)
+
+
+def test_kept_batches_have_a_limit_in_bytes(
+    publisher: KVEventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "KEPT_BYTES", 1_000)
+    for _ in range(20):
+        publisher.stored(StoredPages(None, seq(0), [bytes(32)], None, seq(*[1] * 200)))
+    with reader(publisher) as late:
+        while (last := late.next_number()) <= 20:
+            pass  # the heartbeat behind them
+        found = late.replay(0)
+        assert 2 <= len(found) == last - found[0][0] + 1
+        assert sum(len(batch) for _, batch in found) <= 1_000
 
 
 def test_a_reader_that_does_not_read_delays_nothing(publisher: KVEventPublisher) -> None:
@@ -352,16 +382,17 @@ def test_an_address_of_another_machine_is_refused() -> None:
 
 
 def test_a_model_that_cannot_be_loaded_frees_the_addresses() -> None:
-    held, address = taken()
-    held.close()
+    kept: list[KVEventPublisher | None] = []
 
     def fail() -> None:
-        with events_of(EngineConfig(kv_events=address, kv_events_replay=ANY)):
+        with events_of(EngineConfig(kv_events=ANY)) as made:
+            kept.append(made)
             raise OSError("no model")
 
     with pytest.raises(OSError, match="no model"):
         fail()
-    KVEventPublisher(address, ANY).close()
+    assert kept[0] is not None
+    KVEventPublisher(kept[0].address, ANY).close()
 
 
 def test_hashes_have_64_bits() -> None:

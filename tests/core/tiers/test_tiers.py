@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.core.tiers.keys import PageKeys, chain_keys, root_key
+from foretoken.core.tiers.keys import PageKeys, chain_keys, root_key, tag_of
 from foretoken.core.tiers.tiers import CLOSED_SECONDS, MAX_CLOSED_SECONDS, MAX_QUEUED, Tiers
 from foretoken.radix_cache import PrefixCache
 from foretoken.radix_cache.audit import run
@@ -103,7 +103,7 @@ def test_pages_that_join_the_tree_are_saved_with_their_keys_bytes_and_tags() -> 
     assert store.pages == {}, "nothing is done on the loop"
     scene.save_all()
     for namespace in (None, "salt"):
-        tag = root_key(FINGERPRINT, namespace)[:8]
+        tag = tag_of(root_key(FINGERPRINT, namespace))
         one, two = keys_of(1, 2, 3, 4, namespace=namespace)
         assert store.pages[one] == (tag, content((1, 2)))
         assert store.pages[two] == (tag, content((1, 2, 3, 4)))
