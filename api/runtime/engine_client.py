@@ -201,7 +201,7 @@ class EngineClient:
     ) -> Sequence[int]:
         """Tokenise and check as `open` does, and submit nothing; returns the prompt's token ids.
 
-        Raises as `open`, but for `QueueFull`.
+        Raises `InvalidRequest` as `open` does, and `EngineDead` for a closed client.
         """
         self._check_open()
         answer = Answer("", self.built.sampling_defaults.fill(params))

@@ -57,7 +57,7 @@ class Settings:
     )
     metric_names: Literal["foretoken", "vllm"] = setting(
         "foretoken",
-        "names in /metrics; vllm: beside our own the names of vLLM, which other programs know",
+        "names of metrics in /metrics; vllm: those of vLLM, in addition to foretoken's own",
     )
     ui: bool = setting(True, "disable the live page at / and the API viewer at /docs")
     strict: bool = setting(

@@ -21,7 +21,6 @@ from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
 from ..interface.protocols import StepRunner
 from ..interface.request import Request
-from ..scheduling.request_table import check_request
 from ..scheduling.scheduler import Scheduler
 from ..telemetry.cache_info import describe_cache
 from ..telemetry.metrics import EngineMetrics
@@ -137,7 +136,10 @@ class Engine:
 
         Raises `EngineDead`, `QueueFull`, and what `Scheduler.check` raises.
         """
-        self._check_alive()
+        if not self.alive or self.draining:
+            raise EngineDead(
+                "the engine is shutting down" if self.draining else self._death_reason()
+            )
         if request.request_id in self._inbox.streams:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         try:
@@ -149,18 +151,11 @@ class Engine:
         return self._inbox.accept(request, self._clock())
 
     def check(self, request: Request) -> None:
-        """Refuse a request that `submit` would refuse at any time; it is not submitted.
+        """Refuse a request that `submit` would refuse even with an empty queue; submits nothing.
 
-        Raises as `submit`, but for `QueueFull` and a request id that is in use.
+        Raises `PromptTooLong` and `InvalidRequest`.
         """
-        self._check_alive()
-        check_request(request, self.scheduler.limits, self.scheduler.capacity)
-
-    def _check_alive(self) -> None:
-        if not self.alive or self.draining:
-            raise EngineDead(
-                "the engine is shutting down" if self.draining else self._death_reason()
-            )
+        self.scheduler.check(request, pending=None)
 
     def abort(self, request_id: str) -> None:
         """End a request between two steps; unknown and finished ones are ignored."""

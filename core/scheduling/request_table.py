@@ -80,17 +80,6 @@ def check_priority(request: Request, most: float) -> None:
         raise InvalidRequest(message, param="priority")
 
 
-def check_request(request: Request, limits: SchedulerLimits, capacity: int) -> None:
-    """Refuse a request that could not be served at any time.
-
-    Raises `PromptTooLong`, or `InvalidRequest` for token ids that the model does not have and a
-    priority beyond the bound.
-    """
-    check_fits(request, capacity)
-    check_token_ids(request, limits.vocab_size)
-    check_priority(request, limits.max_priority)
-
-
 class RequestTable:
     """The waiting and the running requests; each request is in exactly one of the two.
 
@@ -122,16 +111,21 @@ class RequestTable:
         """Return the request with this id, or None."""
         return self._by_id.get(request_id)
 
-    def check(self, request: Request, pending: PendingArrivals = NO_ARRIVALS) -> None:
+    def check(self, request: Request, pending: PendingArrivals | None = NO_ARRIVALS) -> None:
         """Refuse a request that cannot be served; ``pending`` ones are about to be added.
 
-        Raises `QueueFull`, what `check_request` raises, and `InvalidRequest` for a request id that
-        is in use.
+        Without ``pending`` (None) the request is not to be added: the queue needs no room for it.
+
+        Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for token ids that the model
+        does not have, a priority beyond the bound and a request id that is in use.
         """
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
-        check_request(request, self._limits, self.capacity)
-        self._check_room(request, pending)
+        check_fits(request, self.capacity)
+        check_token_ids(request, self._limits.vocab_size)
+        check_priority(request, self._limits.max_priority)
+        if pending is not None:
+            self._check_room(request, pending)
 
     def _check_room(self, request: Request, pending: PendingArrivals) -> None:
         """Refuse a request for which the queue has no room.

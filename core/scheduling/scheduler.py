@@ -76,7 +76,7 @@ class Scheduler:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def check(self, request: Request, *, pending: PendingArrivals = NO_ARRIVALS) -> None:
+    def check(self, request: Request, *, pending: PendingArrivals | None = NO_ARRIVALS) -> None:
         """Refuse a request that cannot be served; raises what `RequestTable.check` raises."""
         self.request_table.check(request, pending)
 

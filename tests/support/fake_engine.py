@@ -96,6 +96,8 @@ class FakeEngine:
         self._live.clear()
 
     def submit(self, request: Request) -> TokenStream:
+        if self.draining or not self.alive:
+            raise EngineDead("the engine is not running")
         self.check(request)
         if self.refusal is not None:
             raise self.refusal
@@ -113,8 +115,6 @@ class FakeEngine:
         return stream
 
     def check(self, request: Request) -> None:
-        if self.draining or not self.alive:
-            raise EngineDead("the engine is not running")
         if not request.tokens:
             raise InvalidRequest("prompt must have at least one token", param="prompt")
         if request.prompt_len >= MAX_MODEL_LEN:
