@@ -23,7 +23,7 @@ from ...core.ops.kv_pool import KVPool
 from .base import HeadKind, PackedHead, ParsedHead, Tensors
 from .files import fill
 from .head_kv import Written
-from .layers import Head, TapConfig
+from .layers import Head, OutputLayer, TapConfig
 from .packing import pack_linears
 from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
 
@@ -67,7 +67,7 @@ class MedusaHead(Head):
         self.medusa_head = nn.ModuleList(
             nn.Sequential(
                 *(ResidualBlock(size) for _ in range(config.num_blocks)),
-                nn.Linear(size, config.vocab_size, bias=False),
+                OutputLayer(size, config.vocab_size),
             )
             for _ in range(config.num_heads)
         )
