@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
@@ -35,7 +35,6 @@ top-p leaves, with min-p or without. What to do after the edits follows from the
 MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
 
 Fields: TypeAlias = Mapping[str, Any]  # a record's numbers by name
-Places: TypeAlias = NDArray[Any]  # of `PLACE`
 Mask: TypeAlias = NDArray[np.bool_]  # [vocab] true where a token is allowed
 
 _DRAW = [  # name, format, and the attribute of `EncodedSampling`
@@ -103,7 +102,7 @@ class EncodedSampling:
         self._min_p_logit = math.log(params.min_p) if params.min_p else -math.inf
         self.kind = _kind(params, self._top_k)
         record = _pack(*_values(self))
-        self.place = record[:_DRAW_BYTES] + _NO_ROW
+        self.place = record[:_DRAW_BYTES] + _NO_ROW  # the bytes of a `PLACE`
         self._record = array("B", record)
         self.address, _ = self._record.buffer_info()
 
@@ -140,11 +139,6 @@ class EncodedSampling:
             going_on[self.stops] = False
             mask = going_on if going_on.any() else mask
         return mask, None
-
-
-def places_of(requests: Iterable[EncodedSampling]) -> Places:
-    """Make a `PLACE` for each of some requests, [num_places]."""
-    return np.frombuffer(bytearray().join([each.place for each in requests]), PLACE)
 
 
 def _error(sampling: SamplingMetadata, vocab_size: int) -> str | None:

@@ -13,13 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....sampling.encoded import (
-    CUT,
-    MIN_TEMPERATURE,
-    PLACE,
-    EncodedSampling,
-    places_of,
-)
+from ....sampling.encoded import CUT, MIN_TEMPERATURE, PLACE
 from ....sampling.gumbel import stream_keys
 from ....sampling.logits_processors import SampleRow
 from ....sampling.verifier import LogitsRow
@@ -72,14 +66,14 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
 
     None where a row is edited or refused; its constraint was not asked then.
     """
-    requests, positions = list[EncodedSampling](), list[int]()
+    records, positions = list[bytes](), list[int]()
     for row, count in zip(draws.rows, draws.counts, strict=True):
         encoded, first = row.encoded(vocab_size), row.position
         if first < encoded.edited_until:
             return None
-        requests += [encoded] * count
+        records.append(encoded.place * count)
         positions += range(first, first + count)
-    columns = _columns(requests, positions, np.arange(len(positions)), draws.temperature_scale)
+    columns = _columns(records, positions, np.arange(len(positions)), draws.temperature_scale)
     return SamplingInputs(columns, _cuts(columns), None, {})
 
 
@@ -87,25 +81,22 @@ def _unedited(
     places: Sequence[LogitsRow], vocab_size: int, temperature_scale: float
 ) -> tuple[NDArray[np.int64], list[_Edited]]:
     """The numbers of all places, as if none was edited, and those that are."""
-    requests, positions, edited = [], [], []
+    records, positions, edited = [], [], []
     for index, (_, row) in enumerate(places):
         encoded, position = row.encoded(vocab_size), row.position
-        requests.append(encoded)
+        records.append(encoded.place)
         positions.append(position)
         if position < encoded.edited_until:
             edited.append((index, row))
     rows = np.array([at for at, _ in places])
-    return _columns(requests, positions, rows, temperature_scale), edited
+    return _columns(records, positions, rows, temperature_scale), edited
 
 
 def _columns(
-    requests: Sequence[EncodedSampling],
-    positions: Sequence[int],
-    rows: IntArray,
-    temperature_scale: float,
+    records: Sequence[bytes], positions: Sequence[int], rows: IntArray, temperature_scale: float
 ) -> NDArray[np.int64]:
     """Numbers of places at these output positions, decided by these ``rows`` of the logits."""
-    places = places_of(requests)
+    places = np.frombuffer(bytearray().join(records), PLACE)
     starts, temperatures = places["noise_start"], places["temperature"]
     starts[:] = stream_keys(starts, np.array(positions)).view(np.uint64)
     temperatures[:] = np.maximum(temperatures * temperature_scale, MIN_TEMPERATURE).astype("f4")
