@@ -110,7 +110,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         proposer = SelfProposer(*measured)
     elif draft is not None:
         measured = (draft, draft_pools[0])
-        proposer = _lm_proposer(measured, config)
+        proposer = LmProposer(*measured, independent=config.verify == "rejection")
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
@@ -151,14 +151,6 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         model_path=target.path,
         sampling_defaults=defaults,
         settings=settings,
-    )
-
-
-def _lm_proposer(model: _Model, config: EngineConfig) -> LmProposer:
-    return LmProposer(
-        *model,
-        independent=config.verify == "rejection",
-        temperature_scale=None if config.draft_temperature == "tuned" else 1.0,
     )
 
 

@@ -52,7 +52,7 @@ class SelfProposer:
                 Segment(s.tokens[-1:], s.start, s.page_ids, 1)
                 for s in (tree.scheduled for tree in begun)
             ]
-            first, _ = self._grower.compute(each_last, [(tree, ROOT) for tree in begun])
+            first = self._grower.compute(each_last, [(tree, ROOT) for tree in begun])
             self._grower.grow(begun, first)
         self._trees = {tree.scheduled.request_id: tree for tree in begun if tree.rankings}
         return [tree.draft() for tree in trees]

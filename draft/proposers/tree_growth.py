@@ -366,7 +366,6 @@ def choose(
     sampler: Sampler,
     *,
     independent: bool = False,
-    temperature_scale: float = 1.0,
     draft_vocab: DraftVocab | None = None,
 ) -> list[Best]:
     """Choose what may follow each node, by its logits; nothing where these are not sound.
@@ -376,13 +375,9 @@ def choose(
     """
     wants_best = not independent and any(tree.wants_best for tree, _ in nodes)
     if wants_best:
-        return sampler.best(
-            logits, rows, NUM_BEST, temperature_scale=temperature_scale, draft_vocab=draft_vocab
-        )
+        return sampler.best(logits, rows, NUM_BEST, draft_vocab=draft_vocab)
     if draft_vocab is not None and not independent:
-        first = sampler.best(
-            logits, rows, 1, temperature_scale=temperature_scale, draft_vocab=draft_vocab
-        )
+        first = sampler.best(logits, rows, 1, draft_vocab=draft_vocab)
         return [Best(each.token_ids, (), each.error) for each in first]
     logits = logits.float() if draft_vocab is None else draft_vocab.widened(logits)
     if independent:
@@ -390,7 +385,7 @@ def choose(
         for (tree, _), probs in zip(nodes, drawn_from, strict=True):
             tree.drawn_from.append(probs)
         return drawn_alone(choices)
-    return drawn_alone(sampler.sample(logits, rows, temperature_scale=temperature_scale))
+    return drawn_alone(sampler.sample(logits, rows))
 
 
 def drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:

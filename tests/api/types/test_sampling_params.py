@@ -47,7 +47,7 @@ BAD_OPTIONS: list[tuple[str, object]] = [
     ("kv_tokens", 0), ("kv_tokens", 1.5), ("kv_memory", "much"), ("kv_memory", "9" * 400),
     ("kv_memory", 0), ("kv_memory", True), ("max_model_len", 1), ("max_batch_tokens", 1),
     ("max_running", 0), ("max_queued", -1), ("max_priority", -1), ("threads", 0),
-    ("load_format", "pickle"), ("overlap", "yes"), ("draft_temperature", 0.8),
+    ("load_format", "pickle"), ("overlap", "yes"),
     ("generation_config", "auto"), ("generation_config", None),
     ("override_generation_config", "{"), ("override_generation_config", {"temperature": -1}),
 ]  # fmt: skip

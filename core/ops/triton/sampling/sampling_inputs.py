@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....sampling.encoded import CUT, MIN_TEMPERATURE, PLACE
+from ....sampling.encoded import CUT, PLACE
 from ....sampling.gumbel import stream_keys
 from ....sampling.logits_processors import SampleRow
 from ....sampling.verifier import LogitsRow
@@ -52,11 +52,9 @@ class SamplingInputs:
     refusals: dict[int, str]  # by place
 
 
-def write_controls(
-    places: Sequence[LogitsRow], vocab_size: int, temperature_scale: float
-) -> SamplingInputs:
+def write_controls(places: Sequence[LogitsRow], vocab_size: int) -> SamplingInputs:
     """Encode ``places`` for the kernels; the vocabulary has ``vocab_size`` tokens."""
-    columns, edited = _unedited(places, vocab_size, temperature_scale)
+    columns, edited = _unedited(places, vocab_size)
     lists, refusals = _edit_lists(edited, columns, vocab_size) if edited else (None, {})
     return SamplingInputs(columns, _cuts(columns), lists, refusals)
 
@@ -73,12 +71,12 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
             return None
         records.append(encoded.place * count)
         positions += range(first, first + count)
-    columns = _columns(records, positions, np.arange(len(positions)), draws.temperature_scale)
+    columns = _columns(records, positions, np.arange(len(positions)))
     return SamplingInputs(columns, _cuts(columns), None, {})
 
 
 def _unedited(
-    places: Sequence[LogitsRow], vocab_size: int, temperature_scale: float
+    places: Sequence[LogitsRow], vocab_size: int
 ) -> tuple[NDArray[np.int64], list[_Edited]]:
     """The numbers of all places, as if none was edited, and those that are."""
     records, positions, edited = [], [], []
@@ -89,17 +87,16 @@ def _unedited(
         if position < encoded.edited_until:
             edited.append((index, row))
     rows = np.array([at for at, _ in places])
-    return _columns(records, positions, rows, temperature_scale), edited
+    return _columns(records, positions, rows), edited
 
 
 def _columns(
-    records: Sequence[bytes], positions: Sequence[int], rows: IntArray, temperature_scale: float
+    records: Sequence[bytes], positions: Sequence[int], rows: IntArray
 ) -> NDArray[np.int64]:
     """Numbers of places at these output positions, decided by these ``rows`` of the logits."""
     places = np.frombuffer(bytearray().join(records), PLACE)
-    starts, temperatures = places["noise_start"], places["temperature"]
+    starts = places["noise_start"]
     starts[:] = stream_keys(starts, np.array(positions)).view(np.uint64)
-    temperatures[:] = np.maximum(temperatures * temperature_scale, MIN_TEMPERATURE).astype("f4")
     places["row"] = rows
     return places.view(np.int64).reshape(-1, NUM_COLUMNS)
 
