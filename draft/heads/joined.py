@@ -73,16 +73,6 @@ class JoinedHead:
         return made
 
 
-def join_target(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> JoinedHead:
-    """Move a head beside its target, lend it what it lacks, and pack it; for inference only.
-
-    Its matrices are laid out for the target's kernels, quantised if the target's are.
-    ``read_output``: see `lend`.
-    """
-    lend(head, target, read_output)
-    return JoinedHead(head, target)
-
-
 def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> None:
     """Move a head beside its target and lend it what it lacks.
 
@@ -102,7 +92,7 @@ def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> N
 
 
 def load_head(path: Path, target: Decoder, read_output: Callable[[], Tensor]) -> JoinedHead:
-    """The head in a folder, joined to its target; ``read_output``: see `join_target`.
+    """The head in a folder, joined to its target; ``read_output``: see `lend`.
 
     Where the config leaves open which hidden states the head reads, both readings are tried on
     what the target says, and a warning names the better one, which is used. Raises

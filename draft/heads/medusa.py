@@ -118,11 +118,12 @@ def _pack(head: MedusaHead, target: OwnDecoder) -> PackedHead:
 class MedusaProposer(HeadProposer):
     """Drafts trees of the best tokens that each head of a `MedusaHead` gives."""
 
+    head: MedusaHead
+
     def __init__(
-        self, head: MedusaHead, pool: KVPool, target: OwnDecoder, *, independent: bool = False
+        self, head: MedusaHead, pool: KVPool, target: OwnDecoder, *, independent: bool
     ) -> None:
-        super().__init__(head.config, pool, target, independent=independent)
-        self._head = head
+        super().__init__(head, pool, target, independent=independent)
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
 
     def write_head_kv(self, written: Written) -> Tensor:
@@ -132,7 +133,7 @@ class MedusaProposer(HeadProposer):
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """Draft from the state before each last token."""
         del num_drafted
-        return _MedusaDrafting(self._head, features_of(starts))
+        return _MedusaDrafting(self.head, features_of(starts))
 
 
 class _MedusaDrafting(Drafting):

@@ -28,7 +28,7 @@ from ...core.sampling.sampler import DraftVocab
 from ..proposers.gap_model import GapModel, GapNumbers, default_gap_models
 from ..proposers.tree_growth import ROOT, TreeGrowth, choose, frontiers, sample_rows
 from .head_kv import HeadKV, Written
-from .layers import TapConfig
+from .layers import Head
 
 TRIED_PRICE = 1e-9  # of a row where passes are timed: tokens are raced for, none is too dear
 
@@ -73,22 +73,16 @@ class Drafting(ABC):
 class HeadProposer(ABC):
     """Follows the target's KV and grows trees, or chains.
 
-    ``draft_ids`` [draft_vocab]: the target's ids of the head's; None if they are the same.
-    ``independent``: drafts for rejection sampling, drawn with noise of their own.
+    ``head``: what is left of the module when its layers are packed. ``independent``: drafts for
+    rejection sampling, drawn with noise of their own.
     """
 
+    head: Head
     keeps_node_kv = False  # whether KV of draft tokens lies in the pool until a step is verified
 
-    def __init__(
-        self,
-        config: TapConfig,
-        pool: KVPool,
-        target: OwnDecoder,
-        *,
-        draft_ids: Tensor | None = None,
-        independent: bool = False,
-    ) -> None:
-        self.config, self.pool = config, pool
+    def __init__(self, head: Head, pool: KVPool, target: OwnDecoder, *, independent: bool) -> None:
+        self.head, self.config, self.pool = head, head.config, pool
+        config, draft_ids = head.config, head.draft_ids
         self.dtype, self.device = pool.dtype, pool.data.device
         self.head_kv = HeadKV(config, pool, self.write_head_kv)
         self._sampler, self._independent = target.sampler, independent

@@ -22,7 +22,7 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.rope import RopeSpec
 from foretoken.draft.heads.block_network import BlockConfig, BlockHead
 from foretoken.draft.heads.eagle_network import EagleConfig, EagleHead
-from foretoken.draft.heads.joined import JoinedHead, join_target
+from foretoken.draft.heads.joined import JoinedHead, lend
 from foretoken.draft.heads.kinds import KINDS, save_head
 from foretoken.draft.heads.layers import Head, KeysValues
 from foretoken.draft.heads.medusa import MedusaConfig, MedusaHead
@@ -244,7 +244,8 @@ def join(head: Head, target: Decoder) -> JoinedHead:
     twin = copy.deepcopy(head)
     twin.to(target.dtype).eval().requires_grad_(False)
     twin.borrow(target.weights.embedding, target.weights.embedding)
-    joined = join_target(head, target, target.weights.embedding.clone)
+    lend(head, target, target.weights.embedding.clone)
+    joined = JoinedHead(head, target)
     _PLAIN[joined] = twin
     return joined
 

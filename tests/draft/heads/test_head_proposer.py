@@ -37,7 +37,7 @@ from foretoken.draft.heads.block import BlockPass
 from foretoken.draft.heads.block_network import BlockHead
 from foretoken.draft.heads.copies import CopyingProposer
 from foretoken.draft.heads.head_kv import Written
-from foretoken.draft.heads.joined import JoinedHead, join_target, lend
+from foretoken.draft.heads.joined import JoinedHead, lend
 from foretoken.draft.heads.kinds import KINDS
 from foretoken.draft.heads.layers import Head
 from foretoken.draft.heads.proposer import HeadProposer
@@ -308,7 +308,8 @@ def test_a_head_with_windows_is_computed_layer_by_layer(native) -> None:
 def test_the_layers_of_a_packed_head_are_freed_with_it(native, kind, layers) -> None:
     head = random_head(kind, native)
     layer = weakref.ref(getattr(head, layers))
-    joined = join_target(head, native, native.weights.embedding.clone)
+    lend(head, native, native.weights.embedding.clone)
+    joined = JoinedHead(head, native)
     assert layer() is not None, "the module itself stays whole"
     del head
     gc.collect()
