@@ -26,7 +26,14 @@ from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ...core.ops.kv_pool import KVPool
 from ...core.sampling.sampler import DraftVocab
 from ..proposers.gap_model import GapModel, GapNumbers, default_gap_models
-from ..proposers.tree_growth import ROOT, TreeGrowth, choose, frontiers, sample_rows
+from ..proposers.tree_growth import (
+    ROOT,
+    TreeGrowth,
+    choose,
+    frontiers,
+    judge_trees,
+    sample_rows,
+)
 from .head_kv import HeadKV, Written
 from .layers import Head
 
@@ -140,8 +147,7 @@ class HeadProposer(ABC):
     ) -> None:
         """Judge the trees; write the head KV of what was committed."""
         del batch
-        for each in verified:
-            self._judge(each)
+        judge_trees(self._trees, verified)
         assert output.taps is not None
         live = [each for each in verified if self.head_kv.is_live(each)]
         if not live:
@@ -149,13 +155,6 @@ class HeadProposer(ABC):
         rows = torch.tensor([row for each in live for row in each.batch_rows])
         taps = self._ordered(output.taps.index_select(0, rows.to(output.taps.device)))
         self.head_kv.add(live, torch.split(taps, [len(each.batch_rows) for each in live]))
-
-    def _judge(self, verified: VerifiedRequest) -> None:
-        if not verified.scheduled.draft_plan.max_draft:
-            return
-        tree = self._trees.pop(verified.scheduled.request_id, None)
-        if tree is not None and verified.output.error is None:
-            tree.judge(verified.output.token_ids)
 
     def _ordered(self, taps: Tensor) -> Tensor:
         """Taps in the order of the head's, which may name one twice."""

@@ -25,7 +25,7 @@ from ...core.model.decoder import Decoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
 from ...core.ops.kv_pool import KVPool
 from .tree_grower import Opened, TreeGrower
-from .tree_growth import ROOT, TreeGrowth
+from .tree_growth import ROOT, TreeGrowth, judge_trees
 
 SOURCE = "lm"
 
@@ -72,6 +72,7 @@ class LmProposer:
         """Forget the KV of these requests and the ready marks of these pages."""
         for request_id in request_ids:
             self._draft_kvs.pop(request_id, None)
+            self._trees.pop(request_id, None)
         for page_id in newly_allocated_pages:
             self._ready[page_id] = 0
 
@@ -101,17 +102,8 @@ class LmProposer:
     ) -> None:
         """Learn from verified trees; move accepted KV to the slots of its positions."""
         moves: list[tuple[int, int]] = []
-        for each in verified:
-            tree = (
-                self._trees.pop(each.scheduled.request_id, None)
-                if each.scheduled.draft_plan.max_draft
-                else None
-            )
-            draft_kv = self._draft_kvs.get(each.scheduled.request_id)
-            if tree is None or draft_kv is None or each.output.error is not None:
-                continue
-            computed = tree.judge(each.output.token_ids)
-            draft_kv.num_computed += len(computed)
+        for request_id, computed in judge_trees(self._trees, verified):
+            self._draft_kvs[request_id].num_computed += len(computed)
             moves += [(slot, home) for slot, home in computed if slot != home]
         if moves:
             self._pool.copy_slots(*zip(*moves, strict=True))

@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from ...core.execution.proposer import VerifiedRequest
 from ...core.execution.step_layout import spare_slots, table_slots
 from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
@@ -335,6 +336,23 @@ class TreeGrowth:
 
 TreeNodes: TypeAlias = Sequence[tuple[TreeGrowth, int]]
 """Nodes of trees, ROOT for the last of a request's tokens."""
+
+
+def judge_trees(
+    trees: dict[str, TreeGrowth], verified: Sequence[VerifiedRequest]
+) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Let the trees of a step, by request, learn from its outcome; they leave ``trees``.
+
+    Returns, for each request with a tree that was verified, its id and what `TreeGrowth.judge`
+    found.
+    """
+    judged = []
+    for each in verified:
+        request_id = each.scheduled.request_id
+        tree = trees.pop(request_id, None) if each.scheduled.draft_plan.max_draft else None
+        if tree is not None and each.output.error is None:
+            judged.append((request_id, tree.judge(each.output.token_ids)))
+    return judged
 
 
 def frontiers(
