@@ -1,4 +1,4 @@
-"""Source: the protocol of drafters that need token ids alone, on the event loop's side.
+"""Source: the base of drafters that need token ids alone, on the event loop's side.
 
 `SourceIndexer` has the sources index the tokens of requests while steps run.
 """
@@ -10,7 +10,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ...core.interface.request import Request
 from ...core.scheduling.guarded_speculator import CircuitBreaker
@@ -52,11 +52,11 @@ class Priors:
         return cls(by_kind, by_kind)
 
 
-class Source(Protocol):
+class Source:
     """Guesses from tokens seen before in the same ``request.namespace``.
 
-    It reads requests and never writes them. Calls come from the event loop, one at a time. A source
-    that derives from this class inherits methods that index and keep nothing.
+    It reads requests and never writes them. Calls come from the event loop, one at a time. This one
+    guesses, indexes and keeps nothing; subclasses do.
     """
 
     name: str  # the label of its tokens in usage and metrics
@@ -64,6 +64,8 @@ class Source(Protocol):
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Return guesses of at most ``most`` tokens each behind ``request.tokens``."""
+        del request, most
+        return ()
 
     def index(self, request: Request, *, for_others: bool = False) -> int:
         """Index tokens of a request, `INDEX_CHUNK` at most; return how many.
