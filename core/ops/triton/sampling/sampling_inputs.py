@@ -22,7 +22,7 @@ from .row_edits import Edits, Ints, RowEdits, num_words
 
 COLUMNS = PLACE.names or ()
 """Columns of a place's controls, int64; of a number, the bits of a float64. The key of the place's
-noise stands in place of its start, the temperature is scaled; a row of -1: there is nobody."""
+noise stands in place of its start; a row of -1: there is nobody."""
 NUM_COLUMNS = len(COLUMNS)
 ROW, _EDITED = COLUMNS.index("row"), COLUMNS.index("edited")
 _KIND = COLUMNS.index("kind")
