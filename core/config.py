@@ -56,11 +56,6 @@ class EngineConfig:
         group="speculation",
         is_basic=True,
     )
-    draft_temperature: Literal["same", "tuned"] = setting(
-        "same",
-        "temperature of a draft model: the request's (same), or a multiple of it tuned by "
-        "acceptance rates (tuned)",
-    )
     speculation: Literal["auto", "off"] | int = setting(
         "auto",
         "draft tokens in each step: chosen by cost and acceptance (auto), none (off), or always K",

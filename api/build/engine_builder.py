@@ -141,7 +141,7 @@ def _build(
         proposer = SelfProposer(*measured)
     elif draft is not None:
         measured = (draft, draft_pools[0])
-        proposer = _lm_proposer(measured, config)
+        proposer = LmProposer(*measured, independent=config.verify == "rejection")
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
@@ -207,14 +207,6 @@ def _make_digests() -> ModelDigests:
     from .fingerprint import ModelDigests
 
     return ModelDigests()
-
-
-def _lm_proposer(model: _Model, config: EngineConfig) -> LmProposer:
-    return LmProposer(
-        *model,
-        independent=config.verify == "rejection",
-        temperature_scale=None if config.draft_temperature == "tuned" else 1.0,
-    )
 
 
 def _choose_device(config: EngineConfig) -> torch.device:

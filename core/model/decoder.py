@@ -19,7 +19,7 @@ from ..ops.batch import (
     Wanted,
     build_batch,
 )
-from ..ops.kv_pool import KvDtype, KVPool, bytes_per_mixed_page, make_pool
+from ..ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_pool
 from ..ops.layers import run_layers
 from ..sampling.sampler import Sampler
 from .config import DecoderConfig
@@ -79,25 +79,14 @@ class Decoder(Protocol):
         """
 
 
-class OwnDecoder:
-    """`Decoder` of packed weights, which the backend's operations compute layer by layer."""
+class PagedDecoder:
+    """Pools and batches of a `Decoder`: of the ``shapes`` of its layers' KV, for its operations."""
 
-    path: ModelPath = "own"
-
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, ops: Ops) -> None:
-        self.config = config
-        self.weights = weights
-        self.ops = ops
-        self.sampler = ops.sampler
-        self.dtype = weights.embedding.dtype
-        self.device = weights.embedding.device
-        self._layout = PageLayout.of(config)
-        self.exact = getattr(ops, "exact", "spec") != "off"
-        self._compiled = ops.compile_forward(weights)
-        self._ropes = tuple(
-            tuple(RopeTable(spec, part.heads.head_dim, self.device) for spec in part.ropes)
-            for part in self._layout.parts
-        )
+    path: ModelPath
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+    shapes: Sequence[KvShape]
 
     @property
     def identity(self) -> dict[str, str]:
@@ -108,7 +97,7 @@ class OwnDecoder:
         """A KV pool of the shapes of the layers; on a device and of a dtype like the weights'."""
         return make_pool(
             num_pages,
-            self._layout.shapes,
+            self.shapes,
             page_size=page_size,
             dtype=self.dtype,
             device=self.device,
@@ -118,7 +107,7 @@ class OwnDecoder:
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
         """Bytes of one page of `make_pool`'s, over all layers."""
         return bytes_per_mixed_page(
-            self._layout.shapes, page_size=page_size, dtype=self.dtype, kv_dtype=kv_dtype
+            self.shapes, page_size=page_size, dtype=self.dtype, kv_dtype=kv_dtype
         )
 
     def batch(
@@ -135,6 +124,28 @@ class OwnDecoder:
             device=self.ops.batch_device or self.device,
             min_rows=self.ops.min_rows,
             device_tokens=device_tokens,
+        )
+
+
+class OwnDecoder(PagedDecoder):
+    """`Decoder` of packed weights, which the backend's operations compute layer by layer."""
+
+    path: ModelPath = "own"
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, ops: Ops) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.sampler = ops.sampler
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._layout = PageLayout.of(config)
+        self.shapes = self._layout.shapes
+        self.exact = getattr(ops, "exact", "spec") != "off"
+        self._compiled = ops.compile_forward(weights)
+        self._ropes = tuple(
+            tuple(RopeTable(spec, part.heads.head_dim, self.device) for spec in part.ropes)
+            for part in self._layout.parts
         )
 
     @torch.inference_mode()

@@ -74,7 +74,6 @@ class SamplingPlan:
 
     rows: Sequence[SampleRow]
     counts: Sequence[int]  # [len(rows)] logits of each; together all of the batch's
-    temperature_scale: float = 1.0  # divides the logits on top of the temperature
 
 
 class Wanted(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
@@ -32,16 +32,15 @@ GREEDY, SAMPLED, MIN_P, CUT = range(4)
 """Kinds of requests: the best token; drawn from all; from what min-p leaves; from what top-k or
 top-p leaves, with min-p or without. What to do after the edits follows from the kind."""
 
-MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
+_LEAST_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
 
 Fields: TypeAlias = Mapping[str, Any]  # a record's numbers by name
-Places: TypeAlias = NDArray[Any]  # of `PLACE`
 Mask: TypeAlias = NDArray[np.bool_]  # [vocab] true where a token is allowed
 
 _DRAW = [  # name, format, and the attribute of `EncodedSampling`
     ("noise_start", "u8", "_noise_start"),  # `stream_start` of the seed
     ("kind", "i8", "kind"),
-    ("temperature", "f8", "_params.temperature"),
+    ("temperature", "f8", "_temperature"),  # of a request that draws
     ("min_p_logit", "f8", "_min_p_logit"),  # least of scaled logits, whose best is 0; -inf: off
     ("top_k", "i8", "_top_k"),  # 0: off
     ("top_p", "f8", "_params.top_p"),  # 1: off
@@ -99,11 +98,12 @@ class EncodedSampling:
         self.words = [word for word in sampling.bad_words_ids if word]
         self.word_ids, self._word_ids_at = _lent("q", list(chain.from_iterable(self.words)))
         self.word_lens, self._word_lens_at = _lent("q", list(map(len, self.words)))
+        self._temperature = max(params.temperature, _LEAST_TEMPERATURE)
         self._top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         self._min_p_logit = math.log(params.min_p) if params.min_p else -math.inf
         self.kind = _kind(params, self._top_k)
         record = _pack(*_values(self))
-        self.place = record[:_DRAW_BYTES] + _NO_ROW
+        self.place = record[:_DRAW_BYTES] + _NO_ROW  # the bytes of a `PLACE`
         self._record = array("B", record)
         self.address, _ = self._record.buffer_info()
 
@@ -140,11 +140,6 @@ class EncodedSampling:
             going_on[self.stops] = False
             mask = going_on if going_on.any() else mask
         return mask, None
-
-
-def places_of(requests: Iterable[EncodedSampling]) -> Places:
-    """Make a `PLACE` for each of some requests, [num_places]."""
-    return np.frombuffer(bytearray().join([each.place for each in requests]), PLACE)
 
 
 def _error(sampling: SamplingMetadata, vocab_size: int) -> str | None:

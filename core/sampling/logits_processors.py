@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..interface.sampling import SamplingMetadata
-from .encoded import MIN_TEMPERATURE, EncodedSampling, Fields, Mask
+from .encoded import EncodedSampling, Fields, Mask
 from .top_k_top_p import TopKTopP, nonzero
 
 _NEVER = -math.inf
@@ -79,12 +79,11 @@ def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | No
     return errors
 
 
-def scaled(values: Tensor, rows: Sequence[SampleRow], temperature_scale: float = 1.0) -> Tensor:
-    """``values`` [num_rows, vocab] over temperature times scale; the best becomes exactly 0."""
-    fields = [row.encoded(values.shape[-1]).fields for row in rows]
-    scaled = [max(each["temperature"] * temperature_scale, MIN_TEMPERATURE) for each in fields]
+def scaled(values: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """``values`` [num_rows, vocab] over the temperature; the best becomes exactly 0."""
+    temperatures = [row.encoded(values.shape[-1]).fields["temperature"] for row in rows]
     # A scalar divisor may be turned into a factor; a tensor divides alike on every device.
-    divisor = torch.tensor(scaled, dtype=torch.float32).to(values.device)
+    divisor = torch.tensor(temperatures, dtype=torch.float32).to(values.device)
     return (values - values.amax(-1, keepdim=True)).div_(divisor[:, None])
 
 

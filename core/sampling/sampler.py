@@ -54,9 +54,7 @@ class Sampler(Protocol):
     def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
         """Compare drafts with the target's own tokens; see `core.sampling.verifier.verify`."""
 
-    def sample(
-        self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-    ) -> list[SampledToken]:
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
 
     def best(
@@ -65,7 +63,6 @@ class Sampler(Protocol):
         rows: Sequence[SampleRow],
         num_best: int,
         *,
-        temperature_scale: float = 1.0,
         draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
         """The tokens nearest to being drawn; see `core.sampling.verifier.best`.
@@ -96,9 +93,7 @@ class DeviceSampler(Sampler, Protocol):
     a pass may choose tokens itself (`Wanted.draws`).
     """
 
-    def begin(
-        self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-    ) -> PendingTokens:
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
         """Draw as `sample` does, without waiting."""
 
 
@@ -109,11 +104,9 @@ class TorchSampler:
         """Compare drafts with the target's own tokens."""
         return verify(logits, requests)
 
-    def sample(
-        self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-    ) -> list[SampledToken]:
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Draw one token per row."""
-        return sample(logits, rows, temperature_scale=temperature_scale)
+        return sample(logits, rows)
 
     def best(
         self,
@@ -121,9 +114,8 @@ class TorchSampler:
         rows: Sequence[SampleRow],
         num_best: int,
         *,
-        temperature_scale: float = 1.0,
         draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
         """The tokens nearest to being drawn."""
         logits = logits if draft_vocab is None else draft_vocab.widened(logits)
-        return best(logits, rows, num_best, temperature_scale=temperature_scale)
+        return best(logits, rows, num_best)

@@ -29,14 +29,7 @@ from ..interface.output import Refusal, TokenLogprob
 from ..interface.sampling import SamplingMetadata
 from .encoded import CUT, GREEDY, MIN_P, SAMPLED, EncodedSampling
 from .gumbel import gumbel_rows, vocabulary_hashes
-from .logits_processors import (
-    SampleRow,
-    apply_processors,
-    argmax,
-    best_ids,
-    scaled,
-    truncate,
-)
+from .logits_processors import SampleRow, apply_processors, argmax, best_ids, scaled, truncate
 from .logprobs import token_logprobs
 
 NOT_FINITE = "the model's logits are not finite"
@@ -135,7 +128,7 @@ def verify(logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
     outside the vocabulary is never accepted. Logits that decide and are not finite are an
     error of that request alone.
     """
-    return walk_drafts(logits, requests, lambda places: _sample(logits, places, 1.0))
+    return walk_drafts(logits, requests, lambda places: _sample(logits, places))
 
 
 def walk_drafts(
@@ -175,21 +168,16 @@ def verified(
 
 
 @torch.inference_mode()
-def sample(
-    logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-) -> list[SampledToken]:
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """Draw one token per row of ``logits`` [num_rows, vocab], which are only read.
 
-    For drafters: the same processors and the same noise as the target's. ``temperature_scale``
-    divides the logits on top of the temperature, below 1 to sharpen.
+    For drafters: the same processors and the same noise as the target's.
     """
-    return _sample(logits, list(enumerate(rows)), temperature_scale)
+    return _sample(logits, list(enumerate(rows)))
 
 
 @torch.inference_mode()
-def best(
-    logits: Tensor, rows: Sequence[SampleRow], num_best: int, *, temperature_scale: float = 1.0
-) -> list[Best]:
+def best(logits: Tensor, rows: Sequence[SampleRow], num_best: int) -> list[Best]:
     """The ``num_best`` tokens nearest to being drawn by `sample`, the drawn one first.
 
     ``logits`` [num_rows, vocab] are only read. Ties go to the lowest id.
@@ -203,7 +191,7 @@ def best(
             found[indices[i]] = Best((), (), errors[i])
         if sound:
             values = values if len(sound) == len(indices) else values[sound]
-            scores, ids = score(values, [block[i] for i in sound], temperature_scale)
+            scores, ids = score(values, [block[i] for i in sound])
             for at, (columns, kept) in enumerate(_ranked(scores, num_best)):
                 count = sum(map(math.isfinite, kept))
                 token_ids = columns if ids is None else ids[at, columns].tolist()
@@ -269,15 +257,13 @@ def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[
         yield wave
 
 
-def _sample(
-    logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float
-) -> list[SampledToken]:
+def _sample(logits: Tensor, places: Sequence[LogitsRow]) -> list[SampledToken]:
     choices = [SampledToken(-1)] * len(places)
     for indices, edited, score in _blocks(places, logits):
         block = [places[i][1] for i in indices]
         values = _take(logits, [places[i][0] for i in indices])
         values, errors = processed(values, block, edited)
-        drawn = _draw_sound(score, values, block, errors, temperature_scale)
+        drawn = _draw_sound(score, values, block, errors)
         for i, token_id, error in zip(indices, drawn, errors, strict=True):
             choices[i] = SampledToken(token_id, error)
     return choices
@@ -337,14 +323,13 @@ def _draw_sound(
     values: Tensor,
     rows: Sequence[SampleRow],
     errors: Sequence[str | None],
-    temperature_scale: float,
 ) -> list[int]:
     """Tokens of the rows without an error; -1 for the others, which never meet the arithmetic."""
     sound = [i for i, error in enumerate(errors) if error is None]
     drawn = [-1] * len(rows)
     if sound:
         values = values if len(sound) == len(rows) else values[sound]
-        scores, ids = score(values, [rows[i] for i in sound], temperature_scale)
+        scores, ids = score(values, [rows[i] for i in sound])
         winners = argmax(scores)
         token_ids = winners if ids is None else ids.gather(-1, winners[:, None])[:, 0]
         for i, token_id in zip(sound, token_ids.tolist(), strict=True):
@@ -355,22 +340,17 @@ def _draw_sound(
 def _score_greedy(
     values: Tensor,
     rows: Sequence[SampleRow],  # noqa: ARG001
-    temperature_scale: float,  # noqa: ARG001
 ) -> tuple[Tensor, None]:
     return values, None
 
 
-def _score_gumbel(
-    values: Tensor, rows: Sequence[SampleRow], temperature_scale: float
-) -> tuple[Tensor, None]:
+def _score_gumbel(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, None]:
     noise = _noise(rows, vocabulary_hashes(values.shape[-1], values.device))
-    return noise.add_(scaled(values, rows, temperature_scale)), None
+    return noise.add_(scaled(values, rows)), None
 
 
-def _score_cut(
-    values: Tensor, rows: Sequence[SampleRow], temperature_scale: float
-) -> tuple[Tensor, Tensor]:
-    kept, ids = truncate(scaled(values, rows, temperature_scale), rows)
+def _score_cut(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
+    kept, ids = truncate(scaled(values, rows), rows)
     noise = _noise(rows, vocabulary_hashes(values.shape[-1], values.device)[ids])
     return noise.add_(kept), ids
 
@@ -380,7 +360,7 @@ def _noise(rows: Sequence[SampleRow], hashes: Tensor) -> Tensor:
 
 
 LogitsRow = tuple[int, SampleRow]  # (row of the logits, what it decides)
-_Score = Callable[[Tensor, Sequence[SampleRow], float], tuple[Tensor, Tensor | None]]
+_Score = Callable[[Tensor, Sequence[SampleRow]], tuple[Tensor, Tensor | None]]
 """Scores [num_rows, width], of which the greatest wins, and the ids of the columns, if others."""
 _SCORES: dict[int, _Score]
 _SCORES = {GREEDY: _score_greedy, SAMPLED: _score_gumbel, MIN_P: _score_cut, CUT: _score_cut}

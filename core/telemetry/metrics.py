@@ -12,6 +12,7 @@ import platform
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -126,6 +127,17 @@ class Histograms(Collector):
 # -- what is read at a scrape ----------------------------------------------------------------------
 
 
+class Reader(Collector):
+    """The metrics that a function reads when Prometheus scrapes."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the present values; called by the registry."""
+        return self._read()
+
+
 class EngineHealth(Protocol):
     """An engine's counts of its own failures."""
 
@@ -150,113 +162,87 @@ class EngineHealth(Protocol):
         """Whether its loop runs."""
 
 
-class QueueCollector(Collector):
+def read_queue(scheduler: Scheduler) -> Iterator[Metric]:
     """Running and waiting requests."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def collect(self) -> Iterator[Metric]:
-        """Return the present values; called by the registry."""
-        scheduler = self._scheduler
-        limits = scheduler.limits
-        running, waiting = len(scheduler.running), len(scheduler.waiting)
-        yield gauge("num_requests_running", "Requests that are running", running)
-        yield gauge("num_requests_waiting", "Requests that are waiting in the queue", waiting)
-        yield gauge(
-            "max_requests_running", "Largest number of running requests", limits.max_running
-        )
-        yield gauge("max_requests_waiting", "Largest number of waiting requests", limits.max_queued)
-        yield counter("num_preemptions", "Preempted requests", scheduler.num_preemptions)
+    limits = scheduler.limits
+    running, waiting = len(scheduler.running), len(scheduler.waiting)
+    yield gauge("num_requests_running", "Requests that are running", running)
+    yield gauge("num_requests_waiting", "Requests that are waiting in the queue", waiting)
+    yield gauge("max_requests_running", "Largest number of running requests", limits.max_running)
+    yield gauge("max_requests_waiting", "Largest number of waiting requests", limits.max_queued)
+    yield counter("num_preemptions", "Preempted requests", scheduler.num_preemptions)
 
 
-class PoolCollector(Collector):
+def read_pool(cache: PrefixCache) -> Iterator[Metric]:
     """Occupancy of the KV pool. A page is either free, evictable or held."""
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self._cache = cache
-
-    def collect(self) -> Iterator[Metric]:
-        """Return the present values; called by the registry."""
-        cache = self._cache
-        total, free, evictable = (
-            cache.num_total_pages, cache.num_free_pages, cache.num_evictable_pages
-        )  # fmt: skip
-        held = total - free - evictable
-        yield gauge(
-            "kv_cache_occupancy",
-            "Share of KV pages in use or pinned; suited to autoscaling",
-            held / total,
-        )
-        yield gauge(
-            "kv_cache_usage_perc", "Share of KV pages that running requests use", cache.usage
-        )
-        yield gauge("kv_cache_total_pages", "KV pages in the pool", total)
-        yield gauge("kv_cache_free_pages", "KV pages in the free list", free)
-        yield gauge("kv_cache_evictable_pages", "Cached KV pages that can be evicted", evictable)
-        yield gauge("kv_cache_held_pages", "KV pages that running requests and pins hold", held)
-        yield gauge("kv_cache_pinned_pages", "KV pages that pins hold", cache.num_pinned_pages)
-        yield gauge("kv_cache_page_tokens", "Tokens in one KV page", cache.page_size)
-        yield self._config()
-        yield counters("kv_cache_evicted_pages", "Cached KV pages that were evicted", "cause", {
-            "pressure": cache.tree.num_evicted - cache.tree.num_evicted_by_quota,
-            "quota": cache.tree.num_evicted_by_quota,
-        })  # fmt: skip
-        yield counter(
-            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache", cache.num_queries
-        )
-        yield counter(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache", cache.num_hits
-        )
-
-    def _config(self) -> Metric:
-        """Size of the pool as labels, which is where routers that know vLLM look for it."""
-        family = GaugeMetricFamily(
-            f"{PREFIX}cache_config_info",
-            "Tokens in one KV page, and KV pages in the pool",
-            labels=["block_size", "num_gpu_blocks"],
-        )
-        family.add_metric([str(self._cache.page_size), str(self._cache.num_total_pages)], 1)
-        return family
+    total, free, evictable = (
+        cache.num_total_pages, cache.num_free_pages, cache.num_evictable_pages
+    )  # fmt: skip
+    held = total - free - evictable
+    yield gauge(
+        "kv_cache_occupancy",
+        "Share of KV pages in use or pinned; suited to autoscaling",
+        held / total,
+    )
+    yield gauge("kv_cache_usage_perc", "Share of KV pages that running requests use", cache.usage)
+    yield gauge("kv_cache_total_pages", "KV pages in the pool", total)
+    yield gauge("kv_cache_free_pages", "KV pages in the free list", free)
+    yield gauge("kv_cache_evictable_pages", "Cached KV pages that can be evicted", evictable)
+    yield gauge("kv_cache_held_pages", "KV pages that running requests and pins hold", held)
+    yield gauge("kv_cache_pinned_pages", "KV pages that pins hold", cache.num_pinned_pages)
+    yield gauge("kv_cache_page_tokens", "Tokens in one KV page", cache.page_size)
+    yield _pool_config(cache)
+    yield counters("kv_cache_evicted_pages", "Cached KV pages that were evicted", "cause", {
+        "pressure": cache.tree.num_evicted - cache.tree.num_evicted_by_quota,
+        "quota": cache.tree.num_evicted_by_quota,
+    })  # fmt: skip
+    yield counter(
+        "prefix_cache_queries", "Prompt tokens looked up in the prefix cache", cache.num_queries
+    )
+    yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", cache.num_hits)
 
 
-class TierCollector(Collector):
+def _pool_config(cache: PrefixCache) -> Metric:
+    """Size of the pool as labels, which is where routers that know vLLM look for it."""
+    family = GaugeMetricFamily(
+        f"{PREFIX}cache_config_info",
+        "Tokens in one KV page, and KV pages in the pool",
+        labels=["block_size", "num_gpu_blocks"],
+    )
+    family.add_metric([str(cache.page_size), str(cache.num_total_pages)], 1)
+    return family
+
+
+def read_tiers(loads: PageLoads, page_size: int) -> Iterator[Metric]:
     """Stores of KV pages beyond the pool."""
-
-    def __init__(self, loads: PageLoads, page_size: int) -> None:
-        self._loads, self._page_size = loads, page_size
-
-    def collect(self) -> Iterator[Metric]:
-        """Return the present values; called by the registry."""
-        tiers = self._loads.tiers.describe()
-        for name, text, read in (
-            ("pages", "KV pages in the tier", lambda tier: tier.pages),
-            ("capacity_pages", "KV pages that fit", lambda tier: tier.capacity_pages),
-            ("queued_pages", "KV pages that wait to be saved", lambda tier: tier.queued_pages),
-            ("closed", "1 while the tier is left alone", lambda tier: not tier.is_open),
-        ):
-            values = {str(tier.medium): float(read(tier)) for tier in tiers}
-            yield _by_tier(GaugeMetricFamily, name, text, values)
-        for name, text, read in (
-            ("hit_tokens", "Prompt tokens that came from the tier",
-             lambda tier: tier.loaded_pages * self._page_size),
-            ("load_seconds", "Seconds that loads took", lambda tier: tier.load_seconds),
-            ("saved_pages", "KV pages that were written", lambda tier: tier.saved_pages),
-            ("times_closed", "Times that the tier failed or was late",
-             lambda tier: tier.times_closed),
-        ):  # fmt: skip
-            values = {str(tier.medium): float(read(tier)) for tier in tiers}
-            yield _by_tier(CounterMetricFamily, name, text, values)
-        dropped = CounterMetricFamily(
-            f"{PREFIX}kv_tier_dropped_pages",
-            "KV pages that the tier did not keep, by cause",
-            labels=["tier", "cause"],
-        )
-        for tier in tiers:
-            for cause, count in tier.dropped_pages.items():
-                dropped.add_metric([tier.medium, cause], count)
-        yield dropped
-        yield counter("kv_tier_late", "Loads that requests did not wait for", self._loads.num_late)
+    tiers = loads.tiers.describe()
+    for name, text, read in (
+        ("pages", "KV pages in the tier", lambda tier: tier.pages),
+        ("capacity_pages", "KV pages that fit", lambda tier: tier.capacity_pages),
+        ("queued_pages", "KV pages that wait to be saved", lambda tier: tier.queued_pages),
+        ("closed", "1 while the tier is left alone", lambda tier: not tier.is_open),
+    ):
+        values = {str(tier.medium): float(read(tier)) for tier in tiers}
+        yield _by_tier(GaugeMetricFamily, name, text, values)
+    for name, text, read in (
+        ("hit_tokens", "Prompt tokens that came from the tier",
+         lambda tier: tier.loaded_pages * page_size),
+        ("load_seconds", "Seconds that loads took", lambda tier: tier.load_seconds),
+        ("saved_pages", "KV pages that were written", lambda tier: tier.saved_pages),
+        ("times_closed", "Times that the tier failed or was late", lambda tier: tier.times_closed),
+    ):  # fmt: skip
+        values = {str(tier.medium): float(read(tier)) for tier in tiers}
+        yield _by_tier(CounterMetricFamily, name, text, values)
+    dropped = CounterMetricFamily(
+        f"{PREFIX}kv_tier_dropped_pages",
+        "KV pages that the tier did not keep, by cause",
+        labels=["tier", "cause"],
+    )
+    for tier in tiers:
+        for cause, count in tier.dropped_pages.items():
+            dropped.add_metric([tier.medium, cause], count)
+    yield dropped
+    yield counter("kv_tier_late", "Loads that requests did not wait for", loads.num_late)
 
 
 def _by_tier(
@@ -271,95 +257,68 @@ def _by_tier(
     return family
 
 
-class DrafterCollector(Collector):
+def read_drafters(scheduler: Scheduler) -> Iterator[Metric]:
     """Whether each drafter was given up."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def collect(self) -> Iterator[Metric]:
-        """Read the speculator; called by the registry."""
-        family = GaugeMetricFamily(
-            f"{PREFIX}drafter_disabled",
-            "1 for a drafter that was switched off after repeated failures",
-            labels=["source"],
-        )
-        for name, works in self._scheduler.speculator.drafters().items():
-            family.add_metric([name], not works)
-        yield family
+    family = GaugeMetricFamily(
+        f"{PREFIX}drafter_disabled",
+        "1 for a drafter that was switched off after repeated failures",
+        labels=["source"],
+    )
+    for name, works in scheduler.speculator.drafters().items():
+        family.add_metric([name], not works)
+    yield family
 
 
-class FaultCollector(Collector):
+def read_faults(engine: EngineHealth) -> Iterator[Metric]:
     """Failures of the engine, and whether it is alive."""
-
-    def __init__(self, engine: EngineHealth) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        """Return the present values; called by the registry."""
-        engine = self._engine
-        yield gauge("engine_alive", "1 while the engine's loop runs", engine.alive)
-        yield counter(
-            "failed_steps", "Model steps that raised an exception", engine.num_failed_steps
-        )
-        yield counter("bisections", "Failed steps that were run again in smaller parts",
-                      engine.num_bisections)  # fmt: skip
-        yield counter(
-            "audit_failures", "Audits of the KV pages that failed", engine.num_audit_failures
-        )
-        yield counter("crash_dumps", "Crash dumps written", engine.num_crash_dumps)
+    yield gauge("engine_alive", "1 while the engine's loop runs", engine.alive)
+    yield counter("failed_steps", "Model steps that raised an exception", engine.num_failed_steps)
+    yield counter("bisections", "Failed steps that were run again in smaller parts",
+                  engine.num_bisections)  # fmt: skip
+    yield counter("audit_failures", "Audits of the KV pages that failed", engine.num_audit_failures)
+    yield counter("crash_dumps", "Crash dumps written", engine.num_crash_dumps)
 
 
-class BuildCollector(Collector):
+def read_build() -> Iterator[Metric]:
     """Versions of this build, as labels of a gauge that is always 1."""
-
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
-        family = GaugeMetricFamily(
-            f"{PREFIX}build_info", "Versions of foretoken and Python", labels=["version", "python"]
-        )
-        family.add_metric([__version__, platform.python_version()], 1)
-        yield family
+    family = GaugeMetricFamily(
+        f"{PREFIX}build_info", "Versions of foretoken and Python", labels=["version", "python"]
+    )
+    family.add_metric([__version__, platform.python_version()], 1)
+    yield family
 
 
-class TokenCollector(Collector):
-    """Statistics of tokens and speculation as Prometheus families."""
+def read_tokens(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
+    """Statistics of tokens and speculation."""
+    yield counter("generation_tokens", "Output tokens served", spec_stats.num_tokens)
+    for name, text, value in (
+        ("drafts", "Drafts verified, one per request and step", spec_stats.num_drafts),
+        ("draft_tokens", "Draft tokens verified", spec_stats.num_proposed),
+        ("accepted_tokens", "Draft tokens accepted and served", spec_stats.accepted.total()),
+    ):
+        yield counter(f"spec_decode_num_{name}", text, value)
+    yield from _by_label(spec_stats)
+    lengths = Histogram("spec_decode_acceptance_length", "Tokens served by a step with a "
+    "draft, per request",
+                        LENGTHS)  # fmt: skip
+    for length, count in spec_stats.lengths.items():
+        lengths.observe(length, count)
+    yield from lengths.collect()
 
-    def __init__(self, spec_stats: SpecDecodeStats) -> None:
-        self._spec_stats = spec_stats
 
-    def collect(self) -> Iterable[Metric]:
-        """Return the present values; called by the registry."""
-        spec_stats = self._spec_stats
-        yield counter("generation_tokens", "Output tokens served", spec_stats.num_tokens)
-        for name, text, value in (
-            ("drafts", "Drafts verified, one per request and step", spec_stats.num_drafts),
-            ("draft_tokens", "Draft tokens verified", spec_stats.num_proposed),
-            ("accepted_tokens", "Draft tokens accepted and served", spec_stats.accepted.total()),
-        ):
-            yield counter(f"spec_decode_num_{name}", text, value)
-        yield from self._by_label()
-        lengths = Histogram("spec_decode_acceptance_length", "Tokens served by a step with a "
-        "draft, per request",
-                            LENGTHS)  # fmt: skip
-        for length, count in spec_stats.lengths.items():
-            lengths.observe(length, count)
-        yield from lengths.collect()
-
-    def _by_label(self) -> Iterator[Metric]:
-        spec_stats = self._spec_stats
-        depth = max([*spec_stats.path_lens, *spec_stats.runs], default=0)
-        for name, text, label, values in (
-            ("draft_tokens_per_pos", "Drafts whose first path reaches the position", "position",
-             _reaching(spec_stats.path_lens, depth)),
-            ("accepted_tokens_per_pos", "Drafts accepted up to the position", "position",
-             _reaching(spec_stats.runs, depth)),
-            ("draft_tokens_per_source", "Draft tokens verified, by "
-            "drafter", "source", spec_stats.proposed),
-            ("accepted_tokens_per_source", "Draft tokens accepted and served, by "
-            "drafter", "source", spec_stats.accepted),
-        ):  # fmt: skip
-            yield counters(f"spec_decode_num_{name}", text, label, values)
+def _by_label(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
+    depth = max([*spec_stats.path_lens, *spec_stats.runs], default=0)
+    for name, text, label, values in (
+        ("draft_tokens_per_pos", "Drafts whose first path reaches the position", "position",
+         _reaching(spec_stats.path_lens, depth)),
+        ("accepted_tokens_per_pos", "Drafts accepted up to the position", "position",
+         _reaching(spec_stats.runs, depth)),
+        ("draft_tokens_per_source", "Draft tokens verified, by "
+        "drafter", "source", spec_stats.proposed),
+        ("accepted_tokens_per_source", "Draft tokens accepted and served, by "
+        "drafter", "source", spec_stats.accepted),
+    ):  # fmt: skip
+        yield counters(f"spec_decode_num_{name}", text, label, values)
 
 
 def _reaching(lens: Mapping[int, int], depth: int) -> dict[str, int]:
@@ -368,23 +327,6 @@ def _reaching(lens: Mapping[int, int], depth: int) -> dict[str, int]:
         str(position): sum(count for length, count in lens.items() if length > position)
         for position in range(depth)
     }
-
-
-class _Steps(Collector):
-    """Tokens of the steps, by kind."""
-
-    def __init__(self, spec_stats: SpecDecodeStats) -> None:
-        self._spec_stats = spec_stats
-        self.num_prefill = self.num_decode = 0  # tokens
-
-    def collect(self) -> Sequence[Metric]:
-        """Return the present values; called by the registry."""
-        tokens = {
-            "prefill": self.num_prefill,
-            "decode": self.num_decode,
-            "draft": self._spec_stats.num_proposed,
-        }
-        return [counters("step_tokens", "Tokens computed in steps", "kind", tokens)]
 
 
 # -- what an engine counts ------------------------------------------------------------------------
@@ -417,18 +359,18 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self.spec_stats = SpecDecodeStats()
         self.observers: list[EngineObserver] = []  # are called with the same events
-        for collector in (
-            QueueCollector(scheduler),
-            PoolCollector(scheduler.cache),
-            TokenCollector(self.spec_stats),
-            DrafterCollector(scheduler),
-            BuildCollector(),
+        for read in (
+            partial(read_queue, scheduler),
+            partial(read_pool, scheduler.cache),
+            partial(read_tokens, self.spec_stats),
+            partial(read_drafters, scheduler),
+            read_build,
         ):
-            self.registry.register(collector)
-        if scheduler.page_loads is not None:
-            self.registry.register(TierCollector(scheduler.page_loads, scheduler.cache.page_size))
+            self._add(Reader(read))
+        if (loads := scheduler.page_loads) is not None:
+            self._add(Reader(partial(read_tiers, loads, scheduler.cache.page_size)))
         if engine is not None:
-            self.registry.register(FaultCollector(engine))
+            self._add(Reader(partial(read_faults, engine)))
         self._last_token_times: dict[str, float] = {}
         self._failed_observers: set[str] = set()  # methods whose failure was logged
         self._observer_failures = self._count(
@@ -486,11 +428,16 @@ class EngineMetrics:
         for part in PARTS:
             self._parts.of[part]  # there from the start: a rate needs a zero to begin with
         self._ahead = self._count("steps_ahead", "Steps planned while the step before them ran")
-        self._tokens = self._add(_Steps(self.spec_stats))
+        self._step_tokens = {"prefill": 0, "decode": 0}
+        self._add(Reader(self._read_step_tokens))
         self._batch = self._add(Histogram("step_num_requests", "Requests in each step", COUNTS))
         self._batch_tokens = self._add(
             Histogram("step_num_tokens", "Tokens computed in each step, without drafts", COUNTS)
         )
+
+    def _read_step_tokens(self) -> Iterator[Metric]:
+        tokens = self._step_tokens | {"draft": self.spec_stats.num_proposed}
+        yield counters("step_tokens", "Tokens computed in steps", "kind", tokens)
 
     def _count(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -548,8 +495,8 @@ class EngineMetrics:
         if num_tokens > num_requests:  # else every request has a single token
             lens = [scheduled.stop - scheduled.start for scheduled in plan.requests]
             num_prefill = sum(each for each in lens if each > 1)
-        self._tokens.num_prefill += num_prefill
-        self._tokens.num_decode += num_tokens - num_prefill
+        self._step_tokens["prefill"] += num_prefill
+        self._step_tokens["decode"] += num_tokens - num_prefill
         self._batch.observe(num_requests)
         self._batch_tokens.observe(num_tokens)
 

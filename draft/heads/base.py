@@ -60,6 +60,11 @@ class PackedHead(NamedTuple):
     num_spare_pages: Callable[[int], int] = no_spare_pages
 
 
+def by_words_alone(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: ARG001
+    """Return False: a config that does not name the kind is of another one."""
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadKind(Generic[ConfigT, HeadT]):
     """One kind of head.
@@ -68,7 +73,7 @@ class HeadKind(Generic[ConfigT, HeadT]):
     - ``words``: parts of ``architectures`` or ``speculators_model_type`` that give it away, lower
       case.
     - ``recognises``: whether a config without such a word is of this kind, by its values; and its
-      folder, which may contain weights.
+      folder, which may contain weights. By default none is.
     - ``parse``: the config for a target, from a config.json and the names of the tensors. Raises
       `ModelLoadError` naming the key that is wrong.
     - ``load``: the module with its weights, from the folder (for errors), the config and the
@@ -82,7 +87,7 @@ class HeadKind(Generic[ConfigT, HeadT]):
 
     name: str
     words: tuple[str, ...]
-    recognises: Callable[[Mapping[str, Any], Path], bool]
+    recognises: Callable[[Mapping[str, Any], Path], bool] = by_words_alone
     parse: Callable[[Fields, DecoderConfig, set[str]], ParsedHead]
     load: Callable[[Path, ConfigT, Tensors], HeadT]
     to_json: Callable[[ConfigT], dict[str, object]] | None = None

@@ -22,14 +22,7 @@ from ...core.ops.base import DecoderWeights, LayerWeights, Ops
 from ...core.ops.batch import NOTHING_MORE, IntArray, RaggedBatch
 from ...core.ops.kv_pool import KvPlace, KVPool
 from .base import HeadKind, PackedHead, ParsedHead, Tensors
-from .block_network import (
-    BlockConfig,
-    BlockFrame,
-    BlockHead,
-    BlockLayer,
-    MarkovHead,
-    MarkovKind,
-)
+from .block_network import BlockConfig, BlockFrame, BlockHead, BlockLayer, MarkovHead, MarkovKind
 from .copies import CopyingProposer
 from .files import OWN_KEY, check_taps, fill_vocabulary, own_taps, parse_shape, shape_json, words_of
 from .head_kv import Written
@@ -169,6 +162,8 @@ def _pack(head: BlockHead, target: OwnDecoder) -> PackedHead:
 class BlockProposer(HeadProposer):
     """Drafts whole blocks with the layers of a head as a pass, and its frame."""
 
+    head: BlockFrame
+
     def __init__(
         self,
         frame: BlockFrame,
@@ -176,19 +171,17 @@ class BlockProposer(HeadProposer):
         pool: KVPool,
         target: OwnDecoder,
         *,
-        independent: bool = False,
+        independent: bool,
     ) -> None:
         """``pool``: with the spare pages of `PackedHead`, where a pass keeps blocks."""
-        super().__init__(
-            frame.config, pool, target, draft_ids=frame.draft_ids, independent=independent
-        )
-        self._frame, self._layers, self._pairs = frame, layers, _Pairs.of(frame)
+        super().__init__(frame, pool, target, independent=independent)
+        self._layers, self._pairs = layers, _Pairs.of(frame)
         num_rows = BLOCKS_A_PASS * frame.config.block_size
         self._first_spare = pool.num_pages - -(-num_rows // pool.page_size)
 
     def write_head_kv(self, written: Written) -> None:
         """Write the injected KV: of each position alone."""
-        vectors = self._frame.context_vectors(written.taps).contiguous()
+        vectors = self.head.context_vectors(written.taps).contiguous()
         self._layers.write_context(self.pool, vectors, ContextRows.of(written))
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
@@ -200,8 +193,8 @@ class BlockProposer(HeadProposer):
             for at in range(0, len(blocks), BLOCKS_A_PASS)
         ]
         hidden = torch.cat(parts) if len(parts) > 1 else parts[0]
-        first = not self._frame.config.predicts_at_anchor
-        return _BlockDrafting(self._frame, hidden[:, first : first + num_drafted], self._pairs)
+        first = not self.head.config.predicts_at_anchor
+        return _BlockDrafting(self.head, hidden[:, first : first + num_drafted], self._pairs)
 
     def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
         """A pass leaves out whole pages, and needs a position that its blocks see."""
@@ -215,24 +208,24 @@ class BlockProposer(HeadProposer):
 class CopyingBlockProposer(CopyingProposer):
     """Drafts whole blocks with a `BlockHead` over copies of its KV."""
 
+    head: BlockHead
+
     def __init__(
-        self, head: BlockHead, pool: KVPool, target: OwnDecoder, *, independent: bool = False
+        self, head: BlockHead, pool: KVPool, target: OwnDecoder, *, independent: bool
     ) -> None:
-        super().__init__(
-            head.config, pool, target, draft_ids=head.draft_ids, independent=independent
-        )
-        self._head, self._pairs = head, _Pairs.of(head)
+        super().__init__(head, pool, target, independent=independent)
+        self._pairs = _Pairs.of(head)
 
     def keys_values(self, written: Written) -> tuple[list[KeysValues], None]:
         """The injected KV: of each position alone."""
-        return self._head.context(written.taps, written.positions), None
+        return self.head.context(written.taps, written.positions), None
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """One pass for the whole block."""
         anchors = self.anchors(starts)
         ids, positions = anchors.token_ids.unsqueeze(1), anchors.positions.unsqueeze(1)
-        hidden = self._head.block(ids, positions, anchors.context, anchors.seen.unsqueeze(1))
-        return _BlockDrafting(self._head, hidden[:, 0, :num_drafted], self._pairs)
+        hidden = self.head.block(ids, positions, anchors.context, anchors.seen.unsqueeze(1))
+        return _BlockDrafting(self.head, hidden[:, 0, :num_drafted], self._pairs)
 
 
 class _BlockDrafting(Drafting):

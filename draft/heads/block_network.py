@@ -21,6 +21,7 @@ from .layers import (
     HeadConfig,
     KeysValues,
     Mlp,
+    OutputLayer,
     Projections,
     RmsNorm,
     Rotary,
@@ -118,7 +119,7 @@ class MarkovHead(nn.Module):
         rank, hidden = config.markov_rank, config.hidden_size
         self.rank, self.kind = rank, config.markov_kind
         self.markov_w1 = nn.Embedding(config.markov_vocab_size or config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        self.markov_w2 = OutputLayer(rank, config.draft_vocab_size)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif self.kind == "rnn":

@@ -21,7 +21,7 @@ from ...core.model.decoder import OwnDecoder
 from ...core.ops.kv_pool import KVPool
 from ..proposers.tree_growth import TreeGrowth
 from .head_kv import Written
-from .layers import KeysValues, TapConfig
+from .layers import Head, KeysValues
 from .proposer import DraftStart, HeadProposer
 
 MOST_COPIED = 256 * 2**20  # bytes: the copy of head KV that requests draft from together
@@ -43,16 +43,8 @@ class CopyingProposer(HeadProposer):
     If memory runs out, that is raised, and later drafts copy half as much head KV at a time.
     """
 
-    def __init__(
-        self,
-        config: TapConfig,
-        pool: KVPool,
-        target: OwnDecoder,
-        *,
-        draft_ids: Tensor | None,
-        independent: bool,
-    ) -> None:
-        super().__init__(config, pool, target, draft_ids=draft_ids, independent=independent)
+    def __init__(self, head: Head, pool: KVPool, target: OwnDecoder, *, independent: bool) -> None:
+        super().__init__(head, pool, target, independent=independent)
         self._page_bytes = pool.data[0].nbytes
         self._most_copied: float = MOST_COPIED  # less once memory ran out
 

@@ -165,6 +165,7 @@ def _written_features(frame: EagleFrame, written: Written) -> tuple[Tensor, Tens
 class EagleProposer(HeadProposer):
     """Drafts token by token with the layer of a head as a pass, and its frame."""
 
+    head: EagleFrame
     keeps_node_kv = True
 
     def __init__(
@@ -174,16 +175,14 @@ class EagleProposer(HeadProposer):
         pool: KVPool,
         target: OwnDecoder,
         *,
-        independent: bool = False,
+        independent: bool,
     ) -> None:
-        super().__init__(
-            frame.config, pool, target, draft_ids=frame.draft_ids, independent=independent
-        )
-        self._frame, self._layers = frame, layers
+        super().__init__(frame, pool, target, independent=independent)
+        self._layers = layers
 
     def write_head_kv(self, written: Written) -> Tensor:
         """Write columns from the features of the positions before."""
-        features, before = _written_features(self._frame, written)
+        features, before = _written_features(self.head, written)
         rows = ContextRows.of(written)
         self._layers.write_context(self.pool, before, written.token_ids, rows)
         return features
@@ -191,29 +190,23 @@ class EagleProposer(HeadProposer):
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """A pass for each token."""
         del num_drafted
-        return _EagleDrafting(self._frame, self._layers, self.pool, starts)
+        return _EagleDrafting(self.head, self._layers, self.pool, starts)
 
 
 class CopyingEagleProposer(CopyingProposer):
     """Drafts token by token with an `EagleHead` over copies of its KV."""
 
-    def __init__(
-        self, head: EagleHead, pool: KVPool, target: OwnDecoder, *, independent: bool = False
-    ) -> None:
-        super().__init__(
-            head.config, pool, target, draft_ids=head.draft_ids, independent=independent
-        )
-        self._head = head
+    head: EagleHead
 
     def keys_values(self, written: Written) -> tuple[list[KeysValues], Tensor]:
         """Columns from the features of the positions before."""
-        features, before = _written_features(self._head, written)
-        return [self._head.context(before, written.token_ids, written.positions)], features
+        features, before = _written_features(self.head, written)
+        return [self.head.context(before, written.token_ids, written.positions)], features
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """A pass for each token."""
         del num_drafted
-        return _CopyingEagleDrafting(self._head, self.anchors(starts), features_of(starts))
+        return _CopyingEagleDrafting(self.head, self.anchors(starts), features_of(starts))
 
 
 class _EagleDrafting(Drafting):

@@ -74,16 +74,6 @@ class JoinedHead:
         return made
 
 
-def join_target(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> JoinedHead:
-    """Move a head beside its target, lend it what it lacks, and pack it; for inference only.
-
-    Its matrices are laid out for the target's kernels, quantised if the target's are.
-    ``read_output``: see `lend`.
-    """
-    lend(head, target, read_output)
-    return JoinedHead(head, target)
-
-
 def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> None:
     """Move a head beside its target and lend it what it lacks.
 
@@ -108,7 +98,7 @@ def load_head(
     read_output: Callable[[], Tensor],
     on_read: OnRead | None = None,
 ) -> JoinedHead:
-    """The head in a folder, joined to its target; ``read_output``: see `join_target`.
+    """The head in a folder, joined to its target; ``read_output``: see `lend`.
 
     ``on_read`` is called with every tensor of the head.
 

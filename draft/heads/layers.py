@@ -96,6 +96,13 @@ class RmsNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
+class OutputLayer(nn.Linear):
+    """A linear layer without a bias that makes logits: kernels compute them as float32."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+
 class Mlp(nn.Module):
     """The gated MLP of Llama's layers."""
 
@@ -208,9 +215,7 @@ class Vocabulary(Head):
         self.embed_tokens = (
             nn.Embedding(config.vocab_size, hidden) if config.owns_embedding else None
         )
-        self.lm_head = (
-            nn.Linear(hidden, config.draft_vocab_size, bias=False) if config.owns_output else None
-        )
+        self.lm_head = OutputLayer(hidden, config.draft_vocab_size) if config.owns_output else None
         if config.is_reduced:
             self.set_draft_ids(torch.arange(config.draft_vocab_size))
         self._table: Tensor | None = None

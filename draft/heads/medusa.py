@@ -23,7 +23,7 @@ from ...core.ops.kv_pool import KVPool
 from .base import HeadKind, PackedHead, ParsedHead, Tensors
 from .files import fill
 from .head_kv import Written
-from .layers import Head, TapConfig
+from .layers import Head, OutputLayer, TapConfig
 from .packing import pack_linears
 from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
 
@@ -67,7 +67,7 @@ class MedusaHead(Head):
         self.medusa_head = nn.ModuleList(
             nn.Sequential(
                 *(ResidualBlock(size) for _ in range(config.num_blocks)),
-                nn.Linear(size, config.vocab_size, bias=False),
+                OutputLayer(size, config.vocab_size),
             )
             for _ in range(config.num_heads)
         )
@@ -118,11 +118,12 @@ def _pack(head: MedusaHead, target: OwnDecoder) -> PackedHead:
 class MedusaProposer(HeadProposer):
     """Drafts trees of the best tokens that each head of a `MedusaHead` gives."""
 
+    head: MedusaHead
+
     def __init__(
-        self, head: MedusaHead, pool: KVPool, target: OwnDecoder, *, independent: bool = False
+        self, head: MedusaHead, pool: KVPool, target: OwnDecoder, *, independent: bool
     ) -> None:
-        super().__init__(head.config, pool, target, independent=independent)
-        self._head = head
+        super().__init__(head, pool, target, independent=independent)
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
 
     def write_head_kv(self, written: Written) -> Tensor:
@@ -132,7 +133,7 @@ class MedusaProposer(HeadProposer):
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """Draft from the state before each last token."""
         del num_drafted
-        return _MedusaDrafting(self._head, features_of(starts))
+        return _MedusaDrafting(self.head, features_of(starts))
 
 
 class _MedusaDrafting(Drafting):

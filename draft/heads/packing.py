@@ -13,7 +13,7 @@ from ...core.model.decoder import OwnDecoder
 from ...core.ops.base import HeadLayout, HeadNorm, MlpWeights, Norm, Ops, PackedLinear
 from ...core.ops.batch import IntArray, RaggedBatch
 from .head_kv import Written
-from .layers import HeadConfig, Mlp, Projections, RmsNorm
+from .layers import HeadConfig, Mlp, OutputLayer, Projections, RmsNorm
 
 
 def can_pass(target: OwnDecoder) -> bool:
@@ -29,27 +29,26 @@ def can_pass(target: OwnDecoder) -> bool:
 
 
 class _Packed(nn.Module):
-    """A linear layer by the backend's own kernels. ``wide``: of logits, which are float32."""
+    """A linear layer by the backend's own kernels."""
 
-    def __init__(self, linear: nn.Linear, ops: Ops, *, wide: bool) -> None:
+    def __init__(self, linear: nn.Linear, ops: Ops) -> None:
         super().__init__()
         self._packed = ops.pack_linear(linear.weight.detach().contiguous(), linear.bias)
         self._min_rows = ops.min_rows
-        self._kernel: Callable[[Tensor, PackedLinear], Tensor] = ops.logits if wide else ops.linear
+        is_output = isinstance(linear, OutputLayer)
+        self._kernel: Callable[[Tensor, PackedLinear], Tensor] = (
+            ops.logits if is_output else ops.linear
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return by_kernel(self._kernel, self._packed, self._min_rows, x)
-
-
-_WIDE = ("lm_head", "markov_w2")
 
 
 def pack_linears(module: nn.Module, ops: Ops) -> None:
     """Lay out every linear layer of a module for the kernels; for inference only."""
     for name, each in module.named_children():
         if isinstance(each, nn.Linear):
-            wide = name in _WIDE or isinstance(module, nn.Sequential)  # the last of a Medusa head
-            setattr(module, name, _Packed(each, ops, wide=wide))
+            setattr(module, name, _Packed(each, ops))
         else:
             pack_linears(each, ops)
 

@@ -26,9 +26,16 @@ from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ...core.ops.kv_pool import KVPool
 from ...core.sampling.sampler import DraftVocab
 from ..proposers.gap_model import GapModel, GapNumbers, default_gap_models
-from ..proposers.tree_growth import ROOT, TreeGrowth, choose, frontiers, sample_rows
+from ..proposers.tree_growth import (
+    ROOT,
+    TreeGrowth,
+    choose,
+    frontiers,
+    judge_trees,
+    sample_rows,
+)
 from .head_kv import HeadKV, Written
-from .layers import TapConfig
+from .layers import Head
 
 TRIED_PRICE = 1e-9  # of a row where passes are timed: tokens are raced for, none is too dear
 
@@ -73,22 +80,16 @@ class Drafting(ABC):
 class HeadProposer(ABC):
     """Follows the target's KV and grows trees, or chains.
 
-    ``draft_ids`` [draft_vocab]: the target's ids of the head's; None if they are the same.
-    ``independent``: drafts for rejection sampling, drawn with noise of their own.
+    ``head``: what is left of the module when its layers are packed. ``independent``: drafts for
+    rejection sampling, drawn with noise of their own.
     """
 
+    head: Head
     keeps_node_kv = False  # whether KV of draft tokens lies in the pool until a step is verified
 
-    def __init__(
-        self,
-        config: TapConfig,
-        pool: KVPool,
-        target: OwnDecoder,
-        *,
-        draft_ids: Tensor | None = None,
-        independent: bool = False,
-    ) -> None:
-        self.config, self.pool = config, pool
+    def __init__(self, head: Head, pool: KVPool, target: OwnDecoder, *, independent: bool) -> None:
+        self.head, self.config, self.pool = head, head.config, pool
+        config, draft_ids = head.config, head.draft_ids
         self.dtype, self.device = pool.dtype, pool.data.device
         self.head_kv = HeadKV(config, pool, self.write_head_kv)
         self._sampler, self._independent = target.sampler, independent
@@ -155,8 +156,7 @@ class HeadProposer(ABC):
     ) -> None:
         """Judge the trees; write the head KV of what was committed."""
         del batch
-        for each in verified:
-            self._judge(each)
+        judge_trees(self._trees, verified)
         assert output.taps is not None
         live = [each for each in verified if self.head_kv.is_live(each)]
         if not live:
@@ -164,13 +164,6 @@ class HeadProposer(ABC):
         rows = torch.tensor([row for each in live for row in each.batch_rows])
         taps = self._ordered(output.taps.index_select(0, rows.to(output.taps.device)))
         self.head_kv.add(live, torch.split(taps, [len(each.batch_rows) for each in live]))
-
-    def _judge(self, verified: VerifiedRequest) -> None:
-        if not verified.scheduled.draft_plan.max_draft:
-            return
-        tree = self._trees.pop(verified.scheduled.request_id, None)
-        if tree is not None and verified.output.error is None:
-            tree.judge(verified.output.token_ids)
 
     def _ordered(self, taps: Tensor) -> Tensor:
         """Taps in the order of the head's, which may name one twice."""

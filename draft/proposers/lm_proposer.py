@@ -7,9 +7,8 @@ The draft's KV lives in a pool of its own under the *same page ids* as the targe
 brings the draft's KV along. A page whose draft KV is whole carries a ready mark; what is missing
 is caught up a window at a time in steps that follow the first token, never on the way to it.
 
-If asked for, a draft is sharpened as temperature_tuner.py learns, which cannot change the output of
-`verify`: it sees tokens alone. For rejection sampling a draft is ``independent``: all its
-``max_draft`` tokens, drawn with noise of its own, and what they were drawn from.
+For rejection sampling a draft is ``independent``: all its ``max_draft`` tokens, drawn with noise of
+its own, and what they were drawn from.
 """
 
 from __future__ import annotations
@@ -23,19 +22,10 @@ from ...core.interface.draft import Draft
 from ...core.interface.plan import ScheduledRequest
 from ...core.interface.protocols import ProposerTraits
 from ...core.model.decoder import Decoder
-from ...core.ops.batch import (
-    ForwardOutput,
-    RaggedBatch,
-    Segment,
-    Taps,
-)
+from ...core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
 from ...core.ops.kv_pool import KVPool
-from .temperature_tuner import TemperatureTuner
 from .tree_grower import Opened, TreeGrower
-from .tree_growth import (
-    ROOT,
-    TreeGrowth,
-)
+from .tree_growth import ROOT, TreeGrowth, judge_trees
 
 SOURCE = "lm"
 
@@ -52,7 +42,6 @@ class LmProposer:
     """Drafts by running ``decoder`` on the request's tokens.
 
     ``window``: tokens of missing KV that one step may catch up over the whole batch.
-    ``temperature_scale`` divides the draft's logits on top of the temperature; None: it is tuned.
     """
 
     source = SOURCE
@@ -65,37 +54,19 @@ class LmProposer:
         *,
         window: int = 256,
         independent: bool = False,
-        temperature_scale: float | None = 1.0,
     ) -> None:
         self._pool = pool
-        self._grower = TreeGrower(
-            decoder,
-            pool,
-            SOURCE,
-            independent=independent,
-            temperature_scale=lambda: self.temperature_scale,
-        )
+        self._grower = TreeGrower(decoder, pool, SOURCE, independent=independent)
         self._window = window
         self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
         self._draft_kvs: dict[str, _DraftKV] = {}
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
         self._independent = independent
-        self._fixed_temperature_scale = 1.0 if independent else temperature_scale
-        self._tuner = TemperatureTuner(decoder.sampler)
 
     @property
     def traits(self) -> ProposerTraits:
         """How it works; a draft for rejection sampling has all its tokens, whatever they cost."""
         return ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=not self._independent)
-
-    @property
-    def temperature_scale(self) -> float:
-        """The present divisor of the draft's logits, on top of the temperature."""
-        return (
-            self._tuner.temperature_scale
-            if self._fixed_temperature_scale is None
-            else self._fixed_temperature_scale
-        )
 
     @property
     def stored(self) -> tuple[PageRows, ...]:
@@ -109,9 +80,9 @@ class LmProposer:
         """Forget the KV of these requests and the ready marks of these pages."""
         for request_id in request_ids:
             self._draft_kvs.pop(request_id, None)
+            self._trees.pop(request_id, None)
         for page_id in newly_allocated_pages:
             self._ready[page_id] = 0
-        self._tuner.forget(request_ids)
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
         """Catch up within the window, then grow the drafts of requests whose KV is whole."""
@@ -139,17 +110,8 @@ class LmProposer:
     ) -> None:
         """Learn from verified trees; move accepted KV to the slots of its positions."""
         moves: list[tuple[int, int]] = []
-        for each in verified:
-            tree = (
-                self._trees.pop(each.scheduled.request_id, None)
-                if each.scheduled.draft_plan.max_draft
-                else None
-            )
-            draft_kv = self._draft_kvs.get(each.scheduled.request_id)
-            if tree is None or draft_kv is None or each.output.error is not None:
-                continue
-            computed = tree.judge(each.output.token_ids)
-            draft_kv.num_computed += len(computed)
+        for request_id, computed in judge_trees(self._trees, verified):
+            self._draft_kvs[request_id].num_computed += len(computed)
             moves += [(slot, home) for slot, home in computed if slot != home]
         if moves:
             self._pool.copy_slots(*zip(*moves, strict=True))
@@ -159,7 +121,6 @@ class LmProposer:
     def _follow(self, scheduled: ScheduledRequest) -> _DraftKV:
         """Bring a request's draft KV up to the pages that are ready since."""
         draft_kv = self._draft_kvs.setdefault(scheduled.request_id, _DraftKV())
-        self._tuner.settle(scheduled)
         self._skip_ready(scheduled, draft_kv)
         return draft_kv
 
@@ -195,13 +156,10 @@ class LmProposer:
             )
             if is_whole:
                 whole.append((trees[index], ROOT))
-        opened, output = self._grower.compute(segments, whole)
+        opened = self._grower.compute(segments, whole)
         for index, stop in stops.items():  # not before: a pass that fails computes nothing
             draft_kvs[index].num_computed = stop
             self._mark_ready(trees[index].scheduled, draft_kvs[index])
-        if self._fixed_temperature_scale is None:
-            for (tree, _), values in zip(whole, output.logits, strict=True):
-                self._tuner.keep(tree.scheduled, values)
         return opened
 
     def _stops(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> dict[int, int]:

@@ -19,7 +19,7 @@ from ...core.model.decoder import Decoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
 from ...core.ops.kv_pool import KVPool
 from .tree_grower import TreeGrower
-from .tree_growth import ROOT, TreeGrowth
+from .tree_growth import ROOT, TreeGrowth, judge_trees
 
 SOURCE = "self"
 
@@ -60,7 +60,7 @@ class SelfProposer:
                 Segment(s.tokens[-1:], s.start, s.page_ids, 1)
                 for s in (tree.scheduled for tree in begun)
             ]
-            first, _ = self._grower.compute(each_last, [(tree, ROOT) for tree in begun])
+            first = self._grower.compute(each_last, [(tree, ROOT) for tree in begun])
             self._grower.grow(begun, first)
         self._trees = {tree.scheduled.request_id: tree for tree in begun if tree.rankings}
         return [tree.draft() for tree in trees]
@@ -75,11 +75,4 @@ class SelfProposer:
         verified: Sequence[VerifiedRequest],
     ) -> None:
         """Learn from verified trees; the runner has moved the KV, which is the target's."""
-        for each in verified:
-            tree = self._trees.pop(each.scheduled.request_id, None)
-            if (
-                tree is not None
-                and each.scheduled.draft_plan.max_draft
-                and each.output.error is None
-            ):
-                tree.judge(each.output.token_ids)
+        judge_trees(self._trees, verified)

@@ -6,7 +6,7 @@ It chooses tokens with the target's noise, and knows nothing of who keeps the KV
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,22 +19,14 @@ from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.sampler import DeviceSampler, PendingTokens
 from ...core.sampling.verifier import Best
 from .gap_model import default_gap_models
-from .tree_growth import (
-    ROOT,
-    TreeGrowth,
-    TreeNodes,
-    choose,
-    drawn_alone,
-    frontiers,
-    sample_rows,
-)
+from .tree_growth import ROOT, TreeGrowth, TreeNodes, choose, drawn_alone, frontiers, sample_rows
 
 
 class TreeGrower:
     """Passes of ``decoder`` over ``pool``, which has the KV of what stands before each draft.
 
     ``source``: name of the drafter. ``independent``: drafts for rejection sampling, drawn with
-    noise of their own. ``temperature_scale`` divides the logits on top of the temperature.
+    noise of their own.
     """
 
     def __init__(
@@ -44,7 +36,6 @@ class TreeGrower:
         source: str,
         *,
         independent: bool = False,
-        temperature_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._decoder, self._pool, self._source = decoder, pool, source
         self._sampler = sampler = decoder.sampler
@@ -53,7 +44,6 @@ class TreeGrower:
         # Asked once: whether an object keeps a protocol takes as long as a small matrix.
         self._device_sampler = sampler if isinstance(sampler, DeviceSampler) else None
         self._draws_on_device = self._device_sampler is not None and not independent
-        self._temperature_scale = temperature_scale
 
     def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
         """The draft of a request, still empty."""
@@ -89,7 +79,7 @@ class TreeGrower:
             )
             for tree, node in nodes
         ]
-        return self.compute(segments, nodes)[0]
+        return self.compute(segments, nodes)
 
     def _grow_on_device(self, first: Opened) -> None:
         """Chains of a given length: launch all passes, each with the tokens of the one before it.
@@ -119,7 +109,7 @@ class TreeGrower:
         sources = np.array([rows_before[id(tree)] for tree in trees], np.int32)
         tokens = DeviceTokens(before.found.words, sources, self._decoder.config.vocab_size)
         roots = [(tree, ROOT) for tree in trees]
-        return self.compute(segments, roots, tokens, num_ahead)[0]
+        return self.compute(segments, roots, tokens, num_ahead)
 
     def compute(
         self,
@@ -127,40 +117,26 @@ class TreeGrower:
         nodes: TreeNodes,
         device_tokens: DeviceTokens | None = None,
         num_ahead: int = 0,
-    ) -> tuple[Opened, ForwardOutput]:
+    ) -> Opened:
         """One pass, a row of logits for each node, and what may follow these."""
-        output, rows = self._forward(segments, nodes, device_tokens, num_ahead)
-        return self._choose(nodes, rows, output), output
-
-    def _forward(
-        self,
-        segments: Sequence[Segment],
-        nodes: TreeNodes,
-        device_tokens: DeviceTokens | None = None,
-        num_ahead: int = 0,
-    ) -> tuple[ForwardOutput, list[SampleRow]]:
-        """One pass, a row of logits for each node; and what these decide."""
         rows = sample_rows(nodes, num_ahead)
         page_size = self._pool.page_size
         batch = self._decoder.batch(segments, page_size=page_size, device_tokens=device_tokens)
         draws = None
         if self._draws_on_device and not any(tree.wants_best for tree, _ in nodes):
-            draws = SamplingPlan(rows, [1] * len(rows), self._temperature_scale())
-        return self._decoder.forward(batch, self._pool, Wanted(draws)), rows
+            draws = SamplingPlan(rows, [1] * len(rows))
+        output = self._decoder.forward(batch, self._pool, Wanted(draws))
+        return self._choose(nodes, rows, output)
 
     def _choose(self, nodes: TreeNodes, rows: Sequence[SampleRow], output: ForwardOutput) -> Opened:
         """Choose what may follow each node; it may be on the device still."""
-        sampler, scale = self._sampler, self._temperature_scale()
         if output.tokens is not None or not nodes:
             return Opened(nodes, output.tokens or ())
         wants_best = any(tree.wants_best for tree, _ in nodes)
         if self._device_sampler is not None and not (wants_best or self._independent):
-            begun = self._device_sampler.begin(output.logits, rows, temperature_scale=scale)
+            begun = self._device_sampler.begin(output.logits, rows)
             return Opened(nodes, begun)
-        independent = self._independent
-        best = choose(
-            nodes, output.logits, rows, sampler, independent=independent, temperature_scale=scale
-        )
+        best = choose(nodes, output.logits, rows, self._sampler, independent=self._independent)
         return Opened(nodes, best)
 
 

@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from ...core.execution.proposer import VerifiedRequest
 from ...core.execution.step_layout import spare_slots, table_slots
 from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
@@ -337,6 +338,23 @@ TreeNodes: TypeAlias = Sequence[tuple[TreeGrowth, int]]
 """Nodes of trees, ROOT for the last of a request's tokens."""
 
 
+def judge_trees(
+    trees: dict[str, TreeGrowth], verified: Sequence[VerifiedRequest]
+) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Let the trees of a step, by request, learn from its outcome; they leave ``trees``.
+
+    Returns, for each request with a tree that was verified, its id and what `TreeGrowth.judge`
+    found.
+    """
+    judged = []
+    for each in verified:
+        request_id = each.scheduled.request_id
+        tree = trees.pop(request_id, None) if each.scheduled.draft_plan.max_draft else None
+        if tree is not None and each.output.error is None:
+            judged.append((request_id, tree.judge(each.output.token_ids)))
+    return judged
+
+
 def frontiers(
     trees: Sequence[TreeGrowth], level: int | None = None, *, takes_pass: bool = True
 ) -> list[list[int]]:
@@ -366,7 +384,6 @@ def choose(
     sampler: Sampler,
     *,
     independent: bool = False,
-    temperature_scale: float = 1.0,
     draft_vocab: DraftVocab | None = None,
 ) -> list[Best]:
     """Choose what may follow each node, by its logits; nothing where these are not sound.
@@ -376,13 +393,9 @@ def choose(
     """
     wants_best = not independent and any(tree.wants_best for tree, _ in nodes)
     if wants_best:
-        return sampler.best(
-            logits, rows, NUM_BEST, temperature_scale=temperature_scale, draft_vocab=draft_vocab
-        )
+        return sampler.best(logits, rows, NUM_BEST, draft_vocab=draft_vocab)
     if draft_vocab is not None and not independent:
-        first = sampler.best(
-            logits, rows, 1, temperature_scale=temperature_scale, draft_vocab=draft_vocab
-        )
+        first = sampler.best(logits, rows, 1, draft_vocab=draft_vocab)
         return [Best(each.token_ids, (), each.error) for each in first]
     logits = logits.float() if draft_vocab is None else draft_vocab.widened(logits)
     if independent:
@@ -390,7 +403,7 @@ def choose(
         for (tree, _), probs in zip(nodes, drawn_from, strict=True):
             tree.drawn_from.append(probs)
         return drawn_alone(choices)
-    return drawn_alone(sampler.sample(logits, rows, temperature_scale=temperature_scale))
+    return drawn_alone(sampler.sample(logits, rows))
 
 
 def drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:

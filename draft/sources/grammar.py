@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...core.interface.request import Request
 from ...core.interface.sampling import Constraint, ConstraintFailed
 from .merge import common_len
-from .source import Guess, Priors
+from .source import Guess, Priors, Source
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Follower:
     run: array[int] | None = None
 
 
-class GrammarSource:
+class GrammarSource(Source):
     """Drafts runs of forced tokens, for requests with a constraint.
 
     Where the constraint allows one token only, the target must choose it: such a run is accepted to
@@ -47,16 +47,9 @@ class GrammarSource:
             return guess
         return Guess(guess.token_ids[:length], guess.source, guess.kind) if length else None
 
-    def index(self, request: Request, *, for_others: bool = False) -> int:  # noqa: ARG002
-        """Index nothing: a grammar needs no earlier tokens."""
-        return 0
-
     def leave(self, request: Request) -> None:
         """Forget the request's matcher."""
         self._followers.pop(request, None)
-
-    def flush(self, *namespaces: str | None) -> None:
-        """Do nothing: no token is kept."""
 
     def _follower(self, request: Request) -> _Follower | None:
         constraint = request.sampling.constraint

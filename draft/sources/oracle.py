@@ -11,13 +11,13 @@ import numpy as np
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Request
-from .source import Guess, Priors
+from .source import Guess, Priors, Source
 
 Key = tuple[str | None, bytes]
 """A namespace, and a digest of the prompt."""
 
 
-class OracleSource:
+class OracleSource(Source):
     """Replays the answer of an earlier request with the same prompt, some tokens replaced.
 
     Each token is right with probability ``accuracy``, drawn from the request's seed and the
@@ -46,10 +46,6 @@ class OracleSource:
             answer = self._live[request] = self._recall(request)
         token_ids = answer[request.num_output : request.num_output + most]
         return (Guess(token_ids, self.name, 0),) if token_ids else ()
-
-    def index(self, request: Request, *, for_others: bool = False) -> int:  # noqa: ARG002
-        """Index nothing: an answer is recorded when it has ended."""
-        return 0
 
     def leave(self, request: Request) -> None:
         """Record the answer for later requests with the same prompt."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...core.interface.request import Request
 from .merge import common_len
-from .source import Guess, Priors
+from .source import Guess, Priors, Source
 
 IN_SYNC, RESYNCED = 0, 1  # kinds
 MAX_ASKEW = 64  # places where the bytes of some tokens are found between tokens
@@ -50,7 +50,7 @@ class _PredictionCursor:
                     return
 
 
-class PredictionSource:
+class PredictionSource(Source):
     """Follows ``request.prediction``; if the answer departs from it, it finds the place again."""
 
     name = "prediction"
@@ -70,16 +70,9 @@ class PredictionSource:
         kind = IN_SYNC if cursor.num_right >= STEADY else RESYNCED
         return (Guess(token_ids, self.name, kind),)
 
-    def index(self, request: Request, *, for_others: bool = False) -> int:  # noqa: ARG002
-        """Index nothing: a prediction serves its own request alone."""
-        return 0
-
     def leave(self, request: Request) -> None:
         """Forget the request's cursor."""
         self._cursors.pop(request, None)
-
-    def flush(self, *namespaces: str | None) -> None:
-        """Do nothing: no token is kept."""
 
     def _follow(self, request: Request, prediction: array[int]) -> _PredictionCursor:
         cursor = self._cursors.get(request)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from ...core.interface.request import Request
 from ...radix_cache import Node, RadixTree
 from .merge import common_len
-from .source import Guess, Priors
+from .source import Guess, Priors, Source
 
 SINGLE, FORKED = 0, 1  # kinds: one continuation was ever seen, or several
 FIRST_WAIT = 16  # tokens until a request that left the tree searches again
@@ -36,7 +36,7 @@ class _TreeCursor:
     forked: bool = False  # whether the answer has passed a fork
 
 
-class PrefixSource:
+class PrefixSource(Source):
     """Continues the most recent request that began with all of this one's tokens.
 
     It has a radix tree of token ids without KV, so tokens outlive their KV: ``max_tokens`` in all,
@@ -60,10 +60,6 @@ class PrefixSource:
             return ()
         kind = FORKED if forked or self._cursors[request].forked else SINGLE
         return (Guess(draft, self.name, kind),)
-
-    def index(self, request: Request, *, for_others: bool = False) -> int:  # noqa: ARG002
-        """Index nothing: requests are inserted when they end."""
-        return 0
 
     def leave(self, request: Request) -> None:
         """Insert the request's tokens. O(len(tokens)), by memcmp where the tree has them."""

@@ -1,4 +1,4 @@
-"""Source: the protocol of drafters that need token ids alone, on the event loop's side.
+"""Source: the base of drafters that need token ids alone, on the event loop's side.
 
 `SourceIndexer` has the sources index the tokens of requests while steps run.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeVar
 
 from ...core.interface.request import Request
 from ...core.scheduling.guarded_speculator import CircuitBreaker
 
 logger = logging.getLogger(__name__)
+R = TypeVar("R")
 INDEX_CHUNK = 2048  # tokens that one call of `Source.index` indexes at most
 MAX_ENDED = 8  # ended requests whose tokens one call keeps, a tenth of a millisecond each
 BUCKETS = (0, 1, 2, 4, 8, 16)  # first draft position of each class of positions
@@ -51,22 +52,20 @@ class Priors:
         return cls(by_kind, by_kind)
 
 
-class Source(Protocol):
+class Source:
     """Guesses from tokens seen before in the same ``request.namespace``.
 
-    It reads requests and never writes them. Calls come from the event loop, one at a time.
+    It reads requests and never writes them. Calls come from the event loop, one at a time. This one
+    guesses, indexes and keeps nothing; subclasses do.
     """
 
-    @property
-    def name(self) -> str:
-        """The label of its tokens in usage and metrics."""
-
-    @property
-    def priors(self) -> Priors:
-        """Chances of each kind of its guesses before any is measured."""
+    name: str  # the label of its tokens in usage and metrics
+    priors: Priors  # chances of each kind of its guesses before any is measured
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Return guesses of at most ``most`` tokens each behind ``request.tokens``."""
+        del request, most
+        return ()
 
     def index(self, request: Request, *, for_others: bool = False) -> int:
         """Index tokens of a request, `INDEX_CHUNK` at most; return how many.
@@ -75,6 +74,8 @@ class Source(Protocol):
         come first: a request may end before all are indexed. ``for_others``: the request has
         ended, so what served its own look-ups alone is left out.
         """
+        del request, for_others
+        return 0
 
     def leave(self, request: Request) -> None:
         """Keep what was indexed for others of a request that ended; drop everything else."""
@@ -99,38 +100,15 @@ class GuardedSource:
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Call the source; no guesses if it fails."""
-        if self._inner is None:
-            return ()
-        try:
-            guesses = self._inner.propose(request, most)
-        except Exception:
-            self._failed("propose")
-            return ()
-        self._breakers["propose"].record_success()
-        return guesses
+        return self._call("propose", lambda source: source.propose(request, most), ())
 
     def index(self, request: Request, *, for_others: bool = False) -> int:
         """Call the source; 0 if it fails."""
-        if self._inner is None:
-            return 0
-        try:
-            num_indexed = self._inner.index(request, for_others=for_others)
-        except Exception:
-            self._failed("index")
-            return 0
-        self._breakers["index"].record_success()
-        return num_indexed
+        return self._call("index", lambda source: source.index(request, for_others=for_others), 0)
 
     def leave(self, request: Request) -> None:
         """Call the source."""
-        if self._inner is None:
-            return
-        try:
-            self._inner.leave(request)
-        except Exception:
-            self._failed("leave")
-        else:
-            self._breakers["leave"].record_success()
+        self._call("leave", lambda source: source.leave(request), None)
 
     def flush(self, *namespaces: str | None) -> None:
         """Call the source; if it cannot forget, it is dropped with all that it holds."""
@@ -142,13 +120,22 @@ class GuardedSource:
             logger.exception("draft source %s failed to flush and is no longer used", self.name)
             self._inner = None
 
-    def _failed(self, what: str) -> None:
-        """Log and count the exception that is being handled."""
-        logger.exception("draft source %s failed to %s", self.name, what)
-        self._breakers[what].record_failure()
-        if self._breakers[what].is_open:
-            logger.error("draft source %s failed repeatedly and is no longer used", self.name)
-            self._inner = None
+    def _call(self, what: str, call: Callable[[Source], R], if_failed: R) -> R:
+        """Call the source, unless it was given up; count whether that succeeds."""
+        if self._inner is None:
+            return if_failed
+        breaker = self._breakers[what]
+        try:
+            found = call(self._inner)
+        except Exception:
+            logger.exception("draft source %s failed to %s", self.name, what)
+            breaker.record_failure()
+            if breaker.is_open:
+                logger.error("draft source %s failed repeatedly and is no longer used", self.name)
+                self._inner = None
+            return if_failed
+        breaker.record_success()
+        return found
 
 
 class SourceIndexer:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.interface.request import Request
-from .source import INDEX_CHUNK, Chances, Guess, Priors
+from .source import INDEX_CHUNK, Chances, Guess, Priors, Source
 
 ORDERS = (16, 8, 4, 3, 2, 1)  # last tokens that must be equal, the surest first
 NUM_SHARED = 3  # of these, the first so many are looked up in other requests, too
@@ -312,7 +312,7 @@ class SuffixIndex:
         return (windows ^ np.uint64(salt)).view(np.int64)
 
 
-class SuffixSource:
+class SuffixSource(Source):
     """Drafts what followed the last tokens before, in any request of the namespace.
 
     Live requests lend their tokens. Of ended requests it keeps the tokens that they did not share

@@ -32,6 +32,7 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
 from foretoken.draft.control.estimators import AcceptanceModel
+from foretoken.draft.heads.kinds import KINDS
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.draft.proposers.self_draft import SelfProposer
 from foretoken.draft.sources.oracle import OracleSource
@@ -46,7 +47,7 @@ from support.draft_trees import TreeProposer
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
 from support.proposers import BareProposer
-from support.tiny_heads import join_random
+from support.tiny_heads import join_random, tiny
 from support.tiny_pair import write_pair
 
 NUM_TOKENS = 16
@@ -185,11 +186,11 @@ CHEAP = StepProfile(  # drafts cost next to nothing: the controller drafts, and 
     {1: 0.1, 64: 0.1001, 256: 0.101}, {1: 0.0001, 64: 0.0002}
 )
 DEPTHS: dict[str, int | Literal["auto"]] = dict.fromkeys(SOURCES, 4)
-DEPTHS |= {"auto": "auto", "auto+lm": "auto", "auto+block": "auto", "auto+eagle": "auto"}
-DEPTHS["auto+medusa"] = "auto"
-DEPTHS |= {"fixed+lm": 4, "fixed+block": 4}
-HEADS = {name: name for name in ("block", "reduced", "eagle", "medusa")}  # kinds of `join_random`
-HEADS |= {f"auto+{name}": name for name in ("block", "eagle", "medusa")} | {"fixed+block": "block"}
+DEPTHS |= {"auto": "auto", "auto+lm": "auto", "fixed+lm": 4, "fixed+block": 4}
+DEPTHS |= {f"auto+{kind}": "auto" for kind in KINDS}
+# drafters with a head of `join_random`: each kind alone, and beside the free sources
+HEADS = {name: name for name in (*KINDS, "reduced")}
+HEADS |= {f"auto+{kind}": kind for kind in KINDS} | {"fixed+block": "block"}
 
 
 class Forgetful(SelfProposer):
@@ -254,9 +255,9 @@ def make_speculator(name: str) -> DraftSpeculator:
 
 
 def _traits(name: str) -> ProposerTraits:
-    many = 4 if name.endswith(("+block", "+medusa")) else 1
+    tokens_per_pass = tiny(HEADS[name]).tokens_per_pass if name in HEADS else 1
     catches_up = name not in HEADS and name != "auto+self"
-    return ProposerTraits(tokens_per_pass=many, catches_up=catches_up, weighs=True)
+    return ProposerTraits(tokens_per_pass=tokens_per_pass, catches_up=catches_up, weighs=True)
 
 
 class House:

@@ -1,23 +1,30 @@
-"""Configs of tiny heads for a tiny target."""
+"""Tiny heads for a tiny target: what tests need of each kind of head.
+
+A new kind is a `TinyHead` here, and a line of `TINY`.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.rope import RopeSpec
 from foretoken.draft.heads.block_network import BlockConfig, BlockHead
 from foretoken.draft.heads.eagle_network import EagleConfig, EagleHead
-from foretoken.draft.heads.joined import JoinedHead, join_target
-from foretoken.draft.heads.layers import Head
+from foretoken.draft.heads.joined import JoinedHead, lend
+from foretoken.draft.heads.kinds import KINDS, save_head
+from foretoken.draft.heads.layers import Head, KeysValues
 from foretoken.draft.heads.medusa import MedusaConfig, MedusaHead
 
 TARGET = DecoderConfig(
@@ -75,38 +82,161 @@ def medusa_config(target: DecoderConfig = TARGET, **changes: Any) -> MedusaConfi
     )
 
 
-def random_head(kind: str, target: Decoder) -> Head:
+class Text(NamedTuple):
+    """The tokens of a request, and what its target had computed of them from nothing."""
+
+    target: Decoder
+    token_ids: list[int]
+    taps: Tensor  # [len(token_ids), num_taps * hidden]; 0 for the last token, which is not computed
+
+    @property
+    def last(self) -> int:
+        """Position of the last token."""
+        return len(self.token_ids) - 1
+
+
+Behind: TypeAlias = Callable[[Sequence[int]], Tensor]
+"""Tokens that were drafted behind a text, to the logits of what follows, [ids of the head]."""
+
+
+class TinyHead(ABC):
+    """A small head of one kind, and the drafts of its plain network, computed without a cache."""
+
+    tokens_per_pass: int  # tokens that one pass of it drafts
+
+    @abstractmethod
+    def make(self, target: DecoderConfig) -> Head:
+        """The head; `random_head` draws its matrices."""
+
+    @abstractmethod
+    def behind(self, head: Any, text: Text) -> Behind:
+        """Read a text at once, with the forward pass of training, if the head has one."""
+
+    def head_kv(self, head: Any, text: Text, first: int) -> list[KeysValues]:
+        """Head KV of each layer from position ``first`` to the one before the last token."""
+        return []
+
+    def save(self, head: Any, folder: Path) -> None:
+        """Write the head's files."""
+        save_head(head, folder)
+
+
+class TinyBlock(TinyHead):
+    """A block head; ``changes`` are of `block_config`."""
+
+    def __init__(self, tokens_per_pass: int = 4, **changes: Any) -> None:
+        self.tokens_per_pass = tokens_per_pass
+        self._changes = changes
+
+    def make(self, target: DecoderConfig) -> BlockHead:
+        return BlockHead(block_config(target, **self._changes))
+
+    def behind(self, head: BlockHead, text: Text) -> Behind:
+        anchors = torch.tensor([[text.last]])
+        hidden = head(torch.tensor([text.token_ids]), text.taps[None], anchors)[0, 0]
+
+        def logits(drafted: Sequence[int]) -> Tensor:
+            before = torch.tensor([text.token_ids[-1], *drafted])
+            return head.logits(hidden[: len(before)], before)[-1]
+
+        return logits
+
+    def head_kv(self, head: BlockHead, text: Text, first: int) -> list[KeysValues]:
+        return head.context(text.taps[first : text.last], torch.arange(first, text.last))
+
+
+class TinyReduced(TinyBlock):
+    """A block head of a part of the target's vocabulary."""
+
+    def make(self, target: DecoderConfig) -> BlockHead:
+        count = min(100, target.vocab_size // 2 - 2)
+        changes = {"draft_vocab_size": count, "markov_vocab_size": count}
+        head = BlockHead(block_config(target, **changes))
+        head.set_draft_ids(torch.arange(count) * 2 + 3)
+        return head
+
+
+class TinyEagle(TinyHead):
+    """An EAGLE-3 head."""
+
+    tokens_per_pass = 1
+
+    def make(self, target: DecoderConfig) -> EagleHead:
+        return EagleHead(eagle_config(target))
+
+    def behind(self, head: EagleHead, text: Text) -> Behind:
+        def logits(drafted: Sequence[int]) -> Tensor:
+            depth = len(drafted)
+            ids = torch.tensor([[*text.token_ids, *drafted]])
+            taps = torch.cat([text.taps, text.taps.new_zeros(depth, text.taps.shape[1])])
+            return head.logits(head(ids, taps[None], depth + 1)[depth][0, text.last - 1])
+
+        return logits
+
+    def head_kv(self, head: EagleHead, text: Text, first: int) -> list[KeysValues]:
+        before = head.features(text.taps[first - 1 : text.last - 1])
+        ids = torch.tensor(text.token_ids[first : text.last])
+        return [head.context(before, ids, torch.arange(first, text.last))]
+
+
+class TinyMedusa(TinyHead):
+    """Medusa heads."""
+
+    tokens_per_pass = 4
+
+    def make(self, target: DecoderConfig) -> MedusaHead:
+        return MedusaHead(medusa_config(target))
+
+    def behind(self, head: MedusaHead, text: Text) -> Behind:
+        norm, ops = text.target.weights.final_norm, text.target.ops
+        states = ops.norm(text.taps[: text.last].contiguous(), norm)
+        return lambda drafted: head.logits(states[-1], len(drafted))
+
+    def save(self, head: MedusaHead, folder: Path) -> None:
+        save_medusa(head, folder)
+
+
+# Tests of all kinds of heads take them from here: one of each kind in `KINDS`, by its name there.
+TINY: dict[str, TinyHead] = {
+    "block": TinyBlock(5, block_size=5),
+    "eagle3": TinyEagle(),
+    "medusa": TinyMedusa(),
+}
+VARIANTS: dict[str, TinyHead] = {
+    "dflash": TinyBlock(block_size=5, predicts_at_anchor=False, markov_rank=0, windows=(None, 12)),
+    "rnn": TinyBlock(markov_kind="rnn"),
+    "reduced": TinyReduced(),
+}
+MANY = (*KINDS, *VARIANTS)  # all kinds, and dialects that draft in a way of their own
+
+
+def tiny(name: str) -> TinyHead:
+    """The tiny head of a kind or a variant."""
+    found = (TINY | VARIANTS).get(name)
+    if found is None:
+        raise ValueError(f"no tiny head {name!r}: a kind of head needs one in TINY of {__file__}")
+    return found
+
+
+def kinds_with_kv() -> list[str]:
+    """Names of the kinds that keep KV of their own."""
+    return [name for name in KINDS if tiny(name).make(TARGET).config.kv_shape.num_layers]
+
+
+def random_head(name: str, target: Decoder) -> Head:
     """A head of random weights, large enough that what it reads shows in what it drafts."""
     torch.manual_seed(11)
-    shape: dict[str, Any] = {"intermediate_size": 40}
-    head: Head
-    if kind == "block":
-        head = BlockHead(block_config(target.config, block_size=5, **shape))
-    elif kind == "dflash":
-        shape |= {"predicts_at_anchor": False, "markov_rank": 0, "windows": (None, 12)}
-        head = BlockHead(block_config(target.config, block_size=5, **shape))
-    elif kind == "rnn":
-        head = BlockHead(block_config(target.config, markov_kind="rnn", **shape))
-    elif kind == "reduced":
-        count = min(100, target.config.vocab_size // 2 - 2)
-        shape |= {"draft_vocab_size": count, "markov_vocab_size": count}
-        head = BlockHead(block_config(target.config, **shape))
-        head.set_draft_ids(torch.arange(count) * 2 + 3)
-    elif kind == "medusa":
-        head = MedusaHead(medusa_config(target.config))
-    elif kind.startswith("eagle"):
-        head = EagleHead(eagle_config(target.config, **shape))
-    else:
-        raise ValueError(f"no kind of head {kind!r}")
-    for name, parameter in head.named_parameters():
+    head = tiny(name).make(target.config)
+    for parameter_name, parameter in head.named_parameters():
         if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=0.5 if "markov" in name else 0.25)
+            std = 0.5 if "markov" in parameter_name else 0.25
+            torch.nn.init.normal_(parameter, std=std)
     return head
 
 
-def join_random(kind: str, target: Decoder) -> JoinedHead:
+def join_random(name: str, target: Decoder) -> JoinedHead:
     """The same, joined to its target."""
-    return join(random_head(kind, target), target)
+    return join(random_head(name, target), target)
 
 
 def join(head: Head, target: Decoder) -> JoinedHead:
@@ -114,7 +244,8 @@ def join(head: Head, target: Decoder) -> JoinedHead:
     twin = copy.deepcopy(head)
     twin.to(target.dtype).eval().requires_grad_(False)
     twin.borrow(target.weights.embedding, target.weights.embedding)
-    joined = join_target(head, target, target.weights.embedding.clone)
+    lend(head, target, target.weights.embedding.clone)
+    joined = JoinedHead(head, target)
     _PLAIN[joined] = twin
     return joined
 

@@ -19,11 +19,9 @@ ORACLE = TorchSampler()
 SAMPLER = TritonSampler(tile=256)
 
 
-def oracle(
-    logits: torch.Tensor, rows: Sequence[SampleRow], temperature_scale: float = 1.0
-) -> list[SampledToken]:
+def oracle(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     with torch.device("cpu"):
-        return ORACLE.sample(logits.cpu(), rows, temperature_scale=temperature_scale)
+        return ORACLE.sample(logits.cpu(), rows)
 
 
 @pytest.fixture

@@ -25,22 +25,13 @@ from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from ...ops.base import ForwardPlan, HeadLayout, Ops, PackedLinear
-from ...ops.batch import (
-    NOTHING_MORE,
-    DeviceTokens,
-    ForwardOutput,
-    RaggedBatch,
-    Segment,
-    Taps,
-    Wanted,
-    build_batch,
-)
-from ...ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_pool
+from ...ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Taps, Wanted
+from ...ops.kv_pool import KVPool, KvShape
 from ...ops.layers import linear_of_few
 from ...ops.quantize import QuantizedWeight
 from ...ops.torch.torch_ops import TorchOps
 from ..config import DecoderConfig
-from ..decoder import ModelPath, check_taps
+from ..decoder import ModelPath, PagedDecoder, check_taps
 from .transformers_probe import AttentionCall, AttentionSite, hooked
 
 _MAX_NATIVE_DIM = 512
@@ -292,7 +283,7 @@ class _Pass(_Experts):
         return self._plans[key]
 
 
-class TransformersDecoder:
+class TransformersDecoder(PagedDecoder):
     """`Decoder` of a model of transformers whose linears were packed.
 
     ``exact``: whether a row's bits were found to be independent of the rows beside it.
@@ -328,45 +319,10 @@ class TransformersDecoder:
         values = self.model.config.to_dict()
         values.pop("_name_or_path", None)  # of the folder, wherever it lies
         return {
-            "path": self.path,
-            "ops": type(self.ops).__name__,
-            **self.ops.identity,
+            **super().identity,
             "transformers": transformers.__version__,
             "text config": json.dumps(values, sort_keys=True, default=str),
         }
-
-    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
-        """A KV pool of this model's shapes, layer by layer."""
-        return make_pool(
-            num_pages,
-            self.shapes,
-            page_size=page_size,
-            dtype=self.dtype,
-            device=self.device,
-            kv_dtype=kv_dtype,
-        )
-
-    def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
-        """Bytes of a page of `make_pool`'s."""
-        return bytes_per_mixed_page(
-            self.shapes, page_size=page_size, dtype=self.dtype, kv_dtype=kv_dtype
-        )
-
-    def batch(
-        self,
-        segments: Sequence[Segment],
-        *,
-        page_size: int,
-        device_tokens: DeviceTokens | None = None,
-    ) -> RaggedBatch:
-        """Lay out segments beside the weights; see `build_batch`."""
-        return build_batch(
-            segments,
-            page_size=page_size,
-            device=self.ops.batch_device or self.device,
-            min_rows=self.ops.min_rows,
-            device_tokens=device_tokens,
-        )
 
     def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
         """Do nothing: the first pass is as fast as any."""

@@ -33,9 +33,8 @@ _AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_lay
 
 def llama(fields: Fields) -> DecoderConfig:
     """Llama, and what computes as it does: RMS norms, RoPE, SwiGLU (arXiv 2302.13971)."""
-    bias = fields.flag("attention_bias", False)
     mlp_bias = fields.flag("mlp_bias", False)
-    return base_config(fields, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    return base_config(fields, attention_bias=False, mlp_bias=mlp_bias)
 
 
 def mistral(fields: Fields) -> DecoderConfig:
@@ -69,13 +68,11 @@ def qwen2(fields: Fields) -> DecoderConfig:
 
 def qwen3(fields: Fields) -> DecoderConfig:
     """Qwen 3: norms on each head's queries and keys (arXiv 2505.09388)."""
-    bias = fields.flag("attention_bias", False)
     head_dim = fields.positive("head_dim", 128)
     return base_config(
         fields,
         head_norm="each",
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         layers=qwen_layers(fields),
         head_dim=head_dim,
     )
@@ -90,7 +87,6 @@ def phi3(fields: Fields) -> DecoderConfig:
 
 def granite(fields: Fields) -> DecoderConfig:
     """Granite 3: factors on the embedding, the residual stream, scores and logits."""
-    bias = fields.flag("attention_bias", False)
     fold = Fold(
         embed_scale=fields.number("embedding_multiplier", 1.0),
         residual_scale=fields.number("residual_multiplier", 1.0),
@@ -98,8 +94,7 @@ def granite(fields: Fields) -> DecoderConfig:
     )
     return base_config(
         fields,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         mlp_bias=fields.flag("mlp_bias", False),
         attention_scale=fields.number("attention_multiplier", 1.0),
         fold=fold,
@@ -163,12 +158,10 @@ def gemma(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 
     """Gemma: norms of 1 + weight, a scaled embedding (arXiv 2403.08295)."""
     if fields.values.get("hidden_act") == "gelu":  # of the first release, which meant the other
         fields = Fields({**fields.values, "hidden_act": "gelu_pytorch_tanh"}, fields.where)
-    bias = fields.flag("attention_bias", False)
     shape: dict[str, Any] = {
         "tied": True,
         "activation": ("hidden_act", "gelu_pytorch_tanh"),
-        "qkv_bias": bias,
-        "o_bias": bias,
+        "attention_bias": False,
         "head_dim": fields.positive("head_dim", 256),
         "fold": Fold(
             embed_scale=fields.positive("hidden_size") ** 0.5,
@@ -211,14 +204,12 @@ def gemma3(fields: Fields) -> DecoderConfig:
 
 def olmo2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
     """OLMo 2: norms behind attention and MLP, and over all heads (arXiv 2501.00656)."""
-    bias = fields.flag("attention_bias", False)
     return base_config(
         fields,
         eps=1e-5,
         norms=_AFTER,
         head_norm="whole",
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         **differences,
     )
 
@@ -232,7 +223,6 @@ def olmo3(fields: Fields) -> DecoderConfig:
 
 def hunyuan(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
     """Hunyuan: norms of each head's queries and keys behind RoPE, whose base grows by alpha."""
-    bias = fields.flag("attention_bias", False)
     head_dim = fields.positive("head_dim")
     return base_config(
         with_alpha(fields, head_dim),
@@ -241,15 +231,13 @@ def hunyuan(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN40
         head_norm="each",
         head_norm_names=("query_layernorm", "key_layernorm"),
         norms_behind_rope=True,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         **differences,
     )
 
 
 def smollm3(fields: Fields) -> DecoderConfig:
     """SmolLM3: by default every fourth layer has no RoPE."""
-    bias = fields.flag("attention_bias", False)
     turns = turns_of(fields)
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     kinds = kinds_of(fields, (window is not None and not turn for turn in turns))
@@ -261,8 +249,7 @@ def smollm3(fields: Fields) -> DecoderConfig:
         fields,
         theta=2e6,
         tied=True,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         mlp_bias=fields.flag("mlp_bias", False),
         layers=layers,
     )
@@ -272,7 +259,6 @@ def cohere(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401
     """Command R: attention and MLP side by side behind one layer norm."""
     if fields.flag("use_qk_norm", False):
         raise fields.unsupported("use_qk_norm", "is not supported")
-    bias = fields.flag("attention_bias", False)
     hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     shape: dict[str, Any] = {"theta": 5e5} | differences
     return base_config(
@@ -282,8 +268,7 @@ def cohere(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401
         layer_norm="plain",
         is_parallel=True,
         norm_eps=fields.number("layer_norm_eps", 1e-5),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         head_dim=hidden_size // num_heads,
         fold=Fold(interleaved=True, logit_scale=fields.number("logit_scale", 0.0625)),
         **shape,
@@ -328,15 +313,13 @@ def starcoder2(fields: Fields) -> DecoderConfig:
 
 def arcee(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
     """AFM of Arcee: an MLP without a gate, by squared ReLU."""
-    bias = fields.flag("attention_bias", False)
     shape: dict[str, Any] = {"eps": 1e-5} | differences
     return base_config(
         fields,
         activation=("hidden_act", "relu2"),
         is_gated=False,
         mlp_names=MlpNames(None),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         mlp_bias=fields.flag("mlp_bias", False),
         **shape,
     )

@@ -76,14 +76,12 @@ def qwen2_moe(fields: Fields) -> DecoderConfig:
 
 def qwen3_moe(fields: Fields) -> DecoderConfig:
     """Qwen 3 with experts (arXiv 2505.09388)."""
-    bias = fields.flag("attention_bias", False)
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     routing = Routing(_top_k(fields), renorm=_renorm(fields, False))
     return base_config(
         fields,
         head_norm="each",
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         layers=_with_experts(fields, windowed(fields, window), routing),
     )
 
@@ -92,15 +90,13 @@ def olmoe(fields: Fields) -> DecoderConfig:
     """OLMoE: norms over all heads (arXiv 2409.02060)."""
     if fields.has("clip_qkv"):
         raise fields.unsupported("clip_qkv", "is not supported")
-    bias = fields.flag("attention_bias", False)
     routing = Routing(_top_k(fields), renorm=_renorm(fields, False))
     layers = windowed(fields, None)
     return base_config(
         fields,
         eps=1e-5,
         head_norm="whole",
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         layers=_with_experts(fields, layers, routing, width="intermediate_size"),
     )
 
@@ -136,7 +132,6 @@ def hunyuan_moe(fields: Fields) -> DecoderConfig:
 
 def dots1(fields: Fields) -> DecoderConfig:
     """dots.llm1: DeepSeek V3's router, head norms, windows in later layers (arXiv 2506.05767)."""
-    bias = fields.flag("attention_bias", False)
     window = window_of(fields)
     first = fields.integer("max_window_layers", 62)
     num_layers = fields.positive("num_hidden_layers")
@@ -145,8 +140,7 @@ def dots1(fields: Fields) -> DecoderConfig:
     return base_config(
         fields,
         head_norm="each",
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         layers=_like_deepseek(fields, layers, renorms=False, num_default=0),
     )
 
@@ -156,7 +150,6 @@ def gpt_oss(fields: Fields) -> DecoderConfig:
     if fields.number("swiglu_alpha", 1.702) != 1.702:
         raise fields.unsupported("swiglu_alpha", "other than 1.702 is not supported")
     limit = fields.above_zero("swiglu_limit", 7.0)
-    bias = fields.flag("attention_bias", True)
     differences: dict[str, Any] = {}
     if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
         differences["rope"] = RopeSpec(
@@ -176,8 +169,7 @@ def gpt_oss(fields: Fields) -> DecoderConfig:
         theta=15e4,
         eps=1e-5,
         head_dim=fields.positive("head_dim", 64),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=True,
         has_sinks=True,
         layers=layers,
         **differences,

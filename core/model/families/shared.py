@@ -29,13 +29,16 @@ def base_config(
     tied: bool = False,
     activation: tuple[str, str] = ("hidden_act", "silu"),
     is_gated: bool = True,
+    attention_bias: bool | None = None,
     **differences: Any,  # noqa: ANN401 - declared fields
 ) -> DecoderConfig:
     """Build a config from the fields that all families name alike, and from ``differences``.
 
     ``partial``: the share of a head's items that RoPE turns where the config does not say it;
     None: the family turns all of them. ``theta``, ``eps``, ``tied``: the family's defaults.
-    ``activation``: its field, and the default. ``differences``: fields of `DecoderConfig`.
+    ``activation``: its field, and the default. ``attention_bias``: of all of an attention's linear
+    layers, where the config does not say it; None: the family's ``differences`` say which have one.
+    ``differences``: fields of `DecoderConfig`.
     """
     num_layers = fields.positive("num_hidden_layers")
     num_heads = fields.positive("num_attention_heads")
@@ -65,6 +68,9 @@ def base_config(
         "tie_embeddings": fields.flag("tie_word_embeddings", tied),
         "activation": activation_of(fields, *activation, is_gated=is_gated),
     }
+    if attention_bias is not None:
+        has_bias = fields.flag("attention_bias", attention_bias)
+        shape |= {"qkv_bias": has_bias, "o_bias": has_bias}
     return DecoderConfig(**(shape | differences))
 
 

@@ -33,11 +33,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ft_attention": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _PTR)),
     "ft_attention_blocks": (_I64, (_PTR, _PTR, _PTR, _I64)),
     "ft_forward": (_I32, (_PTR, _PTR, _PTR, _I64, _PTR, _I64, _PTR, _PTR)),
-    "ft_choose": (_I32, (_PTR, _I64, _PTR, _PTR, _I64, _PTR, ctypes.c_double, _PTR, _PTR)),
-    "ft_best": (
-        _I32,
-        (_PTR, _I64, _PTR, _PTR, _I64, _PTR, ctypes.c_double, _I64, _PTR, _PTR, _PTR),
-    ),
+    "ft_choose": (_I32, (_PTR, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _PTR)),
+    "ft_best": (_I32, (_PTR, _I64, _PTR, _PTR, _I64, _PTR, _I64, _PTR, _PTR, _PTR)),
     "ft_read": (None, (_PTR, _I64)),
     "ft_multiply": (ctypes.c_double, (_I64,)),
 }

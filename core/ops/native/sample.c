@@ -36,7 +36,6 @@ typedef struct {
     const int64_t *hashes; /* [vocab] the part of the noise that depends on the id alone */
     const ft_walk *walks;
     const int64_t *drafts;
-    double temperature_scale; /* on top of the temperature */
     int64_t *tokens;     /* [rows] out: a token or FT_NOT_FINITE, FT_ALL_BANNED */
     int64_t *num_places; /* [walks] out: places decided, the failed one included */
     int64_t num_best;    /* 0: one token each, along the walks; else so many of each first place */
@@ -245,8 +244,7 @@ static gumbel_argmax find_argmax(const choose_job *job, ft_row *row, const ft_sa
         enter_greedy(&argmax, row);
         return argmax;
     }
-    double temperature = sampling->temperature * job->temperature_scale;
-    row->temperature = (float)(temperature > 1e-30 ? temperature : 1e-30); /* less would be 0 */
+    row->temperature = (float)sampling->temperature;
     if (sampling->kind > FT_SAMPLED)
         enter_kept(&argmax, row, ft_cut(row, sampling, &space->cut));
     else
@@ -370,9 +368,8 @@ static int run(choose_job *job, int64_t num_walks) {
 /* Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_choose(const float *logits, int64_t vocab, const int64_t *hashes,
                         const ft_walk *walks, int64_t num_walks, const int64_t *drafts,
-                        double temperature_scale, int64_t *tokens, int64_t *num_places) {
-    choose_job job = {logits, vocab, hashes, walks, drafts, temperature_scale,
-                      tokens, num_places, 0, NULL, 0};
+                        int64_t *tokens, int64_t *num_places) {
+    choose_job job = {logits, vocab, hashes, walks, drafts, tokens, num_places, 0, NULL, 0};
     return run(&job, num_walks);
 }
 
@@ -380,9 +377,7 @@ FT_EXPORT int ft_choose(const float *logits, int64_t vocab, const int64_t *hashe
  * Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_best(const float *logits, int64_t vocab, const int64_t *hashes,
                       const ft_walk *walks, int64_t num_walks, const int64_t *drafts,
-                      double temperature_scale, int64_t num_best, int64_t *tokens, float *scores,
-                      int64_t *counts) {
-    choose_job job = {logits, vocab, hashes, walks, drafts, temperature_scale,
-                      tokens, counts, num_best, scores, 0};
+                      int64_t num_best, int64_t *tokens, float *scores, int64_t *counts) {
+    choose_job job = {logits, vocab, hashes, walks, drafts, tokens, counts, num_best, scores, 0};
     return run(&job, num_walks);
 }

@@ -62,13 +62,11 @@ class NativeSampler:
             for request, start, run, error in zip(requests, starts, runs, errors, strict=True)
         ]
 
-    def sample(
-        self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-    ) -> list[SampledToken]:
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
         if len(rows) != len(logits):
             raise ValueError(f"{len(logits)} rows of logits for {len(rows)} tokens to draw")
-        call = _Call(self._library, logits, temperature_scale)
+        call = _Call(self._library, logits)
         for i, row in enumerate(rows):
             call.add(row.encoded(call.vocab_size), row.tokens, row.tail, i)
         return [SampledToken(ids[0] if ids else -1, error) for ids, error in call.run()]
@@ -79,7 +77,6 @@ class NativeSampler:
         rows: Sequence[SampleRow],
         num_best: int,
         *,
-        temperature_scale: float = 1.0,
         draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
         """The tokens nearest to being drawn, at most `MOST_BEST`; see `verifier.best`.
@@ -91,7 +88,7 @@ class NativeSampler:
         vocab_size = logits.shape[-1] if draft_vocab is None else draft_vocab.vocab_size
         if draft_vocab is not None and not draft_vocab.serves(rows):
             logits, draft_vocab = draft_vocab.widened(logits), None
-        call = _Call(self._library, logits, temperature_scale)
+        call = _Call(self._library, logits)
         for i, row in enumerate(rows):
             call.add(row.encoded(vocab_size), row.tokens, row.tail, i)
         return call.run_best(num_best, draft_vocab)
@@ -116,12 +113,9 @@ def _next_nodes(
 class _Call:
     """One call of the kernel: walks along drafts, each of one or more places."""
 
-    def __init__(
-        self, library: NativeLibrary, logits: Tensor, temperature_scale: float = 1.0
-    ) -> None:
+    def __init__(self, library: NativeLibrary, logits: Tensor) -> None:
         self._library = library
         self._logits = logits.to(torch.float32).contiguous()
-        self._temperature_scale = temperature_scale
         self._walks: list[int] = []  # ``ft_walk`` of sample.c, number by number
         self._firsts: list[int] = []  # row of the logits where each walk begins
         self._drafts = array("q")
@@ -184,7 +178,7 @@ class _Call:
         counts = array("q", bytes(8 * len(self._firsts)))
         failed = self._library.c.ft_choose(
             self._logits.data_ptr(), vocab_size, hashes.data_ptr(), _at(walks), len(counts),
-            _at(self._drafts), self._temperature_scale, _at(tokens), _at(counts),
+            _at(self._drafts), _at(tokens), _at(counts),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory to choose tokens in")
@@ -207,7 +201,7 @@ class _Call:
         scores = array("f", bytes(4 * num_rows * num_best))
         failed = self._library.c.ft_best(
             self._logits.data_ptr(), vocab_size, hashes.data_ptr(), _at(walks), num_rows,
-            _at(self._drafts), self._temperature_scale, num_best, _at(tokens),
+            _at(self._drafts), num_best, _at(tokens),
             scores.buffer_info()[0], _at(counts),
         )  # fmt: skip
         if failed:

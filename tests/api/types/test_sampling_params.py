@@ -51,7 +51,7 @@ BAD_OPTIONS: list[tuple[str, object]] = [
     ("kv_events", "tcp://127.0.0.1"), ("kv_events", "tcp://:5557"), ("kv_events", "tcp://h:99999"),
     ("kv_events", "tcp://127.0.0.1:5557/x"), ("kv_events", "tcp://127.0.0.1:65535"),
     ("kv_events_replay", "tcp://127.0.0.1:5558"), ("kv_events_topic", "kv@"),
-    ("load_format", "pickle"), ("overlap", "yes"), ("draft_temperature", 0.8),
+    ("load_format", "pickle"), ("overlap", "yes"),
     ("generation_config", "auto"), ("generation_config", None),
     ("override_generation_config", "{"), ("override_generation_config", {"temperature": -1}),
 ]  # fmt: skip

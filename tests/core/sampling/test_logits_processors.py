@@ -294,11 +294,6 @@ def test_temperature_divides_and_leaves_the_best_at_zero() -> None:
     assert values.tolist() == [[-4.0, 0.0], [-2.0, 0.0]]
 
 
-def test_tau_divides_on_top_of_the_temperature() -> None:
-    row = make_row(temperature=0.5)
-    assert scaled(torch.tensor([[1.0, 3.0]]), [row], 0.5).tolist() == [[-8.0, 0.0]]
-
-
 def test_a_tiny_temperature_does_not_overflow() -> None:
     values = scaled(torch.tensor([[1.0, 3e38, 3e38]]), [make_row(temperature=1e-300)])
     assert values.tolist() == [[-INF, 0.0, 0.0]]

@@ -398,15 +398,14 @@ def test_a_tiny_temperature_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("form", [{}, {"top_p": 0.9}, {"top_k": 9, "min_p": 0.01}], ids=str)
-def test_tau_sharpens_what_a_drafter_draws(form: dict[str, Any]) -> None:
+def test_a_low_temperature_sharpens_what_a_drafter_draws(form: dict[str, Any]) -> None:
     logits = torch.randn(300, 40, generator=torch.Generator().manual_seed(12))
-    rows = [SampleRow(array("q", PROMPT), make_sampling(s, **form)) for s in range(300)]
     best = logits.argmax(-1).tolist()
 
-    def num_best(temperature_scale: float) -> int:
-        drawn = [
-            choice.token_id for choice in sample(logits, rows, temperature_scale=temperature_scale)
-        ]
+    def num_best(temperature: float) -> int:
+        samplings = [make_sampling(s, temperature=temperature, **form) for s in range(300)]
+        rows = [SampleRow(array("q", PROMPT), sampling) for sampling in samplings]
+        drawn = [choice.token_id for choice in sample(logits, rows)]
         return sum(a == b for a, b in zip(drawn, best, strict=True))
 
     assert num_best(1.0) < num_best(0.5) < num_best(0.05) <= num_best(1e-6) == 300

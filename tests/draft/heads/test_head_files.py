@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.rope import RopeSpec
+from foretoken.draft.heads.base import HeadKind
 from foretoken.draft.heads.block_network import BlockHead
 from foretoken.draft.heads.eagle_network import EagleHead
 from foretoken.draft.heads.kinds import KINDS, head_kind, open_head, save_head
 from foretoken.draft.heads.medusa import MedusaHead
-from support.tiny_heads import TARGET, block_config, eagle_config, medusa_config, save_medusa
+from support.tiny_heads import TARGET, block_config, eagle_config, medusa_config, save_medusa, tiny
 
 CONFIGS = {
     "dspark": block_config(),
@@ -69,6 +70,30 @@ def test_a_saved_head_loads_to_the_bit(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(state[key], theirs[key]) for key in state)
     if head.draft_ids is not None:
         assert torch.equal(head.draft_ids, found.draft_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_of_each_kind_is_known_by_its_files(tmp_path: Path, kind: str) -> None:
+    head = tiny(kind).make(TARGET)
+    tiny(kind).save(head, tmp_path)
+    assert head_kind(tmp_path) is KINDS[kind]
+    found, expected = open_head(tmp_path, TARGET).load(), head.state_dict()
+    assert found.config.taps == head.config.taps
+    assert found.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.state_dict().items())
+
+
+def test_a_kind_is_known_by_its_words_unless_it_recognises_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = KINDS["medusa"]
+    toy = HeadKind(
+        name="toy", words=("toy",), parse=shown.parse, load=shown.load, pack=shown.pack
+    )  # fmt: skip
+    monkeypatch.setitem(KINDS, "toy", toy)
+    for architecture, expected in (("ToyHead", toy), ("LlamaForCausalLM", None)):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        assert head_kind(tmp_path) is expected
 
 
 def change(folder: Path, **keys: object) -> None:

@@ -27,14 +27,15 @@ from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.heads import copies
 from foretoken.draft.heads.copies import CopyingProposer
+from foretoken.draft.heads.kinds import KINDS
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
-from support.tiny_heads import join_random
+from support.tiny_heads import join_random, kinds_with_kv
 from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 256, 4, 300
-KINDS = ("block", "eagle")
+WITH_KV = kinds_with_kv()
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ SHORT = [9 + index % 8 for index in range(31)]  # tokens: 2 to 4 pages before th
 LENGTHS = [*SHORT[:12], 250, *SHORT[12:]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITH_KV)
 def test_copies_are_bounded_and_one_long_request_pads_no_other(kind: str, target: Decoder) -> None:
     bench = Bench(kind, target, LENGTHS)
     bench.limit(40)
@@ -149,7 +150,7 @@ def test_copies_are_bounded_and_one_long_request_pads_no_other(kind: str, target
     assert len(short) <= 4, "groups are filled"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITH_KV)
 def test_the_drafts_of_groups_are_those_of_all_requests_at_once(kind: str, target: Decoder) -> None:
     bench = Bench(kind, target, LENGTHS)
     bench.copies.room = 10**6
@@ -171,7 +172,7 @@ def test_the_drafts_of_groups_are_those_of_all_requests_at_once(kind: str, targe
 def test_where_memory_runs_out_less_is_copied_at_a_time_and_slowly_more_again(
     target: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench("eagle", target, [16] * 16)  # 4 pages each
+    bench = Bench("eagle3", target, [16] * 16)  # 4 pages each
     monkeypatch.setattr(copies, "MOST_COPIED", 64 * bench.proposer.pool.data[0].nbytes)
     bench.limit(64)
     bench.copies.room = 20
@@ -186,7 +187,7 @@ def test_where_memory_runs_out_less_is_copied_at_a_time_and_slowly_more_again(
 
 
 def test_at_last_requests_draft_one_by_one(target: Decoder) -> None:
-    bench = Bench("eagle", target, [16] * 3)
+    bench = Bench("eagle3", target, [16] * 3)
     bench.copies.room = 3
     for _ in range(60):
         with pytest.raises(torch.OutOfMemoryError):
@@ -199,7 +200,7 @@ def test_at_last_requests_draft_one_by_one(target: Decoder) -> None:
 def test_kernels_that_read_head_kv_where_it_lies_compute_all_requests_at_once(folder: Path) -> None:
     if native_library() is None:
         pytest.skip("no native kernels on this machine")
-    bench = Bench("eagle", load_decoder(folder, backend="native"), [16] * 3)
+    bench = Bench("eagle3", load_decoder(folder, backend="native"), [16] * 3)
     calls, begin = list[int](), bench.proposer.begin
     bench.proposer.begin = lambda starts, num: calls.append(len(starts)) or begin(starts, num)  # type: ignore[method-assign, func-returns-value]
     bench.propose()
@@ -207,7 +208,7 @@ def test_kernels_that_read_head_kv_where_it_lies_compute_all_requests_at_once(fo
     assert not isinstance(bench.proposer, CopyingProposer)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITH_KV)
 def test_a_head_whose_memory_ran_out_for_long_drafts_again_when_it_suffices(
     kind: str, target: Decoder
 ) -> None:
@@ -234,7 +235,7 @@ def test_a_head_whose_memory_ran_out_for_long_drafts_again_when_it_suffices(
     assert len(driver.served["a"]) == 60
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "medusa"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_health_check_leaves_nothing_behind(kind: str, target: Decoder) -> None:
     bench = Bench(kind, target, [16])
     runner = ModelRunner(target, target.make_pool(NUM_PAGES, page_size=PAGE_SIZE), bench.proposer)

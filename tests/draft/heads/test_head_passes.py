@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from array import array
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,11 +36,15 @@ VOCAB_SIZE, NUM_PAGES = 256, 60
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     if native_library() is None:
         pytest.skip("no native kernels on this machine")
-    folder = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB_SIZE)[0]
+    return write_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB_SIZE)[0]
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Decoder:
     return load_decoder(folder, backend="native", dtype="float32")
 
 
@@ -227,6 +232,24 @@ def test_medusas_heads_are_the_plain_ones(target: Decoder) -> None:
             head.logits(states, index), alone.logits(states, index), strict=True
         ):
             check(ours, theirs)
+
+
+@torch.inference_mode()
+def test_output_layers_make_float32_and_the_others_what_they_read(folder: Path) -> None:
+    target = load_decoder(folder, backend="native", dtype="bfloat16")
+    block = BlockHead(block_config(target.config, owns_output=True))
+    medusa = MedusaHead(medusa_config(target.config))
+    for head in (block, medusa):
+        pack_linears(head.bfloat16(), target.ops)
+    assert block.lm_head is not None
+    assert block.markov_head is not None
+    first_head: Any = medusa.medusa_head[0]
+    outputs = (block.lm_head, block.markov_head.markov_w2, first_head[-1])
+    others = (block.layers[0].mlp.up_proj, first_head[0])  # type: ignore[union-attr]
+    hidden = torch.zeros(3, target.config.hidden_size, dtype=torch.bfloat16)
+    rank = hidden[:, : block.config.markov_rank]
+    made = [layer(rank if layer is outputs[1] else hidden).dtype for layer in (*outputs, *others)]
+    assert made == [torch.float32] * 3 + [torch.bfloat16] * 2
 
 
 def test_a_pool_of_columns_is_written_where_they_are_only(target: Decoder) -> None:

@@ -177,9 +177,7 @@ class Doubting:
             return [Draft()] * len(rows)
         drafts = self._proposer.propose(rows)
         pool = self._draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
-        newcomer = LmProposer(
-            self._draft, pool, window=10_000, temperature_scale=self._proposer.temperature_scale
-        )
+        newcomer = LmProposer(self._draft, pool, window=10_000)
         for draft, right in zip(drafts, newcomer.propose(rows), strict=True):
             assert draft == right or not draft.token_ids, "not caught up is the only excuse"
             self.num_compared += len(draft.token_ids)

@@ -19,8 +19,7 @@ from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.rejection import SampledDraft, draw
-from foretoken.core.sampling.verifier import VerifyRequest, sample, verify
-from foretoken.draft.proposers import temperature_tuner as tuner_module
+from foretoken.core.sampling.verifier import sample
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from support.drafts import with_drafts
 from support.tiny_pair import write_pair
@@ -125,28 +124,12 @@ def test_where_the_context_ends_there_is_no_backlog(pair) -> None:
     assert (draft.note.num_uncached, len(draft.token_ids)) == (0, 0)
 
 
-# ---- temperature -------------------------------------------------------------------------------
-
-
-def test_the_draft_is_tuned_only_if_asked_for(pair) -> None:
-    """Tuning costs several draws of the whole vocabulary now and then."""
-
-    def kept(proposer: LmProposer) -> int:
-        for seed in range(64):
-            proposer.propose([row_of(prompt_of(20), 1, seed=seed)])
-        return len(proposer._tuner._kept)
-
-    assert kept(proposer_of(pair[1])) == 0
-    assert kept(proposer_of(pair[1], temperature_scale=None)) == 1
-
-
 # ---- independent -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", [{}, {"temperature": 0.0}, {"top_k": 5}], ids=str)
 def test_independent_drafts_come_with_what_they_were_drawn_from(pair, form) -> None:
-    proposer = proposer_of(pair[1], independent=True, temperature_scale=0.5)
-    assert proposer.temperature_scale == 1.0
+    proposer = proposer_of(pair[1], independent=True)
     prompt = prompt_of(20)
     (draft,) = proposer.propose([row_of(prompt, **form)])
     assert isinstance(draft, SampledDraft)
@@ -170,59 +153,16 @@ def test_independent_drafts_are_not_drawn_with_the_verifiers_noise(pair) -> None
     assert sum(independent != coupled for independent, coupled in pairs) > 3
 
 
-# ---- sharpening --------------------------------------------------------------------------------
+# ---- the target's noise ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature_scale", [0.3, 1.0])
-def test_a_fixed_tau_is_what_drafts_are_drawn_with(pair, temperature_scale) -> None:
-    prompt, proposer = prompt_of(20), proposer_of(pair[1], temperature_scale=temperature_scale)
-    assert proposer.temperature_scale == temperature_scale
+def test_a_draft_is_drawn_as_the_target_draws(pair) -> None:
+    prompt, proposer = prompt_of(20), proposer_of(pair[1])
     for seed in range(5):
         row = row_of(prompt, 1, seed=seed, temperature=2.0)
-        expected = sample(
-            logits_after(pair[1], prompt, ())[None],
-            [SampleRow(row.tokens, row.sampling)],
-            temperature_scale=temperature_scale,
-        )
+        rows = [SampleRow(row.tokens, row.sampling)]
+        expected = sample(logits_after(pair[1], prompt, ())[None], rows)
         assert proposer.propose([row])[0].token_ids == [expected[0].token_id]
-
-
-def run(target: Decoder, proposer: LmProposer, num_steps: int, **form) -> tuple[int, int]:
-    """Drafts verified by the target's own logits: (proposed, accepted) tokens."""
-    row, proposed, accepted = row_of(prompt_of(20), **form), 0, 0
-    for _ in range(num_steps):
-        (draft,) = proposer.propose([row])
-        tail = tuple(draft.token_ids)
-        logits = [logits_after(target, row.tokens, tail[:i]) for i in range(len(tail) + 1)]
-        (result,) = verify(torch.stack(logits), [VerifyRequest(row.tokens, tail, row.sampling)])
-        row.tokens.extend(result.token_ids)
-        proposed, accepted = proposed + len(tail), accepted + result.num_accepted
-    return proposed, accepted
-
-
-def test_tau_is_tuned_while_drafting(pair, monkeypatch) -> None:
-    """The draft is the target with flattened logits; only the fate of its drafts tells that."""
-    monkeypatch.setattr(tuner_module, "_EAGER", 1)
-    target, draft = Scaled(pair[0], 3.0), Scaled(pair[0], 1.2)
-    proposer = proposer_of(draft, temperature_scale=None)  # type: ignore[arg-type]
-    run(target, proposer, 60, max_draft=1)  # type: ignore[arg-type]
-    assert proposer._tuner._num_answers == 59
-    assert proposer.temperature_scale < 0.8
-
-
-class Scaled:
-    """A model whose logits are another's at a standard deviation of its own."""
-
-    def __init__(self, decoder: Decoder, deviation: float) -> None:
-        self._decoder, self._deviation = decoder, deviation
-        self.config, self.device = decoder.config, decoder.device
-        self.make_pool, self.batch = decoder.make_pool, decoder.batch
-        self.sampler = decoder.sampler
-
-    def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
-        output = self._decoder.forward(batch, pool, wanted)
-        logits = output.logits
-        return output._replace(logits=logits / logits.std(-1, keepdim=True) * self._deviation)
 
 
 # ---- breakdown ---------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.model.loader import load_decoder
 from foretoken.draft.heads.block_network import BlockHead
-from foretoken.draft.heads.eagle_network import EagleHead
 from foretoken.draft.heads.kinds import open_head
 from foretoken.draft.proposers.gap_model import FIRST_NUMBERS
 from foretoken.draft.training import trainer as run
@@ -24,12 +23,12 @@ from foretoken.draft.training.evaluator import (
     fit_gaps,
 )
 from foretoken.draft.training.losses import kl_overlap_loss, slot_weights
-from foretoken.draft.training.new_drafts import Shape, Target, Weights, make_student
+from foretoken.draft.training.new_drafts import RECIPES, Shape, Target, Weights, make_student
 from foretoken.draft.training.teacher import Teacher
 from foretoken.draft.training.trainer import Trainer, TrainOptions
 from support.checkpoints import make_checkpoint
 
-KINDS = ("block", "eagle3", "lm")
+KINDS = (*RECIPES, "lm")
 
 
 @pytest.fixture(autouse=True)
@@ -134,24 +133,24 @@ def test_a_stopped_run_goes_on_to_the_bit(train, kind):
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 64])
-@pytest.mark.parametrize(("kind", "type_"), [("block", BlockHead), ("eagle3", EagleHead)])
-def test_a_written_head_is_read_to_the_bit(train, target, tmp_path, kind, type_, draft_vocab):
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_written_head_is_read_to_the_bit(train, target, tmp_path, kind, draft_vocab):
     trainer = train(kind, draft_vocab=draft_vocab)
     trainer.run()
     head = open_head(tmp_path / "out", target.config).load()
-    assert isinstance(head, type_)
+    assert type(head) is type(trainer.student.module)
     trained, written = trainer.student.module.state_dict(), head.state_dict()
     assert all(torch.equal(written[name], trained[name].bfloat16()) for name in trained)
     if draft_vocab is not None:
         assert head.draft_ids.tolist() == trainer.student.module.draft_ids.tolist()
-    if draft_vocab is not None and kind == "eagle3":  # as other engines expect it
+    if draft_vocab is not None and RECIPES[kind].brings_output:
         rows = Weights(target.path).output()[head.draft_ids]
         assert torch.equal(written["lm_head.weight"], rows.bfloat16())
     own = json.loads((tmp_path / "out" / "config.json").read_text())["foretoken"]
     assert set(own["odds"]) == {"greedy", "sampled"}
 
 
-@pytest.mark.parametrize("kind", ["block", "eagle3"])
+@pytest.mark.parametrize("kind", RECIPES)
 def test_a_head_that_began_at_random_reads_taps_as_they_are(
     train, target, conversations, tmp_path, kind
 ):
@@ -188,7 +187,7 @@ def test_a_draft_is_trained_further(train, tmp_path, kind):
     begun = train(kind, name="more", init=str(folder), layers=2).student.module.state_dict()
     files = load_file(folder / "model.safetensors")
     shared = [name for name in begun if name in files]
-    assert len(shared) > 8
+    assert len(shared) > len(begun) / 2
     assert all(torch.equal(begun[name], files[name].float()) for name in shared)
 
 
@@ -327,7 +326,7 @@ def test_the_gaps_that_made_ranks_are_found_again():
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "qwen3_moe"])
-@pytest.mark.parametrize("draft", ["block", "eagle3", "lm"])
+@pytest.mark.parametrize("draft", KINDS)
 def test_a_draft_does_not_begin_as_layers_that_are_none_of_a_drafts(draft, kind, tmp_path):
     folder = make_checkpoint(tmp_path, kind)
     target = Target(load_decoder(folder), folder)

@@ -7,9 +7,9 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "source-failure-is-forgiven-by-other-calls",
-        "GuardedSource._failed",
-        "self._breakers[what].record_failure()",
-        'self._breakers["propose"].record_failure()',
+        "GuardedSource._call",
+        "breaker = self._breakers[what]",
+        'breaker = self._breakers["propose"]',
         ("test_a_source_is_dropped_after_failures_in_close_succession_alone",),
         "a call that always fails drops its source, whatever else succeeds",
     ),

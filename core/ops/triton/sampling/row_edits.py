@@ -25,6 +25,7 @@ class RowEdits:
 
     def __init__(self, sampling: SamplingMetadata, vocab_size: int) -> None:
         self._encoded = encoded = sampling.cached(EncodedSampling, vocab_size)
+        self._bias: Edits = encoded.biased.astype(np.int32), encoded.bias
         self._path = History(0, vocab_size)
         self._output = History(sampling.prompt_len, vocab_size)
         self._allowed: Ints | None = None  # bits
@@ -41,8 +42,7 @@ class RowEdits:
 
     def steps(self, row: SampleRow, mask: Mask | None) -> tuple[Edits, ...]:
         """Single edits of a row, in the order of `STEPS`."""
-        bias = self._encoded.biased, self._encoded.bias
-        return bias, self._repeats(row), self._penalties(row), self._bans(row, mask)
+        return self._bias, self._repeats(row), self._penalties(row), self._bans(row, mask)
 
     def _repeats(self, row: SampleRow) -> Edits:
         """Repetition as in CTRL (arXiv 1909.05858)."""

@@ -66,14 +66,12 @@ class TritonSampler:
 
     def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
         """Compare drafts with the target's own tokens; see `core.sampling.verifier.verify`."""
-        return walk_drafts(logits, requests, lambda places: self._choose(logits, places, 1.0))
+        return walk_drafts(logits, requests, lambda places: self._choose(logits, places))
 
-    def sample(
-        self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-    ) -> list[SampledToken]:
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
         _check(len(logits), len(rows))
-        return self._choose(logits, list(enumerate(rows)), temperature_scale)
+        return self._choose(logits, list(enumerate(rows)))
 
     def best(
         self,
@@ -81,7 +79,6 @@ class TritonSampler:
         rows: Sequence[SampleRow],
         num_best: int,
         *,
-        temperature_scale: float = 1.0,
         draft_vocab: DraftVocab | None = None,
     ) -> list[Best]:
         """The tokens nearest to being drawn; see `core.sampling.verifier.best`.
@@ -97,20 +94,16 @@ class TritonSampler:
         if not rows:
             return []
         places = list(enumerate(rows))
-        words, refusals = self._gumbel_argmax(
-            logits, places, temperature_scale, num_best, draft_vocab
-        )
+        words, refusals = self._gumbel_argmax(logits, places, num_best, draft_vocab)
         found = AsyncCopy(words.flatten()).read().reshape(len(rows), num_best)
         return _bests(found, refusals, None if draft_vocab is None else draft_vocab.names)
 
-    def begin(
-        self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-    ) -> TritonPendingTokens:
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> TritonPendingTokens:
         """Draw as `sample` does, for at least one row and without waiting."""
         if not rows:
             raise ValueError("no token to draw")
         _check(len(logits), len(rows))
-        return self._begin(logits, list(enumerate(rows)), temperature_scale)
+        return self._begin(logits, list(enumerate(rows)))
 
     def plain_controls(
         self, draws: SamplingPlan, num_logits: int, vocab_size: int
@@ -125,22 +118,17 @@ class TritonSampler:
         """Winners of places without edits, int64 [num_places], for a graph; see `GumbelArgmax`."""
         return GumbelArgmax(logits, controls, cuts, hashes, tile=self._tile).run()
 
-    def _choose(
-        self, logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float
-    ) -> list[SampledToken]:
-        return self._begin(logits, places, temperature_scale).choices() if places else []
+    def _choose(self, logits: Tensor, places: Sequence[LogitsRow]) -> list[SampledToken]:
+        return self._begin(logits, places).choices() if places else []
 
-    def _begin(
-        self, logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float
-    ) -> TritonPendingTokens:
-        return TritonPendingTokens(*self._gumbel_argmax(logits, places, temperature_scale))
+    def _begin(self, logits: Tensor, places: Sequence[LogitsRow]) -> TritonPendingTokens:
+        return TritonPendingTokens(*self._gumbel_argmax(logits, places))
 
     @torch.inference_mode()
     def _gumbel_argmax(
         self,
         logits: Tensor,
         places: Sequence[LogitsRow],
-        temperature_scale: float,
         num_best: int = 1,
         draft_vocab: DraftVocab | None = None,
     ) -> tuple[Tensor, dict[int, str]]:
@@ -154,7 +142,7 @@ class TritonSampler:
         step = max(1, BLOCK // width)
         winners, refusals = [], dict[int, str]()
         for start in range(0, len(places), step):
-            controls = write_controls(places[start : start + step], vocab_size, temperature_scale)
+            controls = write_controls(places[start : start + step], vocab_size)
             refusals |= {start + index: why for index, why in controls.refusals.items()}
             winners.append(self._winners(logits, controls, hashes, num_best))
         return winners[0] if len(winners) == 1 else torch.cat(winners), refusals

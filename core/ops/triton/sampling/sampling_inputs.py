@@ -13,13 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....sampling.encoded import (
-    CUT,
-    MIN_TEMPERATURE,
-    PLACE,
-    EncodedSampling,
-    places_of,
-)
+from ....sampling.encoded import CUT, PLACE
 from ....sampling.gumbel import stream_keys
 from ....sampling.logits_processors import SampleRow
 from ....sampling.verifier import LogitsRow
@@ -28,7 +22,7 @@ from .row_edits import Edits, Ints, RowEdits, num_words
 
 COLUMNS = PLACE.names or ()
 """Columns of a place's controls, int64; of a number, the bits of a float64. The key of the place's
-noise stands in place of its start, the temperature is scaled; a row of -1: there is nobody."""
+noise stands in place of its start; a row of -1: there is nobody."""
 NUM_COLUMNS = len(COLUMNS)
 ROW, _EDITED = COLUMNS.index("row"), COLUMNS.index("edited")
 _KIND = COLUMNS.index("kind")
@@ -58,11 +52,9 @@ class SamplingInputs:
     refusals: dict[int, str]  # by place
 
 
-def write_controls(
-    places: Sequence[LogitsRow], vocab_size: int, temperature_scale: float
-) -> SamplingInputs:
+def write_controls(places: Sequence[LogitsRow], vocab_size: int) -> SamplingInputs:
     """Encode ``places`` for the kernels; the vocabulary has ``vocab_size`` tokens."""
-    columns, edited = _unedited(places, vocab_size, temperature_scale)
+    columns, edited = _unedited(places, vocab_size)
     lists, refusals = _edit_lists(edited, columns, vocab_size) if edited else (None, {})
     return SamplingInputs(columns, _cuts(columns), lists, refusals)
 
@@ -72,43 +64,39 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
 
     None where a row is edited or refused; its constraint was not asked then.
     """
-    requests, positions = list[EncodedSampling](), list[int]()
+    records, positions = list[bytes](), list[int]()
     for row, count in zip(draws.rows, draws.counts, strict=True):
         encoded, first = row.encoded(vocab_size), row.position
         if first < encoded.edited_until:
             return None
-        requests += [encoded] * count
+        records.append(encoded.place * count)
         positions += range(first, first + count)
-    columns = _columns(requests, positions, np.arange(len(positions)), draws.temperature_scale)
+    columns = _columns(records, positions, np.arange(len(positions)))
     return SamplingInputs(columns, _cuts(columns), None, {})
 
 
 def _unedited(
-    places: Sequence[LogitsRow], vocab_size: int, temperature_scale: float
+    places: Sequence[LogitsRow], vocab_size: int
 ) -> tuple[NDArray[np.int64], list[_Edited]]:
     """The numbers of all places, as if none was edited, and those that are."""
-    requests, positions, edited = [], [], []
+    records, positions, edited = [], [], []
     for index, (_, row) in enumerate(places):
         encoded, position = row.encoded(vocab_size), row.position
-        requests.append(encoded)
+        records.append(encoded.place)
         positions.append(position)
         if position < encoded.edited_until:
             edited.append((index, row))
     rows = np.array([at for at, _ in places])
-    return _columns(requests, positions, rows, temperature_scale), edited
+    return _columns(records, positions, rows), edited
 
 
 def _columns(
-    requests: Sequence[EncodedSampling],
-    positions: Sequence[int],
-    rows: IntArray,
-    temperature_scale: float,
+    records: Sequence[bytes], positions: Sequence[int], rows: IntArray
 ) -> NDArray[np.int64]:
     """Numbers of places at these output positions, decided by these ``rows`` of the logits."""
-    places = places_of(requests)
-    starts, temperatures = places["noise_start"], places["temperature"]
+    places = np.frombuffer(bytearray().join(records), PLACE)
+    starts = places["noise_start"]
     starts[:] = stream_keys(starts, np.array(positions)).view(np.uint64)
-    temperatures[:] = np.maximum(temperatures * temperature_scale, MIN_TEMPERATURE).astype("f4")
     places["row"] = rows
     return places.view(np.int64).reshape(-1, NUM_COLUMNS)
 

@@ -72,10 +72,7 @@ def test_any_mixture_of_parameters_draws_what_torch_draws(
     if shape == "sparse":
         logits[logits < 0] = -INF
     rows = [random_row(rng, vocab) for _ in range(20)]
-    temperature_scale = rng.choice([1.0, 1.0, 0.5, 1.3])
-    assert sampler.sample(logits, rows, temperature_scale=temperature_scale) == ORACLE.sample(
-        logits, rows, temperature_scale=temperature_scale
-    )
+    assert sampler.sample(logits, rows) == ORACLE.sample(logits, rows)
 
 
 CUTS: list[dict[str, Any]] = [
@@ -434,15 +431,11 @@ def test_tiny_temperatures_are_greedy_and_huge_ones_know_no_favourite(
     logits = logits_of(400, 50, 3.0)
     greedy = sampler.sample(logits, [row_of(temperature=0.0)] * 400)
     assert [c.token_id for c in greedy] == logits.argmax(-1).tolist()
-    for form, temperature_scale in (
-        ({"temperature": 1e-30}, 1.0),
-        ({}, 1e-9),
-        ({"top_p": 0.999}, 1e-9),
-    ):
-        rows = [row_of(seed, **form) for seed in range(400)]
-        assert sampler.sample(logits, rows, temperature_scale=temperature_scale) == greedy
+    for temperature, top_p in ((1e-30, 1.0), (1e-9, 1.0), (1e-9, 0.999)):
+        rows = [row_of(seed, temperature=temperature, top_p=top_p) for seed in range(400)]
+        assert sampler.sample(logits, rows) == greedy
     rows = [row_of(seed, temperature=100.0) for seed in range(400)]
-    drawn = sampler.sample(logits, rows, temperature_scale=1e20)
+    drawn = sampler.sample(logits / 1e20, rows)
     assert len({choice.token_id for choice in drawn}) == 50
 
 

@@ -250,18 +250,16 @@ def test_a_step_of_few_rows_is_a_copy_a_graph_and_a_copy_back(
 # -- a draft model -------------------------------------------------------------------------------
 
 
-def test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it(twins: Twins) -> None:
+def test_a_draft_models_tokens_are_chosen_in_the_graph(twins: Twins) -> None:
     rows = [with_drafts(row(name), max_draft=3) for name in ("drawn", "floored")]
     found = []
-    for runner, temperature_scale in zip(
-        (*twins.runners, twins.runners[1]), (0.3, 0.3, 1.0), strict=True
-    ):
+    for runner in twins.runners:
         twins.num_behind = 0
         pool = make_pool(runner.decoder)
-        proposer = LmProposer(runner.decoder, pool, temperature_scale=temperature_scale)
+        proposer = LmProposer(runner.decoder, pool)
         found.append([list(draft.token_ids) for draft in proposer.propose(rows)])
         assert twins.num_behind == 0
-    assert found[0] == found[1] != found[2]
+    assert found[0] == found[1]
     assert [len(token_ids) for token_ids in found[0]] == [3, 3]
 
 

@@ -165,7 +165,7 @@ def test_draft_trees_change_no_token(decoders, alone) -> None:
     assert sum(beside) > 0
 
 
-@pytest.mark.parametrize("drafter", ["lm", "reduced", "eagle"])
+@pytest.mark.parametrize("drafter", ["lm", "reduced", "eagle3"])
 def test_trees_that_grow_by_the_races_best_few_change_no_token(decoders, wild, drafter) -> None:
     """Trees grow in spare slots of a draft model's own pool, or from heads, one of fewer ids."""
     asked = requests(WILD)

@@ -155,9 +155,9 @@ def num_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     begin = TritonSampler._begin
 
-    def counted(sampler: TritonSampler, logits: Any, places: Any, temperature_scale: float) -> Any:
+    def counted(sampler: TritonSampler, logits: Any, places: Any) -> Any:
         counts.append(len(places))
-        return begin(sampler, logits, places, temperature_scale)
+        return begin(sampler, logits, places)
 
     monkeypatch.setattr(TritonSampler, "_begin", counted)
     return counts
@@ -314,12 +314,10 @@ class Drafter:
 
         monkeypatch.setattr(owner, name, noted)
 
-    def draft(
-        self, depths: dict[str, int], *, scale: float = 1.0, is_slow: bool = False
-    ) -> list[list[int]]:
+    def draft(self, depths: dict[str, int], *, is_slow: bool = False) -> list[list[int]]:
         """The drafts of two steps: the first computes the prompts, the second goes on from them."""
         self.lab.restart()
-        proposer = LmProposer(self.lab.decoder, self.lab.pool, temperature_scale=scale)
+        proposer = LmProposer(self.lab.decoder, self.lab.pool)
         found = self._propose(proposer, depths)
         with self.lab.is_slow() if is_slow else nullcontext():
             return found + self._propose(proposer, depths)
@@ -334,7 +332,7 @@ class Drafter:
             self.lab.tokens[row.request_id].extend(draft.token_ids[:2])
         return [list(draft.token_ids) for draft in drafts]
 
-    def read_one_by_one(self, depths: dict[str, int], *, scale: float = 1.0) -> list[list[int]]:
+    def read_one_by_one(self, depths: dict[str, int]) -> list[list[int]]:
         """The same, each token read before the next pass."""
 
         def grow(grower: TreeGrower, first: Any) -> None:
@@ -345,21 +343,21 @@ class Drafter:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TreeGrower, "_grow_on_device", grow)
-            return self.draft(depths, scale=scale)
+            return self.draft(depths)
 
 
 DEPTHS = {"drawn": 5, "greedy": 1, "cut": 3}
 
 
-@pytest.mark.parametrize(("lab", "scale"), [("graphs", 1.0), ("eager", 0.5)], indirect=["lab"])
+@pytest.mark.parametrize("lab", ["graphs", "eager"], indirect=True)
 def test_the_tokens_of_a_draft_model_are_read_when_all_its_passes_are_launched(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, scale: float
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = Drafter(lab, monkeypatch)
-    expected = drafter.read_one_by_one(DEPTHS, scale=scale)
+    expected = drafter.read_one_by_one(DEPTHS)
     assert drafter.log == ["pass", "read"] * 5
     assert [len(token_ids) for token_ids in expected] == [5, 1, 3] * 2
-    assert drafter.draft(DEPTHS, scale=scale, is_slow=True) == expected
+    assert drafter.draft(DEPTHS, is_slow=True) == expected
     assert drafter.log == ["pass"] * 5 + ["read"] * 5
 
 

@@ -51,10 +51,8 @@ def test_any_mixture_of_parameters_draws_what_torch_draws(vocab: int, shape: str
     if shape == "sparse":
         logits[logits < 0] = -INF
     rows = [random_row(rng, vocab) for _ in range(10)]
-    before, temperature_scale = logits.clone(), rng.choice([1.0, 0.5, 1.3])
-    assert SAMPLER.sample(logits, rows, temperature_scale=temperature_scale) == oracle(
-        logits, rows, temperature_scale=temperature_scale
-    )
+    before = logits.clone()
+    assert SAMPLER.sample(logits, rows) == oracle(logits, rows)
     assert torch.equal(logits, before)
 
 
@@ -135,17 +133,17 @@ def test_the_best_are_torchs_by_any_tiles_and_the_first_is_drawn(
         logits[logits < 1.5 * spread] = -INF
     rows = [random_row(rng, vocab) for _ in range(11)]
     rows += [row_of(1, temperature=0.0), row_of(2), row_of(3, top_k=2, temperature=0.5)]
-    scale, sampler = rng.choice([1.0, 0.5]), TritonSampler(tile=tile)
+    sampler = TritonSampler(tile=tile)
     logits[9, 0] = NAN
-    found = sampler.best(logits, rows, 4, temperature_scale=scale)
+    found = sampler.best(logits, rows, 4)
     with torch.device("cpu"):
-        wanted = ORACLE.best(logits.cpu(), rows, 4, temperature_scale=scale)
-    drawn = sampler.sample(logits, rows, temperature_scale=scale)
+        wanted = ORACLE.best(logits.cpu(), rows, 4)
+    drawn = sampler.sample(logits, rows)
     for best, other, choice in zip(found, wanted, drawn, strict=True):
         assert (best.token_ids, best.error) == (other.token_ids, other.error)
         assert best.scores == pytest.approx(other.scores, abs=1e-4, rel=1e-6)
         assert best.token_ids[:1] == ((choice.token_id,) if choice.error is None else ())
-    assert sampler.best(logits, rows, 1, temperature_scale=scale) == [
+    assert sampler.best(logits, rows, 1) == [
         Best(best.token_ids[:1], best.scores[:1], best.error) for best in found
     ]
     assert max(len(best.token_ids) for best in found) == min(4, vocab)
