@@ -55,11 +55,12 @@ class TierIO:
         self._job: Job[Any] | None = None  # under way
         self._ends: float | None = None  # when saves end, once it is closing
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Task[None]:
         """Begin to serve, on the running event loop."""
         self._loads.on_order = self._ordered
         self._tiers.watch_saves(self._wake.set)
         self._task = asyncio.create_task(self._run(), name="foretoken-tiers")
+        return self._task
 
     def flush(self, *namespaces: str | None) -> None:
         """Forget the pages of these namespaces, before anything else is looked up."""
@@ -74,22 +75,21 @@ class TierIO:
         patience = max(drain_seconds, LEAST_DRAIN_SECONDS)
         self._ends = self._clock() + patience
         self._wake.set()
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=patience + CLOSE_SECONDS)
-            if not self._task.done():
-                logger.warning("a KV tier did not answer in time and was left open")
-                self._abandon()
-            await asyncio.wait([self._task])
+        task = self._task or self.start()  # stores are open before anything is served
+        await asyncio.wait([task], timeout=patience + CLOSE_SECONDS)
+        if not task.done():
+            logger.warning("a KV tier did not answer in time and was left open")
+            self._abandon(task)
+        await asyncio.wait([task])
         self._thread.close()
         self._loads.close()
         for timer in self._timers.values():
             timer.cancel()
 
-    def _abandon(self) -> None:
+    def _abandon(self, task: asyncio.Task[None]) -> None:
         if self._job is not None:
             self._job.end(None, EngineDead("the engine was closed"))
-        if self._task is not None:
-            self._task.cancel()
+        task.cancel()
 
     # -- the task -------------------------------------------------------------------------------
 

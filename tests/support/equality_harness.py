@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.protocols import ProposerTraits, Speculator
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata
+from foretoken.core.interface.tiers import KVTiers
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder
 from foretoken.core.model.rough_copy import rough_decoder
@@ -260,6 +261,16 @@ def _traits(name: str) -> ProposerTraits:
     return ProposerTraits(tokens_per_pass=tokens_per_pass, catches_up=catches_up, weighs=True)
 
 
+class HouseTiers(Protocol):
+    """Tiers of a run of a `House`."""
+
+    def open(self, cache: PrefixCache, pool: KVPool, proposer: Proposer | None) -> KVTiers:
+        """Open the stores of what is run now."""
+
+    def drive(self, scheduler: Scheduler, runner: Any) -> Driver:
+        """Make what runs the requests, and makes the calls of the I/O thread."""
+
+
 class House:
     """A target, a draft model, and what every request says when it is alone."""
 
@@ -297,6 +308,7 @@ class House:
         repeats: int = 1,
         poison: bool = False,
         speculator: Speculator | None = None,
+        tiers: HouseTiers | None = None,
     ) -> dict[str, list[int]]:
         cache = PrefixCache(num_pages, page_size)
         limits = SchedulerLimits(
@@ -312,7 +324,6 @@ class House:
                 if drafter in DEPTHS or drafter == "auto+self"
                 else FixedDepth(depth)
             )
-        scheduler = Scheduler(cache, limits, speculator)
         more = drafter in SELF_DRAFTERS  # one page that is never used
         pool = self.target.make_pool(num_pages + more, page_size=page_size, kv_dtype=self.kv_dtype)
         if poison or more:
@@ -323,13 +334,15 @@ class House:
             else self._proposer(drafter, num_pages, page_size)
         )
         runner = ModelRunner(self.target, pool, proposer)
-        driver = Driver(scheduler, runner)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(
+            cache, limits, speculator, tiers and tiers.open(cache, pool, proposer)
+        )
+        driver = (tiers.drive if tiers else Driver)(self.scheduler, runner)  # type: ignore[arg-type]
         for _ in range(repeats):
             driver.ended.clear()
             self.requests = [self._request(index) for index in order]
             driver.add(*self.requests)
             driver.run()
-        self.scheduler = scheduler
         return driver.served
 
     def _proposer(self, name: str | None, num_pages: int, page_size: int) -> Proposer | None:

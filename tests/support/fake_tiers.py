@@ -3,13 +3,15 @@ driver whose I/O thread is called by hand."""
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foretoken.core.engine.tier_io import Call, TierIO
-from foretoken.core.interface.tiers import IsValid, KVTiers, Medium
+from foretoken.core.interface.tiers import IsValid, Medium
 from foretoken.core.scheduling.page_loads import PageLoads
+from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.tiers.keys import PageKeys
 from foretoken.core.tiers.tiers import LEAST_TOKENS, Tiers
 from foretoken.radix_cache import PrefixCache
@@ -111,42 +113,32 @@ class HashRecords:
             self._runner.kv[page_id, at] = state
 
 
-class TieredDriver(Driver):
-    """A `Driver` with tiers over ``stores``: what a thread would do is done where a test says so.
+def make_fake_tiers(
+    runner: FakeRunner,
+    stores: Sequence[DictStore],
+    clock: Callable[[], float],
+    cache: PrefixCache,
+    *,
+    least_tokens: int = LEAST_TOKENS,
+) -> Tiers:
+    """Real tiers of a cache, over the pages of a runner."""
+    keys = PageKeys(b"fake", cache.num_total_pages, cache.page_size)
+    cache.tree.add_observer(keys)
+    records = HashRecords(runner)
+    return Tiers(cache.tree, keys, records, stores, clock=clock, least_tokens=least_tokens)
 
-    ``begin_call`` takes the next call of the I/O thread, `run_calls` makes all there are.
+
+class CallingDriver(Driver):
+    """A `Driver` whose tiers have no thread: what it would do is done where a test says so.
+
+    ``begin_call`` takes the next call, `run_calls` makes all there are.
     """
 
     step_seconds = 0.001  # a look-up may take 50 of them
 
-    def __init__(
-        self,
-        *stores: DictStore,
-        page_size: int = 4,
-        least_tokens: int = LEAST_TOKENS,
-        runner: FakeRunner | None = None,
-        **options: Any,
-    ) -> None:
-        runner = runner or FakeRunner(page_size)
-
-        def make_tiers(cache: PrefixCache) -> KVTiers:
-            keys = PageKeys(b"fake", cache.num_total_pages, page_size)
-            cache.tree.add_observer(keys)
-            self.tiers = Tiers(
-                cache.tree,
-                keys,
-                HashRecords(runner),
-                stores,
-                clock=lambda: self.now,
-                least_tokens=least_tokens,
-            )
-            return self.tiers
-
-        self.now = 0.0
-        super().__init__(
-            make_scheduler(page_size=page_size, make_tiers=make_tiers, **options), runner
-        )
-        loads = self.scheduler.page_loads
+    def __init__(self, scheduler: Scheduler, runner: FakeRunner) -> None:
+        super().__init__(scheduler, runner)
+        loads = scheduler.page_loads
         assert loads is not None
         self.loads: PageLoads = loads
         self.num_changes = 0  # told to the engine
@@ -160,9 +152,18 @@ class TieredDriver(Driver):
     def _changed(self) -> None:
         self.num_changes += 1
 
+    def flush(self, *namespaces: str | None) -> None:
+        """Empty the pool and the tiers, as an engine does."""
+        self.scheduler.flush(*namespaces)
+        self._io.flush(*namespaces)
+
+    def next_call(self) -> Call | None:
+        """Return what the thread would begin now, if anything."""
+        return self._io._next_call()
+
     def begin_call(self) -> Call:
         """Return what the thread would begin now."""
-        call = self._io._next_call()
+        call = self.next_call()
         assert call is not None, "the thread has nothing to do"
         return call
 
@@ -173,7 +174,7 @@ class TieredDriver(Driver):
 
     def run_calls(self) -> None:
         """Make all calls that there are."""
-        while (call := self._io._next_call()) is not None:
+        while (call := self.next_call()) is not None:
             self.end_call(call)
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -184,3 +185,55 @@ class TieredDriver(Driver):
                 return
             self.step()
         raise AssertionError("the requests never ended")
+
+
+class LateDriver(CallingDriver):
+    """One whose calls take any time, by lot, and are made at their beginning or their end."""
+
+    step_seconds = 0.02
+
+    def __init__(self, scheduler: Scheduler, runner: FakeRunner, rng: random.Random) -> None:
+        super().__init__(scheduler, runner)
+        self._rng = rng
+
+    def run(self, max_steps: int = 10_000) -> None:
+        call: Call | None = None
+        for _ in range(max_steps):
+            if call is None and (call := self.next_call()) is not None:
+                results = [call.work()] if self._rng.random() < 0.5 else []
+                left = self._rng.choices([0, 1, 12], [0.9, 0.05, 0.05])[0]  # steps
+            if call is not None and left == 0:
+                call.use(results[0] if results else call.work())
+                self.scheduler.audit()
+                call = None
+                continue
+            if not self.scheduler.num_requests and call is None:
+                return
+            left -= 1
+            self.step()
+        raise AssertionError("the requests never ended")
+
+
+class TieredDriver(CallingDriver):
+    """One of a model of hashes with tiers over ``stores``."""
+
+    def __init__(
+        self,
+        *stores: DictStore,
+        page_size: int = 4,
+        least_tokens: int = LEAST_TOKENS,
+        runner: FakeRunner | None = None,
+        **options: Any,
+    ) -> None:
+        runner = runner or FakeRunner(page_size)
+
+        def make_tiers(cache: PrefixCache) -> Tiers:
+            self.tiers = make_fake_tiers(
+                runner, stores, lambda: self.now, cache, least_tokens=least_tokens
+            )
+            return self.tiers
+
+        self.now = 0.0
+        super().__init__(
+            make_scheduler(page_size=page_size, make_tiers=make_tiers, **options), runner
+        )

@@ -500,8 +500,7 @@ def test_a_request_may_end_while_its_pages_are_loaded(
 def test_a_flush_while_pages_are_looked_up_finds_nothing(store: DictStore) -> None:
     driver = restarted(store)
     driver.add(request := ask("a"))
-    driver.scheduler.flush()
-    driver._io.flush()
+    driver.flush()
     finish(driver, request)
     assert request.usage.cached_tokens == 0
     assert store.calls[0] == "flush"
@@ -511,8 +510,7 @@ def test_a_flush_while_pages_are_loaded_ends_the_load_and_harms_nothing(store: D
     driver, request, _ = loading(store)
     driver.end_call(driver.begin_call())
     call = driver.begin_call()
-    driver.scheduler.flush()
-    driver._io.flush()
+    driver.flush()
     driver.end_call(call)
     finish(driver, request)
     assert request.usage.loaded_tokens == 32, "two pieces had come"
