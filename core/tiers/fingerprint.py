@@ -83,7 +83,7 @@ class WeightsDigest:
     def _digest_of_tensor(self, tensor: Tensor) -> bytes:
         found = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().view(-1)
-        found.update(flat.view(torch.uint8).numpy())
+        found.update(flat.view(torch.uint8).numpy().data)
         self.num_bytes += flat.nbytes
         return found.digest()
 
