@@ -238,7 +238,7 @@ LOADED = [
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[Path, int]]:
-    """Where an item in the middle of each stored tensor lies."""
+    """The file and the offset of an item in the middle of each stored tensor."""
     if folder.suffix == ".gguf":
         return {
             each.name: (folder, int(each.data_offset) + int(each.n_bytes) // 2)
