@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
-from ...core.tiers.keys import PageKeys
 from ...radix_cache import PrefixCache
 
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
+    from ...core.tiers.keys import PageKeys
 
 
 @contextlib.contextmanager
@@ -43,6 +43,8 @@ def publish_pages(
     cache: PrefixCache, events: KVEventPublisher, model: str, fingerprint: bytes | None = None
 ) -> PageKeys:
     """Give the pages of a cache keys, and publish them; return the keys."""
+    from ...core.tiers.keys import PageKeys
+
     size = cache.page_size
     keys = PageKeys(fingerprint or name_fingerprint(model, size), cache.num_total_pages, size)
     cache.tree.add_observer(keys)
