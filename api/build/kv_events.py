@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
-from ...core.tiers.keys import PageKeys
 from ...radix_cache import PrefixCache
 
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
+    from ...core.tiers.keys import PageKeys
 
 
 @contextlib.contextmanager
@@ -41,6 +41,8 @@ def events_of(config: EngineConfig) -> Iterator[KVEventPublisher | None]:
 
 def keys_of(cache: PrefixCache, fingerprint: bytes) -> PageKeys:
     """Give the pages of a cache keys, from now on."""
+    from ...core.tiers.keys import PageKeys
+
     keys = PageKeys(fingerprint, cache.num_total_pages, cache.page_size)
     cache.tree.add_observer(keys)
     return keys

@@ -28,7 +28,7 @@ from .keys import StoredPages
 
 logger = logging.getLogger(__name__)
 EventMedium = Literal["GPU", "CPU", "DISK"]
-"""The place of a page: in the pool, whatever the device ("GPU"), in host memory, on disk."""
+"""Place of a page: the pool, whatever the device ("GPU"), host memory, or a disk."""
 KEPT_BATCHES = 10_000  # for replays
 KEPT_BYTES = 2**28  # of them: a long prompt's batch has some hundred thousand
 MAX_EVENTS = 4096  # in a batch: vllm-router refuses larger ones

@@ -27,7 +27,7 @@ SMALL = ["--kv-tokens", "2048", "--max-model-len", "1024", "--threads", "1"]
 PAGE_SIZE = 16
 MODEL = "foretoken-builtin"
 ROUTER = os.environ.get("VLLM_ROUTER") or shutil.which("vllm-router")
-"""Of vllm-router 0.1.17, in an environment of its own."""
+"""The command of vllm-router 0.1.17, from an environment of its own."""
 
 
 class Publishing:
@@ -117,6 +117,17 @@ def test_without_the_extra_the_command_exits_2_and_names_it() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert "kv_events needs the extra events: pip install 'foretoken[events]'" in done.stderr
+
+
+def test_without_the_flag_nothing_of_it_is_imported() -> None:
+    done = run_forked(
+        code,
+        "import sys\n"
+        "from foretoken import LLM\n"
+        "with LLM('builtin', kv_tokens=2048, threads=1) as llm: assert llm.generate('x')\n"
+        "print([each for each in sys.modules if each == 'zmq' or 'core.tiers' in each])",
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 # -- vllm-router --------------------------------------------------------------------------------

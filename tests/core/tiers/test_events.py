@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from foretoken.api.build.kv_events import events_of, publish_pages
+from foretoken.api.build.kv_events import events_of, keys_of, name_fingerprint
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.tiers import events
@@ -25,7 +25,7 @@ from foretoken.core.tiers.events import (
     block_hash,
     encode_batch,
 )
-from foretoken.core.tiers.keys import StoredPages
+from foretoken.core.tiers.keys import PageKeys, StoredPages
 from foretoken.radix_cache import PrefixCache
 from support.kv_subscriber import KVSubscriber
 
@@ -98,6 +98,15 @@ def tap(publisher: KVEventPublisher, num_pages: int = 12) -> PrefixCache:
     cache = PrefixCache(num_pages, 2)
     publish_pages(cache, publisher, "org/model")
     return cache
+
+
+def publish_pages(
+    cache: PrefixCache, publisher: KVEventPublisher, model: str, fingerprint: bytes | None = None
+) -> PageKeys:
+    """Give the pages of a cache keys, and publish them."""
+    keys = keys_of(cache, fingerprint or name_fingerprint(model, cache.page_size))
+    keys.add_observer(publisher)
+    return keys
 
 
 @pytest.mark.parametrize(
