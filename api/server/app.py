@@ -269,15 +269,15 @@ def _routes(service: Service) -> list[Route]:
     kept = KeptResponses(store)
     dialects: dict[str, Dialect[Any]] = {
         "/v1/chat/completions": ChatRoute(service),
+        "/v1/chat/completions/render": ChatRender(service),
         "/v1/completions": CompletionsRoute(service),
+        "/v1/completions/render": CompletionsRender(service),
         "/v1/branches": BranchesRoute(service),
         "/v1/responses": ResponsesRoute(service, store),
         "/v1/responses/input_tokens": ResponsesCount(service, store),
+        "/v1/responses/render": ResponsesRender(service, store),
         "/v1/messages": MessagesRoute(service),
         "/v1/messages/count_tokens": MessagesCount(service),
-        "/v1/chat/completions/render": ChatRender(service),
-        "/v1/completions/render": CompletionsRender(service),
-        "/v1/responses/render": ResponsesRender(service, store),
         "/v1/messages/render": MessagesRender(service),
     }
     return [

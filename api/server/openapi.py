@@ -142,8 +142,14 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
         body=ChatRequest, answer=openai.ChatBody, events=openai.ChunkBody, errors=GENERATES
     ),
+    ("POST", "/v1/chat/completions/render"): Operation(
+        body=ChatRequest, answer=Rendered, errors=READS
+    ),
     ("POST", "/v1/completions"): Operation(
         body=CompletionRequest, answer=openai.TextBody, events=openai.TextBody, errors=GENERATES
+    ),
+    ("POST", "/v1/completions/render"): Operation(
+        body=CompletionRequest, answer=list[Rendered], errors=READS
     ),
     ("POST", "/v1/branches"): Operation(
         body=BranchesRequest, answer=openai.BranchesBody, events=openai.ChunkBody, errors=GENERATES
@@ -156,6 +162,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/responses/input_tokens"): Operation(
         body=ResponsesRequest, answer=responses.InputTokens, errors=READS
+    ),
+    ("POST", "/v1/responses/render"): Operation(
+        body=ResponsesRequest, answer=Rendered, errors=READS
     ),
     ("GET", "/v1/responses/{id}"): Operation(
         answer=responses.ResponseBody, query=STORED, errors=(404,)
@@ -174,15 +183,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
         body=CountRequest, answer=messages.TokenCount, errors=READS
-    ),
-    ("POST", "/v1/chat/completions/render"): Operation(
-        body=ChatRequest, answer=Rendered, errors=READS
-    ),
-    ("POST", "/v1/completions/render"): Operation(
-        body=CompletionRequest, answer=list[Rendered], errors=READS
-    ),
-    ("POST", "/v1/responses/render"): Operation(
-        body=ResponsesRequest, answer=Rendered, errors=READS
     ),
     ("POST", "/v1/messages/render"): Operation(body=MessagesRequest, answer=Rendered, errors=READS),
     ("GET", "/v1/models"): Operation(answer=protocol.ModelList),

@@ -58,7 +58,7 @@ def test_in_a_browser_it_shows_every_route_with_fields_and_an_example(serve):
             "document.querySelectorAll('.route > div').length === "
             "document.querySelectorAll('.route').length"
         )
-        chat = page.locator(".route", has_text="POST/v1/chat/completions").inner_text()
+        chat = page.locator(".route", has_text="POST/v1/chat/completions").first.inner_text()
         assert f"curl {url}/v1/chat/completions" in chat
         assert '"messages":[{"role":"user"' in chat
         assert "cache_salt" in chat
