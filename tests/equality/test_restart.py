@@ -56,13 +56,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 256 MiB the first would take all the room, and push out what others have left."""
+    """Slabs of 256 MiB: the first would take all the room, and push out what others have left."""
     assert SlabStore.__init__.__kwdefaults__ is not None
     monkeypatch.setitem(SlabStore.__init__.__kwdefaults__, "slab_bytes", 1 << 20)
 
 
 class Run:
-    """What a process answers; ``options`` are those of the engine."""
+    """Answers of a process; ``options`` are those of the engine."""
 
     def __init__(self, model: Path, disk: Path, **options: Any) -> None:
         options = {"dtype": "bfloat16", "speculation": "off", "draft": "none"} | SIZES | options

@@ -13,6 +13,7 @@ import pytest
 
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.model_thread import Job
+from foretoken.core.engine.tier_io import CLOSE_SECONDS
 from foretoken.core.interface.request import Request
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, LOOKUP_SECONDS
 from support import virtual_time
@@ -396,7 +397,7 @@ def test_a_store_that_never_answers_is_abandoned(
         began = virtual_time.now()
         with caplog.at_level(logging.WARNING):
             await scene.engine.close(drain_seconds=2.0)
-        assert virtual_time.now() - began <= 2.0 + 2 * 2.0 + 0.1
+        assert virtual_time.now() - began <= 2.0 + CLOSE_SECONDS + 0.1
         assert thread.is_closed
         assert not scene.store.is_closed, "another thread is in it"
         assert scene.loads.leases == []
@@ -428,7 +429,7 @@ def test_a_flush_is_made_though_the_engine_is_closing() -> None:
 
 
 def test_an_engine_that_never_started_closes_its_stores() -> None:
-    """Or a folder would stay locked while the process lives."""
+    """The folder would stay locked while the process lives."""
 
     async def scenario() -> None:
         scene = Scene(OneByOne(lambda name: 0.0))

@@ -366,10 +366,13 @@ def test_a_late_load_is_given_up_and_its_pages_are_nobodys_until_the_thread_retu
     come_to_rest(driver)
 
 
-def test_whoever_is_late_is_left_alone() -> None:
+def test_whoever_is_late_twice_is_left_alone() -> None:
     store = DictStore()
     store.num_lied = 20
     driver, _, load = loading(store)
+    driver.tiers._asked = driver.tiers._tiers[0]
+    driver.tiers.note_late()
+    assert driver.tiers.is_open, "once may happen"
     call = driver.begin_call()
 
     def in_thread(name: str) -> None:

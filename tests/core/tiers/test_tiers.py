@@ -420,7 +420,7 @@ def test_a_closed_tier_is_flushed_nevertheless() -> None:
 
 
 def test_a_flush_that_failed_is_made_before_the_store_is_closed() -> None:
-    """Or the next process would find what was to be forgotten."""
+    """The next process would find what was to be forgotten."""
     store = DictStore()
     scene = Scene(store)
     scene.serve(1, 2, 3, 4)
