@@ -431,7 +431,7 @@ def test_tiny_temperatures_are_greedy_and_huge_ones_know_no_favourite(
     logits = logits_of(400, 50, 3.0)
     greedy = sampler.sample(logits, [row_of(temperature=0.0)] * 400)
     assert [c.token_id for c in greedy] == logits.argmax(-1).tolist()
-    for temperature, top_p in ((1e-30, 1.0), (1e-9, 1.0), (1e-9, 0.999)):
+    for temperature, top_p in ((1e-300, 1.0), (1e-9, 1.0), (1e-9, 0.999)):
         rows = [row_of(seed, temperature=temperature, top_p=top_p) for seed in range(400)]
         assert sampler.sample(logits, rows) == greedy
     rows = [row_of(seed, temperature=100.0) for seed in range(400)]

@@ -48,7 +48,7 @@ def test_places_of_one_request_share_its_mask_and_others_have_their_own() -> Non
         row_of(logit_bias={1: 1.0}),
         row_of(),
     ]
-    controls = write_controls(list(enumerate(rows)), VOCAB, 1.0)
+    controls = write_controls(list(enumerate(rows)), VOCAB)
     assert controls.edits is not None
     assert controls.edits.places.tolist() == [0, 1, 2, 3]
     assert controls.edits.mask_of.tolist() == [0, 1, 0, -1]
@@ -60,12 +60,12 @@ def test_min_tokens_edits_nothing_once_they_are_there() -> None:
     sampling = sampling_of(min_tokens=2, stop_ids=frozenset({7}))
     for num_tokens, is_early in ((3, True), (4, False)):
         row = SampleRow(array("q", [1] * num_tokens), sampling)
-        assert (write_controls([(0, row)], VOCAB, 1.0).edits is not None) == is_early
+        assert (write_controls([(0, row)], VOCAB).edits is not None) == is_early
 
 
 def test_what_is_known_of_a_request_goes_with_it() -> None:
     row = row_of()
-    write_controls([(0, row)], VOCAB, 1.0)
+    write_controls([(0, row)], VOCAB)
     known = row.sampling.cached(EncodedSampling, VOCAB)
     assert row.sampling.cached(EncodedSampling, VOCAB) is known
     gone = weakref.ref(known)

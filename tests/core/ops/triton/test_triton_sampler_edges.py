@@ -72,7 +72,7 @@ def test_what_is_known_of_a_request_is_known_of_one_width_of_logits() -> None:
 def test_tiny_temperatures_are_greedy_and_huge_ones_know_no_favourite() -> None:
     logits = logits_of(20, 50, 3.0)
     greedy = [SampledToken(token_id) for token_id in logits.argmax(-1).tolist()]
-    for temperature in (0.0, 1e-30, 1e-9):
+    for temperature in (0.0, 1e-300, 1e-9):
         rows = [row_of(seed, temperature=temperature) for seed in range(20)]
         assert SAMPLER.sample(logits, rows) == greedy
     rows = [row_of(seed, temperature=100.0) for seed in range(20)]
