@@ -24,6 +24,7 @@ from .lists import (
     serving,
     sources,
     texts,
+    tier_loads,
     tree,
     verifying,
 )
@@ -52,4 +53,5 @@ MUTATIONS = (
     *owners.MUTATIONS,
     *forms.MUTATIONS,
     *bounds.MUTATIONS,
+    *tier_loads.MUTATIONS,
 )
