@@ -24,6 +24,7 @@ from .lists import (
     serving,
     sources,
     texts,
+    tier_loads,
     tiers,
     tree,
     verifying,
@@ -54,4 +55,5 @@ MUTATIONS = (
     *owners.MUTATIONS,
     *forms.MUTATIONS,
     *bounds.MUTATIONS,
+    *tier_loads.MUTATIONS,
 )
