@@ -119,9 +119,9 @@ MUTATIONS = (
     ),
     Mutation(
         "look-up-is-not-waited-for",
-        "must_wait",
-        "return is_looked_up or shares_prefill(cache, request, running)",
-        "return shares_prefill(cache, request, running)",
+        "awaits_prefix",
+        "not (request.load.is_found or request.load.is_over)",
+        "False",
         ("test_others_go_first_while_a_request_is_looked_up",),
         "what a tier has is not computed",
     ),
