@@ -55,15 +55,17 @@ class PageLoads:
     # -- before admission -----------------------------------------------------------------------
 
     def look_up(self, request: Request, now: float) -> None:
-        """Look for the pages of a waiting request that the pool lacks, if they are many."""
-        size = self._cache.page_size
-        first = (len(request.tokens) - request.num_uncached) // size
+        """Look for the pages of a waiting request that the pool lacks, if they are many.
+
+        Again, if the pool has lost some of its pages since the last time.
+        """
+        size, last = self._cache.page_size, request.load
+        if cache_limit(request) is not None or not self.tiers.is_open:
+            return
+        first = self._cache.match_len(request.tokens, namespace=request.namespace) // size
+        is_known = last is not None and (first >= last.first or not _is_done(last))
         num_tokens = (len(request.tokens) - 1) // size * size - first * size
-        if (
-            num_tokens < self.tiers.least_tokens
-            or cache_limit(request) is not None
-            or not self.tiers.is_open
-        ):
+        if is_known or num_tokens < self.tiers.least_tokens:
             return
         load = PageLoad(
             request.request_id, request.tokens[:], request.namespace, first, now + LOOKUP_SECONDS
@@ -223,3 +225,7 @@ class PageLoads:
         leases, self._leases = self._leases, {}
         for load, lease in leases.items():
             self._cache.release(lease, load.tokens, 0, keep=False)
+
+
+def _is_done(load: PageLoad) -> bool:
+    return load.is_found or load.is_over

@@ -15,6 +15,7 @@ from ..errors import InvalidRequest, PromptTooLong, QueueFull
 from ..interface.request import Request, RequestStatus, Tenant, by_order
 from ..interface.sampling import beyond_vocabulary
 from .leases import awaits_prefix, would_fit
+from .page_loads import PageLoads
 from .request_queue import WaitingQueue
 
 # A tenant is a ``cache_salt`` or an API key; requests without either are one tenant together.
@@ -173,7 +174,7 @@ class RequestTable:
         self._now = now
         self.waiting.begin_round(now)
 
-    def candidates(self, cache: PrefixCache) -> Iterator[Request]:
+    def candidates(self, cache: PrefixCache, loads: PageLoads | None) -> Iterator[Request]:
         """Yield the requests whose turn it is; the caller admits each before it takes the next.
 
         A request whose prefix is being computed by another one, or looked up, waits, and others go
@@ -183,6 +184,8 @@ class RequestTable:
         while num_passed < MAX_PASSED and (request := self.waiting.first()) is not None:
             if len(self.running) >= self._limits.max_running:
                 return
+            if loads is not None:  # the pool may have lost what it had when the request came
+                loads.look_up(request, self._now)
             if awaits_prefix(cache, request, self.running.values()):
                 self.waiting.pass_over(request)
                 num_passed += 1
@@ -191,7 +194,9 @@ class RequestTable:
                 return  # those behind it must not take the pages that it waits for
             yield request
 
-    def short_ones(self, cache: PrefixCache, most: tuple[int, int]) -> Iterator[Request]:
+    def short_ones(
+        self, cache: PrefixCache, loads: PageLoads | None, most: tuple[int, int]
+    ) -> Iterator[Request]:
         """Yield requests that may run before their turn; the caller admits each.
 
         Those whose priority is more urgent than that of ``most``, or equal with at most half of its
@@ -208,6 +213,8 @@ class RequestTable:
             request = self.waiting.shortest(may_run)
             if request is None:
                 return
+            if loads is not None:
+                loads.look_up(request, self._now)
             running = self.running.values()
             if awaits_prefix(cache, request, running) or not would_fit(cache, request, running):
                 tried.add(request.tenant)

@@ -70,7 +70,6 @@ class Scheduler:
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
         self.num_preemptions = 0
         self.page_loads = None if tiers is None else PageLoads(cache, tiers)
-        self._now = 0.0  # of the latest round
         self._chunk_budget = ChunkBudget(limits.max_slowdown)
         self._released_request_ids: list[str] = []  # since the last plan
 
@@ -135,7 +134,6 @@ class Scheduler:
         """Plan the next step. Empty without work, or if all that runs waits for its pages."""
         self.cache.tick(now)
         self.request_table.begin_round(now)
-        self._now = now
         if self.page_loads is not None:
             self.page_loads.begin_round(now)
         budget = self.limits.max_batch_tokens
@@ -258,7 +256,7 @@ class Scheduler:
         in_turn = [each for each in prefills if not each.is_early]
         early = deque(each for each in prefills if each.is_early)
         room = budget - sum(each.num_pending for each in in_turn)
-        waiting = self.request_table.candidates(self.cache)
+        waiting = self.request_table.candidates(self.cache, self.page_loads)
         while room > 0:
             head = self.waiting.first()
             if early and (head is None or early[0].order < head.order):
@@ -280,7 +278,7 @@ class Scheduler:
         Or more urgent ones: their turn is now, however long they are.
         """
         admitted: list[Request] = []
-        waiting = self.request_table.short_ones(self.cache, least)
+        waiting = self.request_table.short_ones(self.cache, self.page_loads, least)
         while share > 0 and (request := next(waiting, None)) is not None:
             self._admit(request, now)
             request.is_early = request.priority >= least[0]
@@ -346,8 +344,6 @@ class Scheduler:
         self.num_preemptions += 1
         request.num_uncached = num_uncached_tokens(self.cache, request)
         self.request_table.requeue(request)
-        if self.page_loads is not None:
-            self.page_loads.look_up(request, self._now)
 
     def _release(self, request: Request, *, keep: bool = True) -> None:
         if self.page_loads is not None:

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     target, _ = write_pair(folder, vocab_size=256)
     decoder = load_decoder(target, dtype="bfloat16", backend="torch")
-    for kind in ("block", "eagle"):
+    for kind in ("block", "eagle3"):
         save_head(random_head(kind, decoder), folder / kind)
     sizes = {"vocab_size": 256, "vocab_size_per_layer_input": 256}
     make_checkpoint(folder / "gemma4", "gemma4_shared", **sizes)
@@ -112,7 +112,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed layers": ("gemma4", {}),
     "draft model": ("target", {"draft": "draft", "speculation": 4}),
     "block head": ("target", {"draft": "block", "speculation": 4}),
-    "eagle head": ("target", {"draft": "eagle", "speculation": 4}),
+    "eagle head": ("target", {"draft": "eagle3", "speculation": 4}),
 }
 
 
@@ -180,7 +180,7 @@ def test_another_way_to_compute_or_to_lay_out_pages_finds_nothing(
 
 
 def test_another_head_finds_nothing_of_a_heads_records(folder: Path, tmp_path: Path) -> None:
-    drafts: Sequence[str] = [str(folder / "block"), str(folder / "eagle"), "none"]
+    drafts: Sequence[str] = [str(folder / "block"), str(folder / "eagle3"), "none"]
     for draft in drafts:
         speculation = "off" if draft == "none" else 4
         run = Run(folder / "target", tmp_path, draft=draft, speculation=speculation)

@@ -166,7 +166,7 @@ def test_no_fault_of_a_store_changes_a_token(fault: str, tmp_path: Path) -> None
         assert sum(store.stats()["unsound"] for store in disk.stores) > 2
 
 
-@pytest.mark.parametrize("drafter", ["block", "eagle"])
+@pytest.mark.parametrize("drafter", ["block", "eagle3"])
 def test_a_head_drafts_after_a_load_as_after_a_hit(drafter: str, tmp_path: Path) -> None:
     house, order = tiny_house("bfloat16", "native"), shuffled(7)[:8]
 

@@ -241,5 +241,6 @@ def make_built(engine: FakeEngine, folder: Path, eos: int, vocab_size: int) -> S
         eos_token_ids=frozenset({eos}),
         sampling_defaults=NO_DEFAULTS,
         fingerprint=None,
+        events=None,
         settings={"draft": "auto,/models/head", "dump_dir": "/dumps", "kv_tokens": 4096},
     )

@@ -538,6 +538,48 @@ def test_a_request_whose_pages_are_loaded_is_no_victim(store: DictStore) -> None
     come_to_rest(driver)
 
 
+def test_a_preempted_request_looks_again_and_loads_what_left_the_pool() -> None:
+    store = DictStore()
+    driver = restarted(store, num_pages=48, max_running=2, least_tokens=16)
+    driver.add(
+        first := ask("first", prompt_of(90, 1), max_tokens=60),
+        second := ask("second", prompt_of(88, 2), max_tokens=60),
+    )
+    driver.run()
+    assert driver.scheduler.num_preemptions > 0
+    assert second.num_preemptions > 0
+    for request in (first, second):
+        prompt = list(request.tokens[: request.prompt_len])
+        assert driver.served[request.request_id] == answer(prompt, 60)
+        assert request.usage.cached_tokens == request.usage.loaded_tokens == 0, "of the first time"
+    assert store.calls.count("get") > 4
+    come_to_rest(driver)
+
+
+def test_a_request_looks_again_if_the_pool_lost_what_it_had_on_arrival(store: DictStore) -> None:
+    driver = restarted(store, max_running=1)
+    driver.add(ask("first"))
+    driver.run()
+    driver.add(ask("busy", prompt_of(5, 3), max_tokens=20))
+    driver.step()
+    store.calls.clear()
+    driver.add(request := ask("a"))
+    assert request.load is None, "the pool has it all"
+    driver.scheduler.flush()
+    driver.run()
+    assert store.calls.count("find") == 1
+    assert request.usage.loaded_tokens == 80
+    come_to_rest(driver)
+
+
+def test_a_request_that_waits_for_its_turn_is_looked_up_once(store: DictStore) -> None:
+    driver = restarted(store, max_running=1)
+    driver.add(ask("busy", prompt_of(5, 3), max_tokens=20), request := ask("a"))
+    driver.run()
+    assert store.calls.count("find") == 1
+    assert request.usage.loaded_tokens == 80
+
+
 # -- beside other things --------------------------------------------------------------------------
 
 

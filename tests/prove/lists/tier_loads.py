@@ -80,10 +80,26 @@ MUTATIONS = (
     Mutation(
         "loads-for-who-reads-no-cache",
         "PageLoads.look_up",
-        "or cache_limit(request) is not None",
-        "or False",
+        "if cache_limit(request) is not None or",
+        "if",
         ("test_who_must_compute_the_prompt_loads_nothing",),
         "cache.read=False, and log-probabilities of every prompt token",
+    ),
+    Mutation(
+        "loads-look-up-on-arrival-alone",
+        "RequestTable.candidates",
+        "loads.look_up(request, self._now)",
+        "pass",
+        ("test_a_request_looks_again_if_the_pool_lost_what_it_had_on_arrival",),
+        "what left the pool while a request waited is not computed again",
+    ),
+    Mutation(
+        "loads-look-up-in-each-round",
+        "PageLoads.look_up",
+        "if is_known or num_tokens",
+        "if num_tokens",
+        ("test_a_request_that_waits_for_its_turn_is_looked_up_once",),
+        "a request waits for one look-up",
     ),
     Mutation(
         "loads-publish-what-never-came",
