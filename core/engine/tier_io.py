@@ -151,7 +151,7 @@ class TierIO:
             self._on_change()
 
     def _loaded(self, load: PageLoad, num_asked: int, num_pages: int) -> None:
-        self._loads.loaded(load, num_asked, num_pages)
+        self._loads.loaded(load, num_asked, num_pages, self._clock())
         if load.is_over:
             self._disarm(load)
             self._on_change()
@@ -167,7 +167,9 @@ class TierIO:
 
     def _due(self, load: PageLoad) -> None:
         self._timers.pop(load, None)
-        if not load.is_over:
+        if load.due > self._clock():  # it was given more time
+            self._ordered(load)
+        elif not load.is_over:
             self._on_change()
 
     def _disarm(self, load: PageLoad) -> None:

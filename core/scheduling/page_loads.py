@@ -132,8 +132,11 @@ class PageLoads:
         self.loads.append(load)
         self.on_order(load)
 
-    def loaded(self, load: PageLoad, num_asked: int, num_pages: int) -> None:
-        """Take the outcome of a call of the thread: of the pages asked for, so many are whole."""
+    def loaded(self, load: PageLoad, num_asked: int, num_pages: int, now: float) -> None:
+        """Take the outcome of a call of the thread: of the pages asked for, so many are whole.
+
+        Patience begins anew with every call: without an estimate nobody knows how many it takes.
+        """
         load.is_in_thread = False
         if load.is_over:
             if (lease := self._leases.pop(load, None)) is not None:
@@ -141,6 +144,8 @@ class PageLoads:
             return
         load.num_loaded += num_pages
         if num_pages == num_asked and load.num_loaded < len(load.page_ids):
+            seconds = self.tiers.load_seconds(self._num_queued_pages())
+            load.due = now + max(LATE * seconds, LATE_SECONDS)
             self._order(load)
             return
         request = self._loading[load.request_id]

@@ -46,6 +46,7 @@ class _Tier:
     load_seconds: float = 0.0
     num_saved: int = 0  # pages
     num_evicted: int = 0  # pages that left the pool before they were saved
+    num_refused: int = 0  # pages that came while it was closed
     unflushed: set[bytes | None] = field(default_factory=set)  # tags; before anything is found
 
     def close(self, why: object, now: float) -> None:
@@ -132,8 +133,9 @@ class Tiers:
                 self._records.write(page_id)
                 tier.num_loaded += 1
                 tier.load_seconds += self._clock() - began
-                tier.pause = CLOSED_SECONDS
                 tier.lateness = max(0.0, tier.lateness - FORGIVEN)
+                if not tier.lateness:
+                    tier.pause = CLOSED_SECONDS
                 return True
         return False
 
@@ -146,7 +148,11 @@ class Tiers:
         def stayed() -> bool:
             return self._keys.counters[save.page_id] == save.counter
 
-        for tier in self._open_tiers():
+        is_open = set(self._open_tiers())
+        for tier in self._tiers:
+            if tier not in is_open:
+                tier.num_refused += 1
+                continue
             is_kept = False
             if stayed():
                 page = self._records.read(save.page_id)
@@ -266,6 +272,7 @@ class Tiers:
                 queued_pages=len(self._queue),
                 dropped_pages={
                     "left_the_pool": tier.num_evicted,
+                    "closed": tier.num_refused,
                     "queue_full": self._num_unqueued,
                     **tier.store.stats(),
                 },

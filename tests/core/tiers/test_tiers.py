@@ -474,7 +474,7 @@ def test_it_says_how_each_tier_fares() -> None:
     state = scene.state()
     assert (state.medium, state.pages, state.capacity_pages) == ("disk", 2, 5)
     assert (state.saved_pages, state.loaded_pages, state.queued_pages) == (2, 2, 1)
-    assert state.dropped_pages == {"left_the_pool": 0, "queue_full": 0, "evicted": 7}
+    assert state.dropped_pages == {"left_the_pool": 0, "closed": 0, "queue_full": 0, "evicted": 7}
     assert (state.times_closed, state.is_open) == (0, True)
 
 
