@@ -201,7 +201,7 @@ class LateDriver(CallingDriver):
         for _ in range(max_steps):
             if call is None and (call := self.next_call()) is not None:
                 results = [call.work()] if self._rng.random() < 0.5 else []
-                left = self._rng.choices([0, 1, 20], [0.9, 0.05, 0.05])[0]  # steps
+                left = self._rng.choices([0, 1, 20], [0.95, 0.03, 0.02])[0]  # steps
             if call is not None and left == 0:
                 call.use(results[0] if results else call.work())
                 self.scheduler.audit()
