@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ...api.build.engine_builder import Built
+from ...api.build.engine_builder import LocalBuilt
 from ...api.types.sampling_params import SamplingParams
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.interface.request import Request, Usage
@@ -84,7 +84,7 @@ class Served:
 class Lab:
     """A started engine, the text that prompts are cut from, and how much to measure."""
 
-    built: Built
+    built: LocalBuilt
     text: Sequence[int]
     sizes: Sizes
     num_sent: int = 0

@@ -13,7 +13,7 @@ import logging
 import time
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from ..errors import EngineDead, InvalidRequest, QueueFull
@@ -21,9 +21,11 @@ from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
 from ..interface.protocols import StepRunner
 from ..interface.request import Request
+from ..scheduling.request_table import SchedulerLimits
 from ..scheduling.scheduler import Scheduler
 from ..telemetry.cache_info import describe_cache
 from ..telemetry.metrics import EngineMetrics
+from ..telemetry.overview import RecentRequest, describe_engine
 from ..telemetry.spec_decode_stats import EngineLog, Load
 from .audit import Auditor, AuditResult
 from .crash_dump import CrashReport, make_report, write_report
@@ -131,6 +133,21 @@ class Engine:
         """Seconds on the engine's clock, by which arrivals, pins and evictions are timed."""
         return self._clock()
 
+    @property
+    def limits(self) -> SchedulerLimits:
+        """Bounds of a step and of the queue."""
+        return self.scheduler.limits
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the prefix cache."""
+        return self.scheduler.cache.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV pool."""
+        return self.scheduler.cache.num_total_pages
+
     def submit(self, request: Request) -> TokenStream:
         """Accept a request; its answer arrives on the stream.
 
@@ -207,6 +224,13 @@ class Engine:
     def num_audit_failures(self) -> int:
         """Audits that found something wrong."""
         return self._auditor.num_failures
+
+    async def overview(self, finished: Iterable[RecentRequest] = ()) -> dict[str, object]:
+        """Describe the engine for the live page, with the paths of its requests in the cache.
+
+        Paths are reported of requests that run, and of ``finished`` ones.
+        """
+        return describe_engine(self.scheduler, self.metrics, finished)
 
     async def audit(self) -> AuditResult:
         """Check every page and request between two steps; see `core.engine.audit.inspect`.
