@@ -199,11 +199,11 @@ class _ErrorForm(
     message: str
 
 
-class PlainErrorForm(_ErrorForm, tag="foretoken", kw_only=True):
+class PlainErrorForm(_ErrorForm, tag="foretoken", frozen=True, kw_only=True):
     """`ForetokenError`, and whatever has no form of its own."""
 
 
-class InvalidRequestForm(_ErrorForm, tag="invalid_request", kw_only=True):
+class InvalidRequestForm(_ErrorForm, tag="invalid_request", frozen=True, kw_only=True):
     """`InvalidRequest`."""
 
     param: str | None = None
@@ -220,27 +220,27 @@ class PromptTooLongForm(
     param: str
 
 
-class QueueFullForm(_ErrorForm, tag="queue_full", kw_only=True):
+class QueueFullForm(_ErrorForm, tag="queue_full", frozen=True, kw_only=True):
     """`QueueFull`."""
 
     retry_after: Seconds
 
 
-class DeadlineExceededForm(_ErrorForm, tag="deadline_exceeded", kw_only=True):
+class DeadlineExceededForm(_ErrorForm, tag="deadline_exceeded", frozen=True, kw_only=True):
     """`DeadlineExceeded`."""
 
     retry_after: Seconds
 
 
-class EngineDeadForm(_ErrorForm, tag="engine_dead", kw_only=True):
+class EngineDeadForm(_ErrorForm, tag="engine_dead", frozen=True, kw_only=True):
     """`EngineDead`."""
 
 
-class ModelLoadErrorForm(_ErrorForm, tag="model_load", kw_only=True):
+class ModelLoadErrorForm(_ErrorForm, tag="model_load", frozen=True, kw_only=True):
     """`ModelLoadError`, and the errors below it."""
 
 
-class ApiErrorForm(_ErrorForm, tag="api", kw_only=True):
+class ApiErrorForm(_ErrorForm, tag="api", frozen=True, kw_only=True):
     """`ApiError`."""
 
     status: Annotated[int, Meta(ge=100, le=599)]
@@ -322,8 +322,14 @@ def error_of(form: ErrorForm) -> ForetokenError | ApiError:
     """An error of the same class, message and fields."""
     if not isinstance(form, ApiErrorForm):
         return engine_error_of(form)
-    about = {"kind": form.kind, "param": form.param, "code": form.code}
-    return ApiError(form.status, form.message, **about, headers=form.headers)
+    return ApiError(
+        form.status,
+        form.message,
+        kind=form.kind,
+        param=form.param,
+        code=form.code,
+        headers=form.headers,
+    )
 
 
 # -- tokens and usage ------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class _Message(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
 # -- both sides ------------------------------------------------------------------------------------
 
 
-class Load(_Message, kw_only=True):
+class Load(_Message, frozen=True, kw_only=True):
     """A replica's work now. Counts are requests."""
 
     running: Count
@@ -67,14 +67,14 @@ class Load(_Message, kw_only=True):
     kv_usage: Annotated[float, Meta(ge=0, le=1)]  # share of the pool that running requests hold
 
 
-class Beat(_Message, tag="beat", kw_only=True):
+class Beat(_Message, tag="beat", frozen=True, kw_only=True):
     """A sign of life, each second; a replica's has its load."""
 
     load: Load | None = None
     unready: str | None = None  # why the replica's engine cannot take new requests now
 
 
-class Leaving(_Message, tag="leaving", kw_only=True):
+class Leaving(_Message, tag="leaving", frozen=True, kw_only=True):
     """The sender ends the connection: a replica stops, or a front does not want this replica.
 
     The same in all versions: a replica of another version must understand its refusal.
@@ -86,7 +86,7 @@ class Leaving(_Message, tag="leaving", kw_only=True):
 # -- from a replica --------------------------------------------------------------------------------
 
 
-class Hello(_Message, tag="hello", kw_only=True):
+class Hello(_Message, tag="hello", frozen=True, kw_only=True):
     """A replica's first message: its model and its engine, as in `Built` and `ServingEngine`."""
 
     version: int
@@ -119,7 +119,7 @@ class PageNews(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     keys: bytes  # [num_pages * KEY_BYTES]
 
 
-class Step(_Message, tag="step", kw_only=True):
+class Step(_Message, tag="step", frozen=True, kw_only=True):
     """A step's result: deltas of all requests, and the state of the engine behind it.
 
     ``usages`` are by request, of those whose usage the front needs now. A message without deltas
@@ -132,7 +132,7 @@ class Step(_Message, tag="step", kw_only=True):
     pages: list[PageNews] = []
 
 
-class Answer(_Message, tag="answer", kw_only=True):
+class Answer(_Message, tag="answer", frozen=True, kw_only=True):
     """The answer to a call: pages that a flush freed, a body in JSON, a text, or an error."""
 
     call_id: Count
@@ -143,7 +143,7 @@ class Answer(_Message, tag="answer", kw_only=True):
 # -- from the front --------------------------------------------------------------------------------
 
 
-class Submit(_Message, tag="submit", kw_only=True):
+class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     """A request. One that ran on another replica has its output so far, and goes on behind it.
 
     A replica makes the request of it with the same parameters as the front did, so that stop
@@ -165,48 +165,48 @@ class Submit(_Message, tag="submit", kw_only=True):
     num_prompt_logprobs: Count = 0  # sent already
 
 
-class Abort(_Message, tag="abort", kw_only=True):
+class Abort(_Message, tag="abort", frozen=True, kw_only=True):
     """End a request; unknown and finished ones are ignored."""
 
     request_id: str
 
 
-class _Question(_Message, tag_field="ask", kw_only=True):
+class _Question(_Message, tag_field="ask", frozen=True, kw_only=True):
     """The base of what `Call` may ask."""
 
 
-class FlushCache(_Question, tag="flush", kw_only=True):
+class FlushCache(_Question, tag="flush", frozen=True, kw_only=True):
     """`ServingEngine.flush_cache`."""
 
     namespaces: list[str | None] = []
 
 
-class FlushPrefix(_Question, tag="flush_prefix", kw_only=True):
+class FlushPrefix(_Question, tag="flush_prefix", frozen=True, kw_only=True):
     """`ServingEngine.flush_prefix`."""
 
     tokens: bytes  # `ids_form`
     namespace: str | None = None
 
 
-class CacheInfo(_Question, tag="cache_info", kw_only=True):
+class CacheInfo(_Question, tag="cache_info", frozen=True, kw_only=True):
     """`ServingEngine.cache_info`."""
 
     namespace: str | None = None
 
 
-class Overview(_Question, tag="overview", kw_only=True):
+class Overview(_Question, tag="overview", frozen=True, kw_only=True):
     """`ServingEngine.overview`."""
 
 
-class Audit(_Question, tag="audit", kw_only=True):
+class Audit(_Question, tag="audit", frozen=True, kw_only=True):
     """`ServingEngine.audit`."""
 
 
-class Metrics(_Question, tag="metrics", kw_only=True):
+class Metrics(_Question, tag="metrics", frozen=True, kw_only=True):
     """The text of `ServingMetrics.render`."""
 
 
-class Report(_Question, tag="report", kw_only=True):
+class Report(_Question, tag="report", frozen=True, kw_only=True):
     """`ServingEngine.report`."""
 
     reason: str
@@ -215,7 +215,7 @@ class Report(_Question, tag="report", kw_only=True):
 Question = FlushCache | FlushPrefix | CacheInfo | Overview | Audit | Metrics | Report
 
 
-class Call(_Message, tag="call", kw_only=True):
+class Call(_Message, tag="call", frozen=True, kw_only=True):
     """A question, answered by the `Answer` with its id."""
 
     call_id: Count
@@ -238,8 +238,8 @@ def _plain(value: object) -> object:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_from_replica = msgspec.msgpack.Decoder(FromReplica)
-_from_front = msgspec.msgpack.Decoder(FromFront)
+_from_replica: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromReplica)
+_from_front: msgspec.msgpack.Decoder[FromFront] = msgspec.msgpack.Decoder(FromFront)
 _json_object = msgspec.json.Decoder(dict[str, Any])
 
 

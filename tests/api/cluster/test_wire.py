@@ -146,6 +146,9 @@ def test_the_greeting_of_another_version_names_it_whatever_its_fields() -> None:
         data = altered(hello(), lambda plain: plain.update(version=VERSION + 1, **fields_))  # noqa: B023
         with pytest.raises(WireError, match=f"version {VERSION + 1};.* version {VERSION}"):
             from_replica(data)
+    deep = altered(hello(), lambda plain: plain.update(new=0))[:-1] + b"\x91" * 5000 + b"\xc0"
+    with pytest.raises(WireError):
+        from_replica(deep)
     same = altered(hello(), lambda plain: plain.update(new=1))
     with pytest.raises(WireError, match="unknown field `new`"):
         from_replica(same)
@@ -166,7 +169,7 @@ def test_a_report_comes_back_and_a_value_that_json_lacks_as_its_text() -> None:
     assert body_of(body_form({"ok": True, "pages": {"free": 3}, "to": Path("/x")})) == {
         "ok": True, "pages": {"free": 3}, "to": "/x",
     }  # fmt: skip
-    for data in (b"", b"[1]", b'{"a":', b"\xff"):
+    for data in (b"", b"[1]", b'{"a":', b"\xff", b'{"a":' + b"[" * 5000):
         with pytest.raises(WireError):
             body_of(data)
 
