@@ -32,7 +32,6 @@ from ...radix_cache import Eviction
 from ..serving.errors import INTERNAL, ApiError
 from ..types.sampling_params import SamplingDefaults, SamplingParams
 
-ITEM_BYTES = 8  # of a token id in `ids_form`
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]  # finite: neither bound takes a nan
@@ -177,7 +176,7 @@ class CacheForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 
 
 def cache_form(options: CacheOptions) -> CacheForm:
-    """What a request may read, write and pin."""
+    """The options of a request."""
     pins = [(pin.num_tokens, pin.ttl) for pin in options.pins]
     return CacheForm(read=options.read, write=options.write, pins=pins)
 

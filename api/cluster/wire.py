@@ -353,7 +353,7 @@ def hello_of(built: Built[ServingEngine], *, kernels: str, tokenizer: str, pid: 
 
 
 def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
-    """What a front's API needs of the model, whose own tokenizer is at ``path``.
+    """The model as a front's API knows it; its tokenizer and template are at ``path``.
 
     Raises `WireError`.
     """

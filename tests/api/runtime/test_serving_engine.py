@@ -54,7 +54,7 @@ def test_its_limits_and_its_metrics_have_what_the_face_has(owner: type) -> None:
 
 
 def _uses(path: Path) -> Iterator[str]:
-    """What a file reads of something that is called engine."""
+    """Attributes that a file reads of something called engine."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute):
             owner = node.value

@@ -1,4 +1,4 @@
-"""What the live page shows of an engine: its counts, and the icicle of its prefix cache."""
+"""Counts that the live page shows, and the icicle of the prefix cache."""
 
 from __future__ import annotations
 
