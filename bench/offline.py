@@ -130,7 +130,7 @@ class Bench:
         self, args: argparse.Namespace, speculation: str | int | None = None
     ) -> tuple[dict[str, object], list[str], list[Record]]:
         """One run from an empty cache: figures, notes, records."""
-        self._llm.engine.flush_cache()
+        await self._llm.engine.flush_cache()
         driver = OfflineDriver(self._llm, args.temperature)
         load = Load(driver, speculation=speculation)
         scene = Scene(args, self._corpus, self._llm.built.max_model_len, args.seed)

@@ -89,7 +89,7 @@ class ServingEngine(Protocol):
 
     @property
     def metrics(self) -> ServingMetrics:
-        """Its metrics and observers."""
+        """Metrics, and the observers of requests and steps."""
 
     # -- requests
 
@@ -116,22 +116,22 @@ class ServingEngine(Protocol):
     async def close(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, wait for running ones, abort those that are left; idempotent."""
 
-    # -- the cache
+    # -- the cache. What is asked is awaited: an engine in another process answers by a message.
 
-    def flush_cache(self, *namespaces: str | None) -> int:
+    async def flush_cache(self, *namespaces: str | None) -> int:
         """Drop unused cached prefixes of these namespaces, of all when none is named.
 
         Returns how many pages that freed.
         """
 
-    def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
+    async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
         """Drop what begins with these tokens and is not in use, pins or not.
 
         Returns how many pages that freed. Raises `InvalidRequest` for tokens that do not fill a
         page.
         """
 
-    def cache_info(self, namespace: str | None = None) -> Body:
+    async def cache_info(self, namespace: str | None = None) -> Body:
         """Occupancy and hit counters of the prefix cache and its tiers, in pages and tokens."""
 
     # -- reports

@@ -83,7 +83,7 @@ async def _run_engine(
     cache: bool,
     depth: int | None,
 ) -> Outcome:
-    built.engine.flush_cache()
+    await built.engine.flush_cache()
     limit = asyncio.Semaphore(work.concurrency)
     out = Outcome(0.0, [[] for _ in prompts], [Usage() for _ in prompts], [])
     requests = [

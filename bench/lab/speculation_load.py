@@ -68,7 +68,7 @@ async def _serve(built: LocalBuilt, request: Request, limit: asyncio.Semaphore, 
 async def run_once(built: LocalBuilt, load: Load, concurrency: int, depth: int | str) -> Run:
     """All requests of a load, ``concurrency`` at a time, from an empty cache."""
     engine = built.engine
-    engine.flush_cache()
+    await engine.flush_cache()
     if isinstance(engine.runner, ReplayRunner):
         recorded = enumerate(load.streams) if load.is_replayed else ()
         engine.runner.recorded = {str(i): answer for i, (_, answer) in recorded}

@@ -178,7 +178,10 @@ class Engine:
         """End a request between two steps; unknown and finished ones are ignored."""
         self._inbox.abort(request_id)
 
-    def flush_cache(self, *namespaces: str | None) -> int:
+    # What follows waits for nothing, but `audit`. It is awaited because that is how callers know an
+    # engine, which may also be in another process.
+
+    async def flush_cache(self, *namespaces: str | None) -> int:
         """Drop unused cached prefixes, and the tokens that look-up drafters have indexed.
 
         Of these namespaces, of all when none is named. Returns how many pages that freed.
@@ -188,7 +191,7 @@ class Engine:
             self._tier_io.flush(*namespaces)
         return num_pages
 
-    def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
+    async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
         """Drop what begins with these tokens and is not in use, pins or not.
 
         All indexed tokens of the namespace are dropped, and all its pages in tiers: they are not
@@ -200,7 +203,7 @@ class Engine:
             self._tier_io.flush(namespace)
         return num_pages
 
-    def cache_info(self, namespace: str | None = None) -> dict[str, object]:
+    async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Occupancy and hit counters of the prefix cache and its tiers, in pages and tokens.
 
         ``pins`` lists those of one namespace only.

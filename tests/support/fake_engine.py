@@ -161,15 +161,15 @@ class FakeEngine:
     def dump(self, report: dict[str, object]) -> None:
         self.dumped.append(report)
 
-    def flush_cache(self, *namespaces: str | None) -> int:
+    async def flush_cache(self, *namespaces: str | None) -> int:
         self.flushed.append(namespaces)
         return 3
 
-    def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
+    async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
         self.flushed.append((namespace,))
         return 2
 
-    def cache_info(self, namespace: str | None = None) -> dict[str, object]:
+    async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         return {"total_pages": 10}
 
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> dict[str, object]:
