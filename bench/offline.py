@@ -32,6 +32,7 @@ from .load.workloads import Scene, positive
 
 if TYPE_CHECKING:
     from ..api.sdk.async_llm import AsyncLLM
+    from ..core.engine.engine import Engine
     from ..core.execution.model_runner import ModelRunner
     from ..core.model.decoder import OwnDecoder
 
@@ -94,7 +95,7 @@ def _note_usage(record: Record, usage: object) -> None:
 
 def weight_bytes(llm: AsyncLLM) -> int:
     """Bytes of the target's matrices as they are in memory, quantised or not."""
-    runner = cast("ModelRunner", llm.engine.runner)
+    runner = cast("ModelRunner", cast("Engine", llm.engine).runner)
     weights = cast("OwnDecoder", runner.decoder).weights
     linears = [linear for layer in weights.layers for linear in layer.linears]
     return sum(linear.weight.nbytes for linear in [*linears, weights.lm_head])
@@ -103,11 +104,11 @@ def weight_bytes(llm: AsyncLLM) -> int:
 @asynccontextmanager
 async def sampled(llm: AsyncLLM) -> AsyncIterator[KvUsage]:
     """The share of the KV pool that requests hold, ten times a second."""
-    usage = KvUsage()
+    usage, cache = KvUsage(), cast("Engine", llm.engine).scheduler.cache
 
     async def sample() -> None:
         while True:
-            usage.shares.append(llm.engine.scheduler.cache.usage)
+            usage.shares.append(cache.usage)
             await asyncio.sleep(SAMPLE_SECONDS)
 
     task = asyncio.create_task(sample())
@@ -129,7 +130,7 @@ class Bench:
         self, args: argparse.Namespace, speculation: str | int | None = None
     ) -> tuple[dict[str, object], list[str], list[Record]]:
         """One run from an empty cache: figures, notes, records."""
-        self._llm.engine.flush_cache()
+        await self._llm.engine.flush_cache()
         driver = OfflineDriver(self._llm, args.temperature)
         load = Load(driver, speculation=speculation)
         scene = Scene(args, self._corpus, self._llm.built.max_model_len, args.seed)

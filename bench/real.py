@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from ..api.build.drafts import AUTO, DraftSpec, make_sources, parse_draft
-from ..api.build.engine_builder import Built, build
+from ..api.build.engine_builder import LocalBuilt, build
 from ..api.text.tokenizer import Tokenizer
 from ..api.types.sampling_params import SamplingParams
 from ..core.config import EngineConfig
@@ -152,7 +152,7 @@ class Bench:
     """Runs cells on one engine. ``recorded``: answers that it is made to give, by prompt."""
 
     def __init__(
-        self, built: Built, max_tokens: int, recorded: dict[tuple[int, ...], list[int]] | None
+        self, built: LocalBuilt, max_tokens: int, recorded: dict[tuple[int, ...], list[int]] | None
     ) -> None:
         self._built, self._max_tokens, self._recorded = built, max_tokens, recorded
         self._runner = built.engine.runner
@@ -347,7 +347,7 @@ def details(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
 # -- prompts and models ----------------------------------------------------------------------------
 
 
-async def streams(built: Built, kind: str, half: Half, number: int) -> list[list[int]]:
+async def streams(built: LocalBuilt, kind: str, half: Half, number: int) -> list[list[int]]:
     """Prompts as token ids, by the model's own chat template."""
     tokenizer = Tokenizer.load(built.path, max_model_len=built.max_model_len)
     try:

@@ -28,7 +28,7 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from ..api.build.engine_builder import Built, build
+from ..api.build.engine_builder import LocalBuilt, build
 from ..core.config import EngineConfig
 from ..core.execution.model_runner import ModelRunner
 from ..core.execution.proposer import PageRows, Proposer, VerifiedRequest
@@ -237,7 +237,9 @@ async def speed(name: str, folder: Path, args: argparse.Namespace) -> list[dict[
         await built.engine.close()
 
 
-async def _real(built: Built, temperature: float, args: argparse.Namespace) -> dict[str, object]:
+async def _real(
+    built: LocalBuilt, temperature: float, args: argparse.Namespace
+) -> dict[str, object]:
     asked = await streams(built, "chat", "show", args.prompts)
     bench = Bench(built, args.max_tokens, None)
     counting = Counting(DraftPlan(max_draft=BY_POSITION))
@@ -250,7 +252,7 @@ async def _real(built: Built, temperature: float, args: argparse.Namespace) -> d
 
 
 async def _simulated(
-    built: Built, simulated: Simulated, odds: float, name: str, args: argparse.Namespace
+    built: LocalBuilt, simulated: Simulated, odds: float, name: str, args: argparse.Namespace
 ) -> dict[str, object]:
     rng, vocab_size = random.Random(11), built.vocab_size
 

@@ -61,6 +61,7 @@ class PromptTooLong(InvalidRequest):
             f"This model's maximum context length is {limit} tokens.",
             param=param,
         )
+        self.num_tokens, self.limit = num_tokens, limit
 
 
 class QueueFull(ForetokenError):  # noqa: N818

@@ -19,7 +19,7 @@ import numpy as np
 from ..core.interface.draft import NO_DRAFT, NO_DRAFT_PLAN, DraftPlan
 from ..core.interface.output import RequestOutput, StepOutput
 from ..core.interface.plan import ScheduledRequest, StepPlan
-from ..core.interface.protocols import ProposerTraits, Speculator
+from ..core.interface.protocols import ProposerTraits, RowPrice, Speculator
 from ..core.interface.request import Request
 from .control.controller import Controller, StepCandidates
 from .control.cost_model import Mean
@@ -355,6 +355,14 @@ class DraftSpeculator(Speculator):
     def describe(self) -> Mapping[str, object]:
         """Describe the decisions since the last call, for the log."""
         return self.controller.describe()
+
+    def row_price(self, num_requests: int) -> RowPrice | None:
+        """Return the cost of a row that the controller uses; None until costs are measured."""
+        costs, count = self.controller.costs, max(1, num_requests)
+        if not costs.is_ready:
+            return None
+        seconds = float(costs.row_seconds(count, 1, count)[-1])
+        return RowPrice(seconds=seconds, tokens=seconds * costs.rate(count))
 
 
 class _ProposerUse:

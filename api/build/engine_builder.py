@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +43,7 @@ from ...draft.proposers.lm_proposer import LmProposer
 from ...draft.proposers.self_draft import SelfProposer
 from ...draft.proposers.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
-from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
+from .built import Built
 from .drafts import (
     NAMED,
     SELF,
@@ -65,33 +65,13 @@ if TYPE_CHECKING:
     from .fingerprint import ModelDigests
 
 logger = logging.getLogger(__name__)
+LocalBuilt: TypeAlias = Built[Engine]
 _Model: TypeAlias = tuple[Decoder, KVPool]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """A built engine, and what the API needs of its model."""
-
-    engine: Engine
-    path: Path  # of the target, a folder or a GGUF file: tokenizer, chat template
-    name: str
-    aliases: frozenset[str] = frozenset()  # other names that requests may call it by
-    vocab_size: int
-    max_model_len: int  # tokens, prompt and answer together
-    eos_token_ids: frozenset[int]
-    exact: bool = True  # whether a request's bits are the same in any batch
-    drafters: tuple[str, ...] = ()  # as answers and metrics name them
-    no_self_draft: str = ""  # why `auto` drafts without the model itself, if it does
-    model_path: str = "own"  # what computes the layers: own, or transformers' modules
-    sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
-    settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
-    fingerprint: bytes | None = None  # of what computes the KV, where it was asked for
-    events: KVEventPublisher | None = None  # closed behind the engine, by the owner of both
 
 
 def build(
     model: str | os.PathLike[str] | None, config: EngineConfig, *, wants_fingerprint: bool = False
-) -> Built:
+) -> LocalBuilt:
     """Load a model and its drafters and build an engine; blocking.
 
     ``wants_fingerprint``: digest the weights while they are loaded, for `Built.fingerprint`.
@@ -110,7 +90,7 @@ def _build(
     events: KVEventPublisher | None,
     *,
     wants_fingerprint: bool,
-) -> Built:
+) -> LocalBuilt:
     logger.info("loading %s (%s)", source.name, format_size(weight_files(source.path)[1]))
     defaults = sampling_defaults(source, config)  # refused before weights are read
     spec = parse_draft(config, own_draft=source.draft)

@@ -7,12 +7,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ...core.config import TEMPLATE_KWARGS, EngineConfig
 from ...core.errors import EngineDead, InvalidRequest
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.ops.host_memory import keep_freed_memory
+from ..build.built import Built
 from ..structured.compiler import Grammars
 from ..text.chat_template import check_options, read_template
 from ..text.detokenizer import AnswerText
@@ -36,10 +37,7 @@ from .preprocess import (
     warm_params,
 )
 from .prompt_history import NO_NOTE, PromptLog, PromptNote
-
-if TYPE_CHECKING:
-    from ...core.engine.engine import Engine
-    from ..build.engine_builder import Built
+from .serving_engine import ServingEngine
 
 
 class EngineClient:
@@ -52,7 +50,7 @@ class EngineClient:
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:  # noqa: ANN401 - EngineConfig checks them
         self.config: EngineConfig = make_config(options)
         self._model = model
-        self._built: Built | None = None
+        self._built: Built[ServingEngine] | None = None
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None  # there when the tokenizer is
         self._starting = asyncio.Lock()
@@ -64,7 +62,7 @@ class EngineClient:
         self._room = asyncio.Event()  # set when an answer ends
 
     @classmethod
-    def from_built(cls, built: Built) -> Self:
+    def from_built(cls, built: Built[ServingEngine]) -> Self:
         """A client of an existing engine, which `start` starts."""
         llm = cls()
         llm._built = built
@@ -125,14 +123,14 @@ class EngineClient:
             raise EngineDead("this LLM was started on another event loop")
 
     @property
-    def built(self) -> Built:
+    def built(self) -> Built[ServingEngine]:
         """The engine and its model; only after `start`."""
         if self._built is None:
             raise EngineDead("this LLM is not started")
         return self._built
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ServingEngine:
         """The engine; only after `start`."""
         return self.built.engine
 
@@ -146,12 +144,12 @@ class EngineClient:
     @property
     def page_size(self) -> int:
         """Tokens of a page of the prefix cache; only after `start`."""
-        return self.engine.scheduler.cache.page_size
+        return self.engine.page_size
 
     @property
     def num_pages(self) -> int:
         """Pages of the KV pool; only after `start`."""
-        return self.engine.scheduler.cache.num_total_pages
+        return self.engine.num_pages
 
     @property
     def draining(self) -> bool:
@@ -362,7 +360,7 @@ def _template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
     return text, options
 
 
-def _build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
+def _build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built[ServingEngine]:
     from ..build.engine_builder import build  # imports torch
 
     return build(model, config)

@@ -7,7 +7,7 @@ import uuid
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from ...core.config import EngineConfig
 from ...core.engine.inbox import TokenStream
@@ -25,9 +25,7 @@ from ..structured.matcher import Grammar
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import tenant_of
 from ..types.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from ...core.engine.engine import Engine
+from .serving_engine import ServingEngine
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -215,8 +213,8 @@ def make_request(
     )
 
 
-def submit(engine: Engine, request: Request) -> TokenStream:
-    """Submit a request to the engine; raises as `Engine.submit`."""
+def submit(engine: ServingEngine, request: Request) -> TokenStream:
+    """Submit a request to the engine; raises as `ServingEngine.submit`."""
     try:
         return engine.submit(request)
     except InvalidRequest as error:

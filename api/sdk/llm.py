@@ -10,16 +10,15 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 from ...core.errors import EngineDead, ForetokenError
+from ..build.built import Built
 from ..runtime.preprocess import Conversation, Prompt
+from ..runtime.serving_engine import ServingEngine
 from ..types.results import Completion, TextDelta
 from ..types.sampling_params import SamplingParams
 from .async_llm import AsyncLLM, GivenChoice, GivenTools, Params, RequestIds
-
-if TYPE_CHECKING:
-    from ..build.engine_builder import Built
 
 T = TypeVar("T")
 OURS = "foretoken-"  # how the names of our threads begin, whatever they do
@@ -135,7 +134,7 @@ class LLM:
         self._boot(AsyncLLM(model, **options))
 
     @classmethod
-    def from_built(cls, built: Built) -> Self:
+    def from_built(cls, built: Built[ServingEngine]) -> Self:
         """An LLM over an existing engine."""
         llm = cls.__new__(cls)
         llm._boot(AsyncLLM.from_built(built))

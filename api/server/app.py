@@ -175,7 +175,7 @@ class OperatorRoutes:
 
     async def model_info(self, _request: Request) -> Response:
         """The model and its KV pool, for routers."""
-        built, limits = self.service.llm.built, self.service.llm.engine.scheduler.limits
+        built, limits = self.service.llm.built, self.service.llm.engine.limits
         info = protocol.ModelInfo(
             **_model_facts(self.service),
             names=list(self.service.names),

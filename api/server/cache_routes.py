@@ -43,7 +43,7 @@ class CacheRoutes:
     async def show(self, request: Request) -> Response:
         """Occupancy, and the pins of ``cache_salt`` or of the shared default."""
         salt = request.query_params.get("cache_salt")
-        return JsonResponse(self.service.llm.engine.cache_info(salt))
+        return JsonResponse(await self.service.llm.engine.cache_info(salt))
 
     async def flush(self, request: Request) -> Response:
         """Drop cached prefixes: of one salt, below one prefix, or all."""
@@ -55,11 +55,11 @@ class CacheRoutes:
         if body.prefix is not None:
             async with self.service.wanted(request.receive):
                 tokens = array("q", await self._token_ids(body.prefix))
-            dropped = llm.engine.flush_prefix(tokens, salt)
+            dropped = await llm.engine.flush_prefix(tokens, salt)
             llm.prompts.flush_prefix(tokens, salt)
         else:
             salts = () if salt is None else (salt,)
-            dropped = llm.engine.flush_cache(*salts)
+            dropped = await llm.engine.flush_cache(*salts)
             llm.prompts.flush(*salts)
         return JsonResponse(Flushed(flushed_pages=dropped))
 

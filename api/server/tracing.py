@@ -22,13 +22,13 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 
 from ..._version import __version__
-from ...core.engine.engine import Engine
 from ...core.interface.output import StepOutput
 from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.request import Delta, Request
 from ...core.interface.sampling import TokenSamplingParams
 from ...core.scheduling.chunk_budget import num_step_tokens
 from ...core.telemetry.metrics import EngineObserver
+from ..runtime.serving_engine import ServingEngine
 from ..types.request_context import CONTEXT, RequestContext
 from ..types.sampling_params import SamplingParams
 
@@ -183,7 +183,7 @@ class Telemetry(EngineObserver):
         self._model = ""
         self._live: dict[str, _Live] = {}
 
-    def watch(self, engine: Engine, model: str) -> None:
+    def watch(self, engine: ServingEngine, model: str) -> None:
         """Trace this engine."""
         engine.metrics.observers.append(self)
         self._model = model

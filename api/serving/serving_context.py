@@ -101,7 +101,7 @@ class Service:
 
     def check_room(self, num_prompts: int, n: int) -> None:
         """Raise `InvalidRequest` for a body with more requests than an idle engine accepts."""
-        limits = self.llm.engine.scheduler.limits
+        limits = self.llm.engine.limits
         room = limits.max_queued + limits.max_running
         if num_prompts * n > room:
             message = f"{num_prompts} prompts with n = {n} exceed the server's {room} requests"

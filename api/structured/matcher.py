@@ -155,7 +155,7 @@ class GrammarMatcher:
         self, grammar: Grammar, stop_ids: frozenset[int], limit: int | None = None
     ) -> None:
         self._grammar = grammar
-        self._limit = limit
+        self.limit = limit
         least = grammar.least or 0
         self._zone = max(LEAST_ZONE, FREE_TOKENS // 2 + least)
         self._horizon = FREE_TOKENS + self._zone + 2 * least  # nothing is narrowed before it
@@ -171,7 +171,7 @@ class GrammarMatcher:
 
     def fork(self) -> GrammarMatcher:
         """Another one at the beginning of the output."""
-        return GrammarMatcher(self._grammar, self._stop_ids, self._limit)
+        return GrammarMatcher(self._grammar, self._stop_ids, self.limit)
 
     def closed_early(self, num_output: int) -> bool:
         """Whether an output of so many tokens had fewer to choose from, to end in time."""
@@ -311,7 +311,7 @@ class GrammarMatcher:
         special = vocabulary.special_token_ids  # a complement of texts lets them in
         for token_id in special[mask[special]].tolist():
             mask[token_id] = self._live.validate_tokens([token_id]) == 1
-        num_left = self._horizon + 1 if self._limit is None else self._limit - depth
+        num_left = self._horizon + 1 if self.limit is None else self.limit - depth
         if num_left <= self._horizon and self._grammar.least is not None:
             self._narrow(mask, depth, num_left)
         if is_complete:

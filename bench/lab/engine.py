@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from ...api.build.engine_builder import Built, build
+from ...api.build.engine_builder import LocalBuilt, build
 from ...api.build.model_files import BUILTIN
 from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
@@ -61,7 +61,9 @@ class Outcome:
 # -- foretoken ----------------------------------------------------------------------------------
 
 
-async def _stream(built: Built, request: Request, limit: asyncio.Semaphore, out: Outcome) -> None:
+async def _stream(
+    built: LocalBuilt, request: Request, limit: asyncio.Semaphore, out: Outcome
+) -> None:
     async with limit:
         last, index = None, int(request.request_id.rsplit("-", 1)[1])
         async for delta in built.engine.submit(request):
@@ -74,14 +76,14 @@ async def _stream(built: Built, request: Request, limit: asyncio.Semaphore, out:
 
 
 async def _run_engine(
-    built: Built,
+    built: LocalBuilt,
     prompts: Sequence[Sequence[int]],
     work: Workload,
     *,
     cache: bool,
     depth: int | None,
 ) -> Outcome:
-    built.engine.flush_cache()
+    await built.engine.flush_cache()
     limit = asyncio.Semaphore(work.concurrency)
     out = Outcome(0.0, [[] for _ in prompts], [Usage() for _ in prompts], [])
     requests = [
@@ -107,7 +109,7 @@ def _request(
 
 
 async def _measure_engine(
-    built: Built, prompts: Sequence[Sequence[int]], work: Workload, repeats: int
+    built: LocalBuilt, prompts: Sequence[Sequence[int]], work: Workload, repeats: int
 ) -> dict[tuple[bool, bool], list[Outcome]]:
     """Alternate the four settings, so that a slow spell of the machine hits all of them."""
     await built.engine.start()
@@ -176,7 +178,9 @@ def _figures(name: str, outcomes: Sequence[Outcome], baseline: float) -> dict[st
     }
 
 
-def _compare(folder: Path, built: Built, work: Workload, repeats: int) -> list[dict[str, object]]:
+def _compare(
+    folder: Path, built: LocalBuilt, work: Workload, repeats: int
+) -> list[dict[str, object]]:
     text = _text(work, built.vocab_size)
     prompts = work.prompts(text)
     peer = _measure_transformers(folder, prompts, work, repeats)

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -192,7 +192,8 @@ async def _run(args: argparse.Namespace, model: str) -> list[dict[str, object]]:
         options["threads"] = args.threads
     rows = []
     async with AsyncLLM(model, **options) as llm:
-        timed = Round(llm.engine, time.thread_time if args.cpu else time.perf_counter)
+        clock = time.thread_time if args.cpu else time.perf_counter
+        timed = Round(cast("Engine", llm.engine), clock)
         for temperature in args.temperatures:
             for num_streams in args.streams:
                 with _profiled(args.functions):

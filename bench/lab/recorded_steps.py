@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...api.build.engine_builder import Built, build
+from ...api.build.engine_builder import LocalBuilt, build
 from ...api.sdk.llm import LLM
 from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
@@ -138,7 +138,7 @@ async def record_prices(name: str) -> Prices:
     )
 
 
-async def _host_seconds(built: Built, load: int) -> tuple[float, float]:
+async def _host_seconds(built: LocalBuilt, load: int) -> tuple[float, float]:
     """Median seconds of a step beyond its pass at this load, without and with drafts."""
     speculator = built.engine.scheduler.speculator
     assert isinstance(speculator, GuardedSpeculator)

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from ...api.build.engine_builder import Built, build
+from ...api.build.engine_builder import LocalBuilt, build
 from ...api.build.model_files import find_model
 from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
@@ -250,7 +250,7 @@ def _measure_sources() -> tuple[list[dict[str, object]], list[dict[str, object]]
 # -- the engine ---------------------------------------------------------------------------------
 
 
-def _loads(built: Built, num_requests: int, output_len: int) -> list[Load]:
+def _loads(built: LocalBuilt, num_requests: int, output_len: int) -> list[Load]:
     tokenize = builtin_tokenizer()
     edits = [(p, a[:output_len]) for p, a in streams("agent edit", tokenize=tokenize)]
     fresh = [(p[-256:], a[:output_len]) for p, a in streams("fresh code", tokenize=tokenize)]
@@ -266,7 +266,7 @@ def _loads(built: Built, num_requests: int, output_len: int) -> list[Load]:
     ]
 
 
-def _build(args: argparse.Namespace) -> Built:
+def _build(args: argparse.Namespace) -> LocalBuilt:
     config = EngineConfig(device="cpu", threads=args.threads, max_batch_tokens=256)
     if args.draft is not None:
         config = replace(config, draft=args.draft)

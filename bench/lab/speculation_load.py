@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ...api.build.engine_builder import Built
+from ...api.build.engine_builder import LocalBuilt
 from ...api.types.sampling_params import SamplingParams
 from ...core.interface.request import Request, Usage
 from ...core.interface.sampling import SamplingMetadata
@@ -56,7 +56,7 @@ class Run:
         return sum(count(usage) for usage in self.usages)
 
 
-async def _serve(built: Built, request: Request, limit: asyncio.Semaphore, run: Run) -> None:
+async def _serve(built: LocalBuilt, request: Request, limit: asyncio.Semaphore, run: Run) -> None:
     async with limit:
         token_ids: list[int] = []
         async for delta in built.engine.submit(request):
@@ -65,10 +65,10 @@ async def _serve(built: Built, request: Request, limit: asyncio.Semaphore, run: 
         run.usages[index], run.token_ids[index] = request.usage, token_ids
 
 
-async def run_once(built: Built, load: Load, concurrency: int, depth: int | str) -> Run:
+async def run_once(built: LocalBuilt, load: Load, concurrency: int, depth: int | str) -> Run:
     """All requests of a load, ``concurrency`` at a time, from an empty cache."""
     engine = built.engine
-    engine.flush_cache()
+    await engine.flush_cache()
     if isinstance(engine.runner, ReplayRunner):
         recorded = enumerate(load.streams) if load.is_replayed else ()
         engine.runner.recorded = {str(i): answer for i, (_, answer) in recorded}
@@ -99,7 +99,7 @@ def make_request(index: int, stream: Stream, load: Load, depth: int | str) -> Re
 
 
 async def compare(
-    built: Built, load: Load, concurrency: int, settings: Sequence[int | str], repeats: int
+    built: LocalBuilt, load: Load, concurrency: int, settings: Sequence[int | str], repeats: int
 ) -> list[dict[str, object]]:
     """Each setting beside off; one row of figures for each."""
     runs: dict[int | str, list[tuple[Run, Run]]] = {setting: [] for setting in settings}

@@ -21,12 +21,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, cast
 
 from ...api.sdk.async_llm import AsyncLLM
 from ...api.types.sampling_params import SamplingParams
 from ...core.interface.tiers import PageStore
 from ...core.tiers.tiers import Tiers
 from ..common.report import RESULTS, heading, table, write_json
+
+if TYPE_CHECKING:
+    from ...core.engine.engine import Engine
 
 NUM_PREFIXES = 8
 TAIL, MAX_TOKENS = 200, 24  # characters of a request's own; tokens of an answer
@@ -95,7 +99,8 @@ async def serve(
     places = asyncio.Semaphore(at_once)
     kv_disk = None if disk is None else f"{disk}:{DISK_BYTES}"
     async with AsyncLLM(model, kv_tokens=kv_tokens, kv_disk=kv_disk, draft="radix,suffix") as llm:
-        loads = llm.engine.scheduler.page_loads
+        engine = cast("Engine", llm.engine)
+        loads = engine.scheduler.page_loads
         if loads is not None and fault and isinstance(loads.tiers, Tiers):
             for tier in loads.tiers._tiers:
                 tier.store = Slow(tier.store, raises=fault == "raises")  # type: ignore[assignment]
@@ -109,7 +114,7 @@ async def serve(
 
         outs = await asyncio.gather(*(one(*each) for each in enumerate(texts)))
         states = [] if loads is None else loads.tiers.describe()
-        page_bytes = llm.engine.runner.pool.data[0].nbytes  # type: ignore[attr-defined]
+        page_bytes = engine.runner.pool.data[0].nbytes  # type: ignore[attr-defined]
     seconds = sum(state.load_seconds for state in states)
     num_bytes = sum(state.loaded_pages for state in states) * page_bytes
     return Served(

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from ...api.build.engine_builder import Built, build
+from ...api.build.engine_builder import LocalBuilt, build
 from ...api.build.model_files import find_model
 from ...api.cli.flags import Parser, add_engine_flags, engine_options
 from ...core.config import EngineConfig
@@ -179,7 +179,7 @@ def _kv_tokens(model: DecoderConfig, sizes: Sizes, config: EngineConfig) -> int:
     return max(page_size, min(max(in_batch, longest), free // 2 // per_token))
 
 
-async def _run(built: Built, sizes: Sizes, options: dict[str, Any], name: str) -> Phases:
+async def _run(built: LocalBuilt, sizes: Sizes, options: dict[str, Any], name: str) -> Phases:
     runner = built.engine.runner
     if not isinstance(runner, ModelRunner):
         raise ForetokenError("load_format must be auto: phases are measured on a real model")

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ...api.build.engine_builder import Built
+from ...api.build.engine_builder import LocalBuilt
 from ...api.types.sampling_params import SamplingParams
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.interface.request import Request, Usage
@@ -84,7 +84,7 @@ class Served:
 class Lab:
     """A started engine, the text that prompts are cut from, and how much to measure."""
 
-    built: Built
+    built: LocalBuilt
     text: Sequence[int]
     sizes: Sizes
     num_sent: int = 0
@@ -99,9 +99,9 @@ class Lab:
         """Tokens of a KV page."""
         return self.built.engine.scheduler.cache.page_size
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         """Forget all prompts, and all that drafts draw on."""
-        self.built.engine.flush_cache()
+        await self.built.engine.flush_cache()
 
     async def serve(
         self,
@@ -156,7 +156,7 @@ async def measure_prefill(lab: Lab) -> list[PrefillPoint]:
     lengths = clipped(LENGTHS, min(lab.sizes.max_len, lab.capacity - 1))
 
     async def once(length: int) -> tuple[Usage, Usage]:
-        lab.flush()
+        await lab.flush()
         await lab.serve(lab.text[: -SHORT - 1 : -1], 2)  # both follow on a step
         cold = await lab.serve(lab.text[:length], 1)
         cached = await lab.serve(lab.text[:length], 1)
@@ -190,7 +190,7 @@ async def measure_decode(lab: Lab) -> list[DecodePoint]:
     lengths = clipped(POSITIONS, min(lab.sizes.max_len, lab.capacity) - num_tokens)
     if not lengths:
         raise InvalidRequest("max_len leaves no room to decode", param="max_len")
-    lab.flush()
+    await lab.flush()
     for length in lengths:
         await lab.serve(lab.text[:length], 2)
 
@@ -219,7 +219,7 @@ async def measure_batches(lab: Lab) -> list[BatchPoint]:
     sizes = [size for size in BATCHES if size <= batches_that_fit(lab, prompt_len + num_tokens)]
     cuts = range(0, sizes[-1] * prompt_len, prompt_len)
     prompts = [lab.text[at : at + prompt_len] for at in cuts]
-    lab.flush()
+    await lab.flush()
     await asyncio.gather(*(lab.serve(prompt, 1) for prompt in prompts))
 
     async def once(size: int) -> list[Served]:
@@ -269,7 +269,7 @@ async def measure_depths(lab: Lab, *, simulated: bool) -> tuple[list[DepthPoint]
 
     async def once(depth: Depth) -> list[Served]:
         if not simulated:
-            lab.flush()
+            await lab.flush()
         return [
             await lab.serve(prompt, num_tokens, depth=depth, temperature=1.0, seed=seed)
             for seed, prompt in enumerate(prompts)

@@ -13,7 +13,7 @@ import logging
 import time
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from ..errors import EngineDead, InvalidRequest, QueueFull
@@ -21,9 +21,11 @@ from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
 from ..interface.protocols import StepRunner
 from ..interface.request import Request
+from ..scheduling.request_table import SchedulerLimits
 from ..scheduling.scheduler import Scheduler
 from ..telemetry.cache_info import describe_cache
 from ..telemetry.metrics import EngineMetrics
+from ..telemetry.overview import RecentRequest, describe_engine
 from ..telemetry.spec_decode_stats import EngineLog, Load
 from .audit import Auditor, AuditResult
 from .crash_dump import CrashReport, make_report, write_report
@@ -131,6 +133,21 @@ class Engine:
         """Seconds on the engine's clock, by which arrivals, pins and evictions are timed."""
         return self._clock()
 
+    @property
+    def limits(self) -> SchedulerLimits:
+        """Bounds of a step and of the queue."""
+        return self.scheduler.limits
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the prefix cache."""
+        return self.scheduler.cache.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV pool."""
+        return self.scheduler.cache.num_total_pages
+
     def submit(self, request: Request) -> TokenStream:
         """Accept a request; its answer arrives on the stream.
 
@@ -161,7 +178,10 @@ class Engine:
         """End a request between two steps; unknown and finished ones are ignored."""
         self._inbox.abort(request_id)
 
-    def flush_cache(self, *namespaces: str | None) -> int:
+    # What follows waits for nothing, but `audit`. It is awaited because that is how callers know an
+    # engine, which may also be in another process.
+
+    async def flush_cache(self, *namespaces: str | None) -> int:
         """Drop unused cached prefixes, and the tokens that look-up drafters have indexed.
 
         Of these namespaces, of all when none is named. Returns how many pages that freed.
@@ -171,7 +191,7 @@ class Engine:
             self._tier_io.flush(*namespaces)
         return num_pages
 
-    def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
+    async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
         """Drop what begins with these tokens and is not in use, pins or not.
 
         All indexed tokens of the namespace are dropped, and all its pages in tiers: they are not
@@ -183,7 +203,7 @@ class Engine:
             self._tier_io.flush(namespace)
         return num_pages
 
-    def cache_info(self, namespace: str | None = None) -> dict[str, object]:
+    async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Occupancy and hit counters of the prefix cache and its tiers, in pages and tokens.
 
         ``pins`` lists those of one namespace only.
@@ -207,6 +227,13 @@ class Engine:
     def num_audit_failures(self) -> int:
         """Audits that found something wrong."""
         return self._auditor.num_failures
+
+    async def overview(self, finished: Iterable[RecentRequest] = ()) -> dict[str, object]:
+        """Describe the engine for the live page, with the paths of its requests in the cache.
+
+        Paths are reported of requests that run, and of ``finished`` ones.
+        """
+        return describe_engine(self.scheduler, self.metrics, finished)
 
     async def audit(self) -> AuditResult:
         """Check every page and request between two steps; see `core.engine.audit.inspect`.

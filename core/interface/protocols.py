@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .draft import NO_DRAFT_PLAN, DraftPlan
 from .output import RequestOutput, StepOutput
@@ -25,6 +25,16 @@ class ProposerTraits:
     tokens_per_pass: int  # of a draft, that one of its passes yields
     catches_up: bool  # whether it must compute tokens of a request itself before it drafts
     weighs: bool  # whether it stops where a token is not worth its row, and may grow trees
+
+
+class RowPrice(NamedTuple):
+    """The cost of one more row in a step.
+
+    A draft token is verified where the chance that it is accepted exceeds ``tokens``.
+    """
+
+    seconds: float
+    tokens: float  # that the engine would serve in that time
 
 
 class Speculator:
@@ -89,6 +99,10 @@ class Speculator:
     def describe(self) -> Mapping[str, object]:
         """Describe the decisions since the last call, for the log."""
         return {}
+
+    def row_price(self, num_requests: int) -> RowPrice | None:  # noqa: ARG002
+        """Return the cost of a row in a step of so many requests; None: unknown."""
+        return None
 
     def drafters(self) -> Mapping[str, bool]:
         """Return whether each drafter, by name, is still in use; False: it was given up."""

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
-from ..interface.protocols import NO_SPECULATION, Speculator
+from ..interface.protocols import NO_SPECULATION, RowPrice, Speculator
 from ..interface.request import Request
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,10 @@ class GuardedSpeculator(Speculator):
     def describe(self) -> Mapping[str, object]:
         """Call the speculator."""
         return self.inner.describe()
+
+    def row_price(self, num_requests: int) -> RowPrice | None:
+        """Call the speculator."""
+        return self.inner.row_price(num_requests)
 
     def drafters(self) -> Mapping[str, bool]:
         """Return the speculator's drafters, and whether drafting as a whole is still on."""

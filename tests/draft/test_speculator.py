@@ -825,3 +825,13 @@ def test_the_log_shows_what_was_drafted_and_why() -> None:
     assert lines["mean_drafted"] == (len(TEXT) - 4) / 2
     assert 0.0 < float(np.float64(lines["row_price"])) < 0.1  # type: ignore[arg-type]
     assert bench.speculator.describe()["share_lookup"] == 0.0
+
+
+def test_the_price_of_a_row_is_the_controllers_and_unknown_until_costs_are_measured() -> None:
+    bench = Bench()
+    price = bench.speculator.row_price(2)
+    assert price is not None
+    assert price.seconds == bench.costs.row_seconds(2, 1, 2)[-1] > 0
+    assert price.tokens == price.seconds * bench.costs.rate(2)
+    assert bench.speculator.row_price(0) == bench.speculator.row_price(1) != price
+    assert Bench(profile=StepProfile()).speculator.row_price(1) is None

@@ -192,7 +192,7 @@ def test_a_fault_strikes_its_request_alone(name: str) -> None:
         for each in set(NAMES) - {BAD}:
             assert readers[each].tokens == answer(PROMPTS[each], NUM_TOKENS)
         engine.runner = FakeRunner(4)  # the next one finds a sound engine; it knows no page yet
-        engine.flush_cache()
+        await engine.flush_cache()
         after = Reader(engine.submit(make_request(BAD, [6, 6], max_tokens=3)))
         assert (await after.read()).tokens == answer([6, 6], 3)
         await engine.close()

@@ -83,6 +83,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("protocol",),
         ("openai", "anthropic"),
         ("server",),
+        ("cluster",),
         ("cli",),
     ),
 }

@@ -11,10 +11,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from foretoken.api.server.dashboard import MAX_BOXES, MAX_STEPS, PAGE, Dashboard, Watched, icicle
+from foretoken.api.server.dashboard import MAX_STEPS, PAGE, Dashboard, Watched
 from foretoken.core.interface.request import Delta
 from foretoken.core.telemetry.metrics import EngineObserver
-from foretoken.radix_cache import PrefixCache
 from support.server_process import running
 
 SECRET = "xylophone"
@@ -110,21 +109,6 @@ def test_chunks_tell_who_drafted_each_token_if_asked(url: str, speculation: obje
     assert "token_sources" not in plain.text
 
 
-def node(tokens: int, *children: object, uses: int = 0, hits: int = 0) -> Any:
-    below = {index.to_bytes(2): child for index, child in enumerate(children)}
-    return SimpleNamespace(key=range(tokens), children=below, ref_count=uses, num_hits=hits)
-
-
-def test_a_parent_spans_its_children_and_the_boxes_are_bounded() -> None:
-    tree = node(0, node(32, node(16), node(16, node(48), uses=1), uses=1, hits=3), node(16))
-    assert icicle([tree])[0] == [
-        [0, 0, 2, 32, 1, 3], [0, 1, 1, 16, 0, 0], [1, 1, 1, 16, 1, 0], [1, 2, 1, 48, 0, 0],
-        [2, 0, 1, 16, 0, 0],
-    ]  # fmt: skip
-    assert len(icicle([node(0, *(node(16) for _ in range(256)), node(8))] * 3)[0]) == MAX_BOXES
-    assert icicle([*PrefixCache(4, 16).tree.roots()]) == ([], {})
-
-
 def step(*sources: str) -> Delta:
     return Delta(token_ids=[0] * len(sources), token_sources=[*sources])
 
@@ -172,11 +156,3 @@ def test_the_path_of_a_request_is_in_the_tree_however_large_that_is(url: str) ->
     assert [level for _, level, *_ in boxes] == [*range(len(boxes))]
     total = answer["usage"]["total_tokens"]
     assert total - 17 <= sum(tokens for *_, tokens, _, _ in boxes) <= total
-
-
-def test_what_a_path_needs_is_drawn_beyond_the_limit() -> None:
-    last = node(8)
-    many = node(0, *(node(16) for _ in range(2 * MAX_BOXES)), last)
-    boxes, places = icicle([many], {id(last)})
-    assert len(boxes) == MAX_BOXES + 1
-    assert boxes[places[id(last)]][3] == 8

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken import AsyncLLM, SamplingParams
 from foretoken.api.build import model_files
-from foretoken.api.build.engine_builder import Built
+from foretoken.api.build.built import Built
 from foretoken.api.text.tokenizer import Tokenizer
 
 from .asks import Ask

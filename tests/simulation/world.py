@@ -254,13 +254,13 @@ class World:
         namespace = rng.choice([None, *(f"tenant-{salt}" for salt in range(1, NUM_SALTS))])
         match rng.randrange(5):
             case 0:
-                engine.flush_cache(*(() if rng.random() < 0.3 else (namespace,)))
+                await engine.flush_cache(*(() if rng.random() < 0.3 else (namespace,)))
             case 1:
                 told = rng.choice(self.told) if self.told else None
                 if told is not None and len(told.request.tokens) >= self.shape.page_size:
-                    engine.flush_prefix(told.request.tokens, told.ask.namespace)
+                    await engine.flush_prefix(told.request.tokens, told.ask.namespace)
             case 2:
-                engine.cache_info(namespace)
+                await engine.cache_info(namespace)
             case 3 if rng.random() < 0.1:
                 engine.metrics.render()
             case 4 if engine.alive:

@@ -9,16 +9,22 @@ import asyncio
 import itertools
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 
-from foretoken.api.types.sampling_params import NO_DEFAULTS
+from prometheus_client import CollectorRegistry
+
+from foretoken.api.build.built import Built
+from foretoken.api.runtime.serving_engine import ServingEngine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead, ForetokenError, InvalidRequest, PromptTooLong
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason, Request
+from foretoken.core.telemetry.metrics import EngineObserver
+from foretoken.core.telemetry.overview import RecentRequest
 
 MAX_MODEL_LEN = 256
 
@@ -36,8 +42,23 @@ class Live:
     tokens: Iterator[int]
 
 
+@dataclass
+class FakeLimits:
+    max_running: int = 8
+    max_queued: int = 32
+
+
+@dataclass
+class FakeMetrics:
+    observers: list[EngineObserver] = field(default_factory=list)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def render(self) -> tuple[bytes, str]:
+        return b"foretoken:x 1\n", "text/plain"
+
+
 class FakeEngine:
-    """Serves requests as `core.engine.engine.Engine` does, seen from outside."""
+    """A `ServingEngine`: serves requests as `core.engine.engine.Engine` does."""
 
     def __init__(self, answers: Callable[[Request], Iterable[int]] = echo) -> None:
         self.answers = answers
@@ -57,10 +78,9 @@ class FakeEngine:
         self.alive = False
         self.hung = False
         self.readiness: str | None = None
-        self.metrics = SimpleNamespace(render=lambda: (b"foretoken:x 1\n", "text/plain"))
-        limits = SimpleNamespace(max_running=8, max_queued=32)
-        cache = SimpleNamespace(page_size=1, num_total_pages=10)
-        self.scheduler = SimpleNamespace(limits=limits, cache=cache)
+        self.metrics = FakeMetrics()
+        self.limits = FakeLimits()
+        self.page_size, self.num_pages = 1, 10
         self._live: dict[str, Live] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -141,12 +161,19 @@ class FakeEngine:
     def dump(self, report: dict[str, object]) -> None:
         self.dumped.append(report)
 
-    def flush_cache(self, *namespaces: str | None) -> int:
+    async def flush_cache(self, *namespaces: str | None) -> int:
         self.flushed.append(namespaces)
         return 3
 
-    def cache_info(self, namespace: str | None = None) -> dict[str, object]:
+    async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
+        self.flushed.append((namespace,))
+        return 2
+
+    async def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         return {"total_pages": 10}
+
+    async def overview(self, finished: Iterable[RecentRequest] = ()) -> dict[str, object]:
+        return {"running": len(self._live), "requests": [each.request_id for each in finished]}
 
     async def _run(self) -> None:
         while True:
@@ -225,22 +252,20 @@ def _logprob(token_id: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token_id, -0.25, top)
 
 
-def make_built(engine: FakeEngine, folder: Path, eos: int, vocab_size: int) -> SimpleNamespace:
-    """Make the result of `api.build.engine_builder.build`, without importing torch."""
-    return SimpleNamespace(
+def make_built(engine: ServingEngine, folder: Path, eos: int, vocab_size: int) -> SimpleNamespace:
+    """Make the result of `api.build.engine_builder.build`, without importing torch.
+
+    It has all fields of a `Built`, and tests may change them.
+    """
+    built = Built(
         engine=engine,
         path=folder,
         name="tiny/model",
         aliases=frozenset({folder.name}),
         vocab_size=vocab_size,
         max_model_len=MAX_MODEL_LEN,
-        exact=True,
-        model_path="own",
         drafters=("radix",),
-        no_self_draft="",
         eos_token_ids=frozenset({eos}),
-        sampling_defaults=NO_DEFAULTS,
-        fingerprint=None,
-        events=None,
         settings={"draft": "auto,/models/head", "dump_dir": "/dumps", "kv_tokens": 4096},
     )
+    return SimpleNamespace(**{each.name: getattr(built, each.name) for each in fields(built)})

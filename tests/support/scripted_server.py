@@ -173,7 +173,7 @@ class ScriptedRunner(ModelRunner):
         return self.scripts[row.sampling]
 
 
-def build_scripted(model: str | os.PathLike[str] | None, config: Any) -> builder.Built:
+def build_scripted(model: str | os.PathLike[str] | None, config: Any) -> builder.LocalBuilt:
     """`build`, with a scripted model in the engine."""
     built = _build(model, config)
     built.engine.runner = ScriptedRunner.over(built.engine.runner, Tokens(built.path))

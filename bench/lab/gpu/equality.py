@@ -145,7 +145,7 @@ async def _compare_streams(
     length = 8 if stage.rehearses else 32
     alone = []
     for seed, prompt in enumerate(prompts):
-        lab.flush()
+        await lab.flush()
         alone.append(await lab.serve(prompt, length, temperature=temperature, seed=seed))
     ways: dict[str, tuple[Depth, bool]] = {  # depth, from an empty cache
         "together": (0, True),
@@ -162,7 +162,7 @@ async def _compare_streams(
     }
     for way, (depth, is_cold) in ways.items():
         if is_cold:
-            lab.flush()
+            await lab.flush()
         served = await asyncio.gather(
             *(
                 lab.serve(prompt, length, depth=depth, temperature=temperature, seed=seed)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from ....api.build.engine_builder import Built, build
+from ....api.build.engine_builder import LocalBuilt, build
 from ....core.engine.engine import Engine
 from ....core.errors import ForetokenError
 from ....core.execution.model_runner import ModelRunner
@@ -45,7 +45,7 @@ async def open_lab(
         await built.engine.close()
 
 
-def runner(built: Built) -> ModelRunner:
+def runner(built: LocalBuilt) -> ModelRunner:
     """The runner that computes the engine's steps."""
     return cast(ModelRunner, built.engine.runner)
 

@@ -100,7 +100,7 @@ async def _ours(stage: Stage, folder: Path, ours: dict[int, float]) -> None:
         for count in (*batches, most):
             rates = []
             for _ in range(REPEATS + 1):
-                lab.flush()
+                await lab.flush()
                 began = time.perf_counter()
                 await together(lab, prompts[:count], answer)
                 rates.append(count * answer / (time.perf_counter() - began))

@@ -50,7 +50,7 @@ async def _sharing(stage: Stage, name: str, count: int) -> None:
 async def _one_way(
     lab: Lab, way: str, prompts: Sequence[Sequence[int]], shared: Sequence[int], answer: int
 ) -> tuple[float, list[Served]]:
-    lab.flush()
+    await lab.flush()
     if way == "prefix cached":
         await lab.serve(shared, 1)
     is_private = way == "cold, nothing shared"
@@ -104,7 +104,7 @@ async def _nano(stage: Stage) -> None:
         share = min(1.0, (stage.seconds_left - MARGIN) / wanted)
         if share < 1.0:
             stage.note(f"Scaled to the time: answers are {share:.0%} as long as published.")
-        lab.flush()
+        await lab.flush()
         outputs = [max(1, int(length * share)) for _, length in lengths]
         began = time.perf_counter()
         served = await asyncio.gather(

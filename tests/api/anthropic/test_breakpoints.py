@@ -158,7 +158,7 @@ def test_only_whole_pages_are_written():
 
 def test_less_than_a_page_is_input_and_not_written(post, say, engine):
     say("ok")
-    engine.scheduler.cache.page_size = 256
+    engine.page_size = 256
     usage = post(messages=[{"role": "user", "content": [text("hey", HERE)]}]).json()["usage"]
     assert usage["cache_creation_input_tokens"] == 0
     assert set(usage["cache_creation"].values()) == {0}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import httpx
 import pytest
 
@@ -190,7 +188,7 @@ def test_a_form_of_the_answer_reaches_the_engine(post, say, engine):
 
 def test_a_message_is_told_why_it_missed(post, say, engine):
     say("ok")
-    engine.scheduler.cache = SimpleNamespace(page_size=16)
+    engine.page_size = 16
     first = post(system="Be good.").json()
     assert first["diagnostics"] is None
     again = post(system="Be bad.", diagnostics={"previous_message_id": first["id"]}).json()

@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.api.build import drafts
 from foretoken.api.build.drafts import DraftSpec, parse_draft
-from foretoken.api.build.engine_builder import Built, build
+from foretoken.api.build.engine_builder import LocalBuilt, build
 from foretoken.core.config import EngineConfig
 from foretoken.core.model import rough_copy
 from support.tiny_pair import write_pair
@@ -33,7 +33,7 @@ def priced(monkeypatch: pytest.MonkeyPatch):
     return set_price
 
 
-def built(folder: Path, **options: object) -> Built:
+def built(folder: Path, **options: object) -> LocalBuilt:
     return build(folder, EngineConfig(device="cpu", **options))  # type: ignore[arg-type]
 
 

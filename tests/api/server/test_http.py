@@ -449,7 +449,7 @@ def test_health_and_readiness_follow_the_engine(server, http, engine):
 def test_a_body_of_more_requests_than_an_idle_engine_takes_is_a_400(
     http, engine, path, body, param, stream
 ):
-    limits = engine.scheduler.limits
+    limits = engine.limits
     limits.max_running, limits.max_queued = (8, 32) if param == "prompt" else (4, 0)
     answer = http.post(path, json={**body, "stream": stream, "max_tokens": 1})
     assert answer.status_code == 400

@@ -81,7 +81,7 @@ def test_others_have_their_turns_between_the_slices_of_an_audit(monkeypatch) -> 
 def test_an_audit_that_a_flush_comes_between_begins_anew(monkeypatch) -> None:
     async def scenario(rest: Rest) -> None:
         await rest.reaches(3 * SLICE)
-        assert rest.engine.flush_cache() == NUM_PROMPTS
+        assert await rest.engine.flush_cache() == NUM_PROMPTS
         await rest.is_over.wait()
         assert rest.num_begun == 2
         assert rest.engine.num_audit_failures == 0

@@ -479,7 +479,7 @@ def test_a_flush_reaches_the_cache_even_if_the_speculator_fails() -> None:
         await collect(engine.submit(make_request("a", [1] * 9, max_tokens=4)))
         assert scheduler.cache.num_evictable_pages > 0
         with pytest.raises(RuntimeError, match="flush"):
-            engine.flush_cache()
+            await engine.flush_cache()
         assert scheduler.cache.num_evictable_pages == 0
         await engine.close()
 
@@ -496,10 +496,10 @@ def test_a_flush_of_one_namespace_leaves_the_others_what_is_cached() -> None:
             await collect(engine.submit(request))
         per_namespace = scheduler.cache.num_evictable_pages // 3
         assert per_namespace > 0
-        assert engine.flush_cache("mine") == per_namespace
-        assert engine.flush_cache("mine") == 0
-        assert engine.flush_cache(None) == per_namespace
-        assert engine.flush_cache() == per_namespace
+        assert await engine.flush_cache("mine") == per_namespace
+        assert await engine.flush_cache("mine") == 0
+        assert await engine.flush_cache(None) == per_namespace
+        assert await engine.flush_cache() == per_namespace
         await engine.close()
 
     run(scenario())

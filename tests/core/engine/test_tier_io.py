@@ -149,14 +149,14 @@ def test_flushes_go_first_then_look_ups_then_loads_and_saves_last() -> None:
             assert thread.begun == ["find", "save"]
             readings = [scene.submit(0)]
             await settle()
-            scene.engine.flush_cache("another salt")
+            await scene.engine.flush_cache("another salt")
             for _ in range(4):
                 await thread.end()
             admitting = ["find", "save"]  # the engine admits the request while a page is saved
             assert thread.begun[2:] == ["flush", *admitting, "load"]
             readings.append(scene.submit(1))
             await settle()
-            scene.engine.flush_cache("another salt")
+            await scene.engine.flush_cache("another salt")
             for _ in range(4):
                 await thread.end()
             assert thread.begun[6:] == ["flush", "find", "load", "load"]
@@ -304,7 +304,7 @@ def test_a_call_that_raises_counts_as_nothing(fails: str, caplog: pytest.LogCapt
         thread = HandThread()
         async with Scene(thread) as scene:
             if fails == "flush":
-                scene.engine.flush_cache("another salt")
+                await scene.engine.flush_cache("another salt")
             reading = scene.submit(0)
             await settle()
             has_failed = False
@@ -416,7 +416,7 @@ def test_a_flush_is_made_though_the_engine_is_closing() -> None:
         await scene.engine.start()
         scene.submit(0)
         await settle()
-        scene.engine.flush_cache()
+        await scene.engine.flush_cache()
         closing = asyncio.create_task(scene.engine.close())
         await settle()
         await thread.end_all()

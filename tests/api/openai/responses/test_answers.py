@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import httpx
 import openai
@@ -270,7 +269,7 @@ def test_a_prompt_can_be_put_into_the_cache_without_an_answer(client, engine):
 
 def test_why_a_prompt_missed_the_cache_is_told_where_it_is_asked(client, say, engine):
     say("hello")
-    engine.scheduler.cache = SimpleNamespace(page_size=4)
+    engine.page_size = 4
     first = ask(client, "hello world, hello there, the answer")
     assert first.prompt_cache_diagnostics is None
     assert "cache_explanation" not in first.usage.model_fields_set

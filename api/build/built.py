@@ -1,0 +1,39 @@
+"""Built: an engine, and what the API needs of its model.
+
+A module of its own, without torch: a process that reaches its engine over a socket has one, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
+
+if TYPE_CHECKING:
+    from ...core.tiers.events import KVEventPublisher
+
+EngineT = TypeVar("EngineT", covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built(Generic[EngineT]):
+    """An engine that is ready to start, and facts about its model."""
+
+    engine: EngineT
+    path: Path  # of the target, a folder or a GGUF file: tokenizer, chat template
+    name: str
+    aliases: frozenset[str] = frozenset()  # other names that requests may call it by
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and answer together
+    eos_token_ids: frozenset[int]
+    exact: bool = True  # whether a request's bits are the same in any batch
+    drafters: tuple[str, ...] = ()  # as answers and metrics name them
+    no_self_draft: str = ""  # why `auto` drafts without the model itself, if it does
+    model_path: str = "own"  # what computes the layers: own, or transformers' modules
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
+    settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
+    fingerprint: bytes | None = None  # of what computes the KV, where it was asked for
+    events: KVEventPublisher | None = None  # closed behind the engine, by the owner of both

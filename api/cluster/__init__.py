@@ -1,0 +1,1 @@
+"""Engines in other processes: a front speaks HTTP, its replicas compute."""

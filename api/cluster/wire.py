@@ -1,0 +1,442 @@
+"""Wire: the messages between a front and its replicas, in msgpack.
+
+A replica dials in and says `Hello`; the front sends requests with `Submit`, and every step comes
+back as one `Step` with the deltas of all requests. Both sides send a `Beat` each second, and
+`Leaving` before they end the connection. A message is a map that has its kind under "type".
+Whatever is not exactly a message is refused by a `WireError`, unknown fields included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..._version import __version__
+from ...core.interface.request import OnToken, Request
+from ..build.built import Built
+from ..runtime.preprocess import make_request
+from ..runtime.serving_engine import ServingEngine
+from ..structured.matcher import Grammar, GrammarMatcher
+from ..types.results import Body
+from ..types.sampling_params import SamplingParams
+from .forms import (
+    CacheForm,
+    Count,
+    DefaultsForm,
+    DeltaForm,
+    ErrorForm,
+    ParamsForm,
+    Seconds,
+    TokenId,
+    UsageForm,
+    WireError,
+    cache_form,
+    cache_of,
+    defaults_form,
+    defaults_of,
+    ids_form,
+    ids_of,
+    meaningful,
+    params_form,
+)
+
+VERSION = 1  # of all messages and forms; another one is refused at `Hello`
+KEY_BYTES = 8  # of a page's key; the whole key has 32
+M = TypeVar("M")
+EngineT = TypeVar("EngineT", bound=ServingEngine)
+Seed = Annotated[int, Meta(ge=0)]  # msgpack's integers end at 64 bits
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class _Message(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The base of all messages."""
+
+
+# -- both sides ------------------------------------------------------------------------------------
+
+
+class Load(_Message, frozen=True, kw_only=True):
+    """A replica's work now. Counts are requests."""
+
+    running: Count
+    waiting: Count
+    kv_usage: Annotated[float, Meta(ge=0, le=1)]  # share of the pool that running requests hold
+
+
+class Beat(_Message, tag="beat", frozen=True, kw_only=True):
+    """A sign of life, each second; a replica's has its load."""
+
+    load: Load | None = None
+    unready: str | None = None  # why the replica's engine cannot take new requests now
+
+
+class Leaving(_Message, tag="leaving", frozen=True, kw_only=True):
+    """The sender ends the connection: a replica stops, or a front does not want this replica.
+
+    The same in all versions: a replica of another version must understand its refusal.
+    """
+
+    reason: str
+
+
+# -- from a replica --------------------------------------------------------------------------------
+
+
+class Hello(_Message, tag="hello", frozen=True, kw_only=True):
+    """A replica's first message: its model and its engine, as in `Built` and `ServingEngine`."""
+
+    version: int
+    release: str  # of foretoken
+    pid: int
+    kernels: str  # that compute; others may give other bits
+    tokenizer: str  # a hash of it
+    fingerprint: bytes | None = None  # of what computes the KV
+    name: str
+    aliases: list[str]
+    model_path: str
+    vocab_size: Positive
+    max_model_len: Positive
+    eos_token_ids: list[TokenId]
+    exact: bool
+    drafters: list[str]
+    no_self_draft: str
+    sampling_defaults: DefaultsForm
+    settings: bytes  # a JSON object
+    max_running: Positive
+    max_queued: Count
+    page_size: Positive
+    num_pages: Positive
+
+
+class PageNews(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Pages that joined the prefix cache or left it, in the order in which they did."""
+
+    is_stored: bool
+    keys: bytes  # [num_pages * KEY_BYTES]
+
+
+class Step(_Message, tag="step", frozen=True, kw_only=True):
+    """A step's result: deltas of all requests, and the state of the engine behind it.
+
+    ``usages`` are by request, of those whose usage the front needs now. A message without deltas
+    has news of pages.
+    """
+
+    deltas: list[DeltaForm] = []
+    usages: dict[str, UsageForm] = {}
+    load: Load
+    pages: list[PageNews] = []
+
+
+class Answer(_Message, tag="answer", frozen=True, kw_only=True):
+    """The answer to a call: pages that a flush freed, a body in JSON, a text, or an error."""
+
+    call_id: Count
+    result: int | bytes | None = None
+    error: ErrorForm | None = None
+
+
+# -- from the front --------------------------------------------------------------------------------
+
+
+class Submit(_Message, tag="submit", frozen=True, kw_only=True):
+    """A request. One that ran on another replica has its output so far, and goes on behind it.
+
+    A replica makes the request of it with the same parameters as the front did, so that stop
+    strings and structured output end it there.
+    """
+
+    request_id: str
+    prompt: bytes  # `ids_form`
+    output: bytes = b""  # likewise
+    params: ParamsForm
+    seed: Seed
+    bad_words_ids: list[list[TokenId]] = []
+    shown_ids: list[TokenId] = []  # special tokens that the text shows, for stop strings
+    limit: Count | None = None  # output tokens within which structured output is completed
+    prediction: bytes | None = None  # `ids_form`
+    tenant: str | None = None
+    cache: CacheForm
+    deadline: Seconds | None = None  # seconds left
+    num_prompt_logprobs: Count = 0  # sent already
+
+
+class Abort(_Message, tag="abort", frozen=True, kw_only=True):
+    """End a request; unknown and finished ones are ignored."""
+
+    request_id: str
+
+
+class _Question(_Message, tag_field="ask", frozen=True, kw_only=True):
+    """The base of what `Call` may ask."""
+
+
+class FlushCache(_Question, tag="flush", frozen=True, kw_only=True):
+    """`ServingEngine.flush_cache`."""
+
+    namespaces: list[str | None] = []
+
+
+class FlushPrefix(_Question, tag="flush_prefix", frozen=True, kw_only=True):
+    """`ServingEngine.flush_prefix`."""
+
+    tokens: bytes  # `ids_form`
+    namespace: str | None = None
+
+
+class CacheInfo(_Question, tag="cache_info", frozen=True, kw_only=True):
+    """`ServingEngine.cache_info`."""
+
+    namespace: str | None = None
+
+
+class Overview(_Question, tag="overview", frozen=True, kw_only=True):
+    """`ServingEngine.overview`."""
+
+
+class Audit(_Question, tag="audit", frozen=True, kw_only=True):
+    """`ServingEngine.audit`."""
+
+
+class Metrics(_Question, tag="metrics", frozen=True, kw_only=True):
+    """The text of `ServingMetrics.render`."""
+
+
+class Report(_Question, tag="report", frozen=True, kw_only=True):
+    """`ServingEngine.report`."""
+
+    reason: str
+
+
+Question = FlushCache | FlushPrefix | CacheInfo | Overview | Audit | Metrics | Report
+
+
+class Call(_Message, tag="call", frozen=True, kw_only=True):
+    """A question, answered by the `Answer` with its id."""
+
+    call_id: Count
+    question: Question
+
+
+FromReplica = Hello | Step | Answer | Beat | Leaving
+FromFront = Submit | Abort | Call | Beat | Leaving
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def _plain(value: object) -> object:
+    """A number or text of a class derived from `int`, `float` or `str`, without its class."""
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a value of type {type(value).__name__} cannot be sent")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_from_replica: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromReplica)
+_from_front: msgspec.msgpack.Decoder[FromFront] = msgspec.msgpack.Decoder(FromFront)
+_json_object = msgspec.json.Decoder(dict[str, Any])
+
+
+class _AnyHello(Struct, tag_field="type", tag="hello"):
+    """A `Hello` of any version."""
+
+    version: int
+
+
+_any_hello = msgspec.msgpack.Decoder(_AnyHello)
+
+
+def encode(message: FromReplica | FromFront) -> bytes:
+    """The bytes of a message. Raises `WireError` for a value that msgpack does not have."""
+    with meaningful("a message that cannot be sent"):
+        return _encoder.encode(message)
+
+
+def from_replica(data: bytes) -> FromReplica:
+    """A message of a replica. Raises `WireError`, which names the version of another `Hello`."""
+    try:
+        message = _decoded(_from_replica.decode, data)
+    except WireError:
+        if (version := _version(data)) not in (None, VERSION):
+            raise _other_version(version) from None
+        raise
+    if isinstance(message, Hello) and message.version != VERSION:
+        raise _other_version(message.version)
+    return message
+
+
+def from_front(data: bytes) -> FromFront:
+    """A message of a front. Raises `WireError`."""
+    return _decoded(_from_front.decode, data)
+
+
+def _decoded(decode: Callable[[bytes], M], data: bytes) -> M:
+    try:
+        return decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"no message of version {VERSION}: {error}") from None
+
+
+def _version(data: bytes) -> int | None:
+    try:
+        return _decoded(_any_hello.decode, data).version
+    except WireError:
+        return None
+
+
+def _other_version(version: int | None) -> WireError:
+    return WireError(f"a message of version {version}; this process has version {VERSION}")
+
+
+# -- bodies and keys -------------------------------------------------------------------------------
+
+
+def body_form(body: Body) -> bytes:
+    """A report as JSON; a value that JSON lacks is written as its text."""
+    with meaningful("a report that cannot be sent"):
+        return msgspec.json.encode(body, enc_hook=str)
+
+
+def body_of(data: bytes) -> Body:
+    """Raises `WireError` unless it is a JSON object."""
+    return _decoded(_json_object.decode, data)
+
+
+def page_news(*, is_stored: bool, keys: Iterable[bytes]) -> PageNews:
+    """News of pages by their whole keys."""
+    return PageNews(is_stored, b"".join(key[:KEY_BYTES] for key in keys))
+
+
+def page_keys(news: PageNews) -> list[bytes]:
+    """The keys, each of `KEY_BYTES`. Raises `WireError`."""
+    data = news.keys
+    if len(data) % KEY_BYTES:
+        raise WireError(f"keys of pages have {KEY_BYTES} bytes each, not {len(data)} together")
+    return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
+
+
+# -- greeting --------------------------------------------------------------------------------------
+
+
+def hello_of(built: Built[ServingEngine], *, kernels: str, tokenizer: str, pid: int) -> Hello:
+    """The greeting of a replica with this engine."""
+    engine = built.engine
+    return Hello(
+        version=VERSION,
+        release=__version__,
+        pid=pid,
+        kernels=kernels,
+        tokenizer=tokenizer,
+        fingerprint=built.fingerprint,
+        name=built.name,
+        aliases=sorted(built.aliases),
+        model_path=built.model_path,
+        vocab_size=built.vocab_size,
+        max_model_len=built.max_model_len,
+        eos_token_ids=sorted(built.eos_token_ids),
+        exact=built.exact,
+        drafters=list(built.drafters),
+        no_self_draft=built.no_self_draft,
+        sampling_defaults=defaults_form(built.sampling_defaults),
+        settings=body_form(dict(built.settings)),
+        max_running=engine.limits.max_running,
+        max_queued=engine.limits.max_queued,
+        page_size=engine.page_size,
+        num_pages=engine.num_pages,
+    )
+
+
+def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
+    """The model as a front's API knows it; its tokenizer and template are at ``path``.
+
+    Raises `WireError`.
+    """
+    return Built(
+        engine=engine,
+        path=path,
+        name=hello.name,
+        aliases=frozenset(hello.aliases),
+        vocab_size=hello.vocab_size,
+        max_model_len=hello.max_model_len,
+        eos_token_ids=frozenset(hello.eos_token_ids),
+        exact=hello.exact,
+        drafters=tuple(hello.drafters),
+        no_self_draft=hello.no_self_draft,
+        model_path=hello.model_path,
+        sampling_defaults=defaults_of(hello.sampling_defaults),
+        settings=body_of(hello.settings),
+        fingerprint=hello.fingerprint,
+    )
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def submit_of(request: Request, *, shown_ids: Collection[int] = (), elapsed: float = 0.0) -> Submit:
+    """The message of a request, with what it has so far.
+
+    ``shown_ids``: special tokens that its text shows. ``elapsed``: seconds since its arrival.
+    Raises `WireError` for a request that `make_request` did not make.
+    """
+    sampling = request.sampling
+    params, constraint = sampling.params, sampling.constraint
+    if not isinstance(params, SamplingParams):
+        raise WireError("a request without parameters of the API")
+    if not (constraint is None or isinstance(constraint, GrammarMatcher)):
+        raise WireError("a request with a constraint that is no grammar")
+    guess = request.prediction
+    return Submit(
+        request_id=request.request_id,
+        prompt=ids_form(request.tokens[: request.prompt_len]),
+        output=ids_form(request.tokens[request.prompt_len :]),
+        params=params_form(params),
+        seed=sampling.seed,
+        bad_words_ids=[list(word) for word in sampling.bad_words_ids],
+        shown_ids=sorted(shown_ids),
+        limit=None if constraint is None else constraint.limit,
+        prediction=None if guess is None else ids_form(guess),
+        tenant=request.tenant,
+        cache=cache_form(request.cache),
+        deadline=None if request.deadline is None else request.deadline - elapsed,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+    )
+
+
+def request_of(
+    submit: Submit,
+    params: SamplingParams,
+    *,
+    eos_token_ids: frozenset[int],
+    grammar: Grammar | None,
+    on_token: OnToken | None,
+) -> Request:
+    """The request of a message, in a replica.
+
+    ``params``: `params_of` the message. ``grammar`` was compiled of them. ``on_token`` watches for
+    their stop strings, and knows of the output so far. Raises `WireError`.
+    """
+    with meaningful("a request"):
+        request = make_request(
+            submit.request_id,
+            ids_of(submit.prompt),
+            params,
+            seed=submit.seed,
+            eos_token_ids=eos_token_ids,
+            bad_words_ids=tuple(map(tuple, submit.bad_words_ids)),
+            prediction=None if submit.prediction is None else ids_of(submit.prediction),
+            grammar=grammar,
+            limit=submit.limit,
+            on_token=on_token,
+            cache=cache_of(submit.cache),
+        )
+    request.tokens.extend(ids_of(submit.output))
+    request.tenant = submit.tenant  # the front knows whose key it was
+    request.deadline = submit.deadline
+    request.num_prompt_logprobs = submit.num_prompt_logprobs
+    return request
