@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import selectors
@@ -13,6 +14,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,9 @@ PAGE_SIZE = 16
 MODEL = "foretoken-builtin"
 ROUTER = os.environ.get("VLLM_ROUTER") or shutil.which("vllm-router")
 """The command of vllm-router 0.1.17, from an environment of its own."""
+DYNAMO = os.environ.get("DYNAMO_PYTHON")
+"""The Python of an environment of its own that has ai-dynamo-runtime 1.6.1."""
+SELECTION = Path(__file__).parents[1] / "support" / "dynamo_selection.py"
 
 
 class Publishing:
@@ -128,6 +133,23 @@ def test_without_the_flag_nothing_of_it_is_imported() -> None:
         "print([each for each in sys.modules if each == 'zmq' or 'core.tiers' in each])",
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+# -- Dynamo ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(DYNAMO is None, reason="DYNAMO_PYTHON names no Python with ai-dynamo-runtime")
+def test_dynamo_learns_what_a_silent_server_published_before_it_came() -> None:
+    assert DYNAMO is not None
+    with publishing() as one:
+        tokens = post(one.url, "/tokenize", {"model": MODEL, "prompt": text(0)}).json["tokens"]
+        one.complete(text(0))
+        whole = len(tokens) // PAGE_SIZE * PAGE_SIZE
+        asked = [one.address, one.replay_address, json.dumps([*tokens, 9]), str(whole)]
+        done = subprocess.run(
+            [DYNAMO, str(SELECTION), *asked], capture_output=True, text=True, timeout=60, check=True
+        )
+    assert json.loads(done.stdout)["longest_matched"] == whole
 
 
 # -- vllm-router --------------------------------------------------------------------------------
