@@ -35,7 +35,6 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.heads import block
 from foretoken.draft.heads.block import BlockPass
 from foretoken.draft.heads.block_network import BlockHead
-from foretoken.draft.heads.copies import CopyingProposer
 from foretoken.draft.heads.head_kv import Written
 from foretoken.draft.heads.joined import JoinedHead, lend
 from foretoken.draft.heads.kinds import KINDS
@@ -293,15 +292,10 @@ def test_blocks_of_more_requests_than_a_pass_holds(native, blocks, monkeypatch) 
     """On the CPU a block is computed by the target's kernels, some requests at a time."""
     monkeypatch.setattr(block, "BLOCKS_A_PASS", blocks)
     proposer = make_proposer("block", native)
-    assert not isinstance(proposer, CopyingProposer)
     unit = Unit(native, proposer, speculator=TreeDepth(8))
     unit.run_all()
     assert unit.compared.num_trees > 50
     assert unit.compared.num_right >= 0.99 * unit.compared.num_compared
-
-
-def test_a_head_with_windows_is_computed_layer_by_layer(native) -> None:
-    assert isinstance(make_proposer("dflash", native), CopyingProposer)
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("block", "layers"), ("eagle3", "midlayer")])
