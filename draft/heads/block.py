@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -27,7 +26,7 @@ from .files import OWN_KEY, check_taps, fill_vocabulary, own_taps, parse_shape, 
 from .head_kv import Written
 from .packing import (
     HeadPass,
-    PassRow,
+    PassRows,
     filled,
     head_norm,
     pack_linears,
@@ -330,16 +329,22 @@ class BlockPass(HeadPass):
 
     def _rows(
         self, start: DraftStart, slots: IntArray, window: int | None, page_size: int
-    ) -> list[PassRow]:
+    ) -> list[PassRows]:
         """The rows of a block, whose keys and values go to ``slots`` [block_size]."""
-        tokens = start.scheduled.tokens
-        anchor, token_ids = len(tokens) - 1, [tokens[-1], *[self._mask] * (self._size - 1)]
-        low = start.first if window is None else anchor - window + 1  # of the first row
-        steps = range(self._size) if window is not None else [0] * self._size
-        firsts = [max(start.first, low + step) for step in steps]
-        seen = {first: seen_kv(start.scheduled, first, page_size) for first in set(firsts)}
-        rows = zip(token_ids, count(anchor), slots.tolist(), firsts, strict=False)
-        return [PassRow(*row, seen[first], slots) for *row, first in rows]
+        scheduled = start.scheduled
+        anchor = len(scheduled.tokens) - 1
+        token_ids = [scheduled.tokens[-1], *[self._mask] * (self._size - 1)]
+        low, together = (0, self._size) if window is None else (anchor - window + 1, 1)
+        return [
+            PassRows(
+                token_ids[at : at + together],
+                anchor + at,
+                slots[at : at + together].tolist(),
+                seen_kv(scheduled, max(start.first, low + at), page_size),
+                slots,
+            )
+            for at in range(0, self._size, together)
+        ]
 
 
 def _packed_layer(layer: BlockLayer, ops: Ops, place: KvPlace, *, has_bias: bool) -> LayerWeights:

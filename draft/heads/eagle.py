@@ -38,7 +38,7 @@ from .files import (
 from .head_kv import Written
 from .packing import (
     HeadPass,
-    PassRow,
+    PassRows,
     filled,
     pack_linears,
     pack_mlp,
@@ -212,11 +212,12 @@ class _EagleDrafting(Drafting):
         self._features = normed if self._frame.config.norm_output else hidden
         return self._frame.project(normed)
 
-    def _row(self, query: Query) -> PassRow:
+    def _row(self, query: Query) -> PassRows:
         request = query.request
-        path = np.array([*self._roots[request], *query.slots], dtype=np.int64)
+        path = [*self._roots[request], *query.slots]
         position = self._anchors[request] + len(path) - 1
-        return PassRow(query.token_id, position, int(path[-1]), self._seen[request], path)
+        seen, beside = self._seen[request], np.array(path)
+        return PassRows((query.token_id,), position, path[-1:], seen, beside)
 
 
 # -- the layer as a pass --------------------------------------------------------------------------
@@ -247,7 +248,7 @@ class EaglePass(HeadPass):
         self._ops.rope_write(qkv, 0, plan, None)
 
     def hidden(
-        self, pool: KVPool, features: Tensor, rows: Sequence[PassRow]
+        self, pool: KVPool, features: Tensor, rows: Sequence[PassRows]
     ) -> tuple[Tensor, Tensor]:
         """Hidden states ``[n, hidden]`` of columns, behind the final norm and before it.
 
@@ -259,8 +260,10 @@ class EaglePass(HeadPass):
         attended = ops.attention(ops.rope_write(qkv, 0, plan, None), 0, plan, None)
         residual = normed if self._norms_residual else features
         x, residual = ops.add_norm(ops.linear(attended, self._o), residual, self._mlp_norm)
-        x, residual = ops.add_norm(run_mlp(ops, x, self._mlp), residual, self._final_norm)
-        return x[: len(rows)], residual[: len(rows)]
+        found = ops.add_norm(run_mlp(ops, x, self._mlp), residual, self._final_norm)
+        return (
+            found if len(rows) == len(token_ids) else (found[0][: len(rows)], found[1][: len(rows)])
+        )
 
     def _projected(self, features: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Queries, keys and values of columns, and their normed features."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -73,7 +74,7 @@ def by_kernel(
 
 def filled(x: Tensor, num_rows: int) -> Tensor:
     """``[n, ..]`` with copies of the last row up to ``num_rows``."""
-    missing = num_rows - len(x)
+    missing = num_rows - x.shape[0]
     return x if missing <= 0 else torch.cat((x, x[-1:].expand(missing, *x.shape[1:])))
 
 
@@ -124,6 +125,9 @@ def plain_norm(norm: RmsNorm) -> Norm:
 # -- passes ---------------------------------------------------------------------------------------
 
 
+_NONE: IntArray = np.zeros(0, dtype=np.int64)
+
+
 class SeenKv(NamedTuple):
     """The head KV of a request that a row of a pass sees.
 
@@ -138,29 +142,26 @@ class SeenKv(NamedTuple):
 
 def seen_kv(scheduled: ScheduledRequest, first: int, page_size: int) -> SeenKv:
     """Find the head KV from position ``first`` to the one before the last token's."""
-    page_ids, anchor = scheduled.page_ids, len(scheduled.tokens) - 1
+    page_ids, anchor, edge = scheduled.page_ids, len(scheduled.tokens) - 1, _NONE
     first_page = -(-first // page_size)
-    positions = np.arange(first, min(anchor, first_page * page_size))
-    count = max(0, anchor - first_page * page_size)
+    stop, count = min(anchor, first_page * page_size), max(0, anchor - first_page * page_size)
+    if first < stop:  # all in the page before
+        before = page_ids[first_page - 1] * page_size - (first_page - 1) * page_size
+        edge = np.arange(before + first, before + stop)
     pages = page_ids[first_page : first_page + max(1, -(-count // page_size))] or page_ids[:1]
-    known = np.asarray(page_ids, dtype=np.int64) if len(positions) else _NONE
-    edge = known[positions // page_size] * page_size + positions % page_size
     return SeenKv(np.asarray(pages, dtype=np.int64), count, edge)
 
 
-_NONE: IntArray = np.zeros(0, dtype=np.int64)
+class PassRows(NamedTuple):
+    """Rows of a pass that see the same: tokens behind each other.
 
-
-class PassRow(NamedTuple):
-    """A row of a pass: a token at a position, and what it sees.
-
-    ``slot``: where its own keys and values go. ``beside``: slots of the rows of the draft that it
-    sees, its own among them.
+    ``position``: that of the first. ``slots``: where their own keys and values go. ``beside``:
+    slots of the rows of the draft that they see, their own among them.
     """
 
-    token_id: int
+    token_ids: Sequence[int]
     position: int
-    slot: int
+    slots: Sequence[int]
     seen: SeenKv
     beside: IntArray
 
@@ -194,21 +195,29 @@ class HeadPass:
         )  # fmt: skip
         return self._ops.plan(batch, pool, self._heads, self._rope)
 
-    def _plan_rows(self, pool: KVPool, rows: Sequence[PassRow]) -> tuple[Tensor, ForwardPlan]:
+    def _plan_rows(self, pool: KVPool, rows: Sequence[PassRows]) -> tuple[Tensor, ForwardPlan]:
         """Prepare a pass: the token ids on the device, and the plan.
 
         Rows may have been filled up to `Ops.min_rows`: as many as there are token ids.
         """
-        numbers = np.array([row[:3] for row in rows], dtype=np.int64)
-        tail_lens = np.array([len(row.seen.edge) + len(row.beside) for row in rows])
-        in_pages = np.array([row.seen.num_in_pages for row in rows])
-        pages = [row.seen.pages for row in rows]
-        tails = [part for row in rows for part in (row.seen.edge, row.beside)]
+        counts = [len(each.token_ids) for each in rows]
+        sizes = [
+            (each.seen.num_in_pages, len(each.seen.pages), len(each.seen.edge) + len(each.beside))
+            for each in rows
+        ]
+        in_pages, page_counts, tail_lens = np.array(sizes).repeat(counts, axis=0).T
+        pages = [(each.seen.pages,) * len(each.token_ids) for each in rows]
+        tails = [(each.seen.edge, each.beside) * len(each.token_ids) for each in rows]
         batch = self._batch(
-            pool, *numbers.T.copy(), in_pages + tail_lens - 1, np.ones_like(tail_lens),
-            (np.array([len(each) for each in pages]), np.concatenate(pages)),
-            (tail_lens, np.concatenate(tails)),
-        )  # fmt: skip
+            pool,
+            np.array([token_id for each in rows for token_id in each.token_ids]),
+            np.array([each.position + at for each in rows for at in range(len(each.token_ids))]),
+            np.array([slot for each in rows for slot in each.slots]),
+            in_pages + tail_lens - 1,
+            np.ones(len(tail_lens), dtype=np.int64),
+            (page_counts, np.concatenate(list(chain.from_iterable(pages)))),
+            (tail_lens, np.concatenate(list(chain.from_iterable(tails)))),
+        )
         plan = self._ops.plan(batch, pool, self._heads, self._rope)
         return batch.token_ids.to(self._device), plan
 

@@ -29,7 +29,7 @@ from foretoken.draft.heads.head_kv import Written
 from foretoken.draft.heads.joined import lend
 from foretoken.draft.heads.layers import Head
 from foretoken.draft.heads.medusa import MedusaHead
-from foretoken.draft.heads.packing import PassRow, pack_linears, seen_kv
+from foretoken.draft.heads.packing import PassRows, pack_linears, seen_kv
 from foretoken.draft.heads.proposer import DraftStart
 from support.quick_interpreter import quicken
 from support.tiny_heads import block_config, eagle_config, medusa_config
@@ -118,6 +118,7 @@ DIALECTS: list[dict[str, Any]] = [
     {"norm_before_residual": True, "attention_bias": True},
     {"norm_before_fc": True, "norm_output": True},
     {"fc_norm": True, "fc_bias": True, "draft_vocab_size": 90},
+    {"head_dim": 12},  # which no Triton kernel computes
 ]
 
 
@@ -149,7 +150,7 @@ def test_the_columns_of_eagle_are_those_of_its_plain_pass(
             slots_of = [[*known, *own] for known, own in zip(slots_of, behind[level], strict=True)]
         count = 1 if level == 0 else 2
         rows = [
-            PassRow(token_id, length - 1 + level, own[-1], seen, np.array(own))
+            PassRows([token_id], length - 1 + level, own[-1:], seen, np.array(own))
             for token_id, own in zip(token_ids[:count], slots_of, strict=False)
         ]
         normed, hidden = layers.hidden(text.pool, before[:count].contiguous(), rows)
@@ -264,6 +265,16 @@ def test_output_layers_make_float32_and_the_others_what_they_read(folder: Path) 
     rank = hidden[:, : block.config.markov_rank]
     made = [layer(rank if layer is outputs[1] else hidden).dtype for layer in (*outputs, *others)]
     assert made == [torch.float32] * 3 + [torch.bfloat16] * 2
+
+
+def test_the_log_names_heads_that_the_kernels_do_not_support(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    target = load_decoder(folder, backend="triton", device="cpu", dtype="float32")
+    head, _ = lent(EagleHead(eagle_config(target.config, head_dim=12)), target)
+    EaglePass(head, target)
+    assert "torch computes the layers of the head: heads of 12 dimensions" in caplog.text
 
 
 def test_a_pool_of_columns_is_written_where_they_are_only(target: Decoder) -> None:
