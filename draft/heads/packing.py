@@ -235,7 +235,9 @@ class HeadPass:
         self._rope.table(int(positions.max()) + 1)  # beyond `stops`: pages are left out
         device, least = self._ops.batch_device or self._device, self._ops.min_rows
         return RaggedBatch(
-            *(padded_rows(each, least, device) for each in (token_ids, positions, slots)),
+            token_ids=padded_rows(token_ids, least, device),
+            positions=padded_rows(positions, least, device),
+            slots=padded_rows(slots, least, device),
             logit_rows=torch.empty(0, dtype=torch.int64),
             num_logits=0,
             page_size=pool.page_size,
