@@ -146,8 +146,8 @@ def seen_kv(scheduled: ScheduledRequest, first: int, page_size: int) -> SeenKv:
     first_page = -(-first // page_size)
     stop, count = min(anchor, first_page * page_size), max(0, anchor - first_page * page_size)
     if first < stop:  # all in the page before
-        before = page_ids[first_page - 1] * page_size - (first_page - 1) * page_size
-        edge = np.arange(before + first, before + stop)
+        shift = (page_ids[first_page - 1] - (first_page - 1)) * page_size  # to the page's slots
+        edge = np.arange(first + shift, stop + shift)
     pages = page_ids[first_page : first_page + max(1, -(-count // page_size))] or page_ids[:1]
     return SeenKv(np.asarray(pages, dtype=np.int64), count, edge)
 
