@@ -331,6 +331,9 @@ class Ops(Protocol):
     def sampler(self) -> Sampler:
         """Chooses tokens from this backend's logits."""
 
+    def unsuited(self, heads: HeadLayout) -> str:
+        """Name what these operations cannot compute of such heads; empty if there is nothing."""
+
     @property
     def identity(self) -> Mapping[str, str]:
         """Versions and variants of its kernels: results of other ones may have other bits.

@@ -107,6 +107,9 @@ class RaggedBatch:
     """Segments laid out row after row, then copies of the last row up to ``min_rows``.
 
     Host arrays describe the segments, tensors the rows. Nothing changes once it is made.
+
+    A row attends to as many places of its segment's pages and tail as ``starts`` says. RoPE turns
+    it by ``positions``: the same, but where a segment leaves out what its rows do not see.
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -201,10 +204,10 @@ def build_batch(
         first_tails = np.repeat(np.cumsum(tail_lens) - tail_lens, lens)
         slots[behind >= 0] = tails[(first_tails + behind)[behind >= 0]]
     return RaggedBatch(
-        token_ids=_rows(_token_ids(segments), min_rows, device),
-        positions=_rows(positions, min_rows, device),
-        slots=_rows(slots, min_rows, device),
-        logit_rows=_rows(logit_rows, min_rows, device),
+        token_ids=padded_rows(_token_ids(segments), min_rows, device),
+        positions=padded_rows(positions, min_rows, device),
+        slots=padded_rows(slots, min_rows, device),
+        logit_rows=padded_rows(logit_rows, min_rows, device),
         num_logits=len(logit_rows),
         page_size=page_size,
         starts=starts,
@@ -268,7 +271,8 @@ def _pages(
     return counts, np.frombuffer(joined, dtype=np.int64)
 
 
-def _rows(values: NDArray[Any], min_rows: int, device: torch.device | str) -> Tensor:
+def padded_rows(values: NDArray[Any], min_rows: int, device: torch.device | str) -> Tensor:
+    """``[n]`` as a tensor on a device, the last one repeated up to ``min_rows``."""
     if 0 < len(values) < min_rows:
         values = np.pad(values, (0, min_rows - len(values)), mode="edge")
     return torch.from_numpy(values).to(device)

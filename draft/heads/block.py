@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...core.errors import ModelLoadError
-from ...core.interface.plan import ScheduledRequest
 from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
 from ...core.model.fields import Fields
-from ...core.model.rope import RopeTable
 from ...core.ops.base import DecoderWeights, LayerWeights, Ops
-from ...core.ops.batch import NOTHING_MORE, IntArray, RaggedBatch
+from ...core.ops.batch import NOTHING_MORE, IntArray
 from ...core.ops.kv_pool import KvPlace, KVPool
+from ...core.ops.layers import run_layers
 from .base import HeadKind, PackedHead, ParsedHead, Tensors
 from .block_network import BlockConfig, BlockFrame, BlockHead, BlockLayer, MarkovHead, MarkovKind
-from .copies import CopyingProposer
 from .files import OWN_KEY, check_taps, fill_vocabulary, own_taps, parse_shape, shape_json, words_of
 from .head_kv import Written
-from .layers import KeysValues
 from .packing import (
-    ContextRows,
-    can_pass,
-    head_layout,
+    HeadPass,
+    PassRows,
+    filled,
     head_norm,
     pack_linears,
     pack_mlp,
     pack_qkv,
     plain_norm,
+    seen_kv,
 )
 from .proposer import Drafting, DraftStart, HeadProposer, Query
 
@@ -149,10 +147,6 @@ def _to_json(config: BlockConfig) -> dict[str, object]:
 
 
 def _pack(head: BlockHead, target: OwnDecoder) -> PackedHead:
-    """Pack the layers as a pass, unless they have windows, which would end at the last row."""
-    if not can_pass(target) or any(head.config.windows):
-        pack_linears(head, target.ops)
-        return PackedHead(partial(CopyingBlockProposer, head))
     layers, frame = BlockPass(head, target), head.frame()
     pack_linears(frame, target.ops)
     num_rows = BLOCKS_A_PASS * head.config.block_size
@@ -182,50 +176,17 @@ class BlockProposer(HeadProposer):
     def write_head_kv(self, written: Written) -> None:
         """Write the injected KV: of each position alone."""
         vectors = self.head.context_vectors(written.taps).contiguous()
-        self._layers.write_context(self.pool, vectors, ContextRows.of(written))
+        self._layers.write_context(self.pool, vectors, written)
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """One pass for the whole block."""
-        page_size = self.pool.page_size
-        blocks = [Block(start.scheduled, start.first // page_size) for start in starts]
         parts = [
-            self._layers.hidden(self.pool, self._first_spare, blocks[at : at + BLOCKS_A_PASS])
-            for at in range(0, len(blocks), BLOCKS_A_PASS)
+            self._layers.hidden(self.pool, self._first_spare, starts[at : at + BLOCKS_A_PASS])
+            for at in range(0, len(starts), BLOCKS_A_PASS)
         ]
         hidden = torch.cat(parts) if len(parts) > 1 else parts[0]
         first = not self.head.config.predicts_at_anchor
         return _BlockDrafting(self.head, hidden[:, first : first + num_drafted], self._pairs)
-
-    def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
-        """A pass leaves out whole pages, and needs a position that its blocks see."""
-        start = super()._start(scheduled)
-        if start is None:
-            return None
-        first = -(-start.first // self.pool.page_size) * self.pool.page_size
-        return start._replace(first=first) if first < len(scheduled.tokens) - 1 else None
-
-
-class CopyingBlockProposer(CopyingProposer):
-    """Drafts whole blocks with a `BlockHead` over copies of its KV."""
-
-    head: BlockHead
-
-    def __init__(
-        self, head: BlockHead, pool: KVPool, target: OwnDecoder, *, independent: bool
-    ) -> None:
-        super().__init__(head, pool, target, independent=independent)
-        self._pairs = _Pairs.of(head)
-
-    def keys_values(self, written: Written) -> tuple[list[KeysValues], None]:
-        """The injected KV: of each position alone."""
-        return self.head.context(written.taps, written.positions), None
-
-    def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """One pass for the whole block."""
-        anchors = self.anchors(starts)
-        ids, positions = anchors.token_ids.unsqueeze(1), anchors.positions.unsqueeze(1)
-        hidden = self.head.block(ids, positions, anchors.context, anchors.seen.unsqueeze(1))
-        return _BlockDrafting(self.head, hidden[:, 0, :num_drafted], self._pairs)
 
 
 class _BlockDrafting(Drafting):
@@ -303,126 +264,87 @@ _SAME_SIZE = {2: torch.int16, 4: torch.int32}
 # -- the layers as a pass -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The block of a request, behind its last token."""
-
-    scheduled: ScheduledRequest
-    first_page: int  # of those that hold head KV without a hole from there on
-
-    @property
-    def anchor(self) -> int:
-        """Position of the last token."""
-        return len(self.scheduled.tokens) - 1
-
-
-class BlockPass:
-    """The layers of a `BlockHead` by the kernels of its target, its KV read where it lies.
-
-    A block is a ragged batch of segments of one row. Each stands at the block's last position, so
-    it sees the context and all rows of the block, whose keys and values lie in the segment's tail;
-    only its rotation is that of its own position. So the kernels that know causal attention alone
-    compute a block in one call, as they compute a decoder's layers.
-    """
+class BlockPass(HeadPass):
+    """The layers of a `BlockHead`. Rows of a block see each other, whatever the window."""
 
     def __init__(self, head: BlockHead, target: OwnDecoder) -> None:
         """The head has its dtype already, and has borrowed its embedding."""
-        config, ops = head.config, target.ops
-        self._ops = ops
+        config = head.config
+        super().__init__(config, target)
         self._size, self._mask = config.block_size, config.mask_token_id
-        self._heads = head_layout(config)
-        self._rope = RopeTable(config.rope, config.head_dim, target.device)
+        windows = config.windows or (None,) * config.num_layers
+        self._windows = tuple(dict.fromkeys(windows))  # each has a plan: a part, to the layers
         layers = tuple(
-            _packed_layer(layer, ops, KvPlace(0, index), has_bias=config.attention_bias)
-            for index, layer in enumerate(head.decoder_layers())
-        )
+            _packed_layer(
+                layer, self._ops, KvPlace(self._windows.index(window), index),
+                has_bias=config.attention_bias,
+            )
+            for index, (layer, window) in enumerate(
+                zip(head.decoder_layers(), windows, strict=True)
+            )
+        )  # fmt: skip
         self._weights = DecoderWeights(
             embedding=head.table.detach(),
             layers=layers,
             final_norm=plain_norm(head.norm),
             lm_head=target.weights.lm_head,  # logits are the head's business
         )
-        compiled = ops.compile_forward(self._weights)
-        assert compiled is not None
-        self._compiled = compiled
+        # A GPU's graph would compute these logits, too.
+        is_host = self._ops.batch_device is None
+        self._compiled = self._ops.compile_forward(self._weights) if is_host else None
 
-    def write_context(self, pool: KVPool, vectors: Tensor, rows: ContextRows) -> None:
+    def write_context(self, pool: KVPool, vectors: Tensor, written: Written) -> None:
         """Write keys and values of positions that the target has computed.
 
         ``vectors`` [n, hidden]: `BlockFrame.context_vectors` of these positions.
         """
-        plan = self._ops.plan(rows.batch(pool.page_size), pool, self._heads, self._rope)
+        plan = self._plan_writing(pool, written)
+        vectors = filled(vectors, self._ops.min_rows)
         for index, layer in enumerate(self._weights.layers):
             qkv = self._ops.linear(vectors, layer.qkv)
             self._ops.rope_write(qkv, index, plan, layer.head_norm)
 
-    def hidden(self, pool: KVPool, first_spare_page: int, blocks: Sequence[Block]) -> Tensor:
+    def hidden(self, pool: KVPool, first_spare_page: int, starts: Sequence[DraftStart]) -> Tensor:
         """Hidden states ``[b, block_size, hidden]``, normed, of at most `BLOCKS_A_PASS` blocks.
 
         Their own keys and values go to pages from ``first_spare_page`` on.
         """
-        batch = self._block_batch(pool.page_size, first_spare_page, blocks)
-        self._rope.table(int(batch.positions.max()) + 1)  # beyond `stops` where pages are left out
-        plan = self._ops.plan(batch, pool, self._heads, self._rope)
-        found = self._compiled(batch.token_ids, (plan,), NOTHING_MORE).hidden
-        return found.view(len(blocks), self._size, -1)
+        page_size, num_rows = pool.page_size, len(starts) * self._size
+        slots = np.arange(num_rows) + first_spare_page * page_size
+        owns = slots.reshape(len(starts), self._size)
+        blocks = list(zip(starts, owns, strict=True))
+        planned = [
+            self._plan_rows(
+                pool,
+                [row for each in blocks for row in self._rows(*each, window, page_size)],
+            )
+            for window in self._windows
+        ]
+        token_ids, plans = planned[0][0], [plan for _, plan in planned]
+        if self._compiled is None:
+            found = run_layers(self._ops, self._weights, token_ids, plans)
+        else:
+            found = self._compiled(token_ids, plans, NOTHING_MORE)
+        return found.hidden[:num_rows].view(len(starts), self._size, -1)
 
-    def _block_batch(
-        self, page_size: int, first_spare_page: int, blocks: Sequence[Block]
-    ) -> RaggedBatch:
-        size, count = self._size, len(blocks)
-        same = _frame(size, count, first_spare_page * page_size)
-        anchors = np.array([each.anchor for each in blocks], dtype=np.int64)
-        left_out = np.array([each.first_page * page_size for each in blocks], dtype=np.int64)
-        in_pages = anchors - left_out
-        page_counts = -(-in_pages // page_size)
-        token_ids = np.full((count, size), self._mask, dtype=np.int64)
-        token_ids[:, 0] = [each.scheduled.tokens[-1] for each in blocks]
-        pages = list[IntArray]()
-        for each, num_pages in zip(blocks, page_counts.tolist(), strict=True):
-            page_ids = each.scheduled.page_ids[each.first_page : each.first_page + num_pages]
-            pages += [np.frombuffer(page_ids, np.int64)] * size
-        return RaggedBatch(
-            token_ids=torch.from_numpy(token_ids.ravel()),
-            positions=torch.from_numpy((anchors[:, None] + same.behind).ravel()),
-            slots=same.slots,
-            logit_rows=same.logit_rows,
-            num_logits=0,
-            page_size=page_size,
-            starts=np.repeat(in_pages + (size - 1), size),
-            lens=same.lens,
-            first_rows=same.first_rows,
-            page_counts=np.repeat(page_counts, size),
-            pages=np.concatenate(pages),
-            tail_lens=same.tail_lens,
-            tails=same.tails,
-        )
-
-
-class _Frame(NamedTuple):
-    """The common part of the batches of so many blocks; read only."""
-
-    behind: IntArray  # [size] rows behind the anchor
-    slots: Tensor
-    logit_rows: Tensor
-    lens: IntArray
-    first_rows: IntArray
-    tail_lens: IntArray
-    tails: IntArray
-
-
-@lru_cache(maxsize=4 * BLOCKS_A_PASS)
-def _frame(size: int, count: int, first_slot: int) -> _Frame:
-    slots = np.arange(size * count, dtype=np.int64) + first_slot
-    return _Frame(
-        behind=np.arange(size, dtype=np.int64),
-        slots=torch.from_numpy(slots),
-        logit_rows=torch.empty(0, dtype=torch.int64),
-        lens=np.ones(size * count, dtype=np.int64),
-        first_rows=np.arange(size * count, dtype=np.int64),
-        tail_lens=np.full(size * count, size, dtype=np.int64),
-        tails=np.repeat(slots.reshape(count, size), size, axis=0).ravel(),
-    )
+    def _rows(
+        self, start: DraftStart, slots: IntArray, window: int | None, page_size: int
+    ) -> list[PassRows]:
+        """The rows of a block, whose keys and values go to ``slots`` [block_size]."""
+        scheduled = start.scheduled
+        anchor = len(scheduled.tokens) - 1
+        token_ids = [scheduled.tokens[-1], *[self._mask] * (self._size - 1)]
+        low, together = (0, self._size) if window is None else (anchor - window + 1, 1)
+        return [
+            PassRows(
+                token_ids[at : at + together],
+                anchor + at,
+                slots[at : at + together].tolist(),
+                seen_kv(scheduled, max(start.first, low + at), page_size),
+                slots,
+            )
+            for at in range(0, self._size, together)
+        ]
 
 
 def _packed_layer(layer: BlockLayer, ops: Ops, place: KvPlace, *, has_bias: bool) -> LayerWeights:

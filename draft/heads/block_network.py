@@ -216,39 +216,24 @@ class BlockHead(BlockFrame):
         rotary = self.rotary(positions)
         return [layer.self_attn.keys_values(features, rotary) for layer in self.decoder_layers()]
 
-    def block(
-        self, anchor_ids: Tensor, anchors: Tensor, context: list[KeysValues], seen: Tensor
-    ) -> Tensor:
-        """Hidden states of blocks, ``[b, n, num_drafted, hidden]``, behind the final norm.
-
-        State ``i`` is that of the token at ``anchor + 1 + i``. ``anchor_ids`` and ``anchors``
-        [b, n]: the last tokens that are known and their positions. ``context``: of each layer, keys
-        and values [b, num_kv_heads, T, head_dim], of positions counted from 0. ``seen`` [b, n, T]:
-        which positions each block may see, all of them below its anchor.
-        """
-        size = self.config.block_size
-        x = self._rows(anchor_ids)
-        positions = anchors.unsqueeze(-1) + torch.arange(size, device=anchors.device)
-        rotary = self.rotary(positions)
-        for layer, each in zip(self.decoder_layers(), context, strict=True):
-            x = layer(x, rotary, each, _within(seen, positions, layer.window))
-        x = cast(Tensor, self.norm(x))
-        return x if self.config.predicts_at_anchor else x[:, :, 1:]
-
     def forward(self, token_ids: Tensor, taps: Tensor, anchors: Tensor) -> Tensor:
         """Compute hidden states of blocks in whole sequences, ``[b, n, num_drafted, hidden]``.
 
-        It is for training. ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden] of
-        the same positions; ``anchors`` [b, n]: positions of the blocks' last known tokens.
+        It is for training. State ``i`` is that of the token at ``anchor + 1 + i``, behind the final
+        norm. ``token_ids`` [b, T] and ``taps`` [b, T, num_taps * target_hidden] of the same
+        positions; ``anchors`` [b, n]: positions of the blocks' last known tokens.
         """
-        length = token_ids.shape[1]
-        places = torch.arange(length, device=token_ids.device)
-        context = [
-            (k.transpose(1, 2), v.transpose(1, 2))
-            for k, v in self.context(taps, places.expand(token_ids.shape))
-        ]
+        places = torch.arange(token_ids.shape[1], device=token_ids.device)
+        context = self.context(taps, places.expand(token_ids.shape))
         seen = places < anchors.unsqueeze(-1)
-        return self.block(token_ids.gather(1, anchors), anchors, context, seen)
+        x = self._rows(token_ids.gather(1, anchors))
+        positions = anchors.unsqueeze(-1) + torch.arange(x.shape[2], device=anchors.device)
+        rotary = self.rotary(positions)
+        for layer, (keys, values) in zip(self.decoder_layers(), context, strict=True):
+            known = keys.transpose(1, 2), values.transpose(1, 2)
+            x = layer(x, rotary, known, _within(seen, positions, layer.window))
+        x = cast(Tensor, self.norm(x))
+        return x if self.config.predicts_at_anchor else x[:, :, 1:]
 
     def _rows(self, anchor_ids: Tensor) -> Tensor:
         """Embeddings of anchors and masks, ``[b, n, block, hidden]``."""

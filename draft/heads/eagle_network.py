@@ -165,27 +165,6 @@ class EagleHead(EagleFrame):
         x = self.midlayer.inputs(self.embed(token_ids), features)
         return self.midlayer.self_attn.keys_values(x, self.rotary(positions))
 
-    def column(
-        self,
-        features: Tensor,
-        token_ids: Tensor,
-        positions: Tensor,
-        context: KeysValues,
-        seen: Tensor,
-        own: list[KeysValues],
-    ) -> Tensor:
-        """Hidden states ``[b, columns, hidden]``, before the final norm; adds to ``own``.
-
-        ``features`` [b, columns, hidden], ``token_ids`` and ``positions`` [b, columns]. A column
-        sees the part of ``context`` that ``seen`` [b, columns, T] has, the same column of each pass
-        in ``own``, and itself.
-        """
-        x = self.midlayer.inputs(self.embed(token_ids), features)
-        rotary = self.rotary(positions)
-        own.append(self.midlayer.self_attn.keys_values(x, rotary))
-        q = self.midlayer.self_attn.queries(x, rotary)
-        return self.midlayer.outputs(features, self.midlayer.attended(q, context, seen, own))
-
     def forward(self, token_ids: Tensor, taps: Tensor, num_passes: int) -> list[Tensor]:
         """Compute, for training, hidden states of ``num_passes`` passes over whole sequences.
 

@@ -52,7 +52,7 @@ class Written(NamedTuple):
 
     taps: Tensor  # [num, num_taps * target_hidden]
     token_ids: Tensor  # [num]
-    positions: Tensor  # [num]
+    positions: IntArray  # [num]
     slots: IntArray  # [num] where their head KV lies
     firsts: IntArray  # [num_requests] where the positions of each begin
     lens: IntArray  # [num_requests] positions of each
@@ -184,7 +184,7 @@ class HeadKV:
         return Written(
             torch.cat([part for span in spans for part in span.waiting]),
             torch.tensor([i for span in spans for i in span.waiting_ids], device=device),
-            torch.from_numpy(positions).to(device),
+            positions,
             pages * page_size + positions % page_size,
             firsts,
             lens,

@@ -1,8 +1,8 @@
 """Common parts of trained heads: their shape, their layers, and what they borrow.
 
 A head is a small network that reads hidden states of the target (its taps) and drafts. The modules
-serve training and inference alike. A head without an embedding or an output layer of its own
-borrows the target's.
+compute whole sequences, for training; drafts are made by passes over the same matrices, packed
+(packing.py). A head without an embedding or an output layer of its own borrows the target's.
 """
 
 from __future__ import annotations

@@ -1,28 +1,35 @@
-"""Matrices of a head in the layout of its target's kernels, and positions as these read them."""
+"""Matrices of a head in the layout of its target's kernels, and passes of these over its KV."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...core.interface.plan import ScheduledRequest
 from ...core.model.decoder import OwnDecoder
-from ...core.ops.base import HeadLayout, HeadNorm, MlpWeights, Norm, Ops, PackedLinear
-from ...core.ops.batch import IntArray, RaggedBatch
+from ...core.model.rope import RopeTable
+from ...core.ops.base import (
+    ForwardPlan,
+    HeadLayout,
+    HeadNorm,
+    MlpWeights,
+    Norm,
+    Ops,
+    PackedLinear,
+)
+from ...core.ops.batch import IntArray, RaggedBatch, padded_rows
+from ...core.ops.kv_pool import KVPool
+from ...core.ops.torch.torch_ops import TorchOps
 from .head_kv import Written
 from .layers import HeadConfig, Mlp, OutputLayer, Projections, RmsNorm
 
-
-def can_pass(target: OwnDecoder) -> bool:
-    """Whether the target's kernels compute a head's layers over head KV where it lies.
-
-    Those of the CPU do: a row of theirs turns by another position than the one that it attends at.
-    """
-    ops = target.ops
-    return target.device.type == "cpu" and ops.batch_device is None and ops.min_rows == 1
+logger = logging.getLogger(__name__)
 
 
 # -- linear layers --------------------------------------------------------------------------------
@@ -61,9 +68,14 @@ def by_kernel(
         return kernel(x.contiguous(), packed)
     flat = x.reshape(-1, x.shape[-1])
     count = len(flat)
-    if count < min_rows:
-        flat = torch.cat((flat, flat[-1:].expand(min_rows - count, -1)))
-    return kernel(flat.contiguous(), packed)[:count].view(*x.shape[:-1], -1)
+    flat = filled(flat, min_rows).contiguous()
+    return kernel(flat, packed)[:count].view(*x.shape[:-1], -1)
+
+
+def filled(x: Tensor, num_rows: int) -> Tensor:
+    """``[n, ..]`` with copies of the last row up to ``num_rows``."""
+    missing = num_rows - x.shape[0]
+    return x if missing <= 0 else torch.cat((x, x[-1:].expand(missing, *x.shape[1:])))
 
 
 # -- layers ---------------------------------------------------------------------------------------
@@ -110,39 +122,130 @@ def plain_norm(norm: RmsNorm) -> Norm:
     return Norm(norm.weight.detach().contiguous(), norm.eps)
 
 
-# -- positions ------------------------------------------------------------------------------------
+# -- passes ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ContextRows:
-    """Positions of several requests, one request's behind each other."""
+_NONE: IntArray = np.zeros(0, dtype=np.int64)
 
-    starts: IntArray  # [num_requests]
-    lens: IntArray  # [num_requests]
-    positions: IntArray  # [n]
-    slots: IntArray  # [n]
 
-    @classmethod
-    def of(cls, written: Written) -> ContextRows:
-        """The positions that are to be written."""
-        positions = written.positions.numpy()
-        return cls(positions[written.firsts], written.lens, positions, written.slots)
+class SeenKv(NamedTuple):
+    """The head KV of a request that a row of a pass sees.
 
-    def batch(self, page_size: int) -> RaggedBatch:
-        """Lay them out for the kernels that write keys and values; no page is named to be read."""
-        count = len(self.starts)
+    ``pages``: whole ones, at least one, whatever it holds. ``num_in_pages``: positions that they
+    have for the row. ``edge``: slots of the positions before these.
+    """
+
+    pages: IntArray
+    num_in_pages: int
+    edge: IntArray
+
+
+def seen_kv(scheduled: ScheduledRequest, first: int, page_size: int) -> SeenKv:
+    """Find the head KV from position ``first`` to the one before the last token's."""
+    page_ids, anchor, edge = scheduled.page_ids, len(scheduled.tokens) - 1, _NONE
+    first_page = -(-first // page_size)
+    stop, count = min(anchor, first_page * page_size), max(0, anchor - first_page * page_size)
+    if first < stop:  # all in the page before
+        shift = (page_ids[first_page - 1] - (first_page - 1)) * page_size  # to the page's slots
+        edge = np.arange(first + shift, stop + shift)
+    pages = page_ids[first_page : first_page + max(1, -(-count // page_size))] or page_ids[:1]
+    return SeenKv(np.asarray(pages, dtype=np.int64), count, edge)
+
+
+class PassRows(NamedTuple):
+    """Rows of a pass that see the same: tokens behind each other.
+
+    ``position``: that of the first. ``slots``: where their own keys and values go. ``beside``:
+    slots of the rows of the draft that they see, their own among them.
+    """
+
+    token_ids: Sequence[int]
+    position: int
+    slots: Sequence[int]
+    seen: SeenKv
+    beside: IntArray
+
+
+class HeadPass:
+    """Layers of a head by the operations of its target's backend, its KV read where it lies.
+
+    Each row is a segment of its own, which stands at the last place of all that it sees. The page
+    table of a segment begins with the first whole page that the row sees; its tail lists what it
+    sees of the page before, then rows of the draft. Keys keep the rotation of their positions, and
+    a softmax does not ask for their order. So operations that know causal attention alone compute
+    trees, and blocks whose rows see each other.
+    """
+
+    def __init__(self, config: HeadConfig, target: OwnDecoder) -> None:
+        self._heads = head_layout(config)
+        self._ops, self._device = target.ops, target.device
+        if problem := target.ops.unsuited(self._heads):
+            logger.warning("torch computes the layers of the head: %s", problem)
+            self._ops = TorchOps()
+        self._rope = RopeTable(config.rope, config.head_dim, target.device)
+
+    def _plan_writing(self, pool: KVPool, written: Written) -> ForwardPlan:
+        """Prepare writing keys and values of positions that the target has computed."""
+        count, positions = len(written.lens), written.positions
+        token_ids = np.zeros_like(positions)  # not looked up
+        batch = self._batch(
+            pool, token_ids, positions, written.slots, positions[written.firsts], written.lens,
+            (np.ones(count, np.int64), np.zeros(count, np.int64)),  # no page is read
+            (np.zeros(count, np.int64), _NONE),
+        )  # fmt: skip
+        return self._ops.plan(batch, pool, self._heads, self._rope)
+
+    def _plan_rows(self, pool: KVPool, rows: Sequence[PassRows]) -> tuple[Tensor, ForwardPlan]:
+        """Prepare a pass: the token ids on the device, and the plan.
+
+        Rows may have been filled up to `Ops.min_rows`: as many as there are token ids.
+        """
+        counts = [len(each.token_ids) for each in rows]
+        sizes = [
+            (each.seen.num_in_pages, len(each.seen.pages), len(each.seen.edge) + len(each.beside))
+            for each in rows
+        ]
+        in_pages, page_counts, tail_lens = np.array(sizes).repeat(counts, axis=0).T
+        pages = [(each.seen.pages,) * len(each.token_ids) for each in rows]
+        tails = [(each.seen.edge, each.beside) * len(each.token_ids) for each in rows]
+        batch = self._batch(
+            pool,
+            np.array([token_id for each in rows for token_id in each.token_ids]),
+            np.array([each.position + at for each in rows for at in range(len(each.token_ids))]),
+            np.array([slot for each in rows for slot in each.slots]),
+            in_pages + tail_lens - 1,
+            np.ones(len(tail_lens), dtype=np.int64),
+            (page_counts, np.concatenate(list(chain.from_iterable(pages)))),
+            (tail_lens, np.concatenate(list(chain.from_iterable(tails)))),
+        )
+        plan = self._ops.plan(batch, pool, self._heads, self._rope)
+        return batch.token_ids.to(self._device), plan
+
+    def _batch(
+        self,
+        pool: KVPool,
+        token_ids: IntArray,
+        positions: IntArray,
+        slots: IntArray,
+        starts: IntArray,
+        lens: IntArray,
+        pages: tuple[IntArray, IntArray],  # how many of each segment, and all of them
+        tails: tuple[IntArray, IntArray],
+    ) -> RaggedBatch:
+        self._rope.table(int(positions.max()) + 1)  # beyond `stops`: pages are left out
+        device, least = self._ops.batch_device or self._device, self._ops.min_rows
         return RaggedBatch(
-            token_ids=torch.empty(len(self.slots), dtype=torch.int64),
-            positions=torch.from_numpy(self.positions),
-            slots=torch.from_numpy(self.slots),
+            token_ids=padded_rows(token_ids, least, device),
+            positions=padded_rows(positions, least, device),
+            slots=padded_rows(slots, least, device),
             logit_rows=torch.empty(0, dtype=torch.int64),
             num_logits=0,
-            page_size=page_size,
-            starts=self.starts,
-            lens=self.lens,
-            first_rows=np.cumsum(self.lens) - self.lens,
-            page_counts=np.ones(count, dtype=np.int64),
-            pages=np.zeros(count, dtype=np.int64),
-            tail_lens=np.zeros(count, dtype=np.int64),
-            tails=np.zeros(0, dtype=np.int64),
+            page_size=pool.page_size,
+            starts=starts,
+            lens=lens,
+            first_rows=np.cumsum(lens) - lens,
+            page_counts=pages[0],
+            pages=pages[1],
+            tail_lens=tails[0],
+            tails=tails[1],
         )

@@ -1,8 +1,7 @@
 """HeadProposer: what proposers with a trained head share.
 
 It follows the target's steps (`HeadKV`) and grows the trees of requests level by level. A kind of
-head derives from it and says how head KV is written and what a pass computes. `CopyingProposer` is
-for heads whose layers PyTorch computes.
+head derives from it and says how head KV is written and what a pass computes.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ class HeadProposer(ABC):
         self.head_kv.write_waiting([each for each in requests if self.head_kv.waits(each)])
         starts = [start for start in map(self._start, requests) if start is not None]
         if starts:
-            self._trees = {tree.scheduled.request_id: tree for tree in self._grow_all(starts)}
+            self._trees = {tree.scheduled.request_id: tree for tree in self._grow(starts)}
         found = [self._trees.get(scheduled.request_id) for scheduled in requests]
         return [NO_DRAFT if tree is None else tree.draft() for tree in found]
 
@@ -201,7 +200,7 @@ class HeadProposer(ABC):
         )  # fmt: skip
         feature = torch.zeros(self.config.hidden_size, dtype=self.dtype, device=self.device)
         start = DraftStart(scheduled, self.config.first_position, feature)
-        self._grow_all([start] * num_requests)
+        self._grow([start] * num_requests)
 
     def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
         """Find where the request's draft begins; None where the head lacks what it reads."""
@@ -209,10 +208,6 @@ class HeadProposer(ABC):
         if span is None or span.stop < len(scheduled.tokens) - 1:
             return None
         return DraftStart(scheduled, self.head_kv.first_seen(scheduled, span), span.feature)
-
-    def _grow_all(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:
-        """Grow the trees of some requests, in any order."""
-        return self._grow(starts)
 
     @torch.inference_mode()
     def _grow(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:

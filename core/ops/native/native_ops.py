@@ -29,7 +29,7 @@ from ..quantize import Quantize, QuantizedWeight, WeightKind
 from .experts import ExpertStructs
 from .library import DTYPES, NativeLibrary
 from .linear import NativeLinear, Products, linear, pack_linear, rough_copy
-from .plan import NativePlan
+from .plan import NativePlan, unsuited
 from .sampler import NativeSampler
 from .step import NativeStep
 from .structs import activation_struct, norm_struct, rule_struct, turn_struct
@@ -58,6 +58,10 @@ class NativeOps:
         self.quantize: Quantize = quantize
         self.products: Products = products
         self.sampler = NativeSampler(library)
+
+    def unsuited(self, heads: HeadLayout) -> str:
+        """Name what the kernels cannot compute of such heads; empty if there is nothing."""
+        return unsuited(torch.float32, [heads])
 
     @property
     def identity(self) -> dict[str, str]:

@@ -59,6 +59,10 @@ class TorchOps:
         self.exact: Exactness = exact
         self.sampler = TorchSampler()
 
+    def unsuited(self, heads: HeadLayout) -> str:  # noqa: ARG002
+        """Return nothing: heads of any shape are computed."""
+        return ""
+
     @property
     def identity(self) -> dict[str, str]:
         """Nothing: all that computes is torch's."""

@@ -51,18 +51,20 @@ def _unsuited_device(device: torch.device, dtype: torch.dtype, kv_dtype: KvDtype
 def _unsuited_model(dtype: torch.dtype, heads: Sequence[HeadLayout]) -> str:
     if dtype not in DTYPES:
         return f"{dtype} is not supported"
-    for each in heads:
-        dim = each.head_dim
-        if dim & (dim - 1) or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
-            limits = f"a power of two from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-            return f"heads of {dim} dimensions: {limits}"
-        if each.group_size > MAX_GROUP:
-            return f"{each.group_size} query heads per KV head, more than {MAX_GROUP}"
-        if each.value_eps is not None:
-            return "no Triton kernel norms values"
-    if len(heads) > 1:
-        return "no Triton kernels for heads of several shapes"
-    return ""
+    if problem := next(filter(None, map(unsuited_heads, heads)), ""):
+        return problem
+    return "no Triton kernels for heads of several shapes" if len(heads) > 1 else ""
+
+
+def unsuited_heads(heads: HeadLayout) -> str:
+    """Why the kernels cannot compute heads of this shape, or nothing."""
+    dim = heads.head_dim
+    if dim & (dim - 1) or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+        limits = f"a power of two from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+        return f"heads of {dim} dimensions: {limits}"
+    if heads.group_size > MAX_GROUP:
+        return f"{heads.group_size} query heads per KV head, more than {MAX_GROUP}"
+    return "" if heads.value_eps is None else "no Triton kernel norms values"
 
 
 def launch_problem() -> str:

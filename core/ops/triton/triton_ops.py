@@ -34,6 +34,7 @@ from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
 from .attention.attention import attend_kernel, merge_kernel
 from .attention.tile_schedule import SPLIT
+from .availability import unsuited_heads
 from .elementwise import activate_kernel, norm_kernel, rope_write_kernel
 from .graph.graphs import MakeGraph, cuda_graphs
 from .graph.input_fields import ITEM_WORDS
@@ -78,6 +79,10 @@ class TritonOps:
         self.sampler = TritonSampler()
         self._graphs = graphs
         self._experts: WeakKeyDictionary[ExpertWeights, ExpertTables] = WeakKeyDictionary()
+
+    def unsuited(self, heads: HeadLayout) -> str:
+        """Name what the kernels cannot compute of such heads; empty if there is nothing."""
+        return unsuited_heads(heads)
 
     @property
     def identity(self) -> dict[str, str]:
@@ -267,7 +272,7 @@ def _attend(
     num_programs = max(1, PROGRAMS * _num_multiprocessors(q.device) // heads.num_kv_heads)
     attend_kernel[(num_programs, heads.num_kv_heads)](
         q, out, pool.data, _scales(pool), partial.acc, partial.max_score, partial.exp_sum,
-        plan.positions, work.places, work.counts, q if rule.sinks is None else rule.sinks,
+        plan.last_seen, work.places, work.counts, q if rule.sinks is None else rule.sinks,
         plan.words,
         geometry.layer_block(layer), geometry.page_blocks,
         **_shape(heads, pool), SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group, TILE=KEYS_TILE,
@@ -282,7 +287,7 @@ def _merge(out: Tensor, plan: DevicePlan, work: Work, rule: _Rule) -> None:
     heads = geometry.heads
     heads_each = gcd(heads.num_heads, MERGED_HEADS)
     merge_kernel[(len(out), heads.num_heads // heads_each)](
-        out, partial.acc, partial.max_score, partial.exp_sum, plan.positions, work.places,
+        out, partial.acc, partial.max_score, partial.exp_sum, plan.last_seen, work.places,
         out if rule.sinks is None else rule.sinks, plan.rows_in_tile,
         NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEADS=heads_each,
         HEAD_DIM=heads.head_dim, SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group,

@@ -1,4 +1,4 @@
-"""Heads by the target's native kernels: the logits of their plain forward pass, and its best four.
+"""Heads by a backend's operations: the logits of their plain forward pass, and its best four.
 
 Void slots of the pool hold NaN, and pages lie in no order.
 """
@@ -21,14 +21,17 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
-from foretoken.draft.heads.block import BLOCKS_A_PASS, Block, BlockPass, _Pairs
+from foretoken.draft.heads.block import BLOCKS_A_PASS, BlockPass, _Pairs
 from foretoken.draft.heads.block_network import BlockHead
-from foretoken.draft.heads.eagle import Column, EaglePass
+from foretoken.draft.heads.eagle import EaglePass
 from foretoken.draft.heads.eagle_network import EagleHead
+from foretoken.draft.heads.head_kv import Written
 from foretoken.draft.heads.joined import lend
 from foretoken.draft.heads.layers import Head
 from foretoken.draft.heads.medusa import MedusaHead
-from foretoken.draft.heads.packing import ContextRows, pack_linears
+from foretoken.draft.heads.packing import PassRows, pack_linears, seen_kv
+from foretoken.draft.heads.proposer import DraftStart
+from support.quick_interpreter import quicken
 from support.tiny_heads import block_config, eagle_config, medusa_config
 from support.tiny_pair import write_pair
 
@@ -38,14 +41,18 @@ VOCAB_SIZE, NUM_PAGES = 256, 60
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    if native_library() is None:
-        pytest.skip("no native kernels on this machine")
     return write_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB_SIZE)[0]
 
 
-@pytest.fixture(scope="module")
-def target(folder: Path) -> Decoder:
-    return load_decoder(folder, backend="native", dtype="float32")
+@pytest.fixture(scope="module", params=["native", "torch", "triton"])
+def target(request: pytest.FixtureRequest, folder: Path) -> Decoder:
+    """Triton's kernels run under its interpreter."""
+    if request.param == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        quicken()
+    return load_decoder(folder, backend=request.param, device="cpu", dtype="float32")
 
 
 class Text:
@@ -68,11 +75,14 @@ class Text:
     def slot(self, position: int) -> int:
         return self.pages[position // self.page_size] * self.page_size + position % self.page_size
 
-    def written(self, first: int) -> ContextRows:
+    def written(self, first: int) -> Written:
         """The positions from ``first`` to the one before the last token's."""
         positions = np.arange(first, self.length - 1)
         slots = np.array([self.slot(position) for position in positions.tolist()])
-        return ContextRows(positions[:1], np.array([len(positions)]), positions, slots)
+        return Written(
+            self.taps[first:], self.ids[first : self.length - 1], positions, slots,
+            np.zeros(1, dtype=np.int64), np.array([len(positions)]), [None],
+        )  # fmt: skip
 
     @property
     def row(self) -> ScheduledRequest:
@@ -108,6 +118,7 @@ DIALECTS: list[dict[str, Any]] = [
     {"norm_before_residual": True, "attention_bias": True},
     {"norm_before_fc": True, "norm_output": True},
     {"fc_norm": True, "fc_bias": True, "draft_vocab_size": 90},
+    {"head_dim": 12},  # which no Triton kernel computes
 ]
 
 
@@ -126,10 +137,8 @@ def test_the_columns_of_eagle_are_those_of_its_plain_pass(
     layers = EaglePass(head, target)
     text = Text(head, length, page_size)
     features = alone.features(text.taps)
-    rows = text.written(first)
-    layers.write_context(
-        text.pool, features[first - 1 : -1], text.ids[first : length - 1].contiguous(), rows
-    )
+    layers.write_context(text.pool, features[first - 1 : -1], text.written(first))
+    seen = seen_kv(text.row, first, page_size)
     slots, spare = [text.slot(length - 1)], [text.pages[-1] * page_size, text.pages[-2] * page_size]
     behind = [[[], []], [[text.slot(length)], spare[:1]], [[text.slot(length + 1)], spare[1:]]]
     paths = [[[], []], [[7], [9]], [[7, 3], [9, 4]]]
@@ -140,8 +149,11 @@ def test_the_columns_of_eagle_are_those_of_its_plain_pass(
             token_ids = [path[-1] for path in paths[level]]
             slots_of = [[*known, *own] for known, own in zip(slots_of, behind[level], strict=True)]
         count = 1 if level == 0 else 2
-        columns = [Column(text.row, first, own) for own in slots_of[:count]]
-        normed, hidden = layers.hidden(text.pool, before[:count], token_ids[:count], columns)
+        rows = [
+            PassRows([token_id], length - 1 + level, own[-1:], seen, np.array(own))
+            for token_id, own in zip(token_ids[:count], slots_of, strict=False)
+        ]
+        normed, hidden = layers.hidden(text.pool, before[:count].contiguous(), rows)
         for at in range(count):
             check(
                 head.project(normed)[at],
@@ -164,6 +176,7 @@ def eagle_logits(head: EagleHead, text: Text, first: int, path: list[int]) -> Te
     "shape",
     [
         {"markov_rank": 0},
+        {"markov_rank": 0, "windows": (9, None)},
         {"predicts_at_anchor": False, "markov_rank": 0, "attention_bias": True},
         {"num_layers": 1, "markov_kind": "gated", "draft_vocab_size": 90},
     ],
@@ -187,9 +200,9 @@ def test_the_blocks_of_a_pass_are_those_of_the_plain_head(
     pages = texts[0].pages
     for index, text in enumerate(texts):
         text.pages = pages[index * 25 : index * 25 + 25]
-        rows = text.written(0)
-        layers.write_context(pool, head.context_vectors(text.taps).contiguous(), rows)
-    found = layers.hidden(pool, NUM_PAGES, [Block(text.row, 0) for text in texts])
+        vectors = head.context_vectors(text.taps).contiguous()
+        layers.write_context(pool, vectors, text.written(0))
+    found = layers.hidden(pool, NUM_PAGES, [DraftStart(text.row, 0, None) for text in texts])
     found = found[:, config.block_size - config.num_drafted :]
     for text, hidden in zip(texts, found, strict=True):
         taps = torch.cat([text.taps, text.taps.new_zeros(1, text.taps.shape[1])])
@@ -236,6 +249,8 @@ def test_medusas_heads_are_the_plain_ones(target: Decoder) -> None:
 
 @torch.inference_mode()
 def test_output_layers_make_float32_and_the_others_what_they_read(folder: Path) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels on this machine")
     target = load_decoder(folder, backend="native", dtype="bfloat16")
     block = BlockHead(block_config(target.config, owns_output=True))
     medusa = MedusaHead(medusa_config(target.config))
@@ -252,13 +267,23 @@ def test_output_layers_make_float32_and_the_others_what_they_read(folder: Path) 
     assert made == [torch.float32] * 3 + [torch.bfloat16] * 2
 
 
+def test_the_log_names_heads_that_the_kernels_do_not_support(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    target = load_decoder(folder, backend="triton", device="cpu", dtype="float32")
+    head, _ = lent(EagleHead(eagle_config(target.config, head_dim=12)), target)
+    EaglePass(head, target)
+    assert "torch computes the layers of the head: heads of 12 dimensions" in caplog.text
+
+
 def test_a_pool_of_columns_is_written_where_they_are_only(target: Decoder) -> None:
     """No slot beside those of the positions that were written, and none of another page."""
     head, _ = lent(EagleHead(eagle_config(target.config, intermediate_size=40)), target)
     text = Text(head, 11, 4)
     features = torch.randn(6, target.config.hidden_size)
     rows = text.written(4)
-    EaglePass(head, target).write_context(text.pool, features, text.ids[4:10].contiguous(), rows)
+    EaglePass(head, target).write_context(text.pool, features, rows)
     assert written_slots(text.pool) == sorted(rows.slots.tolist())
 
 

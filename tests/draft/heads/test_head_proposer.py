@@ -11,9 +11,9 @@ import gc
 import weakref
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,11 +35,11 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.heads import block
 from foretoken.draft.heads.block import BlockPass
 from foretoken.draft.heads.block_network import BlockHead
-from foretoken.draft.heads.copies import CopyingProposer
 from foretoken.draft.heads.head_kv import Written
 from foretoken.draft.heads.joined import JoinedHead, lend
 from foretoken.draft.heads.kinds import KINDS
 from foretoken.draft.heads.layers import Head
+from foretoken.draft.heads.packing import PassRows
 from foretoken.draft.heads.proposer import HeadProposer
 from foretoken.draft.proposers.gap_model import default_gap_models
 from foretoken.draft.proposers.tree_growth import NUM_BEST
@@ -290,18 +290,13 @@ def test_a_proposer_begins_with_the_gap_models_that_training_fitted(native) -> N
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_blocks_of_more_requests_than_a_pass_holds(native, blocks, monkeypatch) -> None:
-    """On the CPU a block is computed by the target's kernels, some requests at a time."""
+    """A block is computed by the backend's operations, some requests at a time."""
     monkeypatch.setattr(block, "BLOCKS_A_PASS", blocks)
     proposer = make_proposer("block", native)
-    assert not isinstance(proposer, CopyingProposer)
     unit = Unit(native, proposer, speculator=TreeDepth(8))
     unit.run_all()
     assert unit.compared.num_trees > 50
     assert unit.compared.num_right >= 0.99 * unit.compared.num_compared
-
-
-def test_a_head_with_windows_is_computed_layer_by_layer(native) -> None:
-    assert isinstance(make_proposer("dflash", native), CopyingProposer)
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("block", "layers"), ("eagle3", "midlayer")])
@@ -319,18 +314,16 @@ def test_the_layers_of_a_packed_head_are_freed_with_it(native, kind, layers) -> 
 
 def test_a_block_whose_rows_see_only_those_before_would_show(native, monkeypatch) -> None:
     """The negative control: rows of a block that attend as a text's do."""
-    batch_of = BlockPass._block_batch
+    rows_of = BlockPass._rows
 
-    def causal(self, *args):
-        batch = batch_of(self, *args)
-        size = self._size
-        behind = np.tile(np.arange(size), batch.num_rows // size)
-        starts = batch.starts - (size - 1) + behind
-        tails = [batch.tails[i * size : i * size + 1 + at] for i, at in enumerate(behind)]
-        lens = np.array([len(tail) for tail in tails])
-        return replace(batch, starts=starts, tail_lens=lens, tails=np.concatenate(tails))
+    def causal(self: BlockPass, *args: Any) -> list[PassRows]:
+        (rows,) = rows_of(self, *args)
+        return [
+            PassRows([token_id], rows.position + at, [slot], rows.seen, rows.beside[: at + 1])
+            for at, (token_id, slot) in enumerate(zip(rows.token_ids, rows.slots, strict=True))
+        ]
 
-    monkeypatch.setattr(BlockPass, "_block_batch", causal)
+    monkeypatch.setattr(BlockPass, "_rows", causal)
     unit = Unit(native, make_proposer("block", native))
     unit.run_all()
     assert unit.compared.num_right < 0.9 * unit.compared.num_compared

@@ -15,7 +15,7 @@ MUTATIONS = (
     ),
     Mutation(
         "batch-pads-with-page-zero",
-        "_rows",
+        "padded_rows",
         'mode="edge"',
         'mode="constant"',
         ("test_segments_are_laid_out_row_after_row",),

@@ -164,7 +164,7 @@ def attend_kernel(
     acc_ptr,  # [num_places, NUM_HEADS, HEAD_DIM] float32
     max_score_ptr,  # [num_places, NUM_HEADS] float32
     exp_sum_ptr,  # [num_places, NUM_HEADS] float32
-    positions_ptr,  # [T]
+    positions_ptr,  # [T] the last that a row sees
     places_ptr,  # [T] first place of a row's partial sums, or its tile's; -1: it has none
     counts_ptr,  # [4] where in words the narrow items begin, and how many; the same of wide ones
     sinks_ptr,  # [NUM_HEADS] float32, read where HAS_SINKS

@@ -62,6 +62,7 @@ class TileSchedule:
     wide: WorkItems
     places: IntArray  # [num_rows]; -1: it has none
     rows_in_tile: IntArray  # [num_rows]; -1: a narrow row
+    last_seen: IntArray  # [num_rows] the last position of pages and tail that a row sees
     ends: IntArray  # [num_rows] places of all rows up to each; a tile's are its first row's
 
     @property
@@ -118,6 +119,7 @@ def build_tile_schedule(
         wide=_wide(tiles, kv_split_group),
         places=places,
         rows_in_tile=rows_in_tile,
+        last_seen=spans.positions,
         ends=ends,
     )
 
@@ -129,6 +131,7 @@ class _Spans:
     batch: RaggedBatch
     first_rows: IntArray  # [num_segments]
     lens: IntArray  # [num_segments]
+    positions: IntArray  # [num_rows] the last one that a row sees
     first_splits: IntArray  # [num_rows]
     last_splits: IntArray  # [num_rows]
 
@@ -145,7 +148,7 @@ class _Spans:
             last_rows = np.minimum(first_rows + lens, part.stop)
             first_rows = np.maximum(first_rows, part.start)
             lens = np.maximum(0, last_rows - first_rows)
-        return cls(batch, first_rows, lens, first_splits, positions // SPLIT)
+        return cls(batch, first_rows, lens, positions, first_splits, positions // SPLIT)
 
 
 def _rows_in_tile(batch: RaggedBatch, is_wide: NDArray[np.bool_], wide_rows: int) -> IntArray:

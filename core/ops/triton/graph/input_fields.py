@@ -28,7 +28,9 @@ ITEM_WORDS = 7
 
 def fields(num_rows: int, num_works: int, num_words: int, num_places: int = 0) -> list[Field]:
     """Room for so many rows, work lists, words, and tokens to be chosen."""
-    rows = ("token_ids", "positions", "slots", "logit_rows", "sources", "rows_in_tile")
+    rows = (
+        "token_ids", "positions", "slots", "logit_rows", "sources", "rows_in_tile", "last_seen",
+    )  # fmt: skip
     return [
         *(Field(name, num_rows) for name in rows),
         *(Field(f"counts{work}", 4) for work in range(num_works)),
@@ -55,6 +57,7 @@ def fill(to: HostFields, batch: RaggedBatch, works: Sequence[TileSchedule]) -> i
     _put(to["logit_rows"], batch.logit_rows.numpy(), 0)
     if works:  # the same in all of them
         _put(to["rows_in_tile"], works[0].rows_in_tile, -1)
+        _put(to["last_seen"], works[0].last_seen, 0)
     if batch.device_tokens is not None:  # else they are not read
         _put(to["sources"], batch.device_tokens.sources, -1)
     words, num_pages = to["words"], len(batch.pages)

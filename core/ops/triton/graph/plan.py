@@ -128,6 +128,7 @@ class DevicePlan:
     slots: Tensor  # [num_rows] int32: page_id * page_size + offset in the page; -1: no row
     logit_rows: Tensor  # [num_rows] int32; only as many as the batch has are set
     rows_in_tile: Tensor  # [num_rows] int32: index of a row in its wide tile; -1: it is in none
+    last_seen: Tensor  # [num_rows] int32: last position of its pages and tail that a row sees
     words: Tensor  # int32: pages, tails, rows of items, items
     works: Mapping[int | None, Sequence[Work]]  # by window; parts to be computed in turn
     partial_sums: PartialSums
@@ -231,6 +232,7 @@ def device_plan(
         slots=views["slots"],
         logit_rows=views["logit_rows"],
         rows_in_tile=views["rows_in_tile"],
+        last_seen=views["last_seen"],
         words=views["words"],
         works=works,
         partial_sums=partial_sums,
