@@ -98,7 +98,7 @@ def test_one_bit_of_one_weight_changes_it(folder: Path, plain: bytes, tmp_path: 
     assert of(changed) != plain
 
 
-@pytest.mark.parametrize("kind", ["eagle", "block"])
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_the_head_changes_it_and_so_does_each_part_of_it(
     kind: str, folder: Path, plain: bytes, tmp_path: Path
 ) -> None:
