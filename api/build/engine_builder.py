@@ -112,16 +112,7 @@ def _build(
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
-    proposer: Proposer | None = None
-    measured: _Model | TriedProposer | None = None  # its passes have a price
-    if isinstance(draft, JoinedHead):
-        measured = proposer = draft.proposer(draft_pools[0], independent=by_rejection)
-    elif is_self and draft is not None:
-        measured = (draft, pool)
-        proposer = SelfProposer(*measured)
-    elif draft is not None:
-        measured = (draft, draft_pools[0])
-        proposer = LmProposer(*measured, independent=config.verify == "rejection")
+    proposer, measured = _make_proposer(draft, pool, draft_pools, independent=by_rejection)
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
@@ -130,16 +121,7 @@ def _build(
     cache = _prefix_cache(config, pool)
     head = draft if isinstance(draft, JoinedHead) else None
     fingerprint = None if digests is None else digests.fingerprint(target, head, config, sizes)
-    keys = None
-    if has_tiers or events is not None:
-        keys = keys_of(cache, fingerprint or name_fingerprint(source.name, cache.page_size))
-    if events is not None and keys is not None:
-        keys.add_observer(events)
-    tiers: KVTiers | None = None
-    if has_tiers and fingerprint is not None:
-        tiers = _kv_tiers().make_tiers(
-            cache, keys, pool, proposer, config=config, fingerprint=fingerprint
-        )
+    tiers = _follow_pages(cache, pool, proposer, config, events, fingerprint, source.name)
     scheduler = Scheduler(cache, _limits(config, sizes, target), speculator, tiers)
     measures = not spec.is_empty and config.speculation == "auto"
     settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
@@ -174,6 +156,50 @@ def _build(
         fingerprint=fingerprint,
         events=events,
     )
+
+
+def _make_proposer(
+    draft: Decoder | JoinedHead | None,
+    pool: KVPool,
+    draft_pools: Sequence[KVPool],
+    *,
+    independent: bool,
+) -> tuple[Proposer | None, _Model | TriedProposer | None]:
+    """The proposer of what drafts, and of what the passes have a price.
+
+    ``draft_pools``: that of the draft; none if it drafts on the target's ``pool``.
+    """
+    if draft is None:
+        return None, None
+    if isinstance(draft, JoinedHead):
+        head = draft.proposer(draft_pools[0], independent=independent)
+        return head, head
+    if not draft_pools:
+        return SelfProposer(draft, pool), (draft, pool)
+    return LmProposer(draft, draft_pools[0], independent=independent), (draft, draft_pools[0])
+
+
+def _follow_pages(
+    cache: PrefixCache,
+    pool: KVPool,
+    proposer: Proposer | None,
+    config: EngineConfig,
+    events: KVEventPublisher | None,
+    fingerprint: bytes | None,
+    model: str,
+) -> KVTiers | None:
+    """Give cached pages keys if events or tiers need them; return the tiers that are asked for."""
+    if not config.has_tiers and events is None:
+        return None
+    keys = keys_of(cache, fingerprint or name_fingerprint(model, cache.page_size))
+    if events is not None:
+        keys.add_observer(events)
+    if not config.has_tiers or fingerprint is None:
+        return None
+    made: KVTiers = _kv_tiers().make_tiers(
+        cache, keys, pool, proposer, config=config, fingerprint=fingerprint
+    )
+    return made
 
 
 def _kv_tiers() -> ModuleType:

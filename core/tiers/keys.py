@@ -1,4 +1,4 @@
-"""Keys of cached pages: a page's name outside the process, which tells all tokens up to its end.
+"""Keys of cached pages: a page's name outside the process, which fixes all tokens up to its end.
 
 A key is the hash of the key before it and of the page's tokens; the first one begins with what
 computes the KV (the fingerprint) and who may read it (the namespace). So equal keys mean equal
@@ -24,7 +24,7 @@ NO_KEY = bytes(KEY_BYTES)
 def root_key(fingerprint: bytes, namespace: str | None) -> bytes:
     """Return the key that stands before a namespace's first page, 32 bytes.
 
-    No salt is told from the empty salt by a mark. A salt is hashed first: it may be long.
+    A mark distinguishes no salt from the empty salt. A salt is hashed first: it may be long.
     """
     mark = b"\0" if namespace is None else b"\1"
     salt = hashlib.blake2b((namespace or "").encode(), digest_size=KEY_BYTES).digest()
@@ -60,7 +60,7 @@ class StoredPages:
 
 
 class KeyObserver(Protocol):
-    """Told of pages that join the tree or leave it, with their keys."""
+    """Receives the pages that join the tree or leave it, with their keys."""
 
     def stored(self, pages: StoredPages) -> None:
         """Note pages that have just joined the tree."""
@@ -85,7 +85,7 @@ class PageKeys:
         self._observers: list[KeyObserver] = []
 
     def add_observer(self, observer: KeyObserver) -> None:
-        """Tell ``observer`` of every page that joins the tree or leaves it from now on."""
+        """Pass every page that joins the tree or leaves it to ``observer`` from now on."""
         self._observers.append(observer)
 
     def key(self, page_id: int) -> bytes:
@@ -96,14 +96,6 @@ class PageKeys:
     def root(self, namespace: str | None) -> bytes:
         """Return the key that stands before the first page of a namespace."""
         return root_key(self._fingerprint, namespace)
-
-    def keys_of(
-        self, tokens: array[int], namespace: str | None, page_ids: array[int]
-    ) -> list[bytes]:
-        """Keys of the whole pages of ``tokens`` behind the first ones, cached in ``page_ids``."""
-        before = self.key(page_ids[-1]) if page_ids else self.root(namespace)
-        rest = tokens[len(page_ids) * self.page_size :]
-        return list(chain_keys(before, rest, self.page_size))
 
     def stored(self, node: Node, first: int) -> None:
         """Note pages that have just joined the tree."""
