@@ -8,18 +8,22 @@
  * The caller never waits for a worker that has not come yet: it does the work itself, closes the
  * job, and waits for those inside only.
  *
- * A worker that the system takes off its core within a piece holds up the whole job. Where other
+ * A thread that the system takes off its core within a piece holds up the whole job. Where other
  * processes leave too little for all threads, that happens in every few milliseconds, and fewer
- * threads are faster than many that wait for each other. So the caller counts how long it waits, and
- * leaves workers out, one after the other, while that is much of the time (ft_crew_note).
+ * threads may be faster than many that wait for each other. So the caller reads from time to time how
+ * long the threads ran and were kept from running; where they were, it tries one thread less, and
+ * keeps what a thread more hardly adds to (ft_crew_judge). Where the system tells nothing, all take
+ * part.
  */
 #define _GNU_SOURCE
 #include "common.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
@@ -31,38 +35,56 @@
 
 enum { MAX_THREADS = 256, SPINS = 1000, CLOSED = 1 << 30 };
 
-/* How many threads take part, and the time that is judged. All times in nanoseconds. */
+/* Time of threads, all together: nanoseconds that they ran, and that others ran in their place. */
 typedef struct {
-    int32_t threads;  /* there are so many, the caller included */
-    int32_t active;   /* those with smaller numbers take part */
-    int32_t patience; /* windows without long waits before one more is tried */
-    int32_t calm;     /* such windows since the last change */
-    int64_t span, waited; /* of the window that is filled now */
+    int64_t ran, delayed;
+} ft_times;
+
+/* How many threads take part. */
+typedef struct {
+    int32_t threads;   /* there are so many, the caller included */
+    int32_t active;    /* those with smaller numbers take part */
+    int32_t before;    /* while another number is tried, the one before; else 0 */
+    int32_t direction; /* of the next trial: 1 more, or -1 */
+    int32_t patience;  /* windows before the next trial */
+    int32_t calm;      /* windows since the last one */
+    int64_t rate;      /* thousandths of cores that ran before the trial */
 } ft_crew;
 
 enum {
-    LONG_WAIT = 100000,  /* of a caller: longer than a piece, but for those of the largest models */
-    WINDOW = 20000000,   /* of jobs, after which they are judged */
-    LEAST_PATIENCE = 4,  /* windows */
-    MOST_PATIENCE = 64,
+    WINDOW = 100000000, /* nanoseconds of jobs, after which they are judged */
+    LEAST_PATIENCE = 2,
+    MOST_PATIENCE = 32,
+    MOST_DELAY = 250, /* thousandths of a core: as much as an event loop beside two threads takes */
 };
 
-/* Takes note of a job that took `span`, of which the caller waited `waited` for others at the end. */
-FT_EXPORT void ft_crew_note(ft_crew *crew, int64_t span, int64_t waited) {
-    crew->span += span;
-    if (waited >= LONG_WAIT) crew->waited += waited;
-    if (crew->span < WINDOW) return;
-    const int held_up = crew->waited > crew->span / 4;
-    crew->span = crew->waited = 0;
-    crew->calm = held_up ? 0 : crew->calm + 1;
-    if (held_up && crew->active > 1) {
-        crew->active--;
-        crew->patience = (int32_t)ft_min(2 * crew->patience, MOST_PATIENCE);
-    } else if (crew->calm >= crew->patience && crew->active < crew->threads) {
-        crew->active++;
-        crew->calm = 0;
-    } else if (crew->calm >= MOST_PATIENCE) {
-        crew->patience = LEAST_PATIENCE;
+/* Whether the last of so many threads adds a sixth of what each of the others runs; what it spins
+ * is in it. */
+static int is_worth_it(int32_t threads, int64_t rate, int64_t rate_without) {
+    return 6 * (rate - rate_without) * (threads - 1) >= rate_without;
+}
+
+static int32_t next_trial(const ft_crew *crew, int is_delayed) {
+    const int fewer = is_delayed && crew->active > 1, more = crew->active < crew->threads;
+    return fewer && (crew->direction < 0 || !more) ? -1 : more;
+}
+
+/* Judges a window of jobs that took `span`, by the times of those that took part. */
+FT_EXPORT void ft_crew_judge(ft_crew *crew, int64_t span, ft_times times) {
+    const int64_t rate = times.ran * 1000 / span;
+    if (crew->before) {
+        const int32_t step = crew->active - crew->before;
+        const int is_kept = step > 0 ? is_worth_it(crew->active, rate, crew->rate)
+                                     : !is_worth_it(crew->before, crew->rate, rate);
+        crew->patience = is_kept ? LEAST_PATIENCE : (int32_t)ft_min(2 * crew->patience, MOST_PATIENCE);
+        crew->direction = is_kept ? step : -step;
+        if (!is_kept) crew->active = crew->before;
+        crew->before = crew->calm = 0;
+    } else if (++crew->calm >= crew->patience) {
+        crew->before = crew->active;
+        crew->rate = rate;
+        crew->active += next_trial(crew, times.delayed * 1000 / span > MOST_DELAY);
+        if (crew->active == crew->before) crew->before = 0;
     }
 }
 
@@ -82,7 +104,15 @@ typedef struct {
 typedef struct {
     uint64_t seen; /* the last job before it */
     int thread;    /* its number; the caller's is 0 */
+    _Atomic pid_t id; /* the system's name for it, once it runs */
 } start;
+
+/* The jobs that are judged next. */
+typedef struct {
+    int64_t span;   /* of its jobs so far, in nanoseconds */
+    ft_times times; /* of the threads that take part, until it began */
+    pid_t caller;   /* 0: it has not begun */
+} window;
 
 static struct {
     pthread_mutex_t busy;   /* held by the caller whose job runs, and while the pool is resized */
@@ -93,6 +123,7 @@ static struct {
     start starts[MAX_THREADS];
     int num_workers;
     ft_crew crew;         /* the caller's, as all here but what is atomic */
+    window judged;
     _Atomic int active;   /* threads of the present job */
     ft_work work;
     void *context;
@@ -135,7 +166,8 @@ static void await_job(uint64_t seen, int spins) {
 }
 
 static void *worker_main(void *argument) {
-    const start *self = argument;
+    start *self = argument;
+    atomic_store(&self->id, gettid());
     uint64_t seen = self->seen;
     for (;;) {
         await_job(seen, self->thread < atomic_load(&pool.active) ? SPINS : 0);
@@ -177,6 +209,41 @@ static void cut_ranges(int64_t tasks, int num_ranges) {
     }
 }
 
+/* Adds what a thread took so far; nothing if the system does not tell. */
+static void add_times(ft_times *times, pid_t thread) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/task/%d/schedstat", (int)thread);
+    FILE *file = fopen(path, "re");
+    long long ran, delayed;
+    if (file && fscanf(file, "%lld %lld", &ran, &delayed) == 2) {
+        times->ran += ran;
+        times->delayed += delayed;
+    }
+    if (file) fclose(file);
+}
+
+static void begin_window(pid_t caller) {
+    pool.judged = (window){.caller = caller};
+    add_times(&pool.judged.times, caller);
+    for (int i = 0; i + 1 < pool.crew.active; i++)
+        add_times(&pool.judged.times, atomic_load(&pool.starts[i].id));
+}
+
+/* Takes note of a job of so many nanoseconds. */
+static void note_job(int64_t span) {
+    pool.judged.span += span;
+    if (pool.judged.span < WINDOW) return;
+    const window ended = pool.judged;
+    const pid_t caller = gettid();
+    const int active = pool.crew.active;
+    begin_window(caller);
+    if (ended.caller != caller) return;
+    const ft_times times = {pool.judged.times.ran - ended.times.ran,
+                            pool.judged.times.delayed - ended.times.delayed};
+    ft_crew_judge(&pool.crew, ended.span, times);
+    if (pool.crew.active != active) begin_window(caller);
+}
+
 static void run(ft_work work, void *context, int64_t tasks, int64_t grain, int has_ranges) {
     if (tasks <= 0) return;
     if (tasks <= grain || pthread_mutex_trylock(&pool.busy) != 0) {
@@ -191,7 +258,7 @@ static void run(ft_work work, void *context, int64_t tasks, int64_t grain, int h
     const int64_t began = now();
     if (pool.crew.active == 1) {
         work(context, 0, tasks);
-        ft_crew_note(&pool.crew, now() - began, 0);
+        note_job(now() - began);
         pthread_mutex_unlock(&pool.busy);
         return;
     }
@@ -203,10 +270,8 @@ static void run(ft_work work, void *context, int64_t tasks, int64_t grain, int h
     atomic_fetch_and(&pool.gate, ~CLOSED);
     announce();
     take_pieces(0);
-    const int64_t alone = now();
     close_job();
-    const int64_t ended = now();
-    ft_crew_note(&pool.crew, ended - began, ended - alone);
+    note_job(now() - began);
     pthread_mutex_unlock(&pool.busy);
 }
 
@@ -253,13 +318,15 @@ FT_EXPORT int ft_set_threads(int threads) {
         while (pool.num_workers < wanted) {
             pthread_t *worker = &pool.workers[pool.num_workers];
             start *self = &pool.starts[pool.num_workers];
-            *self = (start){seen, pool.num_workers + 1};
+            *self = (start){.seen = seen, .thread = pool.num_workers + 1};
             if (pthread_create(worker, NULL, worker_main, self) != 0) break;
             pool.num_workers++;
         }
     }
     const int count = pool.num_workers + 1;
-    pool.crew = (ft_crew){.threads = count, .active = count, .patience = LEAST_PATIENCE};
+    pool.crew = (ft_crew){
+        .threads = count, .active = count, .direction = -1, .patience = LEAST_PATIENCE};
+    pool.judged = (window){0};
     pthread_mutex_unlock(&pool.busy);
     return count;
 }

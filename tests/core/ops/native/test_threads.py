@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -80,52 +81,76 @@ def test_a_forked_child_computes_without_its_parents_workers(library):
     assert expected
 
 
+class Times(ctypes.Structure):
+    """``ft_times`` of threads.c."""
+
+    _fields_ = (("ran", ctypes.c_int64), ("delayed", ctypes.c_int64))
+
+
 class Crew(ctypes.Structure):
     """``ft_crew`` of threads.c."""
 
     _fields_ = (
         ("threads", ctypes.c_int32),
         ("active", ctypes.c_int32),
+        ("before", ctypes.c_int32),
+        ("direction", ctypes.c_int32),
         ("patience", ctypes.c_int32),
         ("calm", ctypes.c_int32),
-        ("span", ctypes.c_int64),
-        ("waited", ctypes.c_int64),
+        ("rate", ctypes.c_int64),
     )
 
-    def note(self, library: NativeLibrary, windows: int, waited_share: float) -> list[int]:
-        """Threads that take part after each window of jobs of 5 ms, four to a window."""
-        span, found = 5_000_000, []
-        for _ in range(windows):
-            for _ in range(4):
-                waited = ctypes.c_int64(int(span * waited_share))
-                library.c.ft_crew_note(ctypes.byref(self), ctypes.c_int64(span), waited)
+    def windows(
+        self, library: NativeLibrary, count: int, cores: Mapping[int, tuple[float, float]]
+    ) -> list[int]:
+        """Threads that take part after each window.
+
+        ``cores``: by threads that take part, those that run and those that wait for a core.
+        """
+        span, found = 100_000_000, []
+        for _ in range(count):
+            ran, delayed = cores[self.active]
+            times = Times(int(ran * span), int(delayed * span))
+            library.c.ft_crew_judge(ctypes.byref(self), ctypes.c_int64(span), times)
             found.append(self.active)
         return found
 
 
 def crew_of(threads: int) -> Crew:
-    return Crew(threads=threads, active=threads, patience=4)
+    return Crew(threads=threads, active=threads, direction=-1, patience=2)
 
 
-def test_threads_that_wait_for_each_other_become_fewer_and_are_tried_again_later(library):
-    """If other processes leave a core too little, all threads would wait for it at each layer."""
-    crew = crew_of(3)
-    assert crew.note(library, 3, 0.5) == [2, 1, 1]  # never fewer than the caller
-    assert crew.note(library, 16, 0.0) == [1] * 15 + [2]  # its patience has doubled twice
-    assert crew.note(library, 1, 0.5) == [1]
-    assert crew.note(library, 32, 0.0) == [1] * 31 + [2]
-    assert crew.note(library, 32, 0.0) == [2] * 31 + [3]
+# Two cores: nothing else runs, or one busy process, or two. As measured.
+QUIET = {1: (1.0, 0.0), 2: (1.9, 0.02)}
+ONE_BUSY = {1: (1.02, 0.02), 2: (1.1, 0.87)}
+TWO_BUSY = {1: (0.68, 0.36), 2: (0.92, 0.94)}
 
 
 def test_where_nothing_else_runs_every_thread_takes_part(library):
-    """The last pieces of a job are waited for as well: an eighth of the time is no sign."""
-    crew = crew_of(2)
-    assert set(crew.note(library, 200, 0.13)) == {2}
-    assert crew.patience == 4
+    assert set(crew_of(2).windows(library, 200, QUIET)) == {2}
 
 
-def test_short_waits_are_no_sign_however_short_the_jobs(library):
+def test_a_thread_that_adds_little_beside_a_busy_process_is_left_out(library):
+    """All the others would wait for it at each layer."""
     crew = crew_of(2)
-    for _ in range(10_000):
-        library.c.ft_crew_note(ctypes.byref(crew), ctypes.c_int64(20_000), ctypes.c_int64(10_000))
-    assert crew.active == 2
+    assert crew.windows(library, 6, ONE_BUSY) == [2, 1, 1, 1, 2, 1]
+    assert crew.windows(library, 400, ONE_BUSY).count(2) < 20  # tried again, ever more rarely
+
+
+def test_a_thread_that_wins_a_share_of_the_cores_stays_beside_busy_processes(library):
+    crew = crew_of(2)
+    assert crew.windows(library, 3, TWO_BUSY) == [2, 1, 2]
+    assert crew.windows(library, 400, TWO_BUSY).count(1) < 20
+
+
+def test_threads_come_back_when_the_neighbours_have_gone(library):
+    crew = crew_of(8)
+    busy = {active: (min(active, 4) + 0.01 * active, max(0, active - 4)) for active in range(1, 9)}
+    assert crew.windows(library, 100, busy)[-1] in (4, 5)
+    free = {active: (0.95 * active, 0.0) for active in range(1, 9)}
+    assert crew.windows(library, 60, free)[-1] == 8
+    assert set(crew.windows(library, 100, free)) == {8}
+
+
+def test_a_system_that_tells_nothing_changes_nothing(library):
+    assert set(crew_of(4).windows(library, 100, {4: (0.0, 0.0)})) == {4}
