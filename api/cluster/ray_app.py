@@ -1,0 +1,249 @@
+"""Replicas on Ray Serve, which starts, watches, scales and updates them.
+
+No request passes through Ray: a replica dials in to the front as any other does. The only file that
+imports Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Ray reads these when it is imported. The processes of a Ray that we start listen on every
+# interface, whatever address they are given: nobody without its token is heard.
+OWN_RAY = "RAY_ADDRESS" not in os.environ
+if OWN_RAY:
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.schema import ApplicationStatus
+
+from ...core.errors import ForetokenError
+from .scaling import ReplicaLoad, want
+from .transport import CLUSTER_KEY, cluster_key
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+    from .engine_host import EngineHost
+
+logger = logging.getLogger(__name__)
+APP, DEPLOYMENT = "foretoken", "Replica"
+HEALTH_SECONDS = 2.0  # between checks of a replica
+STOP_SECONDS = 30.0  # for a replica to hand over its streams and to write out its tiers
+STATS_SECONDS = 0.5  # between reports of loads
+DOWN_SECONDS = 30.0  # of a low load before a replica is taken away
+OBJECT_STORE = 2**27  # bytes; nothing of ours goes through it
+NO_RAY_WILL_RESTART = "Ray is gone: replicas and front go on, and nothing will be restarted"
+
+
+class RayError(ForetokenError):
+    """Ray cannot start, or has not what the replicas need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """Replicas that are wanted: how many, of what model, with what resources each."""
+
+    model: str | None
+    front: str  # address that they dial
+    least: int
+    most: int
+    cpus: float
+    gpus: float
+    options: Mapping[str, Any] = field(default_factory=dict)  # engine options
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether their number does not follow the load."""
+        return self.least == self.most
+
+
+class Replica:
+    """A replica's process, as Ray Serve knows it: an engine that has dialled in to the front."""
+
+    async def __init__(self, model: str | None, front: str, options: Mapping[str, Any]) -> None:
+        from .engine_host import EngineHost
+
+        self._host: EngineHost = await EngineHost.start(model, front, dict(options))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The load by which Ray scales."""
+        load = self._host.load
+        return {"usage": load.kv_usage, "waiting": float(load.waiting)}
+
+    async def check_health(self) -> None:
+        """Raise if the engine has ended, so that Ray starts another replica."""
+        if (reason := self._host.ended) is not None:
+            raise RuntimeError(reason)
+
+    async def __del__(self) -> None:
+        """Hand over the streams and end; Ray Serve awaits it when it stops a replica."""
+        await self._host.close("Ray stops this replica")
+
+
+def scaled(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """The number of replicas that Ray should run, by their own loads."""
+    metrics = context.aggregated_metrics or {}
+    usages, waiting = metrics.get("usage") or {}, metrics.get("waiting") or {}
+    loads = [ReplicaLoad(usage, waiting.get(name, 0.0)) for name, usage in usages.items()]
+    number = want(
+        loads,
+        current=context.current_num_replicas,
+        least=context.capacity_adjusted_min_replicas,
+        most=context.capacity_adjusted_max_replicas,
+    )
+    return number, {}
+
+
+def application(plan: ReplicaPlan) -> serve.Application:
+    """The Ray Serve application of a plan."""
+    options: dict[str, Any] = {
+        "name": DEPLOYMENT,
+        "ray_actor_options": {"num_cpus": plan.cpus, "num_gpus": plan.gpus},
+        "health_check_period_s": HEALTH_SECONDS,
+        "graceful_shutdown_timeout_s": STOP_SECONDS,
+    }
+    if plan.is_fixed:
+        options["num_replicas"] = plan.least
+    else:
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=plan.least,
+            max_replicas=plan.most,
+            metrics_interval_s=STATS_SECONDS,
+            look_back_period_s=4 * STATS_SECONDS,
+            upscale_delay_s=0,
+            downscale_delay_s=DOWN_SECONDS,
+            policy=AutoscalingPolicy(policy_function=scaled),
+        )
+    deployment = serve.deployment(**options)(Replica)
+    return deployment.bind(plan.model, plan.front, dict(plan.options))
+
+
+class RayReplicas:
+    """Keeps as many replicas as a plan says. Belongs to one event loop.
+
+    A Ray that we start ends with `close`; one that was there (``RAY_ADDRESS``) loses our
+    application alone.
+    """
+
+    def __init__(self, plan: ReplicaPlan) -> None:
+        self.plan = plan
+        self._changing = asyncio.Lock()
+        self._folder: Path | None = None
+
+    async def start(self) -> None:
+        """Start Ray, or join it, and ask for the replicas. Raises `RayError`."""
+        await asyncio.to_thread(self._join)
+        try:
+            await asyncio.to_thread(self._require_resources)
+            await self.change(self.plan)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def change(self, plan: ReplicaPlan) -> None:
+        """Scale, or replace the replicas one after the other if their options differ.
+
+        Returns when Ray has taken note of it. Raises `RayError`.
+        """
+        async with self._changing:
+            await asyncio.to_thread(partial(_deploy, plan))
+            self.plan = plan
+
+    def with_number(self, least: int, most: int) -> ReplicaPlan:
+        """The plan with another number of replicas."""
+        return replace(self.plan, least=least, most=most)
+
+    def with_options(self, options: Mapping[str, Any]) -> ReplicaPlan:
+        """The plan with other engine options beside those that it has."""
+        return replace(self.plan, options={**self.plan.options, **options})
+
+    async def failure(self) -> str | None:
+        """Why replicas cannot be started, or that Ray is gone; None if all is well."""
+        return await asyncio.to_thread(_failure)
+
+    async def close(self) -> None:
+        """Stop the replicas, and the Ray that we started."""
+        await asyncio.to_thread(self._leave)
+
+    def _join(self) -> None:
+        options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        if OWN_RAY:
+            self._folder = Path(tempfile.mkdtemp(prefix="foretoken-ray-"))
+            options |= {
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE,
+                "_node_ip_address": "127.0.0.1",
+                "_temp_dir": str(self._folder),
+            }
+        elif (key := cluster_key()) is not None:
+            options["runtime_env"] = {"env_vars": {CLUSTER_KEY: key}}
+        try:
+            ray.init(**options)
+            serve.start(http_options={"location": "NoServer"})
+        except Exception as error:
+            self._leave()
+            raise RayError(f"Ray cannot start: {_first_line(error)}") from error
+
+    def _require_resources(self) -> None:
+        """Refuse a plan that would wait for ever."""
+        there, plan = ray.cluster_resources(), self.plan
+        for name, kind, each in (("CPU", "CPUs", plan.cpus), ("GPU", "GPUs", plan.gpus)):
+            needed, found = plan.least * each, there.get(name, 0.0)
+            if needed > found:
+                message = (
+                    f"{plan.least} replicas need {needed:g} {kind}, and Ray has {found:g}: "
+                    f"fewer --replicas, or a smaller --replica-{name.lower()}s"
+                )
+                raise RayError(message)
+
+    def _leave(self) -> None:
+        if ray.is_initialized():
+            try:
+                serve.delete(APP, _blocking=True)
+                if OWN_RAY:
+                    serve.shutdown()
+            except Exception as error:
+                logger.warning("Ray did not end its application: %s", _first_line(error))
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _deploy(plan: ReplicaPlan) -> None:
+    try:
+        target = serve.RunTarget(application(plan), name=APP, route_prefix=None)
+        serve.run_many([target], wait_for_applications_running=False)
+    except Exception as error:
+        raise RayError(f"Ray refuses the replicas: {_first_line(error)}") from error
+
+
+def _failure() -> str | None:
+    try:
+        status = serve.status().applications.get(APP)
+    except Exception:
+        return NO_RAY_WILL_RESTART
+    if status is None:
+        return NO_RAY_WILL_RESTART
+    if status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+        deployment = status.deployments.get(DEPLOYMENT)
+        return (deployment.message if deployment else status.message) or status.status.value
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
