@@ -190,6 +190,7 @@ class OperatorRoutes:
     async def metrics(self, _request: Request) -> Response:
         """Prometheus text."""
         ours = self.service.llm.engine.metrics
+        await ours.refresh()
         body, content_type = ours.render()
         body += self.service.metrics.render()
         if self.service.settings.metric_names == "vllm":
