@@ -177,9 +177,8 @@ class Router(Generic[R]):
 
     def leave(self, replica: R) -> None:
         """Drop everything about a replica that is gone, its requests included."""
-        if self._replicas.pop(replica, None) is not None:
-            gone = [name for name, each in self._requests.items() if each.replica.name == replica]
-            for request_id in gone:
+        if (left := self._replicas.pop(replica, None)) is not None:
+            for request_id in [key for key, each in self._requests.items() if each.replica is left]:
                 del self._requests[request_id]
 
     def retire(self, replica: R) -> None:
@@ -240,15 +239,17 @@ class Router(Generic[R]):
         ]
         if not offers:
             return None
-        keys = {o.replica.seed: _Keys(o.replica.seed, tokens, namespace) for o in offers}
+        keys = {seed: _Keys(seed, tokens, namespace) for seed in {o.replica.seed for o in offers}}
+        for each in offers:
+            each.replica.forget_sent(now)
         for seed in keys if cache.read else ():
-            _find([o for o in offers if o.replica.seed == seed], keys[seed], now)
-        offer = self._best(offers, namespace if session is None else session)
+            _find([each for each in offers if each.replica.seed == seed], keys[seed])
+        best = self._best(offers, namespace if session is None else session)
         self._turn += 1
-        offer.replica.last_turn = self._turn
+        best.replica.last_turn = self._turn
         if cache.write:
-            offer.replica.mark_sent(keys[offer.replica.seed], now + SENT_SECONDS)
-        return Choice(offer.replica.name, offer.hit, offer.owed, offer.num_tokens)
+            best.replica.mark_sent(keys[best.replica.seed], now + SENT_SECONDS)
+        return Choice(best.replica.name, best.hit, best.owed, best.num_tokens)
 
     def begin(self, request_id: str, choice: Choice[R]) -> None:
         """Count a request where it was sent. One that is elsewhere is moved.
@@ -288,13 +289,11 @@ class Router(Generic[R]):
                 return min(offers, key=lambda each: each.rank_by_owed)
 
 
-def _find(offers: list[_Offer[R]], keys: Iterable[bytes], now: float) -> None:
+def _find(offers: list[_Offer[R]], keys: Iterable[bytes]) -> None:
     """Count the leading pages of a prompt at each of these replicas, which have equal keys.
 
     The last token is never found: its logits must be computed.
     """
-    for each in offers:
-        each.replica.forget_sent(now)
     page_size, num_tokens = offers[0].replica.seed.page_size, offers[0].num_tokens
     for key in islice(keys, max(num_tokens - 1, 0) // page_size):
         offers = [each for each in offers if each.has(key)]
