@@ -113,7 +113,7 @@ class Replicas:
         self._address, self._key, self._tokenizer = address, key, tokenizer
         self._wanted, self._failover_seconds = wanted, failover_seconds
         self._dump_dir, self._clock, self._beat_seconds = dump_dir, clock, beat_seconds
-        self._router = Router[ReplicaLink](route)
+        self._router = Router[bytes](route, fingerprint=None)  # by peer
         self._links: dict[bytes, ReplicaLink] = {}  # by peer, in the order of arrival
         self._strangers: set[bytes] = set()  # connected peers that are not heard
         self._num_joined = 0
@@ -142,11 +142,10 @@ class Replicas:
     @property
     def readiness(self) -> str | None:
         """Why it cannot take new requests now; None if it can."""
-        reason = self._refusal
-        if reason is not None:
+        if (reason := self._refusal) is not None:
             return reason
-        return next((None for each in self._links.values() if each.unready is None),
-                    next(iter(self._links.values())).unready)  # fmt: skip
+        reasons = [each.unready for each in self._links.values()]
+        return None if None in reasons else reasons[0]
 
     @property
     def _refusal(self) -> str | None:
@@ -186,7 +185,7 @@ class Replicas:
     def describe(self) -> list[Body]:
         """A row for each replica."""
         now = self._clock()
-        return [each.describe(now, self._router.owed(each)) for each in self._links.values()]
+        return [each.describe(now, self._router.owed(each.peer)) for each in self._links.values()]
 
     @property
     def _open_socket(self) -> FrontSocket:
@@ -256,7 +255,7 @@ class Replicas:
     def _place(self, live: LiveRequest, now: float) -> bool:
         """Send a request to a replica; False where none has room."""
         while (choice := self._choose(live, now)) is not None:
-            link, request = choice.replica, live.request
+            link, request = self._links[choice.replica], live.request
             message = submit_of(request, elapsed=live.elapsed(now))
             if not self._open_socket.send(link.peer, message):
                 self._lose(link, "closed", "it does not read")
@@ -269,15 +268,16 @@ class Replicas:
             return True
         return False
 
-    def _choose(self, live: LiveRequest, now: float) -> Choice[ReplicaLink] | None:
+    def _choose(self, live: LiveRequest, now: float) -> Choice[bytes] | None:
         """The replica for a request: one that is ready, else any with room."""
-        full = {each for each in self._links.values() if not each.has_room}
-        unready = {each for each in self._links.values() if each.unready is not None}
+        full = {peer for peer, each in self._links.items() if not each.has_room}
+        unready = {peer for peer, each in self._links.items() if each.unready is not None}
         for excluded in (full | unready, full) if unready else (full,):
             choice = self._router.choose(
                 live.request.tokens,
                 live.request.namespace,
                 session=live.session,
+                cache=live.request.cache,
                 now=now,
                 excluded=excluded,
             )
@@ -325,13 +325,14 @@ class Replicas:
         self.metrics.lost(cause)
         if cause != "closed":
             self._strangers.add(link.peer)
+        if cause in ("wrong", "died", "left"):  # a silent one hears no beats and may come back
             self._open_socket.send(link.peer, Leaving(reason=reason))
         link.fail_calls()
         for live in lives:
             del self._places[live.request.request_id]
             self._router.end(live.request.request_id)
         link.requests.clear()
-        self._router.leave(link)
+        self._router.leave(link.peer)
         self._count_room()
         for live in lives:
             self._move(live)
@@ -410,7 +411,9 @@ class Replicas:
         link.load = step.load
         for news in step.pages:
             change = self._router.stored if news.is_stored else self._router.dropped
-            change(link, page_keys(news))
+            change(link.peer, page_keys(news))
+        if self._router.num_pages(link.peer) > link.hello.num_pages:
+            raise WireError(f"more pages than its {link.hello.num_pages}")
         now = self._clock()
         for form in step.deltas:
             if (live := link.request_of(form)) is not None:
@@ -473,7 +476,7 @@ class Replicas:
         self._num_joined += 1
         link = ReplicaLink(peer, self._num_joined, hello, self._clock())
         self._links[peer] = link
-        self._router.join(link, page_size=hello.page_size, fingerprint=hello.fingerprint)
+        self._router.join(peer, page_size=hello.page_size, fingerprint=hello.fingerprint)
         self._count_room()
         self._is_complete |= len(self._links) >= self._wanted
         num_there = len(self._links)
@@ -481,6 +484,7 @@ class Replicas:
         assert self._first is not None
         if not self._first.done():
             self._first.set_result(hello)
+        self._open_socket.send(peer, Beat())  # it knows now that it is taken
         self._serve_waiting()
 
     def _count_room(self) -> None:
@@ -490,16 +494,20 @@ class Replicas:
                 sum(each.max_running for each in hellos), sum(each.max_queued for each in hellos)
             )
 
-    async def _beat(self) -> None:
+    async def _beat_on(self) -> None:
         while True:
             await asyncio.sleep(self._beat_seconds)
-            for link in list(self._links.values()):
-                link.num_silent_beats += 1
-                if link.num_silent_beats >= MAX_SILENT_BEATS:
-                    self._lose(link, "silent", "it sends no beats")
-                elif not self._open_socket.send(link.peer, Beat()):
-                    self._lose(link, "closed", "it does not read")
-            self._serve_waiting()
+            self.beat()
+
+    def beat(self) -> None:
+        """Show the replicas that the front lives; part with silent ones. Called each second."""
+        for link in list(self._links.values()):
+            link.num_silent_beats += 1
+            if link.num_silent_beats >= MAX_SILENT_BEATS:
+                self._lose(link, "silent", "it sends no beats")
+            elif not self._open_socket.send(link.peer, Beat()):
+                self._lose(link, "closed", "it does not read")
+        self._serve_waiting()
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -525,7 +533,7 @@ class Replicas:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._read())
-                group.create_task(self._beat())
+                group.create_task(self._beat_on())
         except asyncio.CancelledError:
             raise
         except BaseException as failure:
@@ -638,7 +646,9 @@ class Replicas:
 
     def _loads(self) -> Mapping[str, tuple[int, int]]:
         links = self._links.values()
-        return {str(each.number): (self._router.owed(each), len(each.requests)) for each in links}
+        return {
+            str(each.number): (self._router.owed(each.peer), len(each.requests)) for each in links
+        }
 
     async def _metric_texts(self) -> Mapping[str, bytes]:
         read_at, texts = self._texts
