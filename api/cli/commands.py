@@ -17,7 +17,7 @@ from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.interface.settings import settings_of
 from ..serving.limits import Limits
-from ..serving.settings import Joining, Listen, ObservingOptions, Settings
+from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams
 from .config import REPLICA, SERVE, TERMINAL, Chosen, Given
 from .flags import Parser, add_show_drafts, engine_options
@@ -26,6 +26,10 @@ from .train_draft import train_draft
 
 if TYPE_CHECKING:
     from ..cluster.front_session import FrontLink
+    from ..runtime.engine_client import EngineClient
+
+FRONT_ENGINE_OPTIONS = ("chat_template", "default_chat_template_kwargs", "step_timeout", "dump_dir")
+"""Options of `EngineConfig` that a front has itself: its text, its event loop and its dumps."""
 
 BENCHMARKS = ("offline", "phases", "real", "self", "serve")
 """Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
@@ -180,14 +184,40 @@ def _serve(parsed: argparse.Namespace) -> int:
     given = Given(parsed, SERVE)
     model, options = _model_options(given)
     listen, observed = listen_options(given), given.make(ObservingOptions)
-    from ..sdk.async_llm import AsyncLLM
+    front = given.make(FrontOptions)
+    if front.front is None:
+        from ..sdk.async_llm import AsyncLLM
+
+        llm: EngineClient = AsyncLLM(model, **options)
+    else:
+        llm = _front_client(parsed, model, front, options)
     from ..server.logs import configure
     from ..server.observability import make_observing
     from ..server.process import run
 
     configure(listen.log_level, listen.log_format)
     given.warn_of_unknown_variables()
-    return run(AsyncLLM(model, **options), listen, make_observing(observed, listen))
+    return run(llm, listen, make_observing(observed, listen))
+
+
+def _front_client(
+    parsed: argparse.Namespace, model: str | None, front: FrontOptions, options: dict[str, Any]
+) -> EngineClient:
+    """The model of a front. Variables and the file may be those of its replicas, flags are its own.
+
+    Raises `InvalidRequest` for a flag of an engine, an address that is none, or without the extra.
+    """
+    for name in engine_options(parsed):
+        if name not in FRONT_ENGINE_OPTIONS:
+            flag = settings_of(EngineConfig)[name].flag
+            raise InvalidRequest(f"{flag} is a flag of the replicas, not of --front", param=name)
+    try:
+        from ..cluster.front import FrontClient
+    except ModuleNotFoundError as error:
+        message = f"--front needs the extra events: pip install 'foretoken[events]' ({error})"
+        raise InvalidRequest(message, param="front") from None
+    own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
+    return FrontClient(model, front, **own)
 
 
 def _replica(parsed: argparse.Namespace) -> int:

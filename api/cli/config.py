@@ -16,7 +16,7 @@ from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
 from ...core.interface.settings import Setting, setting, settings_of
 from ..serving.limits import Limits
-from ..serving.settings import Joining, Listen, ObservingOptions, Settings
+from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Chosen:
     )
 
 
-SERVE = (Chosen, Listen, Settings, EngineConfig, ObservingOptions, Limits)
+SERVE = (Chosen, Listen, Settings, FrontOptions, EngineConfig, ObservingOptions, Limits)
 REPLICA = (Chosen, Joining, EngineConfig)
 TERMINAL = (Chosen, EngineConfig, SamplingParams)
 

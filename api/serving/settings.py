@@ -160,6 +160,44 @@ class Listen(LogOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrontOptions:
+    """Replicas that compute for this server: each is a `foretoken replica` that dials in.
+
+    Raises `InvalidRequest` for options without a front.
+    """
+
+    front: str | None = setting(
+        None,
+        "address at which replicas (foretoken replica MODEL --front ADDR) dial in; they compute, "
+        "this process serves; beyond loopback both sides need FORETOKEN_CLUSTER_KEY (default: this "
+        "process computes)",
+        "tcp://HOST:PORT",
+        group="replicas",
+        is_basic=True,
+    )
+    replicas: int | None = setting(
+        None, "replicas to wait for before requests are served (1)", least=1, most=10_000
+    )
+    route: Literal["kv", "session", "even"] | None = setting(
+        None,
+        "replica that a request goes to: kv: by the tokens that are left to compute there until "
+        "its first one; session: the same one for the same x-session-id, else cache_salt or API "
+        "key; even: the one with the least to compute (kv)",
+    )
+    failover_seconds: float | None = setting(
+        None, "time that requests wait for another replica when the last one is lost (30)", "S",
+        most=1e6,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        """Check each of them."""
+        check_settings(self)
+        for name in ("replicas", "route", "failover_seconds"):
+            if self.front is None and getattr(self, name) is not None:
+                raise InvalidRequest(f"--{name.replace('_', '-')} needs --front", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservingOptions:
     """Access log, traces and recorded traffic."""
 

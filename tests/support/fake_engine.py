@@ -53,6 +53,9 @@ class FakeMetrics:
     observers: list[EngineObserver] = field(default_factory=list)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
+    async def refresh(self) -> None:
+        pass
+
     def render(self) -> tuple[bytes, str]:
         return b"foretoken:x 1\n", "text/plain"
 

@@ -228,7 +228,7 @@ def test_default_parameters_that_no_request_may_have_are_refused() -> None:
 
 CARRIED = {
     "request_id", "tokens", "sampling", "stop_ids", "depth", "prediction", "namespace", "tenant",
-    "cache", "priority", "deadline", "num_prompt_logprobs",
+    "cache", "priority", "deadline", "num_prompt_logprobs", "shown_ids",
 }  # fmt: skip
 ANEW = {  # written by the engine that serves it, or by the process that has its text
     "on_token", "arrival_time", "serial", "urgency", "max_len", "status", "num_computed", "lease",
@@ -282,7 +282,9 @@ def test_all_that_a_caller_says_of_a_request_comes_back_with_its_output_so_far()
 def test_a_request_is_told_the_time_that_is_left_and_the_special_tokens_of_its_text() -> None:
     request = make(SamplingParams())
     assert over(request, elapsed=10.0).deadline == 20.0
-    assert submit_of(request, shown_ids={4, 3}).shown_ids == [3, 4]
+    request.shown_ids = frozenset({4, 3})
+    assert submit_of(request).shown_ids == [3, 4]
+    assert over(request).shown_ids == {3, 4}
     request.deadline = request.prediction = None
     assert (over(request).deadline, over(request).prediction) == (None, None)
 
