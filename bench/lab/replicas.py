@@ -37,7 +37,8 @@ from ..serve import main as bench_serve
 COMMAND = (sys.executable, "-m", "foretoken.api.cli.commands")
 NUM_GROUPS, PREFIX_LEN = 8, 512
 STOP_SECONDS = 30.0
-NUM_STREAMS, STREAM_TOKENS = 8, 200
+NUM_STREAMS, STREAM_TOKENS = 8, 600
+STREAM_KV = "16384"  # tokens: all streams fit one replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +113,17 @@ def cpu_seconds(pid: int) -> float:
 def shared(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     """Figures of shared beginnings at an open loop."""
     return figures_of(
-        place, args, "shared-prefix", "--requests", str(args.requests),
+        place, args.seed, "shared-prefix", "--requests", str(args.requests),
         "--groups", str(NUM_GROUPS), "--prefix-len", str(args.prefix_len),
         "--request-rate", str(args.rate),
     )  # fmt: skip
 
 
-def figures_of(place: Place, args: argparse.Namespace, *load: str) -> dict[str, Any]:
+def figures_of(place: Place, seed: int, *load: str) -> dict[str, Any]:
     """Figures of a load of `foretoken bench serve`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
-        if bench_serve([*load, "--url", place.url, "--seed", str(args.seed), "--out", str(out)]):
+        if bench_serve([*load, "--url", place.url, "--seed", str(seed), "--out", str(out)]):
             raise SystemExit("nothing was served")
         found: dict[str, Any] = json.loads(out.read_text())
         return found
@@ -149,9 +150,9 @@ def added(model: str, args: argparse.Namespace, flags: Sequence[str]) -> list[di
     for name in ("one engine", "front and replica"):
         place = alone(model, flags) if name == "one engine" else fronted(model, 1, "even", flags)
         with place as found:
-            single = mixed(found, args, concurrency=1)
+            single = mixed(found, concurrency=1, seed=args.seed)
             before = cpu_seconds(found.front)
-            many = mixed(found, args, concurrency=16)
+            many = mixed(found, concurrency=16, seed=args.seed + 1)
             seconds = cpu_seconds(found.front) - before
             first = single["ttft_ms"]
             lines.append(
@@ -167,10 +168,10 @@ def added(model: str, args: argparse.Namespace, flags: Sequence[str]) -> list[di
     return lines
 
 
-def mixed(place: Place, args: argparse.Namespace, *, concurrency: int) -> dict[str, Any]:
+def mixed(place: Place, *, concurrency: int, seed: int) -> dict[str, Any]:
     """Figures of short prompts with nothing in common."""
     return figures_of(
-        place, args, "mixed", "--requests", "64", "--input-len", "32:64", "--output-len", "64",
+        place, seed, "mixed", "--requests", "64", "--input-len", "32:64", "--output-len", "64",
         "--concurrency", str(concurrency),
     )  # fmt: skip
 
@@ -197,8 +198,10 @@ async def until_next(place: Place, model: str) -> tuple[float, float]:
         )
 
     streams = [asyncio.create_task(read(index)) for index in range(NUM_STREAMS)]
-    while not all(len(each) > 10 for each in times):  # noqa: ASYNC110 - nobody tells us
-        await asyncio.sleep(0.005)
+    while not all(len(each) > 3 for each in times):
+        if any(each.done() for each in streams):
+            raise SystemExit("a stream ended before a replica could be killed")
+        await asyncio.sleep(0.002)
     killed = time.perf_counter()
     place.replicas[0].kill()
     statuses = await asyncio.gather(*streams)
@@ -210,11 +213,11 @@ async def until_next(place: Place, model: str) -> tuple[float, float]:
     return max(nexts) - killed, max(gaps)
 
 
-def lost(model: str, args: argparse.Namespace, flags: Sequence[str]) -> list[dict[str, object]]:
+def lost(model: str, args: argparse.Namespace) -> list[dict[str, object]]:
     """Kills of one of two replicas under streams, each with a new front."""
     lines: list[dict[str, object]] = []
     for _ in range(args.kills):
-        with fronted(model, 2, "even", flags) as place:
+        with fronted(model, 2, "even", ["--kv-tokens", STREAM_KV, "--threads", "1"]) as place:
             longest, before = asyncio.run(until_next(place, model))
         lines.append({"until all streams go on, s": longest, "longest gap before, s": before})
         print(table(lines[-1:]), flush=True)
@@ -245,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(table(lines[-1:]), flush=True)
     report["routing"] = lines
     report["front"] = added(args.model, args, flags)
-    report["kills"] = lost(args.model, args, flags)
+    report["kills"] = lost(args.model, args)
     print(*(table(report[part]) for part in ("routing", "front", "kills")), sep="\n\n")  # type: ignore[arg-type] # tables
     write_json(args.out, report)
 
