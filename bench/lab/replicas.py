@@ -31,7 +31,7 @@ import msgspec
 
 from ..common.report import RESULTS, heading, table, write_json
 from ..load.http import Http
-from ..load.server import own_server
+from ..load.server import START_SECONDS, own_server
 from ..serve import main as bench_serve
 
 COMMAND = (sys.executable, "-m", "foretoken.api.cli.commands")
@@ -68,6 +68,7 @@ def fronted(model: str, number: int, route: str, flags: Sequence[str]) -> Iterat
     front = ["--front", address, "--replicas", str(number), "--route", route]
     try:
         with own_server([model, *front, "--log-level", "warning"]) as url:
+            asyncio.run(until_ready(url))
             yield Place(url, _listener(url), replicas)
     finally:
         for process in replicas:
@@ -78,6 +79,15 @@ def fronted(model: str, number: int, route: str, flags: Sequence[str]) -> Iterat
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+async def until_ready(url: str) -> None:
+    """Wait until all replicas have come."""
+    http = Http(url)
+    async with asyncio.timeout(START_SECONDS):
+        while (await http.get("/ready"))[0] != 200:  # noqa: ASYNC110 - nobody tells us
+            await asyncio.sleep(0.1)
+    http.close()
 
 
 @contextlib.contextmanager
