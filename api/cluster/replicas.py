@@ -321,7 +321,8 @@ class Replicas:
             return
         del self._links[link.peer]
         lives = list(link.requests.values())
-        logger.warning("%s is lost: %s; requests to move: %d", link, reason, len(lives))
+        level = logging.INFO if cause == "left" else logging.WARNING
+        logger.log(level, "%s is lost: %s; requests to move: %d", link, reason, len(lives))
         self.metrics.lost(cause)
         if cause != "closed":
             self._strangers.add(link.peer)
