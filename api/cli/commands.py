@@ -17,14 +17,15 @@ from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.interface.settings import settings_of
 from ..serving.limits import Limits
-from ..serving.settings import FrontOptions, Listen, ObservingOptions, Settings
+from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams
-from .config import SERVE, TERMINAL, Chosen, Given
+from .config import REPLICA, SERVE, TERMINAL, Chosen, Given
 from .flags import Parser, add_show_drafts, engine_options
 from .train_draft import add_flags as add_train_draft_flags
 from .train_draft import train_draft
 
 if TYPE_CHECKING:
+    from ..cluster.front_session import FrontLink
     from ..runtime.engine_client import EngineClient
 
 FRONT_ENGINE_OPTIONS = ("chat_template", "default_chat_template_kwargs", "step_timeout", "dump_dir")
@@ -74,6 +75,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"foretoken {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     _add_serve(commands)
+    _add_replica(commands)
     _add_run(commands)
     _add_chat(commands)
     _add_models(commands)
@@ -95,6 +97,18 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     serve.set_defaults(run=_serve, parser=serve)
     _add_model(serve)
     serve.add_settings(*SERVE)
+
+
+def _add_replica(commands: argparse._SubParsersAction[Parser]) -> None:
+    replica = commands.add_parser(
+        "replica",
+        help="run an engine for a front, which has the HTTP API",
+        usage="%(prog)s [MODEL] --front tcp://HOST:PORT [flags]",
+        epilog=EPILOG,
+    )
+    replica.set_defaults(run=_replica, parser=replica)
+    _add_model(replica)
+    replica.add_settings(*REPLICA)
 
 
 def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -204,6 +218,30 @@ def _front_client(
         raise InvalidRequest(message, param="front") from None
     own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
     return FrontClient(model, front, **own)
+
+
+def _replica(parsed: argparse.Namespace) -> int:
+    given = Given(parsed, REPLICA)
+    joining, (model, options) = given.make(Joining), _model_options(given)
+    dial = _dialling(joining.front)
+    from ..cluster.replica import run
+    from ..server.logs import configure
+
+    configure(joining.log_level, joining.log_format)
+    given.warn_of_unknown_variables()
+    return run(model, EngineConfig(**options), dial, address=joining.front)
+
+
+def _dialling(front: str) -> Callable[[], FrontLink]:
+    """What opens a connection to a front, whose address is checked."""
+    try:
+        from ..cluster.transport import ReplicaSocket, check_address, cluster_key
+    except ModuleNotFoundError as error:
+        message = f"a replica needs the extra events: pip install 'foretoken[events]' ({error})"
+        raise InvalidRequest(message, param="front") from None
+    key = cluster_key()
+    check_address(front, key)
+    return lambda: ReplicaSocket(front, key)
 
 
 def listen_options(given: Given) -> Listen:

@@ -104,7 +104,32 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listen:
+class LogOptions:
+    """The log of a process."""
+
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = setting(
+        "info", "lowest level of log lines", group="server", is_basic=True
+    )
+    log_format: Literal["text", "json"] = setting(
+        "text", "format of log lines; json writes one object a line"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining(LogOptions):
+    """The front of a replica, and the replica's log."""
+
+    front: str = setting("", "address of the front to join", "tcp://HOST:PORT", is_basic=True)
+
+    def __post_init__(self) -> None:
+        """Check each of them. Raises `InvalidRequest` without a front."""
+        check_settings(self)
+        if not self.front:
+            raise InvalidRequest("a replica needs --front tcp://HOST:PORT", param="front")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen(LogOptions):
     """Address that the server listens on, its log, and how it starts and ends."""
 
     host: str = setting("127.0.0.1", "address to listen on", "HOST", group="server", is_basic=True)
@@ -121,12 +146,6 @@ class Listen:
     )
     prewarm: str | None = setting(
         None, "JSON Lines file of prompts to put into the cache before listening", "FILE"
-    )
-    log_level: Literal["critical", "error", "warning", "info", "debug"] = setting(
-        "info", "lowest level of log lines", is_basic=True
-    )
-    log_format: Literal["text", "json"] = setting(
-        "text", "format of log lines; json writes one object a line"
     )
     drain_seconds: float = setting(
         30.0, "time for running requests to finish after SIGTERM", "S", most=1e6
