@@ -34,7 +34,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": (TEXT, {"prompt": SHARED, "max_tokens": 160}),
     "hot": (TEXT, {"prompt": SHARED, "max_tokens": 160, "temperature": 0.8, "top_p": 0.9}),
     "long": (TEXT, {"prompt": SHARED * 14, "max_tokens": 60}),
-    "stop": (TEXT, {"prompt": SHARED, "max_tokens": 160, "stop": ["nowhere to be found", "\n\n\n"]}),
+    "stop": (TEXT, {"prompt": SHARED, "max_tokens": 160, "stop": ["is nowhere", "\n\n\n"]}),
     "penalties": (TEXT, {"prompt": SHARED, "max_tokens": 120, "frequency_penalty": 0.5,
                          "min_tokens": 100, "temperature": 0.7}),
     "four": (TEXT, {"prompt": SHARED, "max_tokens": 90, "n": 4, "temperature": 0.9}),

@@ -1,6 +1,6 @@
 """A real server in a process of its own, on a free port of the loopback interface.
 
-With the variable FORETOKEN_TEST_FRONT=1 it is a front with one replica: what is promised of a
+With the variable TEST_FRONT=1 it is a front with one replica: what is promised of a
 server holds for both.
 """
 
@@ -23,7 +23,7 @@ from foretoken.core.interface.settings import settings_of
 from support.forked import Forked, command
 
 START_SECONDS = 120.0
-FRONT = "FORETOKEN_TEST_FRONT"
+FRONT = "TEST_FRONT"
 
 
 class Server:

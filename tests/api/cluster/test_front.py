@@ -462,13 +462,12 @@ def test_reports_of_all_replicas_are_one() -> None:
     run(body())
 
 
-def test_metrics_of_replicas_have_their_label_and_are_fetched_seldom() -> None:
+def test_metrics_of_replicas_have_their_label() -> None:
     text = b'# TYPE foretoken:running gauge\nforetoken:running{kind="a"} 3\n'
 
     async def body() -> None:
         async with front_of(2) as front, replicas_of(front, 2) as replicas:
             await asked(replicas, [text, text], front.metrics.refresh())
-            await front.metrics.refresh()  # asks nobody
             front.submit(request())
             body = front.metrics.render()[0].decode()
             assert 'foretoken:running{kind="a",replica="1"} 3.0' in body
