@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support.forked import Forked
-from support.plain_http import get, opened, payloads, post
+from support.plain_http import get, opened, post
 from support.server_process import Server, running_front
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -33,6 +33,8 @@ LIST = {"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": (TEXT, {"prompt": SHARED, "max_tokens": 160}),
     "hot": (TEXT, {"prompt": SHARED, "max_tokens": 160, "temperature": 0.8, "top_p": 0.9}),
+    "endless": (TEXT, {"prompt": SHARED, "max_tokens": 900, "ignore_eos": True, "temperature": 1.0,
+                       "speculation": "off"}),
     "long": (TEXT, {"prompt": SHARED * 14, "max_tokens": 60}),
     "stop": (TEXT, {"prompt": SHARED, "max_tokens": 160, "stop": ["is nowhere", "\n\n\n"]}),
     "penalties": (TEXT, {"prompt": SHARED, "max_tokens": 120, "frequency_penalty": 0.5,
@@ -101,12 +103,13 @@ def read(url: str, name: str, began: threading.Semaphore | None = None) -> Read:
     whole = Read()
     with opened(url, "POST", path, body) as response:
         assert response.status == 200, response.read()
-        for payload in payloads(response):
-            if payload == "[DONE]":
+        for line in response:
+            if line == b"data: [DONE]\n":
                 return whole
-            whole.add(json.loads(payload))
-            if began is not None:
-                began.release()
+            if line.startswith(b"data: "):
+                whole.add(json.loads(line[6:]))
+                if began is not None:
+                    began.release()
     raise AssertionError("the stream was cut")
 
 
@@ -155,7 +158,7 @@ def test_a_stream_that_is_resumed_goes_on_over_a_lost_replica(
     undisturbed: dict[str, tuple[Any, ...]],
 ) -> None:
     with fronts(2) as (server, processes):
-        path, body = body_of("plain")
+        path, body = body_of("endless")
         whole, last = Read(), ""
         with opened(server.url, "POST", path, body) as response:
             for line in response:
@@ -171,7 +174,7 @@ def test_a_stream_that_is_resumed_goes_on_over_a_lost_replica(
             for line in response:
                 if line.startswith(b"data: ") and line != b"data: [DONE]\n":
                     whole.add(json.loads(line[6:]))
-        assert whole.answer == undisturbed["plain"]
+        assert whole.answer == undisturbed["endless"]
 
 
 def test_without_any_replica_the_front_answers_503_and_lives() -> None:

@@ -15,6 +15,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 
 from foretoken.api.cli.commands import FRONT_ENGINE_OPTIONS
@@ -108,11 +110,26 @@ def running_front(
                 replica = ("replica", model, "--front", address, "--log-level", "error", *engine)
                 replicas.append(Forked(command, *replica, env=env, **streams))
             with _process(words, model=model, variables=variables) as server:
+                _await_replicas(server)
                 yield server, replicas
         finally:
             for each in replicas:
                 each.kill()
                 each.wait()
+
+
+def _await_replicas(server: Server) -> None:
+    """Wait for all of them: the front listens when it has the first one."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"{server.url}/ready", timeout=START_SECONDS).close()
+            return
+        except urllib.error.HTTPError as refused:
+            if refused.code != 503:
+                return  # it needs a key, which is not known here
+            time.sleep(0.05)
+    raise AssertionError("the replicas did not start")
 
 
 def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
