@@ -7,6 +7,8 @@ replicas did for it, should one be lost.
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
+from dataclasses import fields
 
 from ...core.engine.inbox import TokenStream
 from ...core.errors import ForetokenError
@@ -50,9 +52,9 @@ class LiveRequest:
         """Note that its replica is lost: what that did counts, and another one goes on."""
         self.num_losses += 1
         self.waits_since = now
-        self._before = self.request.usage
+        self._before = deepcopy(self.request.usage)
         self._before.moves += 1
-        self.request.usage = self._summed(Usage())
+        self._set_usage(self._summed(Usage()))
 
     def take(self, delta: Delta, form: UsageForm | None, now: float) -> None:
         """Add a step's tokens to the request, its text and its usage.
@@ -65,7 +67,7 @@ class LiveRequest:
         if form is None:
             _count(request.usage, delta)
         else:
-            request.usage = self._summed(usage_of(form, now))
+            self._set_usage(self._summed(usage_of(form, now)))
         usage = request.usage
         usage.completion_tokens = request.num_output
         if delta.token_ids and not usage.time_to_first_token:
@@ -86,6 +88,11 @@ class LiveRequest:
         for token_id in delta.token_ids:
             if token_id not in self.request.stop_ids:
                 on_token(token_id)
+
+    def _set_usage(self, usage: Usage) -> None:
+        """Write into the request's own usage: others hold it, too."""
+        for each in fields(Usage):
+            setattr(self.request.usage, each.name, getattr(usage, each.name))
 
     def _summed(self, run: Usage) -> Usage:
         """Usage of all runs. Whoever computed the prompt has the counts of the cache."""

@@ -17,6 +17,7 @@ SUMMED_IN_OVERVIEW = (
     "prefix_queries", "prefix_hits",
 )  # fmt: skip
 COUNTS_IN_OVERVIEW = ("proposed", "accepted", "pages", "parts")
+NO_PAGES = {"held": 0, "pinned": 0, "cached": 0, "free": 0}
 
 
 def merged_cache(page_size: int, bodies: Bodies) -> Body:
@@ -35,6 +36,7 @@ def merged_overview(bodies: Bodies) -> Body:
     """`ServingEngine.overview` over all replicas; their trees stand side by side."""
     body: Body = {name: _sum(bodies, name) for name in SUMMED_IN_OVERVIEW}
     body |= {name: _added(each.get(name, {}) for each in bodies) for name in COUNTS_IN_OVERVIEW}
+    body["pages"] = body["pages"] or NO_PAGES
     drafts = _sum(bodies, "drafts")
     lengths = sum(each.get("acceptance_length", 0.0) * each.get("drafts", 0) for each in bodies)
     body["acceptance_length"] = lengths / drafts if drafts else 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from array import array
@@ -24,7 +25,7 @@ from ...core.engine.inbox import NUM_TIMES, TokenStream, retry_seconds
 from ...core.errors import DeadlineExceeded, EngineDead, ForetokenError, InvalidRequest, QueueFull
 from ...core.interface.request import Delta, FinishReason, Request
 from ...core.scheduling.output_processor import late_end
-from ...core.scheduling.request_table import check_fits, check_token_ids
+from ...core.scheduling.request_table import check_fits, check_priority, check_token_ids
 from ...core.telemetry.overview import RecentRequest
 from ..types.request_context import session_id
 from ..types.results import Body
@@ -62,12 +63,13 @@ from .wire import (
     Overview,
     Question,
     Step,
+    body_of,
     page_keys,
     submit_of,
 )
 
 logger = logging.getLogger(__name__)
-METRICS_SECONDS = 2.0  # for which the replicas' metrics are kept, and that they may take
+METRICS_SECONDS = 2.0  # that a scrape waits for a replica's metrics
 SHUTTING_DOWN, CLOSED = "the engine is shutting down", "the engine was closed"
 NOT_RUNNING, NO_REPLICA = "the engine is not running", "no replica is there"
 FRONT_STOPS = "the front stops"  # a replica may wait for the next one
@@ -119,6 +121,7 @@ class Replicas:
         self._num_joined = 0
         self._is_complete = False  # the wanted ones were all there once
         self._first: asyncio.Future[Hello] | None = None  # the greeting that all must equal
+        self._max_priority = math.inf
         self._has_warned = False
         self._room = RequestRoom(0, 0)  # of the last replicas that were there
         self._live: dict[str, LiveRequest] = {}  # all requests that have not ended
@@ -127,7 +130,6 @@ class Replicas:
         self._finished: deque[float] = deque(maxlen=NUM_TIMES)  # times, without a pause between
         self._idle = asyncio.Event()
         self._idle.set()
-        self._texts: tuple[float, Mapping[str, bytes]] = (-METRICS_SECONDS, {})
         self._socket: FrontSocket | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -233,6 +235,7 @@ class Replicas:
         hello = self._first_hello
         check_fits(request, hello.max_model_len)
         check_token_ids(request, hello.vocab_size)
+        check_priority(request, self._max_priority)
 
     def abort(self, request_id: str) -> None:
         """End a request between two steps; unknown and finished ones are ignored."""
@@ -321,7 +324,8 @@ class Replicas:
             return
         del self._links[link.peer]
         lives = list(link.requests.values())
-        logger.warning("%s is lost: %s; requests to move: %d", link, reason, len(lives))
+        level = logging.INFO if cause == "left" else logging.WARNING
+        logger.log(level, "%s is lost: %s; requests to move: %d", link, reason, len(lives))
         self.metrics.lost(cause)
         if cause != "closed":
             self._strangers.add(link.peer)
@@ -471,6 +475,9 @@ class Replicas:
             message = f"MODEL has another tokenizer than the replicas, which serve {hello.name}"
             self._first.set_exception(InvalidRequest(message, param="model"))
             raise UnfitError(message)
+        else:
+            most = body_of(hello.settings).get("max_priority")
+            self._max_priority = most if isinstance(most, int) else math.inf
 
     def _join(self, peer: bytes, hello: Hello) -> None:
         self._num_joined += 1
@@ -651,12 +658,8 @@ class Replicas:
         }
 
     async def _metric_texts(self) -> Mapping[str, bytes]:
-        read_at, texts = self._texts
-        if self._clock() - read_at >= METRICS_SECONDS:
-            found = await self._ask_all(Metrics(), bytes_of, seconds=METRICS_SECONDS, skips=True)
-            texts = {str(link.number): text for link, text in found.items()}
-            self._texts = (self._clock(), texts)
-        return texts
+        found = await self._ask_all(Metrics(), bytes_of, seconds=METRICS_SECONDS, skips=True)
+        return {str(link.number): text for link, text in found.items()}
 
     def report(self, reason: str) -> Body:
         """Describe the front; any thread may call it, whatever is stuck."""

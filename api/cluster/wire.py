@@ -381,7 +381,8 @@ def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
 def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     """The message of a request, with what it has so far.
 
-    ``elapsed``: seconds since its arrival. Raises `WireError` for a request that `make_request` did not make.
+    ``elapsed``: seconds since its arrival. Raises `WireError` for a request that `make_request`
+    did not make.
     """
     sampling = request.sampling
     params, constraint = sampling.params, sampling.constraint

@@ -40,7 +40,7 @@ M = TypeVar("M", bound=FromFront)
 
 def greeting(**changes: Any) -> Hello:
     """The greeting of a replica with a vocabulary of 100 tokens."""
-    return msgspec.structs.replace(any_hello(), tokenizer=TOKENIZER, **changes)
+    return msgspec.structs.replace(any_hello(), **({"tokenizer": TOKENIZER} | changes))
 
 
 @contextlib.asynccontextmanager
@@ -181,7 +181,7 @@ async def read(stream: AsyncIterator[Delta]) -> Delta:
 async def until(holds: Callable[[], bool]) -> None:
     """Let others run until something holds."""
     async with asyncio.timeout(SECONDS):
-        while not holds():
+        while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 

@@ -106,7 +106,7 @@ def test_stop_strings_are_watched_over_a_move() -> None:
         async with front_of(2) as front, replicas_of(front, 2) as (first, second):
             heard: list[int] = []
             wanted = request()
-            wanted.on_token = heard.append  # type: ignore[assignment]
+            wanted.on_token = heard.append
             wanted.shown_ids = frozenset({9})
             stream = front.submit(wanted)
             await first.submitted()

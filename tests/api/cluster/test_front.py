@@ -105,7 +105,7 @@ def test_an_end_token_has_no_text() -> None:
         async with front_of() as front, replicas_of(front) as (replica,):
             heard: list[int] = []
             wanted = request()
-            wanted.on_token = heard.append  # type: ignore[assignment]
+            wanted.on_token = heard.append
             stream = front.submit(wanted)
             await replica.submitted()
             replica.finish("r", 10, 1, finish_reason=FinishReason.STOP)
@@ -258,18 +258,21 @@ def test_a_request_goes_where_its_pages_are() -> None:
 def test_a_session_stays_where_it_is() -> None:
     async def body() -> None:
         async with front_of(2, route=Route.SESSION) as front, replicas_of(front, 2) as replicas:
-            header = {"type": "http", "headers": [(b"x-session-id", b"mine")]}
-            token = CONTEXT.set(RequestContext(header))
-            for index in range(4):
-                front.submit(request(f"r{index}"))
+            places = []
+            for name in ("a", "b", "c", "d"):
+                stream = front.submit(request(name))
                 place = next(n for n, row in enumerate(front.describe()) if row["requests"])
-                assert (await replicas[place].submitted()).request_id == f"r{index}"
-                replicas[place].finish(f"r{index}", 10)
-                await until(lambda: not (front.describe()[place]["requests"]))
-                assert place == (first := place if not index else first)
-            CONTEXT.reset(token)
+                places.append(place)
+                await replicas[place].submitted()
+                replicas[place].finish(name, 10)
+                await read(stream)
+            assert len({*places}) == 1
 
-    run(body())
+    token = CONTEXT.set(RequestContext({"type": "http", "headers": [(b"x-session-id", b"mine")]}))
+    try:
+        run(body())
+    finally:
+        CONTEXT.reset(token)
 
 
 def test_one_that_cannot_take_requests_now_is_passed_over() -> None:
@@ -346,7 +349,7 @@ def test_the_first_replica_must_have_the_tokenizer_of_the_front() -> None:
         async with front_of(tokenizer="other") as front:
             replica = ScriptedReplica(front)
             replica.send(replica.hello)
-            with pytest.raises(InvalidRequest, match="another tokenizer.*tiny/model"):
+            with pytest.raises(InvalidRequest, match=r"another tokenizer.*tiny/model"):
                 await front.first()
             assert "another tokenizer" in await replica.refusal()
             replica.die()
@@ -356,9 +359,9 @@ def test_the_first_replica_must_have_the_tokenizer_of_the_front() -> None:
 
 def test_other_kernels_are_taken_with_a_single_warning(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        async with front_of() as front, replicas_of(front):
-            async with replicas_of(front, 2, kernels="native-avx512"):
-                assert len(front.describe()) == 3
+        other = {"kernels": "native-avx512"}
+        async with front_of() as front, replicas_of(front), replicas_of(front, 2, **other):
+            assert len(front.describe()) == 3
 
     run(body())
     assert caplog.text.count("tokens may differ") == 1
@@ -459,13 +462,12 @@ def test_reports_of_all_replicas_are_one() -> None:
     run(body())
 
 
-def test_metrics_of_replicas_have_their_label_and_are_fetched_seldom() -> None:
+def test_metrics_of_replicas_have_their_label() -> None:
     text = b'# TYPE foretoken:running gauge\nforetoken:running{kind="a"} 3\n'
 
     async def body() -> None:
         async with front_of(2) as front, replicas_of(front, 2) as replicas:
             await asked(replicas, [text, text], front.metrics.refresh())
-            await front.metrics.refresh()  # asks nobody
             front.submit(request())
             body = front.metrics.render()[0].decode()
             assert 'foretoken:running{kind="a",replica="1"} 3.0' in body

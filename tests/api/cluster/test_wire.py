@@ -248,6 +248,7 @@ def make(params: SamplingParams, **options: Any) -> Request:
     request.tokens.extend([13, 14])  # its output so far
     request.num_prompt_logprobs = 2
     request.deadline = 30.0
+    request.shown_ids = frozenset({3})
     return request
 
 
