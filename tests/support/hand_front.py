@@ -202,4 +202,3 @@ class HandFront:
 
     def beat(self) -> None:
         self.say(Beat())
-
