@@ -121,7 +121,7 @@ def serving(args: Sequence[str], plan: Deployment, ready: Object) -> Object:
 
 
 def engine_flags(plan: Deployment, among: Collection[str] = EngineConfig.names()) -> list[str]:
-    """Those of the engine's options that are given, as flags of ``foretoken``."""
+    """Flags of ``foretoken`` for the engine options that are given."""
     known = settings_of(EngineConfig)
     given = {name: value for name, value in plan.engine_options.items() if name in among}
     return [text for name, value in given.items() for text in (known[name].flag, str(value))]
