@@ -20,6 +20,8 @@ from ..serving.limits import Limits
 from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams
 from .config import REPLICA, SERVE, TERMINAL, Chosen, Given
+from .deploy import add_flags as add_deploy_flags
+from .deploy import deploy
 from .flags import Parser, add_show_drafts, engine_options
 from .train_draft import add_flags as add_train_draft_flags
 from .train_draft import train_draft
@@ -80,6 +82,7 @@ def _parser() -> Parser:
     _add_chat(commands)
     _add_models(commands)
     _add_train_draft(commands)
+    _add_deploy(commands)
     _add_selftest(commands)
     commands.add_parser(
         "bench", help="run a benchmark: serve, offline, phases, real or self", add_help=False
@@ -170,6 +173,18 @@ def _add_train_draft(commands: argparse._SubParsersAction[Parser]) -> None:
     train = commands.add_parser("train-draft", help="train a draft for a model on your own data")
     train.set_defaults(run=_train_draft, parser=train)
     add_train_draft_flags(train)
+
+
+def _add_deploy(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "deploy",
+        help="print manifests for many engines: Ray Serve, KubeRay or llm-d",
+        usage="%(prog)s ray|kuberay|llm-d [flags]",
+        epilog="Flags of the engine are those of each replica or server. When to use which target: "
+        "docs/scale.md.",
+    )
+    command.set_defaults(run=deploy, parser=command)
+    add_deploy_flags(command)
 
 
 def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:

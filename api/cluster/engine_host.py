@@ -14,6 +14,7 @@ from ..text.tokenizer import Tokenizer
 from .front_session import Ended, Ending, FrontLink, FrontSession
 from .hosted_engine import HostedEngine, LocalEngine
 from .page_log import PageLog
+from .wire import Load
 
 logger = logging.getLogger(__name__)
 REDIAL_SECONDS = 1.0  # until a front is dialled that was lost before it said a word
@@ -56,6 +57,11 @@ class EngineHost:
     def engine(self) -> LocalEngine:
         """The engine."""
         return self._hosted.engine
+
+    @property
+    def load(self) -> Load:
+        """The engine's work now."""
+        return self._hosted.load
 
     async def start(self) -> None:
         """Start the engine."""

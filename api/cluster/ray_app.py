@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Ray reads these when it is imported. The processes of a Ray that we start listen on every
-# interface, whatever address they are given: nobody without its token is heard.
-OWN_RAY = "RAY_ADDRESS" not in os.environ
-if OWN_RAY:
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import ApplicationStatus
 
+from ...core.config import EngineConfig
 from ...core.errors import ForetokenError
-from .scaling import ReplicaLoad, want
+from .scaling import ReplicaLoad, replica_load, want
 from .transport import CLUSTER_KEY, cluster_key
 
 if TYPE_CHECKING:
@@ -45,7 +37,7 @@ APP, DEPLOYMENT = "foretoken", "Replica"
 HEALTH_SECONDS = 2.0  # between checks of a replica
 STOP_SECONDS = 30.0  # for a replica to hand over its streams and to write out its tiers
 STATS_SECONDS = 0.5  # between reports of loads
-DOWN_SECONDS = 30.0  # of a low load before a replica is taken away
+QUIET_SECONDS = 30.0  # of a low load before a replica is taken away
 OBJECT_STORE = 2**27  # bytes; nothing of ours goes through it
 NO_RAY_WILL_RESTART = "Ray is gone: replicas and front go on, and nothing will be restarted"
 
@@ -76,37 +68,57 @@ class Replica:
     """A replica's process, as Ray Serve knows it: an engine that has dialled in to the front."""
 
     async def __init__(self, model: str | None, front: str, options: Mapping[str, Any]) -> None:
-        from .engine_host import EngineHost
+        from .replica import make_host
+        from .transport import ReplicaSocket
 
-        self._host: EngineHost = await EngineHost.start(model, front, dict(options))
+        config = EngineConfig(**options)
+        dial = partial(ReplicaSocket, front, cluster_key())
+        self._max_running = 1
+        self._host: EngineHost = await asyncio.to_thread(
+            make_host, model, config, dial, address=front
+        )
+        await self._host.start()
+        self._max_running = self._host.engine.limits.max_running
+        self._serving = asyncio.create_task(self._host.run())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load by which Ray scales."""
-        load = self._host.load
-        return {"usage": load.kv_usage, "waiting": float(load.waiting)}
+        load = replica_load(self._host.load, self._max_running)
+        return {"usage": load.usage, "waiting": load.waiting}
 
     async def check_health(self) -> None:
         """Raise if the engine has ended, so that Ray starts another replica."""
-        if (reason := self._host.ended) is not None:
-            raise RuntimeError(reason)
+        if self._serving.done():
+            self._serving.result()
+            raise RayError("the front has ended")
+        if not self._host.engine.alive:
+            raise RayError("the engine has ended")
 
     async def __del__(self) -> None:
         """Hand over the streams and end; Ray Serve awaits it when it stops a replica."""
-        await self._host.close("Ray stops this replica")
+        await self._host.close(drain_seconds=STOP_SECONDS / 2)
 
 
 def scaled(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """The number of replicas that Ray should run, by their own loads."""
     metrics = context.aggregated_metrics or {}
     usages, waiting = metrics.get("usage") or {}, metrics.get("waiting") or {}
-    loads = [ReplicaLoad(usage, waiting.get(name, 0.0)) for name, usage in usages.items()]
-    number = want(
-        loads,
-        current=context.current_num_replicas,
-        least=context.capacity_adjusted_min_replicas,
-        most=context.capacity_adjusted_max_replicas,
+    wanted = want(
+        [ReplicaLoad(usage, waiting.get(name, 0.0)) for name, usage in usages.items()],
+        context.target_num_replicas,
+        context.capacity_adjusted_min_replicas,
+        context.capacity_adjusted_max_replicas,
+        now=time.monotonic(),
+        calm_since=(context.policy_state or {}).get("calm_since"),
+        quiet_seconds=QUIET_SECONDS,
     )
-    return number, {}
+    return wanted.replicas, {"calm_since": wanted.calm_since}
+
+
+def app(args: Mapping[str, Any]) -> serve.Application:
+    """The application of a Serve config: ``model``, ``front`` and engine ``options``."""
+    options = args.get("options") or {}
+    return serve.deployment(name=DEPLOYMENT)(Replica).bind(args["model"], args["front"], options)
 
 
 def application(plan: ReplicaPlan) -> serve.Application:
@@ -126,8 +138,8 @@ def application(plan: ReplicaPlan) -> serve.Application:
             metrics_interval_s=STATS_SECONDS,
             look_back_period_s=4 * STATS_SECONDS,
             upscale_delay_s=0,
-            downscale_delay_s=DOWN_SECONDS,
-            policy=AutoscalingPolicy(policy_function=scaled),
+            downscale_delay_s=0,
+            policy=AutoscalingPolicy(policy_function=f"{__name__}:scaled"),
         )
     deployment = serve.deployment(**options)(Replica)
     return deployment.bind(plan.model, plan.front, dict(plan.options))
@@ -136,12 +148,12 @@ def application(plan: ReplicaPlan) -> serve.Application:
 class RayReplicas:
     """Keeps as many replicas as a plan says. Belongs to one event loop.
 
-    A Ray that we start ends with `close`; one that was there (``RAY_ADDRESS``) loses our
-    application alone.
+    ``owns_ray``: a Ray is started, which ends with `close`; else that of ``RAY_ADDRESS`` is joined,
+    which loses our application alone.
     """
 
-    def __init__(self, plan: ReplicaPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: ReplicaPlan, *, owns_ray: bool) -> None:
+        self.plan, self._owns_ray = plan, owns_ray
         self._changing = asyncio.Lock()
         self._folder: Path | None = None
 
@@ -182,7 +194,7 @@ class RayReplicas:
 
     def _join(self) -> None:
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-        if OWN_RAY:
+        if self._owns_ray:
             self._folder = Path(tempfile.mkdtemp(prefix="foretoken-ray-"))
             options |= {
                 "include_dashboard": False,
@@ -215,7 +227,7 @@ class RayReplicas:
         if ray.is_initialized():
             try:
                 serve.delete(APP, _blocking=True)
-                if OWN_RAY:
+                if self._owns_ray:
                     serve.shutdown()
             except Exception as error:
                 logger.warning("Ray did not end its application: %s", _first_line(error))

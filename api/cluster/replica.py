@@ -24,11 +24,21 @@ def run(
 
     ``dial`` opens a connection to it. Raises what `build` raises, and `RefusedError`.
     """
-    built = build(model, config, wants_keys=True)
-    tokenizer = Tokenizer.load(built.path, max_model_len=built.max_model_len)
-    host = EngineHost(built, tokenizer, dial, address=address, config=config)
+    host = make_host(model, config, dial, address=address)
     supervisor = Supervisor(host, drain_seconds=SAVE_SECONDS, on_drain=ON_DRAIN)
     return run_loop(_serve(host, supervisor), supervisor.close)
+
+
+def make_host(
+    model: str | None, config: EngineConfig, dial: Callable[[], FrontLink], *, address: str
+) -> EngineHost:
+    """Load a model, and make the replica that serves the front at ``address``. Blocking.
+
+    Raises what `build` raises.
+    """
+    built = build(model, config, wants_keys=True)
+    tokenizer = Tokenizer.load(built.path, max_model_len=built.max_model_len)
+    return EngineHost(built, tokenizer, dial, address=address, config=config)
 
 
 async def _serve(host: EngineHost, supervisor: Supervisor) -> int:

@@ -175,8 +175,35 @@ class FrontOptions:
         group="replicas",
         is_basic=True,
     )
+    ray: bool = setting(
+        False,
+        "start the replicas by Ray Serve, which watches and replaces them: on a Ray of this machine, "
+        "or on the cluster of RAY_ADDRESS; engine flags are then those of the replicas",
+        is_basic=True,
+    )
     replicas: int | None = setting(
-        None, "replicas to wait for before requests are served (1)", least=1, most=10_000
+        None,
+        "replicas: as many are waited for before requests are served, and with --ray started (1)",
+        least=1,
+        most=10_000,
+        is_basic=True,
+    )
+    min_replicas: int | None = setting(
+        None, "with --ray: fewest replicas, where their number follows the load (1)", least=1,
+        most=10_000,
+    )  # fmt: skip
+    max_replicas: int | None = setting(
+        None, "with --ray: most replicas, where their number follows the load", least=1,
+        most=10_000,
+    )  # fmt: skip
+    replica_cpus: float | None = setting(
+        None,
+        "with --ray: CPUs of each replica, and its threads (those of this machine, shared out)",
+        "X",
+        least=0.01,
+    )
+    replica_gpus: float | None = setting(
+        None, "with --ray: GPUs of each replica (1 on cuda, else none)", "Y"
     )
     route: Literal["kv", "session", "even"] | None = setting(
         None,
@@ -193,8 +220,33 @@ class FrontOptions:
         """Check each of them."""
         check_settings(self)
         for name in ("replicas", "route", "failover_seconds"):
-            if self.front is None and getattr(self, name) is not None:
-                raise InvalidRequest(f"--{name.replace('_', '-')} needs --front", param=name)
+            if not self.is_given and getattr(self, name) is not None:
+                message = f"--{name.replace('_', '-')} needs --front or --ray"
+                raise InvalidRequest(message, param=name)
+        for name in ("min_replicas", "max_replicas", "replica_cpus", "replica_gpus"):
+            if not self.ray and getattr(self, name) is not None:
+                raise InvalidRequest(f"--{name.replace('_', '-')} needs --ray", param=name)
+        if self.min_replicas is not None and self.max_replicas is None:
+            raise InvalidRequest("--min-replicas needs --max-replicas", param="min_replicas")
+        least, most = self.bounds
+        if least > most:
+            message = f"--min-replicas {least} is above --max-replicas {most}"
+            raise InvalidRequest(message, param="min_replicas")
+        if self.max_replicas is not None and not least <= (self.replicas or least) <= most:
+            message = f"--replicas must be from {least} to {most}"
+            raise InvalidRequest(message, param="replicas")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether replicas compute."""
+        return self.ray or self.front is not None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Fewest and most replicas."""
+        if self.max_replicas is None:
+            return self.replicas or 1, self.replicas or 1
+        return self.min_replicas or 1, self.max_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ OPTIONAL = {  # where an extra is needed, and imported for it alone
     "matplotlib": "bench",
     "zmq": "events",
     "mooncake": "mooncake",
+    "ray": "ray",
 }
 
 
