@@ -275,6 +275,14 @@ def test_a_request_that_writes_no_cache_leaves_no_mark() -> None:
     assert choose(router, prompt((1, 100))).hit_tokens == 0
 
 
+def test_what_was_sent_weighs_no_more_than_what_is_stored_once_its_request_has_ended() -> None:
+    router = router_of(A, B)
+    tokens = prompt((1, 320))
+    choose(router, tokens[:160], cache=CacheOptions(), excluded=[B])
+    router.stored(B, keys_of(tokens[:192]))
+    assert choose(router, tokens) == Choice(B, 192, 128, 320)
+
+
 def test_a_group_does_not_pin_all_load_on_one_replica() -> None:
     router = router_of(A, B)
     sender = Sender(router)
@@ -300,7 +308,7 @@ def test_answers_under_way_weigh_too() -> None:
 
 
 def place(router: Router[bytes], session: str) -> bytes:
-    return choose(router, prompt((1, 100)), session=session).replica
+    return choose(router, prompt((1, 140)), session=session).replica
 
 
 def test_a_session_stays_where_it_is_and_sessions_spread() -> None:
@@ -323,16 +331,14 @@ def test_a_replica_that_leaves_moves_its_own_sessions_alone() -> None:
 def test_a_sessions_replica_is_passed_over_when_it_owes_too_much() -> None:
     router = router_of(A, B, C, route=Route.SESSION)
     session = next(str(n) for n in range(99) if place(router, str(n)) == B)
-    owed = round(MAX_OVER_MEAN * 100 / (1 - MAX_OVER_MEAN / 3))  # x = 1.25 * x / 3 + 100 is less
-    bound = int(100 / (1 - MAX_OVER_MEAN / 3))
-    assert bound < owed
-    load(router, B, bound)
+    load(router, B, 240)
+    assert MAX_OVER_MEAN * 240 / 3 + 140 == 240
     assert place(router, session) == B
     load(router, B, 1, "one more")
     second = place(router, session)
     assert second != B
-    load(router, second, bound)
-    load(router, next(iter({A, B, C} - {B, second})), bound)
+    load(router, A, 240)
+    load(router, C, 240)
     assert place(router, session) == B
 
 
