@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
+from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions
@@ -160,7 +160,7 @@ class Router(Generic[R]):
         self._fingerprint = fingerprint
         self._replicas: dict[R, _Replica[R]] = {}  # in order of joining
         self._requests: dict[str, _Request[R]] = {}
-        self._turn = 0
+        self._turns = count(1)
 
     # -- replicas
 
@@ -176,17 +176,17 @@ class Router(Generic[R]):
         self._replicas[replica] = _Replica(replica, seed)
 
     def leave(self, replica: R) -> None:
-        """Drop everything about a replica that is gone, its requests included."""
-        if (left := self._replicas.pop(replica, None)) is not None:
-            for request_id in [key for key, each in self._requests.items() if each.replica is left]:
-                del self._requests[request_id]
+        """Drop everything about a replica that is gone.
+
+        What its requests owe counts nowhere, until `begin` moves them.
+        """
+        self._replicas.pop(replica, None)
 
     def retire(self, replica: R) -> None:
         """Send no new request there; what is there still owes its tokens."""
         if (found := self._replicas.get(replica)) is not None:
             found.is_leaving = True
             found.pages.clear()
-            found.sent.clear()
 
     def owed(self, replica: R) -> int:
         """Tokens that wait or are being computed there; 0 for an unknown replica."""
@@ -243,10 +243,9 @@ class Router(Generic[R]):
         for each in offers:
             each.replica.forget_sent(now)
         for seed in keys if cache.read else ():
-            _find([each for each in offers if each.replica.seed == seed], keys[seed])
+            _find_pages([each for each in offers if each.replica.seed == seed], keys[seed])
         best = self._best(offers, namespace if session is None else session)
-        self._turn += 1
-        best.replica.last_turn = self._turn
+        best.replica.last_turn = next(self._turns)
         if cache.write:
             best.replica.mark_sent(keys[best.replica.seed], now + SENT_SECONDS)
         return Choice(best.replica.name, best.hit, best.owed, best.num_tokens)
@@ -289,7 +288,7 @@ class Router(Generic[R]):
                 return min(offers, key=lambda each: each.rank_by_owed)
 
 
-def _find(offers: list[_Offer[R]], keys: Iterable[bytes]) -> None:
+def _find_pages(offers: list[_Offer[R]], keys: Iterable[bytes]) -> None:
     """Count the leading pages of a prompt at each of these replicas, which have equal keys.
 
     The last token is never found: its logits must be computed.

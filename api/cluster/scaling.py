@@ -59,7 +59,7 @@ def want(
     """
     if not 1 <= least <= most:
         raise ValueError(f"replicas from {least} to {most}: at least 1, and no fewer at most")
-    needed = _needed(loads, current)
+    needed = _num_needed(loads, current)
     if needed > current or not least <= current <= most:
         return Wanted(max(least, min(most, max(needed, current))), None)
     if current == least or not _is_calm(loads, current):
@@ -71,20 +71,13 @@ def want(
     return Wanted(current - 1, now)
 
 
-def _needed(loads: Sequence[ReplicaLoad], current: int) -> int:
+def _num_needed(loads: Sequence[ReplicaLoad], current: int) -> int:
     needed = ceil(round(sum(each.usage for each in loads) / FULL, 9))  # 2.1 / 0.7 is 3
-    if _num_waiting(loads) >= 1:
+    if sum(each.waiting for each in loads) >= 1:  # below 1, as a mean, requests wait now and then
         needed = max(needed, min(len(loads), current) + 1)
     return needed
 
 
-def _num_waiting(loads: Sequence[ReplicaLoad]) -> float:
-    """Requests that wait; below 1, as a mean over some seconds, they wait now and then."""
-    return sum(each.waiting for each in loads)
-
-
 def _is_calm(loads: Sequence[ReplicaLoad], current: int) -> bool:
     """Whether one replica fewer would be enough. Not while one of them does not serve yet."""
-    if len(loads) < current or _num_waiting(loads) >= 1:
-        return False
-    return sum(each.usage for each in loads) < CALM * (current - 1)
+    return len(loads) >= current and sum(each.usage for each in loads) < CALM * (current - 1)
