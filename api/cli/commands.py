@@ -27,6 +27,7 @@ from .train_draft import add_flags as add_train_draft_flags
 from .train_draft import train_draft
 
 if TYPE_CHECKING:
+    from ..cluster.front import Launcher
     from ..cluster.front_session import FrontLink
     from ..runtime.engine_client import EngineClient
 
@@ -200,7 +201,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     model, options = _model_options(given)
     listen, observed = listen_options(given), given.make(ObservingOptions)
     front = given.make(FrontOptions)
-    if front.front is None:
+    if not front.is_given:
         from ..sdk.async_llm import AsyncLLM
 
         llm: EngineClient = AsyncLLM(model, **options)
@@ -222,7 +223,7 @@ def _front_client(
 
     Raises `InvalidRequest` for a flag of an engine, an address that is none, or without the extra.
     """
-    for name in engine_options(parsed):
+    for name in () if front.ray else engine_options(parsed):
         if name not in FRONT_ENGINE_OPTIONS:
             flag = settings_of(EngineConfig)[name].flag
             raise InvalidRequest(f"{flag} is a flag of the replicas, not of --front", param=name)
@@ -231,8 +232,30 @@ def _front_client(
     except ModuleNotFoundError as error:
         message = f"--front needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None
+    launcher = _ray_replicas(model, front, options) if front.ray else None
     own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
-    return FrontClient(model, front, **own)
+    return FrontClient(model, front, launcher, **own)
+
+
+def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any]) -> Launcher:
+    """What starts replicas with these engine options on Ray.
+
+    Raises `InvalidRequest` without the extra, and for a cluster that cannot reach the front.
+    """
+    from ..cluster import ray_environment
+
+    is_joined = ray_environment.is_joined()
+    if is_joined and front.front is None:
+        message = "--ray with RAY_ADDRESS needs --front: an address that the cluster reaches"
+        raise InvalidRequest(message, param="front")
+    if importlib.util.find_spec("ray") is None:
+        message = "--ray needs the extra ray: pip install 'foretoken[ray,events]'"
+        raise InvalidRequest(message, param="ray")
+    if not is_joined:
+        ray_environment.prepare()
+    from ..cluster.ray_app import RayReplicas, plan_of
+
+    return RayReplicas(plan_of(model, front, options), owns_ray=not is_joined)
 
 
 def _replica(parsed: argparse.Namespace) -> int:

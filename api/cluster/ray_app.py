@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -24,6 +25,8 @@ from ray.serve.schema import ApplicationStatus
 
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError
+from ..runtime.preprocess import make_config
+from ..serving.settings import FrontOptions
 from .scaling import ReplicaLoad, replica_load, want
 from .transport import CLUSTER_KEY, cluster_key
 
@@ -64,10 +67,34 @@ class ReplicaPlan:
         return self.least == self.most
 
 
+def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) -> ReplicaPlan:
+    """The plan that the flags of a front ask for; its address is known when it listens.
+
+    The CPUs of this machine are shared out unless they are named, and are the replicas' threads.
+    """
+    least, most = front.bounds
+    threads = options.get("threads")
+    cpus = front.replica_cpus
+    if cpus is None:
+        cpus = threads or max(1, len(os.sched_getaffinity(0)) // most)
+    on_cuda = options.get("device") == "cuda"
+    return ReplicaPlan(
+        model=model,
+        front="",
+        least=least,
+        most=most,
+        cpus=cpus,
+        gpus=(1.0 if on_cuda else 0.0) if front.replica_gpus is None else front.replica_gpus,
+        options={"threads": max(1, int(cpus)), **options},
+    )
+
+
 class Replica:
     """A replica's process, as Ray Serve knows it: an engine that has dialled in to the front."""
 
-    async def __init__(self, model: str | None, front: str, options: Mapping[str, Any]) -> None:
+    async def __init__(  # type: ignore[misc] # Ray Serve awaits it
+        self, model: str | None, front: str, options: Mapping[str, Any]
+    ) -> None:
         from .replica import make_host
         from .transport import ReplicaSocket
 
@@ -157,32 +184,37 @@ class RayReplicas:
         self._changing = asyncio.Lock()
         self._folder: Path | None = None
 
-    async def start(self) -> None:
-        """Start Ray, or join it, and ask for the replicas. Raises `RayError`."""
+    async def start(self, address: str) -> None:
+        """Start Ray, or join it, and ask for replicas that dial ``address``. Raises `RayError`."""
         await asyncio.to_thread(self._join)
         try:
-            await asyncio.to_thread(self._require_resources)
-            await self.change(self.plan)
+            self.plan = replace(self.plan, front=address)
+            await asyncio.to_thread(_require_resources, self.plan)
+            await self._change(self.plan)
         except BaseException:
             await self.close()
             raise
 
-    async def change(self, plan: ReplicaPlan) -> None:
-        """Scale, or replace the replicas one after the other if their options differ.
+    async def scale(self, least: int, most: int) -> None:
+        """Change the number of replicas. Raises `RayError`."""
+        plan = replace(self.plan, least=least, most=most)
+        await asyncio.to_thread(_require_resources, plan)
+        await self._change(plan)
 
-        Returns when Ray has taken note of it. Raises `RayError`.
+    async def replace(self, options: Mapping[str, Any]) -> None:
+        """Replace the replicas, one after the other, by some with other engine options.
+
+        Raises `InvalidRequest` for an option that is none, and `RayError`.
         """
+        merged = {**self.plan.options, **options}
+        make_config(merged)
+        await self._change(replace(self.plan, options=merged))
+
+    async def _change(self, plan: ReplicaPlan) -> None:
+        """Let Ray take note of a plan."""
         async with self._changing:
-            await asyncio.to_thread(partial(_deploy, plan))
+            await asyncio.to_thread(_deploy, plan)
             self.plan = plan
-
-    def with_number(self, least: int, most: int) -> ReplicaPlan:
-        """The plan with another number of replicas."""
-        return replace(self.plan, least=least, most=most)
-
-    def with_options(self, options: Mapping[str, Any]) -> ReplicaPlan:
-        """The plan with other engine options beside those that it has."""
-        return replace(self.plan, options={**self.plan.options, **options})
 
     async def failure(self) -> str | None:
         """Why replicas cannot be started, or that Ray is gone; None if all is well."""
@@ -211,18 +243,6 @@ class RayReplicas:
             self._leave()
             raise RayError(f"Ray cannot start: {_first_line(error)}") from error
 
-    def _require_resources(self) -> None:
-        """Refuse a plan that would wait for ever."""
-        there, plan = ray.cluster_resources(), self.plan
-        for name, kind, each in (("CPU", "CPUs", plan.cpus), ("GPU", "GPUs", plan.gpus)):
-            needed, found = plan.least * each, there.get(name, 0.0)
-            if needed > found:
-                message = (
-                    f"{plan.least} replicas need {needed:g} {kind}, and Ray has {found:g}: "
-                    f"fewer --replicas, or a smaller --replica-{name.lower()}s"
-                )
-                raise RayError(message)
-
     def _leave(self) -> None:
         if ray.is_initialized():
             try:
@@ -234,6 +254,18 @@ class RayReplicas:
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _require_resources(plan: ReplicaPlan) -> None:
+    """Refuse a plan that would wait for ever. Raises `RayError`."""
+    there = ray.cluster_resources()
+    for name, each in (("CPU", plan.cpus), ("GPU", plan.gpus)):
+        needed, found = plan.least * each, there.get(name, 0.0)
+        if needed > found:
+            raise RayError(
+                f"{plan.least} replicas need {needed:g} {name}s, and Ray has {found:g}: fewer "
+                f"--replicas, or a smaller --replica-{name.lower()}s"
+            )
 
 
 def _deploy(plan: ReplicaPlan) -> None:
@@ -253,7 +285,8 @@ def _failure() -> str | None:
         return NO_RAY_WILL_RESTART
     if status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
         deployment = status.deployments.get(DEPLOYMENT)
-        return (deployment.message if deployment else status.message) or status.status.value
+        message = (deployment.message if deployment else status.message) or status.status.value
+        return str(message)
     return None
 
 

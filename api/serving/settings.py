@@ -177,8 +177,8 @@ class FrontOptions:
     )
     ray: bool = setting(
         False,
-        "start the replicas by Ray Serve, which watches and replaces them: on a Ray of this machine, "
-        "or on the cluster of RAY_ADDRESS; engine flags are then those of the replicas",
+        "start the replicas by Ray Serve, which watches and replaces them: on a Ray of this "
+        "machine, or on the cluster of RAY_ADDRESS; engine flags are then those of the replicas",
         is_basic=True,
     )
     replicas: int | None = setting(
