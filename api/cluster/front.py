@@ -81,6 +81,11 @@ class FrontClient(EngineClient):
         """What starts the replicas."""
         return self._launcher
 
+    async def when_complete(self) -> None:
+        """Wait until all wanted replicas are there."""
+        if self._replicas is not None:
+            await self._replicas.complete()
+
     async def _build(self) -> Built[ServingEngine]:
         """Wait for the first replica. Raises `InvalidRequest` if it has another tokenizer."""
         path, tokenizer = await asyncio.to_thread(_find, self._model)

@@ -119,7 +119,7 @@ class Replicas:
         self._links: dict[bytes, ReplicaLink] = {}  # by peer, in the order of arrival
         self._strangers: set[bytes] = set()  # connected peers that are not heard
         self._num_joined = 0
-        self._is_complete = False  # the wanted ones were all there once
+        self._complete = asyncio.Event()  # the wanted ones were all there once
         self._first: asyncio.Future[Hello] | None = None  # the greeting that all must equal
         self._max_priority = math.inf
         self._has_warned = False
@@ -155,7 +155,7 @@ class Replicas:
             return SHUTTING_DOWN
         if not self.alive:
             return NOT_RUNNING
-        if not self._is_complete:
+        if not self._complete.is_set():
             return f"waiting for replicas: {len(self._links)} of {self._wanted} are there"
         return None if self._links else NO_REPLICA
 
@@ -485,8 +485,9 @@ class Replicas:
         self._links[peer] = link
         self._router.join(peer, page_size=hello.page_size, fingerprint=hello.fingerprint)
         self._count_room()
-        self._is_complete |= len(self._links) >= self._wanted
         num_there = len(self._links)
+        if num_there >= self._wanted:
+            self._complete.set()
         logger.info("%s joined: %d of %d are there", link, num_there, self._wanted)
         assert self._first is not None
         if not self._first.done():
@@ -535,6 +536,10 @@ class Replicas:
         logger.info("waiting for %d replicas at %s", self._wanted, self.address)
         return await asyncio.shield(self._first)
 
+    async def complete(self) -> None:
+        """Wait until all wanted replicas have come, or until `close`."""
+        await self._complete.wait()
+
     async def _run(self) -> None:
         error = EngineDead(CLOSED)
         try:
@@ -553,6 +558,7 @@ class Replicas:
     async def close(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, wait for running ones, abort those that are left; idempotent."""
         self.draining = True
+        self._complete.set()
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(drain_seconds))
         await asyncio.shield(self._closing)

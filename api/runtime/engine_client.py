@@ -155,6 +155,9 @@ class EngineClient:
         """Pages of the KV pool; only after `start`."""
         return self.engine.num_pages
 
+    async def when_complete(self) -> None:
+        """Wait, after `start`, until all that is to serve is there; here it is."""
+
     def replicas(self) -> list[Body]:
         """The engines in other processes that serve its requests; none where it has its own."""
         return []

@@ -48,12 +48,13 @@ def running(
     model: str = "builtin",
     variables: Mapping[str, str] | None = None,
     started_by: Sequence[str] | None = None,
+    is_front: bool = False,
 ) -> Iterator[Server]:
     """Start a server, wait until it says that it is ready, end it in any case.
 
     It is forked (`support.forked`), or a new process of the command ``started_by``.
     """
-    if started_by is None and os.environ.get(FRONT) == "1":
+    if started_by is None and (is_front or os.environ.get(FRONT) == "1"):
         with running_front(args, model=model, variables=variables) as (server, _):
             yield server
     else:

@@ -16,6 +16,7 @@ import pytest
 
 from foretoken.api.cli import commands
 from foretoken.api.cluster.front import FrontClient
+from foretoken.api.server.prewarm import Warm, prewarm
 from foretoken.api.serving.settings import FrontOptions
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import SamplingParams
@@ -74,7 +75,7 @@ def test_without_pyzmq_the_extra_is_named(
 
 @asynccontextmanager
 async def client_of(
-    folder: Path, **changes: Any
+    folder: Path, *, wanted: int = 1, **changes: Any
 ) -> AsyncIterator[tuple[FrontClient, ScriptedReplica]]:
     """A client of a front whose one replica has the folder's tokenizer."""
     tokenizer = Tokenizer.load(folder, max_model_len=256)
@@ -84,7 +85,7 @@ async def client_of(
         "eos_token_ids": [tokenizer.vocab["<|im_end|>"]],
     }
     tokenizer.close()
-    llm = FrontClient(folder, FrontOptions(front=LOOPBACK))
+    llm = FrontClient(folder, FrontOptions(front=LOOPBACK, replicas=wanted))
     starting = asyncio.create_task(llm.start())
     try:
         await until(lambda: llm._replicas is not None and llm._replicas.alive)
@@ -135,6 +136,33 @@ def test_a_front_with_another_tokenizer_than_its_replica_does_not_start(
         with pytest.raises(InvalidRequest, match="another tokenizer"):
             async with client_of(folder, tokenizer="other"):
                 raise AssertionError("it started")
+
+    run(body())
+
+
+def test_prompts_that_are_put_into_the_cache_first_wait_for_all_replicas(folder: Path) -> None:
+    async def body() -> None:
+        async with client_of(folder, wanted=2) as (llm, replica):
+            warming = asyncio.create_task(prewarm(llm, [Warm(prompt="Hello")]))
+            await asyncio.sleep(0)
+            assert not warming.done()
+            assert llm._replicas is not None
+            other = ScriptedReplica(llm._replicas)
+            other.send(replica.hello)
+            replica.finish((await replica.submitted()).request_id, 17)
+            await warming
+            other.die()
+
+    run(body())
+
+
+def test_a_front_that_ends_waits_for_no_replica(folder: Path) -> None:
+    async def body() -> None:
+        async with client_of(folder, wanted=2) as (llm, _replica):
+            warming = asyncio.create_task(prewarm(llm, [Warm(prompt="Hello")]))
+            await asyncio.sleep(0)
+            await llm.close()
+            assert await warming == 0
 
     run(body())
 
