@@ -1,4 +1,4 @@
-"""Which replica a request goes to, by what each has cached and what it owes."""
+"""The choice of a replica for a request, by what each has cached and what it owes."""
 
 from __future__ import annotations
 
