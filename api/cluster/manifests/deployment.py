@@ -70,13 +70,11 @@ class Deployment:
     def __post_init__(self) -> None:
         """Check each of them, and the options of the engine."""
         check_settings(self)
-        is_name = _NAME.fullmatch(self.name)
-        _require(
-            is_name, "name", f"must be of lower-case letters, digits and -, not {shown(self.name)}"
-        )
-        claim = self.models_claim
-        is_name = claim is None or _CLAIM.fullmatch(claim)
-        _require(is_name, "models_claim", f"must be the name of a claim, not {shown(claim)}")
+        name, claim = self.name, self.models_claim
+        allowed = f"must be of lower-case letters, digits and -, not {shown(name)}"
+        _require(_NAME.fullmatch(name), "name", allowed)
+        is_claim = claim is None or _CLAIM.fullmatch(claim) is not None
+        _require(is_claim, "models_claim", f"must be the name of a claim, not {shown(claim)}")
         for param in ("model", "image"):
             text = getattr(self, param)
             _require(text.strip() and text[0] != "-", param, f"must be a name, not {shown(text)}")

@@ -43,6 +43,7 @@ def serve_config(plan: Deployment, **more: Any) -> Object:  # noqa: ANN401 - opt
         "name": "Replica",
         **_number(plan),
         "ray_actor_options": {"num_cpus": plan.cpus, "num_gpus": plan.gpus},
+        "health_check_period_s": 2.0,
         "graceful_shutdown_timeout_s": plan.drain_seconds,
         **more,
     }
@@ -66,7 +67,7 @@ def _number(plan: Deployment) -> Object:
         "metrics_interval_s": 0.5,
         "look_back_period_s": 2.0,
         "upscale_delay_s": 0.0,
-        "downscale_delay_s": 30.0,
+        "downscale_delay_s": 0.0,  # the policy itself waits
         "policy": {"policy_function": f"{APP}:scaled"},
     }
     return {"autoscaling_config": scaling}

@@ -438,7 +438,7 @@ def test_the_serve_config_names_what_there_is() -> None:
         (["ray", "--replicas", "0"], "replicas"),
         (["ray", "--replica", "2"], "--replica"),
         (["kuberay", "--min-replicas", "3"], "max_replicas"),
-        (["kuberay", "--min-replicas", "3", "--max-replicas", "2"], "min_replicas"),
+        (["kuberay", "--min-replicas", "3", "--max-replicas", "2"], "min_replicas (3) exceeds"),
         (["ray", "--replicas", "5", "--max-replicas", "2"], "replicas"),
         (["ray", "--replicas", "1", "--min-replicas", "2", "--max-replicas", "3"], "replicas"),
         (["ray", "--front", "tcp://a:0"], "front"),
