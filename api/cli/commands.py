@@ -233,7 +233,7 @@ def _replica(parsed: argparse.Namespace) -> int:
 
 
 def _dialling(front: str) -> Callable[[], FrontLink]:
-    """What opens a connection to a front, whose address is checked."""
+    """Check a front's address; return a function that opens a connection to it."""
     try:
         from ..cluster.transport import ReplicaSocket, check_address, cluster_key
     except ModuleNotFoundError as error:

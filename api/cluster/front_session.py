@@ -93,7 +93,11 @@ class FrontSession:
     async def run(self) -> Ended:
         """Greet, and serve until the connection ends. It is closed then, and requests aborted."""
         self._greet()
-        tasks = [asyncio.ensure_future(each) for each in (self._read(), self._beat(), self._left)]
+        tasks: list[asyncio.Future[Ended]] = [
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._beat()),
+            self._left,
+        ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(task for task in tasks if task in done).result()
@@ -171,8 +175,8 @@ class FrontSession:
                 self.leave(str(error))
         except Exception as error:
             _log_unless_on_purpose(error, "a request failed")
-            is_told = isinstance(error, ForetokenError)
-            self._note(live, Delta(error=error if is_told else ForetokenError(INTERNAL)))
+            shown = error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)
+            self._note(live, Delta(error=shown))
 
     def _abort(self, request_id: str) -> None:
         """End a request; its last delta says that it was aborted."""
@@ -270,8 +274,10 @@ class FrontSession:
         """Nothing is sent any more: no front reads what its requests get."""
         self._cancel_handles()
         self._hosted.pages.on_news = _nothing
-        for each in (*tasks, *self._calls):
-            each.cancel()
+        for task in tasks:
+            task.cancel()
+        for call in self._calls:
+            call.cancel()
         for live in self._live.values():
             self._drop(live)
         self._live.clear()

@@ -64,7 +64,7 @@ class LocalEngine(ServingEngine, Protocol):
 
     @property
     def load(self) -> EngineLoad:
-        """Its work now. Cheap."""
+        """The engine's work now. Cheap."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -107,7 +107,7 @@ class HostedEngine:
 
     @property
     def load(self) -> Load:
-        """Its work now."""
+        """The engine's work now."""
         load = self.engine.load
         return Load(running=load.num_running, waiting=load.num_waiting, kv_usage=load.kv_usage)
 

@@ -22,7 +22,10 @@ T = TypeVar("T")
 PROMPT = "import collections\n\n\nclass Queue:\n    def __init__(self, items):\n"
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}}},
+    "properties": {
+        "name": {"type": "string"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
     "required": ["name", "tags"],
 }  # fmt: skip
 
@@ -59,9 +62,7 @@ class House:
             self.front.beat()
 
     async def serve(self, params: SamplingParams, **more: Any) -> Heard:
-        limit = closing_limit(
-            params, len(self.prompt), 512, needs_closing=needs_closing(params)
-        )  # fmt: skip
+        limit = closing_limit(params, len(self.prompt), 512, needs_closing=needs_closing(params))
         message = submit(next(self._ids), self.prompt, params, limit=limit, **more)
         return await self.front.serve(message)
 
@@ -108,8 +109,9 @@ async def check_resumed(
     for cut, heard in await asyncio.gather(*runs):
         assert heard.token_ids == whole.token_ids[cut:], cut
         assert heard.logprobs == whole.logprobs[cut:], cut
-        ends = [(each.finish_reason, each.stop_reason, each.error) for each in (heard.last, whole.last)]  # fmt: skip
-        assert ends[0] == ends[1], cut
+        assert heard.last.error is None
+        assert heard.last.finish_reason == whole.last.finish_reason, cut
+        assert heard.last.stop_reason == whole.last.stop_reason, cut
         assert heard.usages[-1].completion_tokens == length - cut
     return whole
 
