@@ -211,13 +211,14 @@ def _front_client(
         if name not in FRONT_ENGINE_OPTIONS:
             flag = settings_of(EngineConfig)[name].flag
             raise InvalidRequest(f"{flag} is a flag of the replicas, not of --front", param=name)
+    from ..cluster.front import FrontClient
+
+    own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
     try:
-        from ..cluster.front import FrontClient
+        return FrontClient(model, front, **own)
     except ModuleNotFoundError as error:
         message = f"--front needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None
-    own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
-    return FrontClient(model, front, **own)
 
 
 def _replica(parsed: argparse.Namespace) -> int:

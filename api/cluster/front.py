@@ -16,7 +16,6 @@ from ..text.tokenizer import Tokenizer
 from ..types.results import Body
 from .replicas import Replicas
 from .routing import Route
-from .transport import check_address, cluster_key
 from .wire import built_of
 
 DEFAULT_REPLICAS, DEFAULT_FAILOVER_SECONDS = 1, 30.0
@@ -36,6 +35,8 @@ class FrontClient(EngineClient):
         front: FrontOptions,
         **options: Any,  # noqa: ANN401 - EngineConfig checks them
     ) -> None:
+        from .transport import check_address, cluster_key  # needs an extra
+
         super().__init__(model, **options)
         assert front.front is not None
         self._address, self._key = front.front, cluster_key()

@@ -185,7 +185,7 @@ def test_pages_are_told_by_the_beginning_of_their_keys_in_order() -> None:
 
 # -- greeting -------------------------------------------------------------------------------------
 
-OWN = {"engine", "path", "events"}  # fields of `Built` that each process has of its own
+OWN = {"engine", "path", "events", "keys"}  # fields of `Built` that each process has of its own
 
 
 def test_all_that_is_known_of_a_model_comes_back() -> None:
