@@ -227,11 +227,15 @@ def _front_client(
         if name not in FRONT_ENGINE_OPTIONS:
             flag = settings_of(EngineConfig)[name].flag
             raise InvalidRequest(f"{flag} is a flag of the replicas, not of --front", param=name)
+    from ..cluster.front import FrontClient
+
+    own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
     try:
-        from ..cluster.front import FrontClient
+        return FrontClient(model, front, **own)
     except ModuleNotFoundError as error:
         message = f"--front needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None
+<<<<<<< HEAD
     launcher = _ray_replicas(model, front, options) if front.ray else None
     own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
     return FrontClient(model, front, launcher, **own)
@@ -256,6 +260,8 @@ def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any
     from ..cluster.ray_app import RayReplicas, plan_of
 
     return RayReplicas(plan_of(model, front, options), owns_ray=not is_joined)
+=======
+>>>>>>> front
 
 
 def _replica(parsed: argparse.Namespace) -> int:

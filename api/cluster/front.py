@@ -19,8 +19,12 @@ from ..text.tokenizer import Tokenizer
 from ..types.results import Body
 from .replicas import Replicas
 from .routing import Route
+<<<<<<< HEAD
 from .transport import check_address, cluster_key
 from .wire import Hello, built_of
+=======
+from .wire import built_of
+>>>>>>> front
 
 logger = logging.getLogger(__name__)
 DEFAULT_FAILOVER_SECONDS = 30.0
@@ -65,6 +69,8 @@ class FrontClient(EngineClient):
         launcher: Launcher | None = None,
         **options: Any,  # noqa: ANN401 - EngineConfig checks them
     ) -> None:
+        from .transport import check_address, cluster_key  # needs an extra
+
         super().__init__(model, **options)
         self._address, self._key = front.front or ANY_PORT, cluster_key()
         check_address(self._address, self._key)

@@ -140,7 +140,7 @@ class ReplicaLink:
     def answered(self, answer: Answer) -> None:
         """Pass an answer on; one that nobody waits for any longer is dropped."""
         if answer.call_id > self._num_calls:
-            raise WireError("an answer to what it was not asked")
+            raise WireError("an answer to a call that was not made")
         future = self._calls.get(answer.call_id)
         if future is not None and not future.done():
             future.set_result(answer)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ...core.engine.crash_dump import stacks, write_report
 from ...core.engine.inbox import NUM_TIMES, TokenStream, retry_seconds
@@ -47,7 +47,6 @@ from .replica_link import (
     same_bits,
 )
 from .routing import Choice, Route, Router
-from .transport import FrontSocket
 from .wire import (
     Abort,
     Answer,
@@ -67,6 +66,9 @@ from .wire import (
     page_keys,
     submit_of,
 )
+
+if TYPE_CHECKING:
+    from .transport import FrontSocket
 
 logger = logging.getLogger(__name__)
 METRICS_SECONDS = 2.0  # that a scrape waits for a replica's metrics
@@ -166,7 +168,7 @@ class Replicas:
 
     @property
     def address(self) -> str:
-        """Where replicas dial in; only after `start`."""
+        """The address at which replicas dial in; only after `start`."""
         return self._open_socket.address
 
     @property
@@ -525,6 +527,8 @@ class Replicas:
             raise EngineDead(CLOSED)
         if self._task is not None:
             return
+        from .transport import FrontSocket  # needs an extra
+
         self._socket = FrontSocket(self._address, self._key)
         self._first = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="foretoken-replicas")

@@ -38,7 +38,7 @@ LIES: dict[str, FromReplica] = {
     "keys of pages have 8 bytes": Step(load=LOAD, pages=[PageNews(True, b"1234567")]),
     "more pages than its 64": Step(load=LOAD, pages=[PageNews(True, MANY_KEYS)]),
     "a second greeting": greeting(),
-    "not asked": Answer(call_id=5, result=1),
+    "a call that was not made": Answer(call_id=5, result=1),
 }
 
 

@@ -54,7 +54,8 @@ def test_the_output_so_far_and_what_was_counted_go_along() -> None:
             assert (moved.prompt, moved.output) == (ids_form([5, 6, 7]), ids_form([10, 11, 12]))
             after = Usage(cached_tokens=3, queue_time=9.0, verify_steps=2, proposed_tokens=3,
                           accepted_tokens=2, completion_tokens=2)  # fmt: skip
-            second.finish("r", 13, 14, usage=after)
+            second.say("r", 13)
+            second.finish("r", 14, usage=after)
             assert (await read(stream)).token_ids == [10, 11, 12, 13, 14]
             usage = wanted.usage
             assert (usage.prompt_tokens, usage.completion_tokens, usage.moves) == (3, 5, 1)
