@@ -231,14 +231,11 @@ def _front_client(
 
     own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
     try:
-        return FrontClient(model, front, **own)
+        launcher = _ray_replicas(model, front, options) if front.ray else None
+        return FrontClient(model, front, launcher, **own)
     except ModuleNotFoundError as error:
         message = f"--front needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None
-<<<<<<< HEAD
-    launcher = _ray_replicas(model, front, options) if front.ray else None
-    own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
-    return FrontClient(model, front, launcher, **own)
 
 
 def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any]) -> Launcher:
@@ -260,8 +257,6 @@ def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any
     from ..cluster.ray_app import RayReplicas, plan_of
 
     return RayReplicas(plan_of(model, front, options), owns_ray=not is_joined)
-=======
->>>>>>> front
 
 
 def _replica(parsed: argparse.Namespace) -> int:

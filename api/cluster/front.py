@@ -19,12 +19,7 @@ from ..text.tokenizer import Tokenizer
 from ..types.results import Body
 from .replicas import Replicas
 from .routing import Route
-<<<<<<< HEAD
-from .transport import check_address, cluster_key
 from .wire import Hello, built_of
-=======
-from .wire import built_of
->>>>>>> front
 
 logger = logging.getLogger(__name__)
 DEFAULT_FAILOVER_SECONDS = 30.0
