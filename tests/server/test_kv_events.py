@@ -251,7 +251,7 @@ def test_vllm_router_sends_a_prefix_to_the_server_that_has_it() -> None:
 
 @needs_router
 def test_vllm_router_sends_a_prefix_to_where_it_sent_the_same_text_before() -> None:
-    """Its policy cache_aware compares texts and needs nothing of the servers."""
+    """The policy cache_aware compares texts and needs nothing of the servers."""
     with running(SMALL) as first, running(SMALL) as second:
         with routing(first, second, policy="cache_aware") as router:
             long = {"prompt": text(0), "max_tokens": 600, "ignore_eos": True, "stream": True}
