@@ -239,7 +239,7 @@ def _front_client(
 
 
 def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any]) -> Launcher:
-    """What starts replicas with these engine options on Ray.
+    """Make what starts replicas with these engine options on Ray.
 
     Raises `InvalidRequest` without the extra, and for a cluster that cannot reach the front.
     """

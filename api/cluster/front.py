@@ -79,7 +79,7 @@ class FrontClient(EngineClient):
 
     @property
     def launcher(self) -> Launcher | None:
-        """What starts the replicas."""
+        """The starter of the replicas; None where they come by themselves."""
         return self._launcher
 
     async def when_complete(self) -> None:

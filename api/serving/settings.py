@@ -179,31 +179,29 @@ class FrontOptions:
         False,
         "start the replicas by Ray Serve, which watches and replaces them: on a Ray of this "
         "machine, or on the cluster of RAY_ADDRESS; engine flags are then those of the replicas",
-        is_basic=True,
     )
     replicas: int | None = setting(
         None,
         "replicas: as many are waited for before requests are served, and with --ray started (1)",
         least=1,
         most=10_000,
-        is_basic=True,
     )
     min_replicas: int | None = setting(
-        None, "with --ray: fewest replicas, where their number follows the load (1)", least=1,
+        None, "fewest replicas of --ray, where their number follows the load (1)", least=1,
         most=10_000,
     )  # fmt: skip
     max_replicas: int | None = setting(
-        None, "with --ray: most replicas, where their number follows the load", least=1,
+        None, "most replicas of --ray, where their number follows the load", least=1,
         most=10_000,
     )  # fmt: skip
     replica_cpus: float | None = setting(
         None,
-        "with --ray: CPUs of each replica, and its threads (those of this machine, shared out)",
+        "CPUs of each replica of --ray, and its threads (those of this machine, shared out)",
         "X",
         least=0.01,
     )
     replica_gpus: float | None = setting(
-        None, "with --ray: GPUs of each replica (1 on cuda, else none)", "Y"
+        None, "GPUs of each replica of --ray (1 on cuda, else none)", "Y"
     )
     route: Literal["kv", "session", "even"] | None = setting(
         None,

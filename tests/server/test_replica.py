@@ -59,7 +59,7 @@ async def replica(key: str | None = None, *, beats: bool = True) -> AsyncIterato
             if peers:
                 front.beat()
 
-    with tempfile.TemporaryFile() as out, open(os.devnull) as nothing:
+    with tempfile.TemporaryFile() as out, open(os.devnull) as nothing:  # noqa: ASYNC230 - it never blocks
         words = ("replica", "builtin", "--front", socket.address, *SMALL)
         process = Forked(command, *words, env=env, stdin=nothing, stdout=out, stderr=out)
         tasks = [asyncio.create_task(each) for each in (hear(), beat())]
