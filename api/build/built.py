@@ -14,6 +14,7 @@ from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
+    from ...core.tiers.keys import PageKeys
 
 EngineT = TypeVar("EngineT", covariant=True)
 
@@ -36,4 +37,6 @@ class Built(Generic[EngineT]):
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
     settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
     fingerprint: bytes | None = None  # of what computes the KV, where it was asked for
+    kernels: str = ""  # that compute it, where it was asked for: others may give other bits
+    keys: PageKeys | None = None  # of cached pages, where they were asked for
     events: KVEventPublisher | None = None  # closed behind the engine, by the owner of both

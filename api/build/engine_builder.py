@@ -62,6 +62,7 @@ from .sampling_defaults import sampling_defaults
 
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
+    from ...core.tiers.keys import PageKeys
     from .fingerprint import ModelDigests
 
 logger = logging.getLogger(__name__)
@@ -70,18 +71,19 @@ _Model: TypeAlias = tuple[Decoder, KVPool]
 
 
 def build(
-    model: str | os.PathLike[str] | None, config: EngineConfig, *, wants_fingerprint: bool = False
+    model: str | os.PathLike[str] | None, config: EngineConfig, *, wants_keys: bool = False
 ) -> LocalBuilt:
     """Load a model and its drafters and build an engine; blocking.
 
-    ``wants_fingerprint``: digest the weights while they are loaded, for `Built.fingerprint`.
+    ``wants_keys``: digest the weights while they are loaded, and give cached pages keys, for
+    `Built.fingerprint`, `Built.kernels` and `Built.keys`.
 
     Raises `ModelLoadError`, or `InvalidRequest` for an option that the model does not support.
     """
     keep_freed_memory()
     source = find_model(model)
     with events_of(config) as events:  # a port that is taken shows at once
-        return _build(source, config, events, wants_fingerprint=wants_fingerprint)
+        return _build(source, config, events, wants_keys=wants_keys)
 
 
 def _build(
@@ -89,7 +91,7 @@ def _build(
     config: EngineConfig,
     events: KVEventPublisher | None,
     *,
-    wants_fingerprint: bool,
+    wants_keys: bool,
 ) -> LocalBuilt:
     logger.info("loading %s (%s)", source.name, format_size(weight_files(source.path)[1]))
     defaults = sampling_defaults(source, config)  # refused before weights are read
@@ -100,7 +102,7 @@ def _build(
     has_tiers = config.has_tiers
     if has_tiers:
         _kv_tiers().check_places(config)
-    digests = _make_digests() if wants_fingerprint or has_tiers else None
+    digests = _make_digests() if wants_keys or has_tiers else None
     target = _load(source.path, config, device, None if digests is None else digests.target)
     set_threads = _thread_setter(config.threads, target.ops)
     set_threads()
@@ -121,7 +123,8 @@ def _build(
     cache = _prefix_cache(config, pool)
     head = draft if isinstance(draft, JoinedHead) else None
     fingerprint = None if digests is None else digests.fingerprint(target, head, config, sizes)
-    tiers = _follow_pages(cache, pool, proposer, config, events, fingerprint, source.name)
+    keys = _page_keys(cache, fingerprint, events, source.name)
+    tiers = _make_tiers(cache, keys, pool, proposer, config, fingerprint)
     scheduler = Scheduler(cache, _limits(config, sizes, target), speculator, tiers)
     measures = not spec.is_empty and config.speculation == "auto"
     settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
@@ -154,6 +157,8 @@ def _build(
         sampling_defaults=defaults,
         settings=settings,
         fingerprint=fingerprint,
+        kernels="" if digests is None else digests.kernels(target),
+        keys=keys,
         events=events,
     )
 
@@ -179,22 +184,28 @@ def _make_proposer(
     return LmProposer(draft, draft_pools[0], independent=independent), (draft, draft_pools[0])
 
 
-def _follow_pages(
-    cache: PrefixCache,
-    pool: KVPool,
-    proposer: Proposer | None,
-    config: EngineConfig,
-    events: KVEventPublisher | None,
-    fingerprint: bytes | None,
-    model: str,
-) -> KVTiers | None:
-    """Give cached pages keys if events or tiers need them; return the tiers that are asked for."""
-    if not config.has_tiers and events is None:
+def _page_keys(
+    cache: PrefixCache, fingerprint: bytes | None, events: KVEventPublisher | None, model: str
+) -> PageKeys | None:
+    """Give cached pages keys, where there is a fingerprint or events are published."""
+    if fingerprint is None and events is None:
         return None
     keys = keys_of(cache, fingerprint or name_fingerprint(model, cache.page_size))
     if events is not None:
         keys.add_observer(events)
-    if not config.has_tiers or fingerprint is None:
+    return keys
+
+
+def _make_tiers(
+    cache: PrefixCache,
+    keys: PageKeys | None,
+    pool: KVPool,
+    proposer: Proposer | None,
+    config: EngineConfig,
+    fingerprint: bytes | None,
+) -> KVTiers | None:
+    """Make the tiers that are asked for."""
+    if not config.has_tiers or keys is None or fingerprint is None:
         return None
     made: KVTiers = _kv_tiers().make_tiers(
         cache, keys, pool, proposer, config=config, fingerprint=fingerprint

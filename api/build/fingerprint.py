@@ -15,6 +15,7 @@ from ...core.tiers.fingerprint import (
     HeadParts,
     WeightsDigest,
     code_digest,
+    kernels_name,
     kv_fingerprint,
 )
 from ...draft.heads.joined import JoinedHead
@@ -26,6 +27,14 @@ class ModelDigests:
     def __init__(self) -> None:
         self.target = WeightsDigest()
         self.head = WeightsDigest()
+
+    def kernels(self, target: Decoder) -> str:
+        """Name what computes, besides weights and options: equal only where all of it is equal.
+
+        Called in the same thread as `fingerprint`.
+        """
+        machine, code = machine_identity(target.device), code_digest(CODE)
+        return kernels_name(target.identity, machine, code)
 
     def fingerprint(
         self, target: Decoder, head: JoinedHead | None, config: EngineConfig, sizes: Sizes

@@ -10,19 +10,29 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..._version import __version__
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.interface.settings import settings_of
 from ..serving.limits import Limits
-from ..serving.settings import Listen, ObservingOptions, Settings
+from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams
-from .config import SERVE, TERMINAL, Chosen, Given
+from .config import REPLICA, SERVE, TERMINAL, Chosen, Given
+from .deploy import add_flags as add_deploy_flags
+from .deploy import deploy
 from .flags import Parser, add_show_drafts, engine_options
 from .train_draft import add_flags as add_train_draft_flags
 from .train_draft import train_draft
+
+if TYPE_CHECKING:
+    from ..cluster.front import Launcher
+    from ..cluster.front_session import FrontLink
+    from ..runtime.engine_client import EngineClient
+
+FRONT_ENGINE_OPTIONS = ("chat_template", "default_chat_template_kwargs", "step_timeout", "dump_dir")
+"""Options of `EngineConfig` that a front has itself: its text, its event loop and its dumps."""
 
 BENCHMARKS = ("offline", "phases", "real", "self", "serve")
 """Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
@@ -68,10 +78,12 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"foretoken {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     _add_serve(commands)
+    _add_replica(commands)
     _add_run(commands)
     _add_chat(commands)
     _add_models(commands)
     _add_train_draft(commands)
+    _add_deploy(commands)
     _add_selftest(commands)
     commands.add_parser(
         "bench", help="run a benchmark: serve, offline, phases, real or self", add_help=False
@@ -89,6 +101,18 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     serve.set_defaults(run=_serve, parser=serve)
     _add_model(serve)
     serve.add_settings(*SERVE)
+
+
+def _add_replica(commands: argparse._SubParsersAction[Parser]) -> None:
+    replica = commands.add_parser(
+        "replica",
+        help="run an engine for a front, which has the HTTP API",
+        usage="%(prog)s [MODEL] --front tcp://HOST:PORT [flags]",
+        epilog=EPILOG,
+    )
+    replica.set_defaults(run=_replica, parser=replica)
+    _add_model(replica)
+    replica.add_settings(*REPLICA)
 
 
 def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -152,6 +176,18 @@ def _add_train_draft(commands: argparse._SubParsersAction[Parser]) -> None:
     add_train_draft_flags(train)
 
 
+def _add_deploy(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "deploy",
+        help="print manifests for many engines: Ray Serve, KubeRay or llm-d",
+        usage="%(prog)s ray|kuberay|llm-d [flags]",
+        epilog="Flags of the engine are those of each replica or server. When to use which target: "
+        "docs/scale.md.",
+    )
+    command.set_defaults(run=deploy, parser=command)
+    add_deploy_flags(command)
+
+
 def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
     selftest = commands.add_parser("selftest", help="check and time the native kernels")
     selftest.set_defaults(run=_selftest, parser=selftest)
@@ -164,14 +200,87 @@ def _serve(parsed: argparse.Namespace) -> int:
     given = Given(parsed, SERVE)
     model, options = _model_options(given)
     listen, observed = listen_options(given), given.make(ObservingOptions)
-    from ..sdk.async_llm import AsyncLLM
+    front = given.make(FrontOptions)
+    if not front.is_given:
+        from ..sdk.async_llm import AsyncLLM
+
+        llm: EngineClient = AsyncLLM(model, **options)
+    else:
+        llm = _front_client(parsed, model, front, options)
     from ..server.logs import configure
     from ..server.observability import make_observing
     from ..server.process import run
 
     configure(listen.log_level, listen.log_format)
     given.warn_of_unknown_variables()
-    return run(AsyncLLM(model, **options), listen, make_observing(observed, listen))
+    return run(llm, listen, make_observing(observed, listen))
+
+
+def _front_client(
+    parsed: argparse.Namespace, model: str | None, front: FrontOptions, options: dict[str, Any]
+) -> EngineClient:
+    """The model of a front. Variables and the file may be those of its replicas, flags are its own.
+
+    Raises `InvalidRequest` for a flag of an engine, an address that is none, or without the extra.
+    """
+    for name in () if front.ray else engine_options(parsed):
+        if name not in FRONT_ENGINE_OPTIONS:
+            flag = settings_of(EngineConfig)[name].flag
+            raise InvalidRequest(f"{flag} is a flag of the replicas, not of --front", param=name)
+    from ..cluster.front import FrontClient
+
+    own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
+    try:
+        launcher = _ray_replicas(model, front, options) if front.ray else None
+        return FrontClient(model, front, launcher, **own)
+    except ModuleNotFoundError as error:
+        message = f"--front needs the extra events: pip install 'foretoken[events]' ({error})"
+        raise InvalidRequest(message, param="front") from None
+
+
+def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any]) -> Launcher:
+    """Make what starts replicas with these engine options on Ray.
+
+    Raises `InvalidRequest` without the extra, and for a cluster that cannot reach the front.
+    """
+    from ..cluster import ray_environment
+
+    is_joined = ray_environment.is_joined()
+    if is_joined and front.front is None:
+        message = "--ray with RAY_ADDRESS needs --front: an address that the cluster reaches"
+        raise InvalidRequest(message, param="front")
+    if importlib.util.find_spec("ray") is None:
+        message = "--ray needs the extra ray: pip install 'foretoken[ray,events]'"
+        raise InvalidRequest(message, param="ray")
+    if not is_joined:
+        ray_environment.prepare()
+    from ..cluster.ray_app import RayReplicas, plan_of
+
+    return RayReplicas(plan_of(model, front, options), owns_ray=not is_joined)
+
+
+def _replica(parsed: argparse.Namespace) -> int:
+    given = Given(parsed, REPLICA)
+    joining, (model, options) = given.make(Joining), _model_options(given)
+    dial = _dialling(joining.front)
+    from ..cluster.replica import run
+    from ..server.logs import configure
+
+    configure(joining.log_level, joining.log_format)
+    given.warn_of_unknown_variables()
+    return run(model, EngineConfig(**options), dial, address=joining.front)
+
+
+def _dialling(front: str) -> Callable[[], FrontLink]:
+    """Check a front's address; return a function that opens a connection to it."""
+    try:
+        from ..cluster.transport import ReplicaSocket, check_address, cluster_key
+    except ModuleNotFoundError as error:
+        message = f"a replica needs the extra events: pip install 'foretoken[events]' ({error})"
+        raise InvalidRequest(message, param="front") from None
+    key = cluster_key()
+    check_address(front, key)
+    return lambda: ReplicaSocket(front, key)
 
 
 def listen_options(given: Given) -> Listen:

@@ -16,13 +16,13 @@ from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
 from ...core.interface.settings import Setting, setting, settings_of
 from ..serving.limits import Limits
-from ..serving.settings import Listen, ObservingOptions, Settings
+from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 PREFIX = "FORETOKEN_"
-READ_ELSEWHERE = ("bf16_products", "cache", "native_variant", "url")
+READ_ELSEWHERE = ("bf16_products", "cache", "cluster_key", "native_variant", "url")
 """Variables, without their prefix, that other code reads."""
 KUBERNETES = ("tcp://", "udp://", "sctp://")  # of FORETOKEN_PORT, for a Service foretoken
 
@@ -45,7 +45,8 @@ class Chosen:
     )
 
 
-SERVE = (Chosen, Listen, Settings, EngineConfig, ObservingOptions, Limits)
+SERVE = (Chosen, Listen, Settings, FrontOptions, EngineConfig, ObservingOptions, Limits)
+REPLICA = (Chosen, Joining, EngineConfig)
 TERMINAL = (Chosen, EngineConfig, SamplingParams)
 
 

@@ -23,7 +23,7 @@ from ..sdk.llm import LLM
 from ..server.app import _routes
 from ..server.openapi import EVENTS, JSON, describe
 from ..serving.serving_context import Service
-from ..serving.settings import Settings
+from ..serving.settings import Joining, Settings
 from ..types.results import Choice, Completion, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
 from .config import SERVE
@@ -115,6 +115,9 @@ def _flags() -> Iterator[str]:
         name = each.metavar if each.name == "model" else f"{each.flag}{value}"
         yield _row(f"`{name}`", help_of(each))
     yield ""
+    [front] = [each for each in settings_of(Joining).values() if each.name == "front"]
+    yield "`foretoken replica` has the flags of the model, of the engine and of the log, and"
+    yield f"`{front.flag} {front.metavar}`: {front.help}.\n"
 
 
 # -- HTTP ---------------------------------------------------------------------------------------

@@ -420,6 +420,7 @@ class UsageForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     accepted_prediction_tokens: Count = 0
     rejected_prediction_tokens: Count = 0
     closed_early: bool = False
+    moves: Count = 0
     queue_time: Seconds = 0.0
     time_to_first_token: Seconds = 0.0
     total_time: Seconds = 0.0

@@ -8,7 +8,7 @@ Whatever is not exactly a message is refused by a `WireError`, unknown fields in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -372,17 +372,18 @@ def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
         sampling_defaults=defaults_of(hello.sampling_defaults),
         settings=body_of(hello.settings),
         fingerprint=hello.fingerprint,
+        kernels=hello.kernels,
     )
 
 
 # -- requests --------------------------------------------------------------------------------------
 
 
-def submit_of(request: Request, *, shown_ids: Collection[int] = (), elapsed: float = 0.0) -> Submit:
+def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     """The message of a request, with what it has so far.
 
-    ``shown_ids``: special tokens that its text shows. ``elapsed``: seconds since its arrival.
-    Raises `WireError` for a request that `make_request` did not make.
+    ``elapsed``: seconds since its arrival. Raises `WireError` for a request that `make_request`
+    did not make.
     """
     sampling = request.sampling
     params, constraint = sampling.params, sampling.constraint
@@ -398,7 +399,7 @@ def submit_of(request: Request, *, shown_ids: Collection[int] = (), elapsed: flo
         params=params_form(params),
         seed=sampling.seed,
         bad_words_ids=[list(word) for word in sampling.bad_words_ids],
-        shown_ids=sorted(shown_ids),
+        shown_ids=sorted(request.shown_ids),
         limit=None if constraint is None else constraint.limit,
         prediction=None if guess is None else ids_form(guess),
         tenant=request.tenant,
@@ -439,4 +440,5 @@ def request_of(
     request.tenant = submit.tenant  # the front knows whose key it was
     request.deadline = submit.deadline
     request.num_prompt_logprobs = submit.num_prompt_logprobs
+    request.shown_ids = frozenset(submit.shown_ids)
     return request

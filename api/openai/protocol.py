@@ -40,6 +40,7 @@ class UsageBody(Struct, kw_only=True):
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
     closed_early: bool  # structured output was closed to end within its tokens
+    moves: int  # times that it went on in another replica, because its own was lost
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
     cache_explanations: list[Free | None] | UnsetType = UNSET  # of several prompts

@@ -69,6 +69,7 @@ def usage_body(usage: Usage) -> UsageBody:
             rejected_prediction_tokens=usage.rejected_prediction_tokens,
         ),
         closed_early=usage.closed_early,
+        moves=usage.moves,
         speculation=speculation_body(usage),
     )
 

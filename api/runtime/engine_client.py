@@ -19,7 +19,7 @@ from ..text.chat_template import check_options, read_template
 from ..text.detokenizer import AnswerText
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import arrival, note_answer, random_id, seconds_left
-from ..types.results import Completion
+from ..types.results import Body, Completion
 from ..types.sampling_params import SamplingParams
 from .cache_diagnostics import Explainer, Explanation
 from .generation import Answer, Generation
@@ -80,8 +80,7 @@ class EngineClient:
                 return
             template, options = _template_of(self.config)  # before the slow part
             if self._built is None:
-                keep_freed_memory()  # from here: in a thread it would come too late for others
-                self._built = await asyncio.to_thread(_build, self._model, self.config)
+                self._built = await self._build()
             tokenizer = await asyncio.to_thread(
                 Tokenizer.load, self._built.path, max_model_len=self._built.max_model_len
             )
@@ -90,6 +89,11 @@ class EngineClient:
             built = self._built
             self._grammars = Grammars(tokenizer, built.vocab_size, built.eos_token_ids)
             self._tokenizer = tokenizer
+
+    async def _build(self) -> Built[ServingEngine]:
+        """Load the model off the event loop."""
+        keep_freed_memory()  # from here: in a thread it would come too late for others
+        return await asyncio.to_thread(_build, self._model, self.config)
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for a time, abort the rest; idempotent."""
@@ -150,6 +154,13 @@ class EngineClient:
     def num_pages(self) -> int:
         """Pages of the KV pool; only after `start`."""
         return self.engine.num_pages
+
+    async def when_complete(self) -> None:
+        """Wait, after `start`, until all that is to serve is there; here it is."""
+
+    def replicas(self) -> list[Body]:
+        """The engines in other processes that serve its requests; none where it has its own."""
+        return []
 
     @property
     def draining(self) -> bool:
@@ -324,6 +335,7 @@ class EngineClient:
         if answer.params.n > 1:
             request.request_id = f"{answer.request_id}-{index}"
         request.deadline = deadline
+        request.shown_ids = answer.shown_ids
         stream = ended_stream(request) if answer.aborted else submit(self.engine, request)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
 

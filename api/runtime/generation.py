@@ -58,7 +58,7 @@ class Generation:
             usage.accepted_prediction_tokens = accepted
             usage.rejected_prediction_tokens = len(prediction) - accepted
         if isinstance(constraint, GrammarMatcher):
-            usage.closed_early = constraint.closed_early(usage.completion_tokens)
+            usage.closed_early |= constraint.closed_early(usage.completion_tokens)
         return usage
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from ...core.interface.request import (
     Request,
 )
 from ...core.interface.sampling import SamplingMetadata
+from ...core.sampling.seeds import sibling_seed
 from ..structured.matcher import Grammar
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import tenant_of
@@ -115,8 +116,6 @@ def children(params: SamplingParams) -> Iterator[tuple[SamplingParams, int]]:
     if params.n == 1:
         yield params, seed
         return
-    from ...core.sampling.gumbel import sibling_seed
-
     first = replace(params, n=1)
     others = replace(first, prompt_logprobs=None)
     for index in range(params.n):

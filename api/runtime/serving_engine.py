@@ -42,6 +42,9 @@ class ServingMetrics(Protocol):
     def registry(self) -> Collector:
         """All metrics, for other formats and names."""
 
+    async def refresh(self) -> None:
+        """Fetch what other processes count, for `render` and `registry`."""
+
     def render(self) -> tuple[bytes, str]:
         """Body and content type, in the text format of Prometheus."""
 

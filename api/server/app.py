@@ -158,6 +158,10 @@ class OperatorRoutes:
         """Owners of all KV pages, and the violated rule, if any; 200 in either case."""
         return JsonResponse(await self.service.llm.engine.audit())
 
+    async def replicas(self, _request: Request) -> Response:
+        """The replicas that serve, each with its load; none where this process computes."""
+        return JsonResponse({"replicas": self.service.llm.replicas()})
+
     async def version(self, _request: Request) -> Response:
         """The version of foretoken."""
         return JsonResponse(protocol.Version(version=__version__))
@@ -190,6 +194,7 @@ class OperatorRoutes:
     async def metrics(self, _request: Request) -> Response:
         """Prometheus text."""
         ours = self.service.llm.engine.metrics
+        await ours.refresh()
         body, content_type = ours.render()
         body += self.service.metrics.render()
         if self.service.settings.metric_names == "vllm":
@@ -292,6 +297,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/health", operator.health, methods=["GET"]),
         Route("/ready", operator.ready, methods=["GET"]),
         Route("/debug/audit", operator.audit, methods=["POST"]),
+        Route("/replicas", operator.replicas, methods=["GET"]),
         Route("/version", operator.version, methods=["GET"]),
         Route("/server_info", operator.server_info, methods=["GET"]),
         Route("/model_info", operator.model_info, methods=["GET"]),

@@ -15,7 +15,7 @@ from .foreign_pages import PAGE_PATHS, foreign_page
 
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
 IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
-OPERATOR_PATHS = frozenset({"/cache", "/ui/events"})
+OPERATOR_PATHS = frozenset({"/cache", "/replicas", "/ui/events"})
 OPERATOR_PREFIX = "/debug/"
 VERSIONS = ("1.1", "1.0")
 JSON = "application/json"

@@ -13,11 +13,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, Protocol
 
-import uvicorn
-
-from ..runtime.engine_client import EngineClient
+from ...core.config import EngineConfig
+from ..runtime.serving_engine import ServingEngine
 
 logger = logging.getLogger(__name__)
 DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -27,16 +26,35 @@ BEAT_SECONDS = 1.0  # of the event loop
 LAST_SECONDS = 5.0  # for what a process does last: its exit, or its dump where it stands still
 
 
+class Serving(Protocol):
+    """An engine and what serves its requests."""
+
+    config: EngineConfig
+
+    @property
+    def engine(self) -> ServingEngine:
+        """The engine."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether `close` was called."""
+
+    async def close(self, *, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for a time, and close the engine."""
+
+
 class Supervisor:
     """Drains on the first signal and exits on the second; exits when the engine is dead.
 
-    A thread watches the event loop itself: while that is stuck no other code runs.
+    A thread watches the event loop itself: while that is stuck no other code runs. ``on_drain``:
+    the log line at the first signal.
     """
 
-    def __init__(self, llm: EngineClient, *, drain_seconds: float) -> None:
+    def __init__(self, llm: Serving, *, drain_seconds: float, on_drain: str) -> None:
         self._llm = llm
-        self._server: uvicorn.Server | None = None
+        self._stop: Callable[[], None] = _nothing
         self._drain_seconds = drain_seconds
+        self._on_drain = on_drain
         self._died = False
         self._tasks: list[asyncio.Task[None]] = []
         seconds = llm.config.step_timeout
@@ -51,9 +69,12 @@ class Supervisor:
         return DEAD if self._died or engine.failure is not None else 0
 
     @contextlib.contextmanager
-    def watching(self, server: uvicorn.Server) -> Iterator[None]:
-        """Handle signals, and watch the engine and the loop, inside the block."""
-        self._server = server
+    def watching(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Handle signals, and watch the engine and the loop, inside the block.
+
+        ``stop`` is called when the server shall end: the engine is closed, or dead.
+        """
+        self._stop = stop
         loop = asyncio.get_running_loop()
         for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -88,9 +109,7 @@ class Supervisor:
         if self._llm.draining:
             logger.warning("second signal: exiting at once")
             os._exit(128 + number)
-        logger.info(
-            "waiting up to %s s for running requests (--drain-seconds)", self._drain_seconds
-        )
+        logger.info("%s", self._on_drain)
         self._spawn(self._drain())
 
     async def _drain(self) -> None:
@@ -111,10 +130,6 @@ class Supervisor:
                 self._guard.beat()
             await asyncio.sleep(BEAT_SECONDS)
 
-    def _stop(self) -> None:
-        if self._server is not None:
-            self._server.should_exit = True
-
     def _dump(self, reason: str) -> None:
         engine = self._llm.engine
         engine.dump(engine.report(reason))
@@ -127,6 +142,10 @@ class Supervisor:
         faulthandler.dump_traceback()
         self._dump("the event loop did not run for --step-timeout seconds")
         os._exit(STUCK)
+
+
+def _nothing() -> None:
+    pass
 
 
 class LoopGuard:

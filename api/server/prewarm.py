@@ -59,6 +59,8 @@ async def prewarm(llm: EngineClient, warms: Sequence[Warm]) -> int:
     `EngineClient.open` does.
     """
     written = 0
+    if warms:
+        await llm.when_complete()
     for warm in warms:
         if llm.draining:
             break

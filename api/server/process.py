@@ -14,7 +14,7 @@ import socket
 import ssl
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,23 @@ def run(llm: EngineClient, listen: Listen, observing: Observing | None = None) -
 
     Raises `InvalidRequest` for a file of the options that cannot be read.
     """
+    seconds = listen.drain_seconds
+    on_drain = f"waiting up to {seconds} s for running requests (--drain-seconds)"
+    supervisor = Supervisor(llm, drain_seconds=seconds, on_drain=on_drain)
+    return run_loop(_serve(llm, listen, observing or Observing(), supervisor), supervisor.close)
+
+
+def run_loop(serving: Coroutine[Any, Any, int], close: Callable[[], None]) -> int:
+    """Run ``serving`` in an event loop, then call ``close``; the exit code that it returns.
+
+    Ends the process itself where a thread is stuck.
+    """
     faulthandler.enable(file=STDERR)
-    supervisor = Supervisor(llm, drain_seconds=listen.drain_seconds)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            serving = _serve(llm, listen, observing or Observing(), supervisor)
             code = runner.run(serving)
     finally:
-        supervisor.close()
+        close()
     if code == STUCK:  # a thread that never ends would be waited for, or be torn to pieces
         logging.shutdown()
         os._exit(code)
@@ -142,7 +151,7 @@ async def _serve_on(
     supervisor: Supervisor,
 ) -> None:
     try:
-        with supervisor.watching(server):
+        with supervisor.watching(server.stop):
             await prewarm(llm, warms)
             await server.serve([sock])
     finally:
@@ -227,6 +236,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if not self.should_exit:
             self._announce(self._address())
+
+    def stop(self) -> None:
+        """End `serve`, once answers are sent."""
+        self.should_exit = True
 
     def _address(self) -> str:
         if self.config.uds:

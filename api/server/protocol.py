@@ -88,6 +88,37 @@ class Audit(Struct, kw_only=True, omit_defaults=True):
     violation: str = ""
 
 
+class Replica(Struct, kw_only=True):
+    """A replica that serves. It has sent its load last; the front counts requests and tokens.
+
+    ``state``: ready, or why it takes no requests now. ``seconds``: since it joined. ``served``:
+    requests that ended there. ``owed_tokens``: left to compute for its ``requests``.
+    """
+
+    number: int
+    pid: int
+    model: str
+    release: str
+    kernels: str
+    state: str
+    seconds: float
+    requests: int
+    served: int
+    running: int
+    waiting: int
+    kv_usage: float
+    owed_tokens: int
+    max_running: int
+    max_queued: int
+    total_pages: int
+
+
+class ReplicaList(Struct, kw_only=True):
+    """Answer of GET /replicas: none where the server itself computes."""
+
+    replicas: list[Replica]
+
+
 class ModelFacts(Struct, kw_only=True):
     """Fields that /server_info and /model_info share.
 

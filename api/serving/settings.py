@@ -104,7 +104,32 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listen:
+class LogOptions:
+    """The log of a process."""
+
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = setting(
+        "info", "lowest level of log lines", group="server", is_basic=True
+    )
+    log_format: Literal["text", "json"] = setting(
+        "text", "format of log lines; json writes one object a line"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining(LogOptions):
+    """The front of a replica, and the replica's log."""
+
+    front: str = setting("", "address of the front to join", "tcp://HOST:PORT", is_basic=True)
+
+    def __post_init__(self) -> None:
+        """Check each of them. Raises `InvalidRequest` without a front."""
+        check_settings(self)
+        if not self.front:
+            raise InvalidRequest("a replica needs --front tcp://HOST:PORT", param="front")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen(LogOptions):
     """Address that the server listens on, its log, and how it starts and ends."""
 
     host: str = setting("127.0.0.1", "address to listen on", "HOST", group="server", is_basic=True)
@@ -122,12 +147,6 @@ class Listen:
     prewarm: str | None = setting(
         None, "JSON Lines file of prompts to put into the cache before listening", "FILE"
     )
-    log_level: Literal["critical", "error", "warning", "info", "debug"] = setting(
-        "info", "lowest level of log lines", is_basic=True
-    )
-    log_format: Literal["text", "json"] = setting(
-        "text", "format of log lines; json writes one object a line"
-    )
     drain_seconds: float = setting(
         30.0, "time for running requests to finish after SIGTERM", "S", most=1e6
     )
@@ -138,6 +157,94 @@ class Listen:
         check_settings(self)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise InvalidRequest("ssl_keyfile needs ssl_certfile", param="ssl_keyfile")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontOptions:
+    """Replicas that compute for this server: each is a `foretoken replica` that dials in.
+
+    Raises `InvalidRequest` for options without a front.
+    """
+
+    front: str | None = setting(
+        None,
+        "address at which replicas (foretoken replica MODEL --front ADDR) dial in; they compute, "
+        "this process serves; beyond loopback both sides need FORETOKEN_CLUSTER_KEY (default: this "
+        "process computes)",
+        "tcp://HOST:PORT",
+        group="replicas",
+        is_basic=True,
+    )
+    ray: bool = setting(
+        False,
+        "start the replicas by Ray Serve, which watches and replaces them: on a Ray of this "
+        "machine, or on the cluster of RAY_ADDRESS; engine flags are then those of the replicas",
+    )
+    replicas: int | None = setting(
+        None,
+        "replicas: as many are waited for before requests are served, and with --ray started (1)",
+        least=1,
+        most=10_000,
+    )
+    min_replicas: int | None = setting(
+        None, "fewest replicas of --ray, where their number follows the load (1)", least=1,
+        most=10_000,
+    )  # fmt: skip
+    max_replicas: int | None = setting(
+        None, "most replicas of --ray, where their number follows the load", least=1,
+        most=10_000,
+    )  # fmt: skip
+    replica_cpus: float | None = setting(
+        None,
+        "CPUs of each replica of --ray, and its threads (those of this machine, shared out)",
+        "X",
+        least=0.01,
+    )
+    replica_gpus: float | None = setting(
+        None, "GPUs of each replica of --ray (1 on cuda, else none)", "Y"
+    )
+    route: Literal["kv", "session", "even"] | None = setting(
+        None,
+        "replica that a request goes to: kv: by the tokens that are left to compute there until "
+        "its first one; session: the same one for the same x-session-id, else cache_salt or API "
+        "key; even: the one with the least to compute (kv)",
+    )
+    failover_seconds: float | None = setting(
+        None, "time that requests wait for another replica when the last one is lost (30)", "S",
+        most=1e6,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        """Check each of them."""
+        check_settings(self)
+        for name in ("replicas", "route", "failover_seconds"):
+            if not self.is_given and getattr(self, name) is not None:
+                message = f"--{name.replace('_', '-')} needs --front or --ray"
+                raise InvalidRequest(message, param=name)
+        for name in ("min_replicas", "max_replicas", "replica_cpus", "replica_gpus"):
+            if not self.ray and getattr(self, name) is not None:
+                raise InvalidRequest(f"--{name.replace('_', '-')} needs --ray", param=name)
+        if self.min_replicas is not None and self.max_replicas is None:
+            raise InvalidRequest("--min-replicas needs --max-replicas", param="min_replicas")
+        least, most = self.bounds
+        if least > most:
+            message = f"--min-replicas {least} is above --max-replicas {most}"
+            raise InvalidRequest(message, param="min_replicas")
+        if self.max_replicas is not None and not least <= (self.replicas or least) <= most:
+            message = f"--replicas must be from {least} to {most}"
+            raise InvalidRequest(message, param="replicas")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether replicas compute."""
+        return self.ray or self.front is not None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Fewest and most replicas."""
+        if self.max_replicas is None:
+            return self.replicas or 1, self.replicas or 1
+        return self.min_replicas or 1, self.max_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ def seconds_left(since: float, *limits: float | None) -> float | None:
 UNKNOWN_ROUTE = "unknown"
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 NO_KEY = frozenset({401, 403})
+SESSION_ID = b"x-session-id"
 NOBODY = b""  # owner of requests without a key, and of the SDK's
 METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
 
@@ -129,6 +130,12 @@ def header(scope: Scope, name: bytes) -> str:
         if key == name:
             return str(value, "latin-1")
     return ""
+
+
+def session_id() -> str | None:
+    """The session that the present request belongs to by its header; None in the SDK."""
+    context = CONTEXT.get()
+    return None if context is None else header(context.scope, SESSION_ID) or None
 
 
 def note_arrival(num_bytes: int) -> None:

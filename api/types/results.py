@@ -198,7 +198,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         total_time=max(usage.total_time for usage in usages),
     )
     for usage in usages:
-        _add_counts(total, usage)
+        add_counts(total, usage)
     return total
 
 
@@ -217,11 +217,12 @@ def batch_usage(usages: Sequence[Usage]) -> Usage:
         cache_write_tokens=sum(usage.cache_write_tokens for usage in usages),
     )
     for usage in usages:
-        _add_counts(total, usage)
+        add_counts(total, usage)
     return total
 
 
-def _add_counts(total: Usage, usage: Usage) -> None:
+def add_counts(total: Usage, usage: Usage) -> None:
+    """Add what was generated, and what that took in steps and drafts."""
     total.closed_early |= usage.closed_early
     total.accepted_prediction_tokens += usage.accepted_prediction_tokens
     total.rejected_prediction_tokens += usage.rejected_prediction_tokens
@@ -230,6 +231,7 @@ def _add_counts(total: Usage, usage: Usage) -> None:
     total.accepted_tokens += usage.accepted_tokens
     total.verify_steps += usage.verify_steps
     total.tree_steps += usage.tree_steps
+    total.moves += usage.moves
     _add(total.accepted_by_source, usage.accepted_by_source)
     _add(total.proposed_by_source, usage.proposed_by_source)
     _add(total.steps_by_accepted, usage.steps_by_accepted)

@@ -139,6 +139,11 @@ class Engine:
         return self.scheduler.limits
 
     @property
+    def load(self) -> Load:
+        """Requests and cache now. Cheap."""
+        return Load.of(self.scheduler)
+
+    @property
     def page_size(self) -> int:
         """Tokens of a page of the prefix cache."""
         return self.scheduler.cache.page_size

@@ -104,6 +104,7 @@ class Usage:
     accepted_prediction_tokens: int = 0  # of the caller's prediction: they stand in the answer
     rejected_prediction_tokens: int = 0  # of the caller's prediction: they do not
     closed_early: bool = False  # structured output was closed to end within its tokens
+    moves: int = 0  # times that it went on in another engine, because its own was lost
     queue_time: float = 0.0
     time_to_first_token: float = 0.0
     total_time: float = 0.0
@@ -162,6 +163,7 @@ class Request:
     priority: int = 0  # lower runs first
     deadline: float | None = None  # seconds after arrival
     on_token: OnToken | None = None
+    shown_ids: frozenset[int] = frozenset()  # special tokens that the text of `on_token` has
 
     arrival_time: float = 0.0  # set by the engine's clock
     serial: int = 0  # order of arrival

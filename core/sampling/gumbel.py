@@ -3,7 +3,7 @@
 A counter-based generator keeps no state: the same place in the same request always draws the same
 noise, whatever rode beside it, was drafted before it or was computed twice. That is what makes
 verifier.py exact and lets a drafter draw with the target's own noise. Every integer is a 64-bit
-word that wraps around; the mixer is splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
+word that wraps around; the mixer is that of seeds.py.
 """
 
 from __future__ import annotations
@@ -16,29 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_ODD_1 = 0xBF58476D1CE4E5B9
-_ODD_2 = 0x94D049BB133111EB
-_SIBLING = 0xD1B54A32D192ED03
-_PURPOSE = 0xA0761D6478BD642F
-
-
-def sibling_seed(seed: int, index: int) -> int:
-    """Seed of the ``index``-th of n completions, unsigned 64 bits; number 0 keeps ``seed``."""
-    if index == 0:
-        return seed & _MASK
-    return _mix(_mix(seed ^ _SIBLING) + _GOLDEN * index)
-
-
-def purpose_seed(seed: int, purpose: int) -> int:
-    """A seed, unsigned 64 bits, whose noise is independent of that of ``seed`` itself."""
-    return _mix(_mix(seed ^ _PURPOSE) + _GOLDEN * (purpose + 1))
+from .seeds import GOLDEN, MASK, ODD_1, ODD_2, mix, splitmix64
 
 
 def uniform(seed: int, position: int) -> float:
     """One number in (0, 1) for an output position."""
-    return ((_stream_key(seed, position) & _MASK) >> 11) * 2.0**-53 + 2.0**-54
+    return ((_stream_key(seed, position) & MASK) >> 11) * 2.0**-53 + 2.0**-54
 
 
 def gumbel(seed: int, position: int, ids: Tensor) -> Tensor:
@@ -53,17 +36,17 @@ def gumbel_rows(places: Sequence[tuple[int, int]], hashes: Tensor) -> Tensor:
     """
     keys = torch.tensor([_stream_key(*place) for place in places], dtype=torch.int64)
     words = hashes ^ keys.to(hashes.device)[:, None]
-    words *= _signed(_ODD_1)
+    words *= _signed(ODD_1)
     words ^= (words >> 32) & 0xFFFFFFFF
-    words *= _signed(_ODD_2)
+    words *= _signed(ODD_2)
     return _gumbel_of_words(words)
 
 
 def id_hashes(ids: Tensor) -> Tensor:
     """The part of the noise that depends on the token ids alone, int64 like ``ids``."""
-    words = (ids + 1) * _signed(_GOLDEN)
-    words = (words ^ _shifted(words, 30)) * _signed(_ODD_1)
-    words = (words ^ _shifted(words, 27)) * _signed(_ODD_2)
+    words = (ids + 1) * _signed(GOLDEN)
+    words = (words ^ _shifted(words, 30)) * _signed(ODD_1)
+    words = (words ^ _shifted(words, 27)) * _signed(ODD_2)
     return words ^ _shifted(words, 31)
 
 
@@ -83,7 +66,7 @@ def _gumbel_of_words(words: Tensor) -> Tensor:
 
 def _stream_key(seed: int, position: int) -> int:
     """Key of the noise of one output position: splitmix64 number ``position`` of a seed."""
-    return _signed(_mix(stream_start(seed) + _GOLDEN * (position + 1)))
+    return _signed(mix(stream_start(seed) + GOLDEN * (position + 1)))
 
 
 def stream_start(seed: int) -> int:
@@ -91,25 +74,13 @@ def stream_start(seed: int) -> int:
     return splitmix64(seed)
 
 
-def splitmix64(word: int) -> int:
-    """64 bits, unsigned, each of which depends on all bits of ``word``."""
-    return _mix(word + _GOLDEN)
-
-
 def stream_keys(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Keys of the noise of each (`stream_start`, output position), for `gumbel_rows`."""
-    words = starts + np.uint64(_GOLDEN) * (positions + 1).view(np.uint64)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(_ODD_1)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(_ODD_2)
+    words = starts + np.uint64(GOLDEN) * (positions + 1).view(np.uint64)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(ODD_1)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(ODD_2)
     keys: NDArray[np.int64] = (words ^ (words >> np.uint64(31))).view(np.int64)
     return keys
-
-
-def _mix(word: int) -> int:
-    word &= _MASK
-    word = ((word ^ (word >> 30)) * _ODD_1) & _MASK
-    word = ((word ^ (word >> 27)) * _ODD_2) & _MASK
-    return word ^ (word >> 31)
 
 
 def _signed(word: int) -> int:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ..interface.draft import Draft
 from .encoded import CUT, GREEDY, MIN_P, SAMPLED
-from .gumbel import gumbel_rows, purpose_seed, uniform, vocabulary_hashes
+from .gumbel import gumbel_rows, uniform, vocabulary_hashes
 from .logits_processors import SampleRow, argmax, scaled, truncate
+from .seeds import purpose_seed
 from .top_k_top_p import masses
 from .verifier import (
     LogitsRow,

@@ -352,13 +352,49 @@ class EngineObserver:
         """Tokens that were served, and the end: then ``delta.terminal`` holds."""
 
 
+class Observers:
+    """Observers of requests and steps. A call that fails is counted, and logged the first time."""
+
+    def __init__(self, count_failure: Callable[[], None]) -> None:
+        self.members: list[EngineObserver] = []
+        self._count_failure = count_failure
+        self._failed: set[str] = set()  # methods whose failure was logged
+
+    def begin(self, request: Request, now: float) -> None:
+        """A request was accepted."""
+        for observer in self.members:
+            self._notify(observer.begin, request, now)
+
+    def observe_step(
+        self, plan: StepPlan, output: StepOutput, *, began: float, ended: float
+    ) -> None:
+        """A step has ended."""
+        for observer in self.members:
+            self._notify(observer.observe_step, plan, output, began=began, ended=ended)
+
+    def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
+        """Tokens were served, or a request ended."""
+        for observer in self.members:
+            self._notify(observer.observe_delta, request, delta, now)
+
+    def _notify(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call an observer's method; no step and no request depends on it."""
+        try:
+            call(*args, **kwargs)
+        except Exception:
+            self._count_failure()
+            name = getattr(call, "__qualname__", repr(call))
+            if name not in self._failed:
+                self._failed.add(name)
+                logger.exception("%s raised an exception; later ones are only counted", name)
+
+
 class EngineMetrics:
     """Counters and histograms that the engine feeds; `render` is the body of ``/metrics``."""
 
     def __init__(self, scheduler: Scheduler, engine: EngineHealth | None = None) -> None:
         self.registry = CollectorRegistry()
         self.spec_stats = SpecDecodeStats()
-        self.observers: list[EngineObserver] = []  # are called with the same events
         for read in (
             partial(read_queue, scheduler),
             partial(read_pool, scheduler.cache),
@@ -372,10 +408,11 @@ class EngineMetrics:
         if engine is not None:
             self._add(Reader(partial(read_faults, engine)))
         self._last_token_times: dict[str, float] = {}
-        self._failed_observers: set[str] = set()  # methods whose failure was logged
-        self._observer_failures = self._count(
+        failures = self._count(
             "observer_failures", "Calls of observers (logs, traces) that raised an exception"
         )
+        self._observers = Observers(failures.inc)
+        self.observers = self._observers.members  # are called with the same events
         self._make_request_metrics()
         self._make_step_metrics()
 
@@ -449,21 +486,9 @@ class EngineMetrics:
         self.registry.register(collector)
         return collector
 
-    def _notify(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call an observer's method; no step and no request depends on it."""
-        try:
-            call(*args, **kwargs)
-        except Exception:
-            self._observer_failures.inc()
-            name = getattr(call, "__qualname__", repr(call))
-            if name not in self._failed_observers:
-                self._failed_observers.add(name)
-                logger.exception("%s raised an exception; later ones are only counted", name)
-
     def observe_arrival(self, request: Request, now: float) -> None:
         """A request was accepted. Called in the caller's own context, unlike the other methods."""
-        for observer in self.observers:
-            self._notify(observer.begin, request, now)
+        self._observers.begin(request, now)
 
     def observe_step(
         self,
@@ -486,8 +511,7 @@ class EngineMetrics:
         self.spec_stats.observe_requests(output.requests)
         for part, part_seconds in output.times.items():
             self._parts.of[part].observe(part_seconds)
-        for observer in self.observers:
-            self._notify(observer.observe_step, plan, output, began=began, ended=ended)
+        self._observers.observe_step(plan, output, began=began, ended=ended)
 
     def _observe_batch(self, plan: StepPlan) -> None:
         num_requests, num_tokens = len(plan.requests), num_step_tokens(plan.requests)
@@ -516,8 +540,7 @@ class EngineMetrics:
         if delta.terminal:
             self._last_token_times.pop(request.request_id, None)
             self._observe_end(request, delta)
-        for observer in self.observers:
-            self._notify(observer.observe_delta, request, delta, now)
+        self._observers.observe_delta(request, delta, now)
 
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> None:
         last = self._last_token_times.get(request.request_id)
@@ -552,6 +575,9 @@ class EngineMetrics:
         self._decode.observe(decode_time)
         if usage.completion_tokens > 1:
             self._per_token.observe(decode_time / (usage.completion_tokens - 1))
+
+    async def refresh(self) -> None:
+        """Do nothing: all that `render` writes is counted in this process."""
 
     def render(self) -> tuple[bytes, str]:
         """Body and content type, in the text format of Prometheus."""

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ..ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
 
-FINGERPRINT_BYTES = 32
+FINGERPRINT_BYTES, KERNELS_HASH_BYTES = 32, 8
 _PACKAGE = Path(__file__).parents[2]
 CODE = tuple(_PACKAGE / "core" / room for room in ("execution", "model", "ops"))
 HEAD_CODE = (_PACKAGE / "draft" / "heads",)
@@ -119,6 +119,16 @@ def kv_fingerprint(parts: FingerprintParts) -> bytes:
     """Return the fingerprint, `FINGERPRINT_BYTES` long: another one whenever any part is."""
     text = json.dumps(asdict(parts), sort_keys=True, default=bytes.hex)
     return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).digest()
+
+
+def kernels_name(decoder: Mapping[str, str], machine: Mapping[str, str], code: bytes) -> str:
+    """Return a short text that names the decoder, and by a hash the machine and the code, too.
+
+    The arguments are the fields of `FingerprintParts`.
+    """
+    text = json.dumps([decoder, machine, code.hex()], sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=KERNELS_HASH_BYTES).hexdigest()
+    return " ".join([*decoder.values(), digest])
 
 
 def code_digest(folders: Iterable[Path]) -> bytes:

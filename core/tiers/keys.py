@@ -93,6 +93,11 @@ class PageKeys:
         at = page_id * KEY_BYTES
         return bytes(self._keys[at : at + KEY_BYTES])
 
+    def cached(self) -> Iterator[bytes]:
+        """Yield the keys of all cached pages, in no order. O(pages of the pool)."""
+        keys = map(self.key, range(len(self.counters)))
+        return (key for key in keys if key != NO_KEY)
+
     def root(self, namespace: str | None) -> bytes:
         """Return the key that stands before the first page of a namespace."""
         return root_key(self._fingerprint, namespace)

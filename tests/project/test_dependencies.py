@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -25,6 +29,7 @@ OPTIONAL = {  # where an extra is needed, and imported for it alone
     "matplotlib": "bench",
     "zmq": "events",
     "mooncake": "mooncake",
+    "ray": "ray",
 }
 
 
@@ -87,6 +92,41 @@ def test_all_that_names_no_extra_is_imported_without_the_extras() -> None:
     code = f"{BARE}\nimport_all({names!r}, {sorted(extras)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def pins() -> dict[str, str]:
+    """Versions of constraints.txt, by the names of distributions as pip compares them."""
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pairs = (line.split("==") for line in lines if "==" in line)
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def brought(requirements: list[str]) -> set[str]:
+    """Distributions that are installed because of these requirements, and theirs, and so on."""
+    found: set[str] = set()
+    todo = [(Requirement(each), "") for each in requirements]
+    seen = set()
+    while todo:
+        each, extra = todo.pop()
+        if (str(each), extra) in seen or (
+            each.marker and not each.marker.evaluate({"extra": extra})
+        ):
+            continue
+        seen.add((str(each), extra))
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            needs = [Requirement(need) for need in metadata.requires(each.name) or ()]
+            found.add(canonicalize_name(each.name))
+            todo += [(need, of) for need in needs for of in ("", *each.extras)]
+    return found
+
+
+@pytest.mark.parametrize("extra", ["", *PROJECT["optional-dependencies"]])
+def test_everything_that_is_installed_is_pinned(extra: str) -> None:
+    """Two machines have the same versions of what our requirements bring along as well."""
+    extras = PROJECT["optional-dependencies"]
+    names = brought(extras[extra] if extra else PROJECT["dependencies"])
+    bare = {"nvidia", "cuda", "triton", "setuptools"}  # of torch for CUDA, which pins them itself
+    assert {name for name in names - pins().keys() if name.partition("-")[0] not in bare} == set()
 
 
 def test_uvicorn_is_pinned_to_the_minor_whose_private_class_is_extended() -> None:

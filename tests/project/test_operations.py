@@ -1,4 +1,4 @@
-"""The files of docs/operations say what is there: metrics, flags, runbooks."""
+"""The files of docs/operations say what is there: metrics, flags, runbooks, manifests."""
 
 from __future__ import annotations
 
@@ -230,6 +230,18 @@ def seconds(text: str) -> float:
     return float(text.removesuffix("s"))
 
 
+@pytest.mark.parametrize(
+    ("target", "name"), [("ray", "ray-serve"), ("kuberay", "kuberay"), ("llm-d", "llm-d")]
+)
+def test_example_manifests_are_what_the_command_prints(
+    target: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.main(["deploy", target]) == 0
+    command = f"run: foretoken deploy {target} > docs/operations/{name}.yaml"
+    assert (FOLDER / f"{name}.yaml").read_text() == capsys.readouterr().out, command
+    assert f"operations/{name}.yaml" in GUIDE
+
+
 def test_commands_of_the_guide_have_flags_that_exist() -> None:
     text = re.sub(r"\\\n\s*", " ", GUIDE)
     lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
@@ -240,7 +252,14 @@ def test_commands_of_the_guide_have_flags_that_exist() -> None:
     assert len(given) == 2
     for each in given:
         flags(["serve", *shlex.split(each)])
-    known = set(re.findall(r"--[a-z-]+", flags(["serve"]).parser.format_help(shows_all=True)))
+    deployed = [line for line in lines if line.startswith("foretoken deploy ")]
+    assert len(deployed) == 2
+    for each in deployed:
+        flags(shlex.split(each.partition(" > ")[0])[1:])
+    helps = [
+        flags(args).parser.format_help(shows_all=True) for args in (["serve"], ["deploy", "ray"])
+    ]
+    known = set(re.findall(r"--[a-z-]+", " ".join(helps)))
     foreign = {"--build-arg", "--index-url", "--init", "--no-deps", "--now", "--stop-timeout"}
     named = set(re.findall(r"(?<!\w)--[a-z][a-z-]+", GUIDE)) - foreign
     assert named - known == set()

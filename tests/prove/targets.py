@@ -75,6 +75,12 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("core/engine/test_finish_rate.py",): ("retry_seconds",),
     _STOPS: ("StopStrings._link", "StopStrings.feed", "AnswerText.push", "AnswerText.take"),
     ("api/server/test_owners.py",): ("Shares.remove", "Shares.excess"),
+    ("api/cluster/test_routing.py",): (
+        "Router.leave", "Router.retire", "Router.stored", "Router.choose", "Router.begin",
+        "Router.progress", "Router.end", "_Replica.mark_sent", "_Replica.forget_sent",
+        "_Offer.has", "_find_pages", "_of_session",
+    ),
+    ("api/cluster/test_scaling.py",): ("want", "_num_needed", "_is_calm"),
 }  # fmt: skip
 TARGETS = tuple(Target(place, tests) for tests, places in _PLACES.items() for place in places)
 
@@ -90,6 +96,9 @@ EQUIVALENT: dict[str, str] = {
     "Scheduler._fill_in_turn: bound early[0].order < head.order": "no two requests have one place",
     "Node.common_pages: off by one 0": "a child is found by its first page, which is common",
     "Node.common_pages: off by one 1": "the search halves elsewhere, and ends at the same page",
+    "_find_pages: drop return": "keys that no replica has are made for nothing",
+    "want: bound needed > current": "a number that is needed is never calm",
+    "_num_needed: off by one 9": "a quotient of few digits is rounded to the same",
 }
 """Generated mutations, by name, that change nothing that a caller could notice, and why."""
 

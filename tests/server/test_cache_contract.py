@@ -11,6 +11,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from support.plain_http import metrics
 from support.server_process import running
 
 MODEL = "foretoken-builtin"
@@ -104,8 +105,8 @@ def test_prompts_of_the_prewarm_file_are_cached_and_pinned_from_the_start(
     assert [pin["ttl_seconds"] for pin in info["pins"]] == [3600]
     assert info["pinned_pages"] >= info["pins"][0]["tokens"] // PAGE_SIZE
     assert httpx.get(f"{url}/cache", params={"cache_salt": "warm"}).json()["pins"] == []
-    metrics = httpx.get(f"{url}/metrics").text
-    assert f"foretoken:kv_cache_pinned_pages {info['pinned_pages']:.1f}" in metrics
+    pinned = f"foretoken:kv_cache_pinned_pages {info['pinned_pages']:.1f}"
+    assert pinned in metrics(url)
 
 
 def test_retention_pins_a_prompt(client: OpenAI, url: str) -> None:

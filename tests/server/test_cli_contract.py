@@ -32,7 +32,7 @@ SMALL = ["--kv-tokens", "2048", "--max-model-len", "1024", "--threads", "1"]
 PROMPT = "def quicksort(items):\n"
 TEXT = "/v1/completions"
 ENDLESS = {"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True, "stream": True}
-COMMANDS = ["serve", "run", "chat", "bench"]
+COMMANDS = ["serve", "replica", "run", "chat", "bench"]
 SERVE_FLAGS = """--draft --speculation --verify --exact --device --dtype --quantize --kv-cache-dtype
 --kv-memory --kv-tokens --page-size --max-model-len --max-batch-tokens --max-running --max-queued
 --threads --host --port --uds --api-key --served-model-name --log-level --load-format"""

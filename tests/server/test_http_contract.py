@@ -43,10 +43,11 @@ spec_decode_num_accepted_tokens_per_source_total spec_decode_acceptance_length_c
 """
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+@pytest.fixture(scope="module", params=["engine", "front"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A server with an engine of its own, and one that is a front with a replica."""
     options = ["--kv-tokens", "4096", "--max-model-len", "512", "--threads", "1"]
-    with running(options) as server:
+    with running(options, is_front=request.param == "front") as server:
         yield server.url
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from support.plain_http import Answer, get, opened, payloads, post
+from support.plain_http import Answer, get, metrics, opened, payloads, post
 from support.server_process import running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -358,7 +358,7 @@ def test_the_official_client_raises_its_own_errors(url: str) -> None:
 
 
 def metric(url: str, name: str) -> float:
-    lines = get(url, "/metrics", AUTH).content.decode().splitlines()
+    lines = metrics(url, AUTH).splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"foretoken:{name} "))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.forked import command, run_forked
-from support.plain_http import get, post
+from support.plain_http import get, metrics, post
 from support.server_process import Server, running
 
 SMALL = ["--kv-tokens", "1024", "--max-model-len", "512", "--threads", "1"]
@@ -34,7 +34,7 @@ def tier(server: Server) -> dict[str, Any]:
 
 
 def metric(server: Server, name: str, labels: str = 'tier="disk"') -> float:
-    text = get(server.url, "/metrics").content.decode()
+    text = metrics(server.url)
     found = re.search(rf"^foretoken:{name}{{{labels}}} (\S+)$", text, re.MULTILINE)
     assert found is not None, f"no {name} in\n{text}"
     return float(found[1])

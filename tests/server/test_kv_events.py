@@ -22,7 +22,7 @@ import pytest
 from foretoken import LLM, SamplingParams
 from support.forked import code, command, run_forked
 from support.kv_subscriber import SECONDS, KVSubscriber, free_address
-from support.plain_http import get, post
+from support.plain_http import get, opened, post
 from support.server_process import Server, running
 
 SMALL = ["--kv-tokens", "2048", "--max-model-len", "1024", "--threads", "1"]
@@ -198,16 +198,18 @@ class Router:
 
 
 @contextlib.contextmanager
-def routing(*servers: Publishing) -> Iterator[Router]:
+def routing(*servers: Publishing | Server, policy: str = "kv_aware") -> Iterator[Router]:
     assert ROUTER is not None
     port, metrics_port = (free_address().rpartition(":")[2] for _ in range(2))
     flags = ["--host", "127.0.0.1", "--port", port, "--log-level", "debug"]
     flags += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port]
-    flags += ["--policy", "kv_aware", "--worker-urls", *(one.url for one in servers)]
+    flags += ["--policy", policy, "--worker-urls", *(one.url for one in servers)]
     for one in servers:
-        flags += ["--kv-event-source", f"{one.url}={one.address}"]
-        flags += ["--kv-event-replay-source", f"{one.url}={one.replay_address}"]
-    flags += ["--kv-event-model", MODEL, "--kv-event-block-size", str(PAGE_SIZE)]
+        if isinstance(one, Publishing):
+            flags += ["--kv-event-source", f"{one.url}={one.address}"]
+            flags += ["--kv-event-replay-source", f"{one.url}={one.replay_address}"]
+    if policy == "kv_aware":
+        flags += ["--kv-event-model", MODEL, "--kv-event-block-size", str(PAGE_SIZE)]
     reading, writing = os.pipe()
     process = subprocess.Popen(
         [ROUTER, *flags], stdout=writing, stderr=writing, start_new_session=True
@@ -225,9 +227,12 @@ def routing(*servers: Publishing) -> Iterator[Router]:
         os.close(reading)
 
 
-@pytest.mark.skipif(
+needs_router = pytest.mark.skipif(
     ROUTER is None, reason="vllm-router 0.1.17 is not on the PATH nor in VLLM_ROUTER"
 )
+
+
+@needs_router
 def test_vllm_router_sends_a_prefix_to_the_server_that_has_it() -> None:
     with publishing() as first, publishing() as second:
         servers = first, second
@@ -242,6 +247,23 @@ def test_vllm_router_sends_a_prefix_to_the_server_that_has_it() -> None:
                 router.wait_for_events_of(servers[index % 2])
                 assert cached(router, index) == usage["prompt_tokens_details"]["cache_write_tokens"]
             assert router.lookups() == {"hit": 6}
+
+
+@needs_router
+def test_vllm_router_sends_a_prefix_to_where_it_sent_the_same_text_before() -> None:
+    """The policy cache_aware compares texts and needs nothing of the servers."""
+    with running(SMALL) as first, running(SMALL) as second:
+        with routing(first, second, policy="cache_aware") as router:
+            long = {"prompt": text(0), "max_tokens": 600, "ignore_eos": True, "stream": True}
+            with opened(router.url, "POST", "/v1/completions", long) as answer:
+                answer.readline()  # one server is busy, so the other gets a new text
+                written = complete(router.url, text(1))["prompt_tokens_details"]
+            assert cached(router, 1) == written["cache_write_tokens"]
+            assert cached(router, 0) > 0
+        for each in (first, second):
+            shown = get(each.url, "/metrics").content.decode()
+            [hits] = re.findall(r"^foretoken:prefix_cache_hits_total (\S+)$", shown, re.MULTILINE)
+            assert float(hits) > 0
 
 
 def cached(router: Router, index: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from support.plain_http import metrics
 from support.server_process import Server, running
 
 MODEL = "foretoken-builtin"
@@ -65,7 +66,7 @@ def get(server: Server, path: str) -> str:
 async def until_idle(server: Server) -> None:
     """Requests whose clients left end at the next commit, not before."""
     async with asyncio.timeout(60):
-        while "foretoken:num_requests_running 0.0" not in get(server, "/metrics"):  # noqa: ASYNC110
+        while "foretoken:num_requests_running 0.0" not in metrics(server.url):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 

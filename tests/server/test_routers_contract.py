@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.plain_http import get, post
+from support.plain_http import get, metrics, post
 from support.server_process import running
 
 CHAT, TEXT, RESPONSES, MESSAGES = (
@@ -77,7 +77,7 @@ def rendered(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 def samples(url: str) -> Samples:
     """Every sample of /metrics, by name and labels."""
     found: Samples = {}
-    for family in text_string_to_metric_families(get(url, "/metrics").content.decode()):
+    for family in text_string_to_metric_families(metrics(url)):
         for sample in family.samples:
             found.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
     return found
@@ -212,7 +212,7 @@ def test_the_facts_of_the_model_are_those_of_its_cache_and_of_its_list(url: str)
 
 def test_metrics_have_the_names_of_vllm_beside_our_own(url: str) -> None:
     answered(url, TEXT, {"prompt": "abab abab abab abab", "max_tokens": 40, "temperature": 0})
-    text = get(url, "/metrics").content.decode()
+    text = metrics(url)
     families = {each.name: each for each in text_string_to_metric_families(text)}
     theirs = {name.removeprefix("vllm:") for name in families if name.startswith("vllm:")}
     assert theirs - {f"{name}_created" for name in theirs} == set(VLLM.split())

@@ -25,6 +25,7 @@ from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason, Request
 from foretoken.core.telemetry.metrics import EngineObserver
 from foretoken.core.telemetry.overview import RecentRequest
+from foretoken.core.telemetry.spec_decode_stats import Load
 
 MAX_MODEL_LEN = 256
 
@@ -52,6 +53,9 @@ class FakeLimits:
 class FakeMetrics:
     observers: list[EngineObserver] = field(default_factory=list)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    async def refresh(self) -> None:
+        pass
 
     def render(self) -> tuple[bytes, str]:
         return b"foretoken:x 1\n", "text/plain"
@@ -87,6 +91,10 @@ class FakeEngine:
     @property
     def now(self) -> float:
         return time.monotonic()
+
+    @property
+    def load(self) -> Load:
+        return Load(num_running=len(self._live), kv_usage=0.5)
 
     async def start(self) -> None:
         self.alive = True

@@ -1,4 +1,8 @@
-"""A real server in a process of its own, on a free port of the loopback interface."""
+"""A real server in a process of its own, on a free port of the loopback interface.
+
+With the variable TEST_FRONT=1 it is a front with one replica: what is promised of a
+server holds for both.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,21 @@ import os
 import re
 import selectors
 import signal
+import socket
 import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 
+from foretoken.api.cli.commands import FRONT_ENGINE_OPTIONS
+from foretoken.core.config import EngineConfig
+from foretoken.core.interface.settings import settings_of
 from support.forked import Forked, command
 
 START_SECONDS = 120.0
+FRONT = "TEST_FRONT"
 
 
 class Server:
@@ -36,11 +48,28 @@ def running(
     model: str = "builtin",
     variables: Mapping[str, str] | None = None,
     started_by: Sequence[str] | None = None,
+    is_front: bool = False,
 ) -> Iterator[Server]:
     """Start a server, wait until it says that it is ready, end it in any case.
 
     It is forked (`support.forked`), or a new process of the command ``started_by``.
     """
+    if started_by is None and (is_front or os.environ.get(FRONT) == "1"):
+        with running_front(args, model=model, variables=variables) as (server, _):
+            yield server
+    else:
+        with _process(args, model=model, variables=variables, started_by=started_by) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def _process(
+    args: Sequence[str],
+    *,
+    model: str,
+    variables: Mapping[str, str] | None,
+    started_by: Sequence[str] | None = None,
+) -> Iterator[Server]:
     env = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
     reading, writing = os.pipe()
     process: Forked | subprocess.Popen[bytes]
@@ -59,6 +88,75 @@ def running(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         os.close(reading)
+
+
+@contextlib.contextmanager
+def running_front(
+    args: Sequence[str] = (),
+    *,
+    num_replicas: int = 1,
+    model: str = "builtin",
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[tuple[Server, list[Forked]]]:
+    """Start a front and its replicas; each has those of the flags that are its own."""
+    own, engine = split_flags(args)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    words = ("--front", address, "--replicas", str(num_replicas), *own)
+    env = {**os.environ, **(variables or {})}
+    replicas: list[Forked] = []
+    with open(os.devnull, "w+") as nothing:
+        streams = {"stdin": nothing, "stdout": nothing, "stderr": sys.stderr.fileno()}
+        try:
+            for _ in range(num_replicas):
+                replica = ("replica", model, "--front", address, "--log-level", "error", *engine)
+                replicas.append(Forked(command, *replica, env=env, **streams))
+            with _process(words, model=model, variables=variables) as server:
+                _await_replicas(server)
+                yield server, replicas
+        finally:
+            for each in replicas:
+                each.kill()
+                each.wait()
+
+
+def _await_replicas(server: Server) -> None:
+    """Wait for all of them: the front listens when it has the first one."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"{server.url}/ready", timeout=START_SECONDS).close()
+            return
+        except urllib.error.HTTPError as refused:
+            if refused.code != 503:
+                return  # it needs a key, which is not known here
+            time.sleep(0.05)
+    raise AssertionError("the replicas did not start")
+
+
+def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flags of a front, and those of its replicas."""
+    engines = {each.flag: each for each in settings_of(EngineConfig).values()}
+    own: list[str] = []
+    engine: list[str] = []
+    rest = list(args)
+    while rest:
+        words = [rest.pop(0)]
+        setting = engines.get(words[0].partition("=")[0])
+        if setting is not None and not (setting.is_switch or "=" in words[0]):
+            words.append(rest.pop(0))
+        if setting is not None:
+            engine += words
+        if setting is None or setting.name in FRONT_ENGINE_OPTIONS:
+            own += words
+    return own, engine
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _ready_url(reading: int) -> str:

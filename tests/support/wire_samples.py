@@ -75,7 +75,7 @@ USAGE: dict[str, object] = {
     "accepted_tokens": 5, "verify_steps": 4, "tree_steps": 3, "accepted_by_source": {"lm": 2},
     "proposed_by_source": {"lm": 3, "radix": 1}, "steps_by_accepted": {0: 1, 4: 2},
     "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1, "closed_early": True,
-    "queue_time": 0.5, "time_to_first_token": 0.75, "total_time": 1.25,
+    "moves": 2, "queue_time": 0.5, "time_to_first_token": 0.75, "total_time": 1.25,
 }  # fmt: skip
 DEFAULTS = SamplingDefaults(
     temperature=0.5, top_p=0.25, top_k=8, min_p=0.125, repetition_penalty=1.25

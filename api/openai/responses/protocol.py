@@ -86,6 +86,7 @@ class ResponseUsage(Struct, kw_only=True):
     output_tokens_details: OutputDetails
     total_tokens: int
     closed_early: bool  # as in chat completions
+    moves: int  # likewise
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
 

@@ -170,5 +170,6 @@ def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
         output_tokens_details=OutputDetails(**details, reasoning_tokens=num_reasoning_tokens),
         total_tokens=spent.total_tokens,
         closed_early=spent.closed_early,
+        moves=spent.moves,
         speculation=spent.speculation,
     )

@@ -34,7 +34,7 @@ def plain(folder: Path) -> bytes:
 
 def of(folder: Path, **options: Any) -> bytes:
     config = EngineConfig(**({"device": "cpu", "draft": "none", "kv_tokens": 512} | options))
-    found = build(folder, config, wants_fingerprint=True).fingerprint
+    found = build(folder, config, wants_keys=True).fingerprint
     assert found is not None
     return found
 
@@ -127,7 +127,7 @@ config = EngineConfig(device="cpu", draft="none", kv_tokens=512, model_impl=sys.
 assert build(sys.argv[1], config).fingerprint is None
 loaded = [name for name in sys.modules if name.startswith(("foretoken.core.tiers", "xxhash"))]
 assert not loaded or "transformers" in sys.argv, loaded  # it may import xxhash
-print(build(sys.argv[1], config, wants_fingerprint=True).fingerprint.hex())
+print(build(sys.argv[1], config, wants_keys=True).fingerprint.hex())
 """
 
 

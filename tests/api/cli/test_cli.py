@@ -42,13 +42,13 @@ def test_version_and_help_are_instant_and_torch_free():
     code = (
         "import sys\nfrom foretoken.api.cli.commands import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit as e: assert not e.code\n"
-        "assert not {'torch', 'transformers', 'uvicorn'} & set(sys.modules)"
+        "assert not {'torch', 'transformers', 'uvicorn', 'zmq'} & set(sys.modules)"
     )
     shown = subprocess.run(
         [sys.executable, "-c", code, "--version"], check=True, capture_output=True, text=True
     )
     assert shown.stdout == f"foretoken {foretoken.__version__}\n"
-    for command in ([], ["serve"], ["run"], ["chat"], ["bench"]):
+    for command in ([], ["serve"], ["replica"], ["run"], ["chat"], ["deploy"], ["bench"]):
         args = [sys.executable, "-c", code, *command, "--help"]
         shown = subprocess.run(args, check=True, capture_output=True, text=True)
         assert "usage: foretoken" in shown.stdout

@@ -185,7 +185,7 @@ def test_pages_are_told_by_the_beginning_of_their_keys_in_order() -> None:
 
 # -- greeting -------------------------------------------------------------------------------------
 
-OWN = {"engine", "path", "events"}  # fields of `Built` that each process has of its own
+OWN = {"engine", "path", "events", "keys"}  # fields of `Built` that each process has of its own
 
 
 def test_all_that_is_known_of_a_model_comes_back() -> None:
@@ -195,7 +195,7 @@ def test_all_that_is_known_of_a_model_comes_back() -> None:
         vocab_size=100, max_model_len=256, eos_token_ids=frozenset({1, 2}), exact=False,
         drafters=("radix", "lm"), no_self_draft="is small", model_path="transformers",
         sampling_defaults=DEFAULTS, settings={"draft": "auto", "threads": None},
-        fingerprint=b"f" * 32,
+        fingerprint=b"f" * 32, kernels="k",
     )  # fmt: skip
     blank = Built(engine=there, path=Path(), name="", vocab_size=1, max_model_len=1,
                   eos_token_ids=frozenset())  # fmt: skip
@@ -228,7 +228,7 @@ def test_default_parameters_that_no_request_may_have_are_refused() -> None:
 
 CARRIED = {
     "request_id", "tokens", "sampling", "stop_ids", "depth", "prediction", "namespace", "tenant",
-    "cache", "priority", "deadline", "num_prompt_logprobs",
+    "cache", "priority", "deadline", "num_prompt_logprobs", "shown_ids",
 }  # fmt: skip
 ANEW = {  # written by the engine that serves it, or by the process that has its text
     "on_token", "arrival_time", "serial", "urgency", "max_len", "status", "num_computed", "lease",
@@ -248,6 +248,7 @@ def make(params: SamplingParams, **options: Any) -> Request:
     request.tokens.extend([13, 14])  # its output so far
     request.num_prompt_logprobs = 2
     request.deadline = 30.0
+    request.shown_ids = frozenset({3})
     return request
 
 
@@ -282,7 +283,9 @@ def test_all_that_a_caller_says_of_a_request_comes_back_with_its_output_so_far()
 def test_a_request_is_told_the_time_that_is_left_and_the_special_tokens_of_its_text() -> None:
     request = make(SamplingParams())
     assert over(request, elapsed=10.0).deadline == 20.0
-    assert submit_of(request, shown_ids={4, 3}).shown_ids == [3, 4]
+    request.shown_ids = frozenset({4, 3})
+    assert submit_of(request).shown_ids == [3, 4]
+    assert over(request).shown_ids == {3, 4}
     request.deadline = request.prediction = None
     assert (over(request).deadline, over(request).prediction) == (None, None)
 

@@ -150,7 +150,7 @@ def test_json_is_json_by_any_of_its_names(serve, say, kind) -> None:
     assert post(serve().url, {"content-type": kind}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/cache", "/ui/events", "/debug/audit"])
+@pytest.mark.parametrize("path", ["/cache", "/replicas", "/ui/events", "/debug/audit"])
 def test_with_several_keys_and_no_admin_key_none_sees_what_others_do(serve, path) -> None:
     server = serve(api_keys=("a", "b"))
     method = "POST" if path.startswith("/debug") else "GET"

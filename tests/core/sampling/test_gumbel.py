@@ -9,11 +9,11 @@ from foretoken.core.sampling.gumbel import (
     gumbel,
     gumbel_rows,
     id_hashes,
-    sibling_seed,
     stream_keys,
     stream_start,
     vocabulary_hashes,
 )
+from foretoken.core.sampling.seeds import sibling_seed
 
 MASK = 2**64 - 1
 IDS = torch.arange(1000)

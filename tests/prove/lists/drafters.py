@@ -39,9 +39,9 @@ MUTATIONS = (
     ),
     Mutation(
         "observer-ends-the-engine",
-        "EngineMetrics._notify",
-        "            self._observer_failures.inc()\n",
-        "            self._observer_failures.inc()\n            raise\n",
+        "Observers._notify",
+        "            self._count_failure()\n",
+        "            self._count_failure()\n            raise\n",
         ("test_an_observer_that_raises_costs_nothing_but_itself",),
         "no step depends on an observer",
     ),

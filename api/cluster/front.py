@@ -1,0 +1,155 @@
+"""FrontClient: the model of a server whose engines are replicas in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...core.errors import ForetokenError
+from ..build.built import Built
+from ..build.model_files import find_model
+from ..runtime.engine_client import EngineClient
+from ..runtime.serving_engine import ServingEngine
+from ..serving.settings import FrontOptions
+from ..text.tokenizer import Tokenizer
+from ..types.results import Body
+from .replicas import Replicas
+from .routing import Route
+from .wire import Hello, built_of
+
+logger = logging.getLogger(__name__)
+DEFAULT_FAILOVER_SECONDS = 30.0
+ANY_PORT = "tcp://127.0.0.1:0"
+CHECK_SECONDS = 2.0  # between looks at what starts replicas
+
+
+class Launcher(Protocol):
+    """Starts replicas, and changes how many there are and what they are."""
+
+    async def start(self, address: str) -> None:
+        """Ask for replicas that dial in at an address. Raises `ForetokenError`."""
+
+    async def failure(self) -> str | None:
+        """Why replicas cannot be started; None if all is well."""
+
+    async def scale(self, least: int, most: int) -> None:
+        """Change their number. Raises `ForetokenError`."""
+
+    async def replace(self, options: Mapping[str, Any]) -> None:
+        """Replace them, one after the other, by some with other engine options.
+
+        Raises `InvalidRequest` and `ForetokenError`.
+        """
+
+    async def close(self) -> None:
+        """Stop them."""
+
+
+class FrontClient(EngineClient):
+    """Serves by the replicas that dial in at ``front.front``; nothing is computed here.
+
+    ``model`` has the tokenizer and the chat template. `start` waits for the first replica, which
+    says what is served. Raises `InvalidRequest` for an address that is none, or is open to other
+    machines without a key. ``launcher`` starts the replicas; without one they come by themselves.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None,
+        front: FrontOptions,
+        launcher: Launcher | None = None,
+        **options: Any,  # noqa: ANN401 - EngineConfig checks them
+    ) -> None:
+        from .transport import check_address, cluster_key  # needs an extra
+
+        super().__init__(model, **options)
+        self._address, self._key = front.front or ANY_PORT, cluster_key()
+        check_address(self._address, self._key)
+        self._front, self._launcher = front, launcher
+        self._watch: asyncio.Task[None] | None = None
+        self._replicas: Replicas | None = None
+
+    def replicas(self) -> list[Body]:
+        """The replicas that are there."""
+        return [] if self._replicas is None else self._replicas.describe()
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """The starter of the replicas; None where they come by themselves."""
+        return self._launcher
+
+    async def when_complete(self) -> None:
+        """Wait until all wanted replicas are there."""
+        if self._replicas is not None:
+            await self._replicas.complete()
+
+    async def _build(self) -> Built[ServingEngine]:
+        """Wait for the first replica. Raises `InvalidRequest` if it has another tokenizer."""
+        path, tokenizer = await asyncio.to_thread(_find, self._model)
+        front, dumps = self._front, self.config.dump_dir
+        replicas = self._replicas = Replicas(
+            self._address,
+            key=self._key,
+            tokenizer=tokenizer,
+            wanted=front.replicas or front.bounds[0],
+            route=Route(front.route or Route.KV),
+            failover_seconds=(
+                DEFAULT_FAILOVER_SECONDS
+                if front.failover_seconds is None
+                else front.failover_seconds
+            ),
+            dump_dir=None if dumps is None else Path(dumps),
+        )
+        try:
+            await replicas.start()
+            first = asyncio.ensure_future(replicas.first())
+            if self._launcher is not None:
+                await self._launcher.start(replicas.address)
+                await self._while_launching(self._launcher, first)
+                self._watch = asyncio.create_task(self._watch_launcher(self._launcher))
+            return built_of(await first, replicas, path)
+        except BaseException:
+            await replicas.close()
+            if self._launcher is not None:
+                await self._launcher.close()
+            raise
+
+    async def _while_launching(self, launcher: Launcher, first: asyncio.Future[Hello]) -> None:
+        """Wait for the first replica. Raises `ForetokenError` if none can come."""
+        while not (await asyncio.wait((first,), timeout=CHECK_SECONDS))[0]:
+            if (reason := await launcher.failure()) is not None:
+                raise ForetokenError(f"the replicas did not start: {reason}")
+
+    async def _watch_launcher(self, launcher: Launcher) -> None:
+        """Say once when nothing starts replicas any longer, and once when it does again."""
+        known: str | None = None
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            reason = await launcher.failure()
+            if reason is not None and reason != known:
+                logger.error("%s", reason)
+            elif reason is None and known is not None:
+                logger.info("replicas are started again")
+            known = reason
+
+    async def close(self, *, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for a time, stop the replicas."""
+        if self._watch is not None:
+            self._watch.cancel()
+        await super().close(drain_seconds=drain_seconds)
+        if self._launcher is not None:
+            await self._launcher.close()
+
+
+def _find(model: str | os.PathLike[str] | None) -> tuple[Path, str]:
+    """The files of a model and the hash of its tokenizer; blocking. Raises `ModelLoadError`."""
+    path = find_model(model).path
+    tokenizer = Tokenizer.load(path, max_model_len=1)
+    try:
+        return path, tokenizer.fingerprint()
+    finally:
+        tokenizer.close()

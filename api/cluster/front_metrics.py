@@ -1,0 +1,109 @@
+"""FrontMetrics: what a front counts itself, and its replicas' metrics with the label replica."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from ...core.telemetry.metrics import PREFIX, Observers, Reader, gauge
+
+logger = logging.getLogger(__name__)
+LABEL = "replica"
+CAUSES = ("closed", "silent", "left", "died", "wrong")
+"""Causes of a loss: its connection closed, no beats, it said so, its engine died, it was wrong."""
+
+Texts = Mapping[str, bytes]
+"""The metrics of each replica by its number, in the text format of Prometheus."""
+
+
+class ReplicaFamilies(Collector):
+    """The families of all replicas as they were read last; each sample has its replica."""
+
+    def __init__(self) -> None:
+        self._families: list[Metric] = []
+
+    def put(self, texts: Texts) -> None:
+        """Replace them. A text that is none is left out, with a line in the log."""
+        families: dict[str, Metric] = {}
+        for number, text in texts.items():
+            try:
+                found = list(text_string_to_metric_families(text.decode()))
+            except ValueError:
+                logger.warning("the metrics of replica %s cannot be read", number)
+                continue
+            for each in found:
+                family = families.setdefault(
+                    each.name, Metric(each.name, each.documentation, each.type)
+                )
+                for sample in each.samples:
+                    labels = {**sample.labels, LABEL: number}
+                    family.samples.append(sample._replace(labels=labels))
+        self._families = list(families.values())
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families; called by the registry."""
+        return self._families
+
+
+class FrontMetrics:
+    """The metrics of a front.
+
+    ``read`` returns owed tokens and requests by replica, ``fetch`` the texts of all replicas.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Mapping[str, tuple[int, int]]],
+        fetch: Callable[[], Awaitable[Texts]],
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._read, self._fetch = read, fetch
+        self._families = ReplicaFamilies()
+        for collector in (Reader(self._read_replicas), self._families):
+            self.registry.register(collector)
+        self.moved = self._count(
+            "requests_moved", "Requests that went on in another replica, because theirs was lost"
+        )
+        self.hit_tokens = self._count(
+            "route_hit_tokens", "Prompt tokens expected in the cache of the replica that was chosen"
+        )
+        self._lost = self._count("replicas_lost", "Replicas that were lost", "cause")
+        for cause in CAUSES:
+            self._lost.labels(cause)
+        failures = self._count(
+            "front_observer_failures", "Calls of the front's observers that raised an exception"
+        )
+        self.notify = Observers(failures.inc)
+        self.observers = self.notify.members
+
+    def _count(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def lost(self, cause: str) -> None:
+        """Count a loss."""
+        self._lost.labels(cause).inc()
+
+    def _read_replicas(self) -> Iterator[Metric]:
+        replicas = self._read()
+        yield gauge("replicas", "Replicas that are there", len(replicas))
+        for place, name, text in (
+            (0, "replica_owed_tokens", "Tokens left to compute for the requests of a replica"),
+            (1, "replica_requests", "Requests that a replica has, running and waiting"),
+        ):
+            family = GaugeMetricFamily(PREFIX + name, text, labels=[LABEL])
+            for number, values in replicas.items():
+                family.add_metric([number], values[place])
+            yield family
+
+    async def refresh(self) -> None:
+        """Read the metrics of the replicas; those that do not answer are left out."""
+        self._families.put(await self._fetch())
+
+    def render(self) -> tuple[bytes, str]:
+        """Body and content type, in the text format of Prometheus."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST

@@ -1,0 +1,136 @@
+"""LiveRequest: a request between its caller, here, and the replica that computes it.
+
+The replica decides tokens and the end. Here are the text, the stream and the sum of what several
+replicas did for it, should one be lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from copy import deepcopy
+from dataclasses import fields
+
+from ...core.engine.inbox import TokenStream
+from ...core.errors import ForetokenError
+from ...core.interface.request import Delta, FinishReason, Request, Usage
+from ..types.results import add_counts
+from .forms import UsageForm, usage_of
+
+logger = logging.getLogger(__name__)
+MAX_LOSSES = 3  # replicas that a request may lose: it may be what ends them
+
+
+class LiveRequest:
+    """A request that has not ended. Only `Replicas` moves it."""
+
+    def __init__(self, request: Request, session: str | None, now: float) -> None:
+        self.request = request
+        self.session = session
+        self.stream = TokenStream(request)
+        self.num_losses = 0
+        self.is_aborted = False
+        self.waits_since = now  # for a replica, where it has none
+        self._sent = now
+        self._before: Usage | None = None  # of the replicas that were lost
+        request.arrival_time = now
+        request.usage.prompt_tokens = request.prompt_len
+
+    def elapsed(self, now: float) -> float:
+        """Seconds since its arrival."""
+        return now - self.request.arrival_time
+
+    def is_late(self, now: float) -> bool:
+        """Whether its deadline has passed."""
+        deadline = self.request.deadline
+        return deadline is not None and self.elapsed(now) >= deadline
+
+    def sent(self, now: float) -> None:
+        """Note that a replica has it."""
+        self._sent = now
+
+    def lose(self, now: float) -> None:
+        """Note that its replica is lost: what that did counts, and another one goes on."""
+        self.num_losses += 1
+        self.waits_since = now
+        self._before = deepcopy(self.request.usage)
+        self._before.moves += 1
+        self._set_usage(self._summed(Usage()))
+
+    def take(self, delta: Delta, form: UsageForm | None, now: float) -> None:
+        """Add a step's tokens to the request, its text and its usage.
+
+        A text that cannot be read ends it: the delta becomes an error.
+        """
+        request = self.request
+        request.tokens.extend(delta.token_ids)
+        request.num_prompt_logprobs += len(delta.prompt_logprobs)
+        if form is None:
+            _count(request.usage, delta)
+        else:
+            self._set_usage(self._summed(usage_of(form, now)))
+        usage = request.usage
+        usage.completion_tokens = request.num_output
+        if delta.token_ids and not usage.time_to_first_token:
+            usage.time_to_first_token = self.elapsed(now)
+        if delta.terminal:
+            usage.total_time = self.elapsed(now)
+        try:
+            self._watch(delta)
+        except Exception:
+            logger.exception("request %s failed while its tokens were read", request.request_id)
+            delta.finish_reason = delta.stop_reason = None
+            delta.error = ForetokenError("the answer could not be decoded")
+
+    def _watch(self, delta: Delta) -> None:
+        """Feed the text as the scheduler does, where it watches for stop strings."""
+        if (on_token := self.request.on_token) is None:
+            return
+        for token_id in delta.token_ids:
+            if token_id not in self.request.stop_ids:
+                on_token(token_id)
+
+    def _set_usage(self, usage: Usage) -> None:
+        """Write into the request's own usage: others hold it, too."""
+        for each in fields(Usage):
+            setattr(self.request.usage, each.name, getattr(usage, each.name))
+
+    def _summed(self, run: Usage) -> Usage:
+        """Usage of all runs. Whoever computed the prompt has the counts of the cache."""
+        before, first = self._before, self.request.usage
+        run.prompt_tokens = self.request.prompt_len
+        run.time_to_first_token, run.moves = first.time_to_first_token, 0
+        run.queue_time += self._sent - self.request.arrival_time
+        if before is None:
+            return run
+        total = Usage(prompt_tokens=run.prompt_tokens, time_to_first_token=run.time_to_first_token)
+        whose = before if before.completion_tokens else run
+        total.cached_tokens, total.loaded_tokens = whose.cached_tokens, whose.loaded_tokens
+        total.cache_write_tokens, total.cache_loss = whose.cache_write_tokens, whose.cache_loss
+        total.queue_time = whose.queue_time
+        for each in (before, run):
+            add_counts(total, each)
+        return total
+
+
+def _count(usage: Usage, delta: Delta) -> None:
+    """Count a step by its delta, until the replica sends its own counts."""
+    if not delta.token_ids:
+        return
+    run = Usage(
+        verify_steps=1,
+        proposed_tokens=delta.num_proposed,
+        accepted_tokens=len(delta.accepted_sources),
+        steps_by_accepted={len(delta.accepted_sources): 1},
+    )
+    for counts, sources in (
+        (run.proposed_by_source, delta.proposed_sources),
+        (run.accepted_by_source, delta.accepted_sources),
+    ):
+        for source in sources:
+            counts[source] = counts.get(source, 0) + 1
+    add_counts(usage, run)
+
+
+def aborted() -> Delta:
+    """The end of a request that nobody waits for."""
+    return Delta(finish_reason=FinishReason.ABORT)

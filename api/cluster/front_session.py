@@ -1,0 +1,293 @@
+"""FrontSession: one connection of a replica to its front, from the greeting to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from ...core.errors import EngineDead, ForetokenError
+from ...core.interface.request import Delta, FinishReason
+from ..runtime.preprocess import submit as submit_to
+from ..serving.errors import INTERNAL
+from .forms import DeltaForm, WireError, delta_form, error_form, usage_form
+from .hosted_engine import HostedEngine, HostedRequest
+from .wire import (
+    Abort,
+    Answer,
+    Beat,
+    Call,
+    FromFront,
+    FromReplica,
+    Leaving,
+    Step,
+    Submit,
+)
+
+logger = logging.getLogger(__name__)
+BEAT_SECONDS = 1.0
+MOST_SILENT = 2  # beats of a front that may be missing
+MOST_UNHEARD = 30  # beats in which a front may say its first word; then it is dialled anew
+NEWS_SECONDS = 0.01  # that news of pages wait for deltas to leave with
+
+
+class FrontLink(Protocol):
+    """A connection to a front; `transport.ReplicaSocket` is one."""
+
+    async def receive(self) -> FromFront | WireError | None:
+        """The next message; an error if it is none; None: the front closed the connection."""
+
+    def send(self, message: FromReplica) -> bool:
+        """Send; False if the front is gone or does not read."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+class Ending(Enum):
+    """How a connection ends."""
+
+    LOST = "lost"  # closed, silent, or it said what is no message
+    REFUSED = "refused"  # the front does not want this replica
+    SHUT_DOWN = "shut down"  # the front itself ends
+    LEFT = "left"  # the replica does
+
+
+class Ended(NamedTuple):
+    """The end of a connection, and why."""
+
+    ending: Ending
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request from its message to its last delta. ``hosted``: once the engine has it."""
+
+    request_id: str  # the front's
+    task: asyncio.Task[None] | None = None
+    hosted: HostedRequest | None = None
+
+
+class FrontSession:
+    """Serves the requests of a front over one connection; they end with it.
+
+    A front is joined when it has said anything but `Leaving`.
+    """
+
+    def __init__(self, hosted: HostedEngine, link: FrontLink) -> None:
+        self.is_joined = asyncio.Event()
+        self._hosted, self._link = hosted, link
+        self._live: dict[str, _Live] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._deltas: list[DeltaForm] = []  # to be sent in this turn of the loop
+        self._due: dict[str, HostedRequest] = {}  # whose usage leaves with them
+        self._flush_handle: asyncio.Handle | None = None
+        self._news_handle: asyncio.TimerHandle | None = None
+        self._num_silent = 0  # beats since the front's last message
+        self._is_broken = False  # something could not be sent
+        self._left: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> Ended:
+        """Greet, and serve until the connection ends. It is closed then, and requests aborted."""
+        self._greet()
+        tasks: list[asyncio.Future[Ended]] = [
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._beat()),
+            self._left,
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(task for task in tasks if task in done).result()
+        finally:
+            self._end(tasks)
+
+    def leave(self, reason: str) -> None:
+        """End the connection; the front moves the requests that run to other replicas."""
+        if not self._left.done():
+            self._flush()
+            self._send(Leaving(reason=reason))
+            self._left.set_result(Ended(Ending.LEFT, reason))
+
+    # -- what is heard --------------------------------------------------------------------------
+
+    async def _read(self) -> Ended:
+        while True:
+            message = await self._link.receive()
+            match message:
+                case None:
+                    return Ended(Ending.LOST, "it closed the connection")
+                case WireError():
+                    return self._refuse(message)
+                case Leaving(reason=reason):
+                    joined = self.is_joined.is_set()
+                    return Ended(Ending.SHUT_DOWN if joined else Ending.REFUSED, reason)
+            self._num_silent = 0
+            self.is_joined.set()
+            self._take(message)
+
+    def _refuse(self, error: WireError) -> Ended:
+        """End a connection to what is no front of this version, maybe no front at all."""
+        reason = f"it sent {error}"
+        self._send(Leaving(reason=f"the front sent {error}"))
+        return Ended(Ending.LOST if self.is_joined.is_set() else Ending.REFUSED, reason)
+
+    def _take(self, message: Submit | Abort | Call | Beat) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort():
+                self._abort(message.request_id)
+            case Call():
+                task = asyncio.create_task(self._answer(message))
+                self._calls.add(task)
+                task.add_done_callback(self._calls.discard)
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            answer = Answer(call_id=call.call_id, result=await self._hosted.answer(call.question))
+        except Exception as error:
+            _log_unless_on_purpose(error, "a question of the front failed")
+            answer = Answer(call_id=call.call_id, error=error_form(error))
+        self._send(answer)
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def _submit(self, message: Submit) -> None:
+        """Serve a request. An earlier one of its id ends unheard: the front has forgotten it."""
+        self._drop(self._live.pop(message.request_id, None))
+        live = self._live[message.request_id] = _Live(message.request_id)
+        live.task = asyncio.create_task(self._serve(live, message))
+
+    async def _serve(self, live: _Live, message: Submit) -> None:
+        try:
+            hosted = await self._hosted.make(message)
+            stream = submit_to(self._hosted.engine, hosted.request)
+            live.hosted = hosted
+            async for delta in stream:
+                self._note(live, delta)
+        except EngineDead as error:
+            if self._hosted.engine.alive:
+                self._note(live, Delta(error=error))
+            else:
+                self.leave(str(error))
+        except Exception as error:
+            _log_unless_on_purpose(error, "a request failed")
+            shown = error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)
+            self._note(live, Delta(error=shown))
+
+    def _abort(self, request_id: str) -> None:
+        """End a request; its last delta says that it was aborted."""
+        if (live := self._live.get(request_id)) is None:
+            return
+        if live.hosted is None:
+            self._drop(live)
+            self._note(live, Delta(finish_reason=FinishReason.ABORT))
+        else:
+            self._hosted.engine.abort(live.hosted.request.request_id)
+
+    def _drop(self, live: _Live | None) -> None:
+        """End a request without a word."""
+        if live is None:
+            return
+        if live.task is not None:
+            live.task.cancel()
+        if live.hosted is not None:
+            self._hosted.engine.abort(live.hosted.request.request_id)
+
+    # -- what is said ---------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        """Greet; then all pages that the cache has, and what happens to them from now on."""
+        self._send(self._hosted.hello)
+        load = self._hosted.load
+        for pages in self._hosted.pages.take_all():
+            self._send(Step(load=load, pages=pages))
+        self._hosted.pages.on_news = self._news_came
+        self._say_alive()
+
+    def _say_alive(self) -> None:
+        self._send(Beat(load=self._hosted.load, unready=self._hosted.engine.readiness))
+
+    async def _beat(self) -> Ended:
+        """Beat, and count the beats of the front.
+
+        An unheard front gets none: where nothing listens, they would wait and be sent all at once.
+        """
+        while not self._is_broken:
+            await asyncio.sleep(BEAT_SECONDS)
+            joined = self.is_joined.is_set()
+            self._num_silent += 1
+            if self._num_silent > (MOST_SILENT if joined else MOST_UNHEARD):
+                return Ended(Ending.LOST, f"it was silent for {self._num_silent} beats")
+            if joined:
+                self._say_alive()
+        return Ended(Ending.LOST, "it does not read")
+
+    def _note(self, live: _Live, delta: Delta) -> None:
+        """Send a delta at the end of this turn of the loop."""
+        hosted = live.hosted
+        self._deltas.append(delta_form(live.request_id, delta))
+        if hosted is not None:
+            hosted.text.take()
+            if hosted.needs_usage(delta):
+                self._due[live.request_id] = hosted
+        if delta.terminal:
+            if self._live.get(live.request_id) is live:
+                del self._live[live.request_id]
+            if hosted is not None:
+                self._hosted.note_end(hosted.request)
+        if self._flush_handle is None:
+            self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _news_came(self) -> None:
+        """News of pages leave with the next deltas: those of their step come a little later."""
+        if self._news_handle is None:
+            loop = asyncio.get_running_loop()
+            self._news_handle = loop.call_later(NEWS_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        self._cancel_handles()
+        deltas, self._deltas = self._deltas, []
+        due, self._due = self._due, {}
+        now, pages = self._hosted.engine.now, self._hosted.pages.take()
+        if deltas or pages:
+            usages = {id_: usage_form(each.request.usage, now) for id_, each in due.items()}
+            load = self._hosted.load
+            self._send(Step(deltas=deltas, usages=usages, load=load, pages=pages))
+
+    def _cancel_handles(self) -> None:
+        for handle in (self._flush_handle, self._news_handle):
+            if handle is not None:
+                handle.cancel()
+        self._flush_handle = self._news_handle = None
+
+    def _send(self, message: FromReplica) -> None:
+        if not self._left.done() and not self._link.send(message):
+            self._is_broken = True
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _end(self, tasks: list[asyncio.Future[Ended]]) -> None:
+        """Nothing is sent any more: no front reads what its requests get."""
+        self._cancel_handles()
+        self._hosted.pages.on_news = _nothing
+        for task in tasks:
+            task.cancel()
+        for call in self._calls:
+            call.cancel()
+        for live in self._live.values():
+            self._drop(live)
+        self._live.clear()
+        self._link.close()
+
+
+def _log_unless_on_purpose(error: Exception, text: str) -> None:
+    if not isinstance(error, ForetokenError):
+        logger.exception(text)
+
+
+def _nothing() -> None:
+    pass

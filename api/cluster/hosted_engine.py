@@ -1,0 +1,193 @@
+"""HostedEngine: a replica's engine, and what makes its requests of the messages of a front."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from ...core.interface.request import Delta, Request
+from ...core.telemetry.overview import MAX_REQUESTS, RecentRequest
+from ..build.built import Built
+from ..runtime.serving_engine import ServingEngine
+from ..structured.compiler import Grammars
+from ..structured.matcher import GrammarMatcher
+from ..text.detokenizer import AnswerText
+from ..text.tokenizer import Tokenizer
+from ..types.sampling_params import SamplingParams
+from .forms import WireError, ids_of, params_of
+from .page_log import PageLog
+from .wire import (
+    Audit,
+    CacheInfo,
+    FlushCache,
+    FlushPrefix,
+    Hello,
+    Load,
+    Metrics,
+    Overview,
+    Question,
+    Report,
+    Submit,
+    body_form,
+    hello_of,
+    request_of,
+)
+
+TOKENS_AT_ONCE = 256  # of an output so far that are read before others have a turn
+USAGE_PERIOD = 32  # deltas of a request after which its usage is sent again
+
+
+class EngineLoad(Protocol):
+    """An engine's work now. Counts are requests."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that take part in steps."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV pool that running requests hold."""
+
+
+class LocalEngine(ServingEngine, Protocol):
+    """An engine in this process."""
+
+    @property
+    def load(self) -> EngineLoad:
+        """The engine's work now. Cheap."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class HostedRequest:
+    """A request of a front, and what was sent of it."""
+
+    request: Request
+    text: AnswerText  # watches for stop strings
+    num_deltas: int = 0
+    closed_early: bool = False  # as the front knows it
+
+    def needs_usage(self, delta: Delta) -> bool:
+        """Whether the front needs the usage behind this delta; counts it.
+
+        It reads it with the first one, with the last one, and where a client leaves in between.
+        """
+        usage, constraint = self.request.usage, self.request.sampling.constraint
+        if isinstance(constraint, GrammarMatcher):
+            usage.closed_early = constraint.closed_early(self.request.num_output)
+        is_news = usage.closed_early != self.closed_early
+        is_due = self.num_deltas % USAGE_PERIOD == 0
+        self.num_deltas, self.closed_early = self.num_deltas + 1, usage.closed_early
+        return is_due or is_news or delta.terminal
+
+
+@dataclass(kw_only=True, eq=False)
+class HostedEngine:
+    """An engine with the text of its model. ``pages`` follows its cache."""
+
+    built: Built[LocalEngine]
+    tokenizer: Tokenizer
+    grammars: Grammars
+    pages: PageLog
+    finished: deque[RecentRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
+
+    @property
+    def engine(self) -> LocalEngine:
+        """The engine."""
+        return self.built.engine
+
+    @property
+    def load(self) -> Load:
+        """The engine's work now."""
+        load = self.engine.load
+        return Load(running=load.num_running, waiting=load.num_waiting, kv_usage=load.kv_usage)
+
+    @cached_property
+    def hello(self) -> Hello:
+        """The greeting. A front makes the same hash of its own tokenizer."""
+        tokenizer, kernels = self.tokenizer.fingerprint(), self.built.kernels
+        return hello_of(self.built, kernels=kernels, tokenizer=tokenizer, pid=os.getpid())
+
+    # -- requests -------------------------------------------------------------------------------
+
+    async def make(self, submit: Submit) -> HostedRequest:
+        """Make the request of a message, as it was where its output so far was generated.
+
+        Raises `WireError` for what no front sends, and what compiling a grammar raises.
+        """
+        params = params_of(submit.params)
+        grammar = await self.grammars.compile(params)
+        prompt, output = ids_of(submit.prompt), ids_of(submit.output)
+        text = AnswerText(
+            self.tokenizer.detokenizer(prompt, frozenset(submit.shown_ids)),
+            stops=tuple(params.stop),
+            min_tokens=params.min_tokens,
+        )
+        request = request_of(
+            submit,
+            params,
+            eos_token_ids=self.built.eos_token_ids,
+            grammar=grammar,
+            on_token=text.push if text.watches else None,
+        )
+        if output:
+            self._check_goes_on(request, params)
+        if text.watches and await _stops(text, output):
+            raise WireError("the output so far has a stop string")
+        return HostedRequest(request=request, text=text)
+
+    def _check_goes_on(self, request: Request, params: SamplingParams) -> None:
+        """Refuse an output that has ended: its next step would be beyond all limits."""
+        room = self.built.max_model_len - request.prompt_len
+        most = room if params.max_tokens is None else min(room, params.max_tokens)
+        if request.num_output >= most or request.tokens[-1] in request.stop_ids:
+            raise WireError("the output so far is a whole answer")
+
+    def note_end(self, request: Request) -> None:
+        """Remember a request that has ended, for `Overview`."""
+        self.finished.append(RecentRequest.of(request))
+
+    # -- questions ------------------------------------------------------------------------------
+
+    async def answer(self, question: Question) -> int | bytes:
+        """The answer to a question. Raises what the engine raises, and `WireError`."""
+        engine = self.engine
+        match question:
+            case FlushCache():
+                return await engine.flush_cache(*question.namespaces)
+            case FlushPrefix():
+                return await engine.flush_prefix(ids_of(question.tokens), question.namespace)
+            case CacheInfo():
+                return body_form(await engine.cache_info(question.namespace))
+            case Overview():
+                return body_form(await engine.overview(self.finished))
+            case Audit():
+                return body_form(await engine.audit())
+            case Metrics():
+                return engine.metrics.render()[0]
+            case Report():
+                return body_form(engine.report(question.reason))
+
+
+async def _stops(text: AnswerText, output: array[int]) -> bool:
+    """Read an output so far; whether a stop string ends it. Others have a turn in between."""
+    for start in range(0, len(output), TOKENS_AT_ONCE):
+        if _push_all(text, output[start : start + TOKENS_AT_ONCE]):
+            return True
+        await asyncio.sleep(0)
+    return False
+
+
+def _push_all(text: AnswerText, token_ids: Iterable[int]) -> bool:
+    stopped = any(text.push(token_id) is not None for token_id in token_ids)
+    text.take()
+    return stopped

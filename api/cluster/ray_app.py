@@ -1,0 +1,294 @@
+"""Replicas on Ray Serve, which starts, watches, scales and updates them.
+
+No request passes through Ray: a replica dials in to the front as any other does. The only file that
+imports Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.schema import ApplicationStatus
+
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError
+from ..runtime.preprocess import make_config
+from ..serving.settings import FrontOptions
+from .scaling import ReplicaLoad, replica_load, want
+from .transport import CLUSTER_KEY, cluster_key
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+    from .engine_host import EngineHost
+
+logger = logging.getLogger(__name__)
+APP, DEPLOYMENT = "foretoken", "Replica"
+HEALTH_SECONDS = 2.0  # between checks of a replica
+STOP_SECONDS = 30.0  # for a replica to hand over its streams and to write out its tiers
+STATS_SECONDS = 0.5  # between reports of loads
+QUIET_SECONDS = 30.0  # of a low load before a replica is taken away
+OBJECT_STORE = 2**27  # bytes; nothing of ours goes through it
+NO_RAY_WILL_RESTART = "Ray is gone: replicas and front go on, and nothing will be restarted"
+
+
+class RayError(ForetokenError):
+    """Ray cannot start, or has not what the replicas need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """Replicas that are wanted: how many, of what model, with what resources each."""
+
+    model: str | None
+    front: str  # address that they dial
+    least: int
+    most: int
+    cpus: float
+    gpus: float
+    options: Mapping[str, Any] = field(default_factory=dict)  # engine options
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether their number does not follow the load."""
+        return self.least == self.most
+
+
+def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) -> ReplicaPlan:
+    """The plan that the flags of a front ask for; its address is known when it listens.
+
+    The CPUs of this machine are shared out unless they are named, and are the replicas' threads.
+    """
+    least, most = front.bounds
+    threads = options.get("threads")
+    cpus = front.replica_cpus
+    if cpus is None:
+        cpus = threads or max(1, len(os.sched_getaffinity(0)) // most)
+    on_cuda = options.get("device") == "cuda"
+    return ReplicaPlan(
+        model=model,
+        front="",
+        least=least,
+        most=most,
+        cpus=cpus,
+        gpus=(1.0 if on_cuda else 0.0) if front.replica_gpus is None else front.replica_gpus,
+        options={"threads": max(1, int(cpus)), **options},
+    )
+
+
+class Replica:
+    """A replica's process, as Ray Serve knows it: an engine that has dialled in to the front."""
+
+    async def __init__(  # type: ignore[misc] # Ray Serve awaits it
+        self, model: str | None, front: str, options: Mapping[str, Any]
+    ) -> None:
+        from .replica import make_host
+        from .transport import ReplicaSocket
+
+        config = EngineConfig(**options)
+        dial = partial(ReplicaSocket, front, cluster_key())
+        self._max_running = 1
+        self._host: EngineHost = await asyncio.to_thread(
+            make_host, model, config, dial, address=front
+        )
+        await self._host.start()
+        self._max_running = self._host.engine.limits.max_running
+        self._serving = asyncio.create_task(self._host.run())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The load by which Ray scales."""
+        load = replica_load(self._host.load, self._max_running)
+        return {"usage": load.usage, "waiting": load.waiting}
+
+    async def check_health(self) -> None:
+        """Raise if the engine has ended, so that Ray starts another replica."""
+        if self._serving.done():
+            self._serving.result()
+            raise RayError("the front has ended")
+        if not self._host.engine.alive:
+            raise RayError("the engine has ended")
+
+    async def __del__(self) -> None:
+        """Hand over the streams and end; Ray Serve awaits it when it stops a replica."""
+        await self._host.close(drain_seconds=STOP_SECONDS / 2)
+
+
+def scaled(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """The number of replicas that Ray should run, by their own loads."""
+    metrics = context.aggregated_metrics or {}
+    usages, waiting = metrics.get("usage") or {}, metrics.get("waiting") or {}
+    wanted = want(
+        [ReplicaLoad(usage, waiting.get(name, 0.0)) for name, usage in usages.items()],
+        context.target_num_replicas,
+        context.capacity_adjusted_min_replicas,
+        context.capacity_adjusted_max_replicas,
+        now=time.monotonic(),
+        calm_since=(context.policy_state or {}).get("calm_since"),
+        quiet_seconds=QUIET_SECONDS,
+    )
+    return wanted.replicas, {"calm_since": wanted.calm_since}
+
+
+def app(args: Mapping[str, Any]) -> serve.Application:
+    """The application of a Serve config: ``model``, ``front`` and engine ``options``."""
+    options = args.get("options") or {}
+    return serve.deployment(name=DEPLOYMENT)(Replica).bind(args["model"], args["front"], options)
+
+
+def application(plan: ReplicaPlan) -> serve.Application:
+    """The Ray Serve application of a plan."""
+    options: dict[str, Any] = {
+        "name": DEPLOYMENT,
+        "ray_actor_options": {"num_cpus": plan.cpus, "num_gpus": plan.gpus},
+        "health_check_period_s": HEALTH_SECONDS,
+        "graceful_shutdown_timeout_s": STOP_SECONDS,
+    }
+    if plan.is_fixed:
+        options["num_replicas"] = plan.least
+    else:
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=plan.least,
+            max_replicas=plan.most,
+            metrics_interval_s=STATS_SECONDS,
+            look_back_period_s=4 * STATS_SECONDS,
+            upscale_delay_s=0,
+            downscale_delay_s=0,
+            policy=AutoscalingPolicy(policy_function=f"{__name__}:scaled"),
+        )
+    deployment = serve.deployment(**options)(Replica)
+    return deployment.bind(plan.model, plan.front, dict(plan.options))
+
+
+class RayReplicas:
+    """Keeps as many replicas as a plan says. Belongs to one event loop.
+
+    ``owns_ray``: a Ray is started, which ends with `close`; else that of ``RAY_ADDRESS`` is joined,
+    which loses our application alone.
+    """
+
+    def __init__(self, plan: ReplicaPlan, *, owns_ray: bool) -> None:
+        self.plan, self._owns_ray = plan, owns_ray
+        self._changing = asyncio.Lock()
+        self._folder: Path | None = None
+
+    async def start(self, address: str) -> None:
+        """Start Ray, or join it, and ask for replicas that dial ``address``. Raises `RayError`."""
+        await asyncio.to_thread(self._join)
+        try:
+            self.plan = replace(self.plan, front=address)
+            await asyncio.to_thread(_require_resources, self.plan)
+            await self._change(self.plan)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def scale(self, least: int, most: int) -> None:
+        """Change the number of replicas. Raises `RayError`."""
+        plan = replace(self.plan, least=least, most=most)
+        await asyncio.to_thread(_require_resources, plan)
+        await self._change(plan)
+
+    async def replace(self, options: Mapping[str, Any]) -> None:
+        """Replace the replicas, one after the other, by some with other engine options.
+
+        Raises `InvalidRequest` for an option that is none, and `RayError`.
+        """
+        merged = {**self.plan.options, **options}
+        make_config(merged)
+        await self._change(replace(self.plan, options=merged))
+
+    async def _change(self, plan: ReplicaPlan) -> None:
+        """Let Ray take note of a plan."""
+        async with self._changing:
+            await asyncio.to_thread(_deploy, plan)
+            self.plan = plan
+
+    async def failure(self) -> str | None:
+        """Why replicas cannot be started, or that Ray is gone; None if all is well."""
+        return await asyncio.to_thread(_failure)
+
+    async def close(self) -> None:
+        """Stop the replicas, and the Ray that we started."""
+        await asyncio.to_thread(self._leave)
+
+    def _join(self) -> None:
+        options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        if self._owns_ray:
+            self._folder = Path(tempfile.mkdtemp(prefix="foretoken-ray-"))
+            options |= {
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE,
+                "_node_ip_address": "127.0.0.1",
+                "_temp_dir": str(self._folder),
+            }
+        elif (key := cluster_key()) is not None:
+            options["runtime_env"] = {"env_vars": {CLUSTER_KEY: key}}
+        try:
+            ray.init(**options)
+            serve.start(http_options={"location": "NoServer"})
+        except Exception as error:
+            self._leave()
+            raise RayError(f"Ray cannot start: {_first_line(error)}") from error
+
+    def _leave(self) -> None:
+        if ray.is_initialized():
+            try:
+                serve.delete(APP, _blocking=True)
+                if self._owns_ray:
+                    serve.shutdown()
+            except Exception as error:
+                logger.warning("Ray did not end its application: %s", _first_line(error))
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _require_resources(plan: ReplicaPlan) -> None:
+    """Refuse a plan that would wait for ever. Raises `RayError`."""
+    there = ray.cluster_resources()
+    for name, each in (("CPU", plan.cpus), ("GPU", plan.gpus)):
+        needed, found = plan.least * each, there.get(name, 0.0)
+        if needed > found:
+            raise RayError(
+                f"{plan.least} replicas need {needed:g} {name}s, and Ray has {found:g}: fewer "
+                f"--replicas, or a smaller --replica-{name.lower()}s"
+            )
+
+
+def _deploy(plan: ReplicaPlan) -> None:
+    try:
+        target = serve.RunTarget(application(plan), name=APP, route_prefix=None)
+        serve.run_many([target], wait_for_applications_running=False)
+    except Exception as error:
+        raise RayError(f"Ray refuses the replicas: {_first_line(error)}") from error
+
+
+def _failure() -> str | None:
+    try:
+        status = serve.status().applications.get(APP)
+    except Exception:
+        return NO_RAY_WILL_RESTART
+    if status is None:
+        return NO_RAY_WILL_RESTART
+    if status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+        deployment = status.deployments.get(DEPLOYMENT)
+        message = (deployment.message if deployment else status.message) or status.status.value
+        return str(message)
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

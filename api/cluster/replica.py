@@ -1,0 +1,53 @@
+"""The process of ``foretoken replica``: an engine whose requests come from a front."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from ...core.config import EngineConfig
+from ..build.engine_builder import build
+from ..server.lifecycle import Supervisor
+from ..server.process import run_loop
+from ..text.tokenizer import Tokenizer
+from .engine_host import EngineHost
+from .front_session import FrontLink
+
+SAVE_SECONDS = 30.0  # after a signal, for pages on their way to tiers
+ON_DRAIN = "leaving the front, which moves the requests that run to other replicas"
+
+
+def run(
+    model: str | None, config: EngineConfig, dial: Callable[[], FrontLink], *, address: str
+) -> int:
+    """Serve the front at ``address`` until a signal or until it ends; the exit code. Blocking.
+
+    ``dial`` opens a connection to it. Raises what `build` raises, and `RefusedError`.
+    """
+    host = make_host(model, config, dial, address=address)
+    supervisor = Supervisor(host, drain_seconds=SAVE_SECONDS, on_drain=ON_DRAIN)
+    return run_loop(_serve(host, supervisor), supervisor.close)
+
+
+def make_host(
+    model: str | None, config: EngineConfig, dial: Callable[[], FrontLink], *, address: str
+) -> EngineHost:
+    """Load a model, and make the replica that serves the front at ``address``. Blocking.
+
+    Raises what `build` raises.
+    """
+    built = build(model, config, wants_keys=True)
+    tokenizer = Tokenizer.load(built.path, max_model_len=built.max_model_len)
+    return EngineHost(built, tokenizer, dial, address=address, config=config)
+
+
+async def _serve(host: EngineHost, supervisor: Supervisor) -> int:
+    await host.start()
+    gc.freeze()
+    try:
+        with supervisor.watching(host.stop):
+            await host.run()
+    finally:
+        await supervisor.end()
+        await host.close(drain_seconds=SAVE_SECONDS)
+    return supervisor.exit_code

@@ -1,0 +1,201 @@
+"""ReplicaLink: one replica as its front knows it, and the rules that its messages must keep."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...core.errors import EngineDead, ForetokenError
+from ..types.results import Body
+from .forms import DeltaForm, WireError, error_of
+from .front_requests import LiveRequest
+from .wire import Answer, Call, FromFront, Hello, Load, Question, body_of
+
+BEAT_SECONDS = 1.0
+MAX_SILENT_BEATS = 3  # of ours, without a message: two of its own are missing then
+CALL_SECONDS = 30.0  # an audit waits for a step
+MESSAGES_PER_SECOND = 4000  # more than any engine has steps
+MAX_MESSAGES = 16_000  # at once: what came while the front was held up
+NUM_ENDED = 4096  # requests whose late deltas are expected
+MAX_REASON = 200  # characters of a replica's words in our log
+NO_LOAD = Load(running=0, waiting=0, kv_usage=0.0)
+MODEL_FACTS = ("name", "vocab_size", "tokenizer", "page_size", "max_model_len", "eos_token_ids")
+"""Fields of `Hello` that all replicas of a front must have in common."""
+
+BITS_FACTS = ("kernels", "fingerprint", "exact")
+"""Fields that decide whether two replicas compute the same bits."""
+
+
+class UnfitError(WireError):
+    """A replica that this front does not take."""
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaLink:
+    """The state of one replica, from its greeting to its loss.
+
+    ``requests`` are those that it serves now, owned by `Replicas`; everything else is written here.
+    """
+
+    peer: bytes
+    number: int  # in the order of arrival; never given twice
+    hello: Hello
+    since: float  # on the front's clock
+    load: Load = NO_LOAD
+    unready: str | None = None  # why it cannot take requests, in its own words
+    requests: dict[str, LiveRequest] = field(default_factory=dict)
+    num_served: int = 0  # requests that ended there
+    num_silent_beats: int = 0  # beats of the front since its last message
+    _ended: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_ENDED))
+    _calls: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
+    _call_ids: itertools.count[int] = field(default_factory=itertools.count)
+    _num_calls: int = 0
+    _allowance: float = MAX_MESSAGES
+    _read_at: float = 0.0  # time of the last message
+
+    def __str__(self) -> str:
+        return f"replica {self.number} (pid {self.hello.pid})"
+
+    @property
+    def capacity(self) -> int:
+        """Requests that it accepts, running and waiting."""
+        return self.hello.max_running + self.hello.max_queued
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its queue would take another request."""
+        return len(self.requests) < self.capacity
+
+    def describe(self, now: float, owed: int) -> Body:
+        """A row for lists of replicas; ``owed`` tokens are left to compute for its requests."""
+        return {
+            "number": self.number,
+            "pid": self.hello.pid,
+            "model": self.hello.name,
+            "release": self.hello.release,
+            "kernels": self.hello.kernels,
+            "state": self.unready or "ready",
+            "seconds": round(now - self.since, 3),
+            "requests": len(self.requests),
+            "served": self.num_served,
+            "running": self.load.running,
+            "waiting": self.load.waiting,
+            "kv_usage": self.load.kv_usage,
+            "owed_tokens": owed,
+            "max_running": self.hello.max_running,
+            "max_queued": self.hello.max_queued,
+            "total_pages": self.hello.num_pages,
+        }
+
+    # -- what it sends --------------------------------------------------------------------------
+
+    def heard(self, now: float) -> None:
+        """Count a message. Raises `WireError` for more than an engine has to say."""
+        self.num_silent_beats = 0
+        since, self._read_at = now - (self._read_at or now), now
+        self._allowance = min(MAX_MESSAGES, self._allowance + since * MESSAGES_PER_SECOND) - 1
+        if self._allowance < 0:
+            raise WireError(f"more than {MESSAGES_PER_SECOND} messages a second")
+
+    def request_of(self, form: DeltaForm) -> LiveRequest | None:
+        """The request of a delta; None if it has ended. Raises `WireError` for an unknown one."""
+        live = self.requests.get(form.request_id)
+        if live is None and form.request_id not in self._ended:
+            raise WireError("tokens of a request that it does not have")
+        return live
+
+    def check_tokens(self, form: DeltaForm, live: LiveRequest) -> None:
+        """Raise `WireError` for a delta that no engine makes."""
+        num_tokens, vocab = len(form.token_ids), self.hello.vocab_size
+        if num_tokens and max(form.token_ids) >= vocab:
+            raise WireError(f"a token beyond the vocabulary of {vocab}")
+        if len(live.request.tokens) + num_tokens > live.request.max_len:
+            raise WireError("more tokens than a request may have")
+        for logprobs in (form.logprobs, form.prompt_logprobs):
+            if any(_highest(each) >= vocab for each in logprobs):
+                raise WireError(f"a token beyond the vocabulary of {vocab}")
+        asked = live.request.sampling.params.logprobs is not None
+        if len(form.logprobs) != num_tokens * asked or len(form.token_sources) != num_tokens:
+            raise WireError("log-probabilities or sources that do not belong to its tokens")
+
+    def forget(self, request_id: str) -> None:
+        """Let go of a request; what it still sends for it is ignored."""
+        if self.requests.pop(request_id, None) is not None:
+            self._ended.append(request_id)
+            self.num_served += 1
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def ask(self, question: Question) -> tuple[FromFront, asyncio.Future[Answer]]:
+        """A message that asks, and its answer to come."""
+        call_id = self._num_calls = next(self._call_ids)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        future.add_done_callback(lambda _: self._calls.pop(call_id, None))
+        return Call(call_id=call_id, question=question), future
+
+    def answered(self, answer: Answer) -> None:
+        """Pass an answer on; one that nobody waits for any longer is dropped."""
+        if answer.call_id > self._num_calls:
+            raise WireError("an answer to a call that was not made")
+        future = self._calls.get(answer.call_id)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def fail_calls(self) -> None:
+        """Fail all calls that are open."""
+        for future in list(self._calls.values()):
+            if not future.done():
+                future.set_exception(EngineDead(f"{self} is lost"))
+
+
+def _highest(form: tuple[int, float, Sequence[tuple[int, float]]]) -> int:
+    return max((form[0], *(token_id for token_id, _ in form[2])))
+
+
+def number_of(answer: Answer) -> int:
+    """The number that a call answered. Raises its error, or `WireError`."""
+    result = _result(answer)
+    if not isinstance(result, int):
+        raise WireError("an answer that is no number")
+    return result
+
+
+def body_in(answer: Answer) -> Body:
+    """The object that a call answered. Raises its error, or `WireError`."""
+    return body_of(bytes_of(answer))
+
+
+def bytes_of(answer: Answer) -> bytes:
+    """The text that a call answered. Raises its error, or `WireError`."""
+    result = _result(answer)
+    if not isinstance(result, bytes):
+        raise WireError("an answer that is no text")
+    return result
+
+
+def _result(answer: Answer) -> int | bytes | None:
+    if answer.error is None:
+        return answer.result
+    error = error_of(answer.error)
+    raise error if isinstance(error, ForetokenError) else ForetokenError(str(error))
+
+
+def check_same_model(hello: Hello, first: Hello) -> None:
+    """Raise `UnfitError` for a replica whose model is not that of the first one."""
+    for name in MODEL_FACTS:
+        ours, theirs = getattr(first, name), getattr(hello, name)
+        if ours != theirs:
+            raise UnfitError(f"its {name} is {_shown(theirs)}, that of the others {_shown(ours)}")
+
+
+def same_bits(hello: Hello, first: Hello) -> bool:
+    """Whether the two compute equal tokens, as far as they say."""
+    return all(getattr(hello, name) == getattr(first, name) for name in BITS_FACTS)
+
+
+def _shown(value: object) -> str:
+    return str(value)[:MAX_REASON]

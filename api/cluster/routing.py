@@ -1,0 +1,322 @@
+"""Router: the replica that a request is sent to, by what each has cached and has to compute.
+
+Replicas report the pages that join and leave their prefix caches, by keys of `KEY_BYTES`. The keys
+of a prompt's pages are made here of the same fingerprint (core/tiers/keys.py), so no token ids are
+compared. No sockets and no clock: the caller passes messages on in their order, and the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count, islice
+from typing import Generic, NamedTuple, TypeVar
+
+from ...core.interface.request import DEFAULT_CACHE, CacheOptions
+from ...core.tiers.keys import chain_keys, root_key
+from .wire import KEY_BYTES
+
+SENT_SECONDS = 2.0  # pages of a prompt that was just sent count as stored for so long
+ANSWER_TOKENS = 64  # a request owes at least so many until its end: its answer takes part in steps
+MAX_OVER_MEAN = 1.25  # a session's replica is passed over when it owes more than so many times
+R = TypeVar("R", bound=Hashable)
+
+
+class Route(StrEnum):
+    """How a replica is chosen."""
+
+    KV = "kv"  # the least to compute before the prompt is, by what is cached
+    SESSION = "session"  # one replica for a session, unless that owes far more than the others
+    EVEN = "even"  # the fewest tokens owed
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[R]):
+    """A replica for a request. Counts are tokens."""
+
+    replica: R
+    hit_tokens: int  # of the prompt; they are expected to be cached there
+    owed: int  # to compute there, which this request adds; at least `ANSWER_TOKENS`
+    num_tokens: int  # of the prompt
+
+
+class _Seed(NamedTuple):
+    """Input of all keys: replicas with equal ones have equal keys for equal tokens."""
+
+    fingerprint: bytes | None  # None: there are no keys
+    page_size: int
+
+
+@dataclass(slots=True, eq=False)
+class _Replica(Generic[R]):
+    """A replica that has joined. No key is both in ``pages`` and in ``sent``."""
+
+    name: R
+    seed: _Seed
+    pages: set[bytes] = field(default_factory=set)  # those that it reports as stored
+    sent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # key -> end, ascending
+    owed: int = 0  # by the requests there
+    num_requests: int = 0
+    last_turn: int = 0  # when it was last chosen, counted in choices; 0: never
+    is_leaving: bool = False
+
+    def mark_sent(self, keys: Iterable[bytes], end: float) -> None:
+        """Count pages as stored until ``end``. O(pages)."""
+        for key in keys:
+            if key not in self.pages:
+                self.sent[key] = end
+                self.sent.move_to_end(key)
+
+    def forget_sent(self, now: float) -> None:
+        """Drop the marks that have ended. O(1) for each of them."""
+        while self.sent and next(iter(self.sent.values())) <= now:
+            self.sent.popitem(last=False)
+
+
+@dataclass(slots=True, eq=False)
+class _Request(Generic[R]):
+    """A request under way, and the tokens that it owes."""
+
+    replica: _Replica[R]
+    num_tokens: int
+    owed: int
+
+
+class _Keys:
+    """Keys of a prompt's whole pages. Each is made once, when it is first asked for."""
+
+    def __init__(self, seed: _Seed, tokens: array[int], namespace: str | None) -> None:
+        self._made: list[bytes] = []
+        self._rest: Iterator[bytes] = iter(())
+        if seed.fingerprint is not None:
+            self._rest = chain_keys(root_key(seed.fingerprint, namespace), tokens, seed.page_size)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._made
+        for key in self._rest:
+            self._made.append(key[:KEY_BYTES])
+            yield self._made[-1]
+
+
+@dataclass(slots=True, eq=False)
+class _Offer(Generic[R]):
+    """A replica with what a prompt finds there. Counts are tokens."""
+
+    replica: _Replica[R]
+    num_tokens: int  # of the prompt
+    hit: int = 0
+    hit_under_way: int = 0  # of the hit; sent there just now and not reported as stored yet
+
+    def has(self, key: bytes) -> bool:
+        """Whether the prompt's next page is there, stored or under way."""
+        if key in self.replica.pages:
+            return True
+        is_under_way = key in self.replica.sent
+        self.hit_under_way += is_under_way * self.replica.seed.page_size
+        return is_under_way
+
+    @property
+    def owed(self) -> int:
+        """Tokens that the request adds to what the replica owes."""
+        return max(self.num_tokens - self.hit, ANSWER_TOKENS)
+
+    @property
+    def rank_by_wait(self) -> tuple[int, ...]:
+        """Least for the replica with the least to compute before the prompt is.
+
+        A beginning that is being computed there for another request does not count as others'
+        work: on any other replica this request would have to compute it. So requests that share
+        it stay together, until the rest of what they owe outweighs it.
+        """
+        others = self.replica.owed - min(self.hit_under_way, self.replica.owed)
+        return others + self.num_tokens - self.hit, *self._rank_by_turn
+
+    @property
+    def rank_by_owed(self) -> tuple[int, ...]:
+        """Least for the replica that owes the fewest tokens."""
+        return self.replica.owed, *self._rank_by_turn
+
+    @property
+    def _rank_by_turn(self) -> tuple[int, int]:
+        # Idle replicas take turns: else the first one alone would fill its cache.
+        return self.replica.num_requests, self.replica.last_turn
+
+
+class Router(Generic[R]):
+    """Chooses replicas for requests, and counts the tokens that each of them owes.
+
+    A request owes the tokens of its prompt that are not computed, and at least `ANSWER_TOKENS`
+    until its end. Messages about a replica that has not joined, or has left, are ignored, as
+    those about unknown requests are: they may cross with the message by which it left.
+    """
+
+    def __init__(self, route: Route, *, fingerprint: bytes | None) -> None:
+        """``fingerprint``: of the replicas that join without one."""
+        self._route = route
+        self._fingerprint = fingerprint
+        self._replicas: dict[R, _Replica[R]] = {}  # in order of joining
+        self._requests: dict[str, _Request[R]] = {}
+        self._turns = count(1)
+
+    # -- replicas
+
+    def join(self, replica: R, *, page_size: int, fingerprint: bytes | None) -> None:
+        """Send requests there from now on. Raises ValueError for one that is there already.
+
+        ``fingerprint`` and ``page_size`` (tokens) are those of its `PageKeys`. Without any
+        fingerprint nothing counts as cached there.
+        """
+        if replica in self._replicas:
+            raise ValueError(f"the replica {replica!r} has joined already")
+        seed = _Seed(fingerprint or self._fingerprint, page_size)
+        self._replicas[replica] = _Replica(replica, seed)
+
+    def leave(self, replica: R) -> None:
+        """Drop everything about a replica that is gone.
+
+        What its requests owe counts nowhere, until `begin` moves them.
+        """
+        self._replicas.pop(replica, None)
+
+    def retire(self, replica: R) -> None:
+        """Send no new request there; what is there still owes its tokens."""
+        if (found := self._replicas.get(replica)) is not None:
+            found.is_leaving = True
+            found.pages.clear()
+
+    def owed(self, replica: R) -> int:
+        """Tokens that wait or are being computed there; 0 for an unknown replica."""
+        found = self._replicas.get(replica)
+        return 0 if found is None else found.owed
+
+    def num_pages(self, replica: R) -> int:
+        """Pages that it reports as stored: no more than it has, unless it is wrong."""
+        found = self._replicas.get(replica)
+        return 0 if found is None else len(found.pages)
+
+    # -- pages
+
+    def stored(self, replica: R, keys: Sequence[bytes]) -> None:
+        """Note pages that joined a replica's prefix cache. O(pages)."""
+        found = self._replicas.get(replica)
+        if found is None or found.is_leaving:
+            return
+        found.pages.update(keys)
+        for key in keys:
+            found.sent.pop(key, None)
+
+    def dropped(self, replica: R, keys: Sequence[bytes]) -> None:
+        """Note pages that left it; unknown ones are ignored. O(pages)."""
+        if (found := self._replicas.get(replica)) is not None:
+            found.pages.difference_update(keys)
+
+    # -- requests
+
+    def choose(
+        self,
+        tokens: array[int],
+        namespace: str | None,
+        *,
+        session: str | None,
+        now: float,
+        excluded: Collection[R] = (),
+        cache: CacheOptions = DEFAULT_CACHE,
+    ) -> Choice[R] | None:
+        """Choose a replica for a request that is sent there now; None if there is none for it.
+
+        ``tokens``: all that the request has, its output so far included. ``now``: seconds on a
+        clock that never goes back. ``excluded``: replicas that cannot take it. Its pages count as
+        stored there for `SENT_SECONDS`. O(pages of the prompt) for each replica that has them.
+        """
+        offers = [
+            _Offer(each, len(tokens))
+            for each in self._replicas.values()
+            if not (each.is_leaving or each.name in excluded)
+        ]
+        if not offers:
+            return None
+        keys = {seed: _Keys(seed, tokens, namespace) for seed in {o.replica.seed for o in offers}}
+        for each in offers:
+            each.replica.forget_sent(now)
+        for seed in keys if cache.read else ():
+            _find_pages([each for each in offers if each.replica.seed == seed], keys[seed])
+        best = self._best(offers, namespace if session is None else session)
+        best.replica.last_turn = next(self._turns)
+        if cache.write:
+            best.replica.mark_sent(keys[best.replica.seed], now + SENT_SECONDS)
+        return Choice(best.replica.name, best.hit, best.owed, best.num_tokens)
+
+    def begin(self, request_id: str, choice: Choice[R]) -> None:
+        """Count a request where it was sent. One that is elsewhere is moved.
+
+        Raises ValueError when the replica has left.
+        """
+        if (found := self._replicas.get(choice.replica)) is None:
+            raise ValueError(f"there is no replica {choice.replica!r}")
+        self.end(request_id)
+        self._requests[request_id] = _Request(found, choice.num_tokens, choice.owed)
+        found.owed += choice.owed
+        found.num_requests += 1
+
+    def progress(self, request_id: str, num_computed: int) -> None:
+        """Note that the first ``num_computed`` of the tokens it was sent with are computed.
+
+        Its first output token means all of them. O(1).
+        """
+        if (request := self._requests.get(request_id)) is not None:
+            left = max(request.num_tokens - num_computed, ANSWER_TOKENS)
+            request.replica.owed += min(left - request.owed, 0)
+            request.owed = min(left, request.owed)
+
+    def end(self, request_id: str) -> None:
+        """Count a request no longer: it has ended, or is about to be sent elsewhere."""
+        if (request := self._requests.pop(request_id, None)) is not None:
+            request.replica.owed -= request.owed
+            request.replica.num_requests -= 1
+
+    def _best(self, offers: list[_Offer[R]], session: str | None) -> _Offer[R]:
+        match self._route:
+            case Route.KV:
+                return min(offers, key=lambda each: each.rank_by_wait)
+            case Route.SESSION if session is not None:
+                return _of_session(offers, session)
+            case _:
+                return min(offers, key=lambda each: each.rank_by_owed)
+
+
+def _find_pages(offers: list[_Offer[R]], keys: Iterable[bytes]) -> None:
+    """Count the leading pages of a prompt at each of these replicas, which have equal keys.
+
+    The last token is never found: its logits must be computed.
+    """
+    page_size, num_tokens = offers[0].replica.seed.page_size, offers[0].num_tokens
+    for key in islice(keys, max(num_tokens - 1, 0) // page_size):
+        offers = [each for each in offers if each.has(key)]
+        if not offers:
+            return
+        for each in offers:
+            each.hit += page_size
+
+
+def _of_session(offers: list[_Offer[R]], session: str) -> _Offer[R]:
+    """Return the session's replica, or the next one in its order that does not owe too much.
+
+    The order is by rendezvous hashing: when a replica joins or leaves, only the sessions move that
+    go there or were there. A replica owes too much when it owes more than `MAX_OVER_MEAN` times the
+    mean and this request.
+    """
+
+    def weight(offer: _Offer[R]) -> bytes:
+        name = repr(offer.replica.name).encode()
+        return hashlib.blake2b(session.encode(), key=hashlib.blake2b(name).digest()).digest()
+
+    mean = sum(each.replica.owed for each in offers) / len(offers)
+    return next(
+        each
+        for each in sorted(offers, key=weight)
+        if each.replica.owed <= MAX_OVER_MEAN * mean + each.owed
+    )

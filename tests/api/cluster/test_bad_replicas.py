@@ -1,0 +1,136 @@
+"""A replica that lies, floods or sends garbage is dropped in one line; the front serves on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from foretoken.api.cluster.forms import error_form
+from foretoken.api.cluster.routing import Route
+from foretoken.api.cluster.wire import Answer, Beat, FromReplica, Load, PageNews, Step
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.interface.output import TokenLogprob
+from support.scripted_replica import (
+    ScriptedReplica,
+    front_of,
+    greeting,
+    read,
+    replicas_of,
+    request,
+    run,
+    step,
+)
+
+LOAD = Load(running=0, waiting=0, kv_usage=0.0)
+MANY_KEYS = b"".join(number.to_bytes(8, "big") for number in range(65))
+LIES: dict[str, FromReplica] = {
+    "beyond the vocabulary": step("r", [100]),
+    "request that it does not have": step("unknown", [10]),
+    "more tokens than a request may have": step("r", [10] * 9),
+    "do not belong to its tokens": step("r", [10], logprobs=[TokenLogprob(10, -1.0)]),
+    "vocabulary of 100": step("r", prompt_logprobs=[TokenLogprob(6, -1.0, ((100, -1.0),))]),
+    "keys of pages have 8 bytes": Step(load=LOAD, pages=[PageNews(True, b"1234567")]),
+    "more pages than its 64": Step(load=LOAD, pages=[PageNews(True, MANY_KEYS)]),
+    "a second greeting": greeting(),
+    "a call that was not made": Answer(call_id=5, result=1),
+}
+
+
+@pytest.mark.parametrize("reason", LIES)
+def test_a_replica_that_lies_is_dropped_in_one_line(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with front_of(2, route=Route.EVEN) as front, replicas_of(front, 2) as (first, second):
+            stream = front.submit(request())
+            await first.submitted()
+            first.send(LIES[reason])
+            assert reason in await first.refusal()
+            assert (await second.submitted()).output == b""
+            second.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+            assert b'replicas_lost_total{cause="wrong"} 1.0' in front.metrics.render()[0]
+
+    with caplog.at_level(logging.WARNING):
+        run(body())
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\xc1", b"\x81\xa4type\xa4step", msgspec.msgpack.encode({"type": "step"})]
+)
+@pytest.mark.parametrize("has_joined", [True, False])
+def test_bytes_that_are_no_message_end_their_sender_alone(
+    garbage: bytes, has_joined: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with front_of(1) as front, replicas_of(front) as (sound,):
+            bad = ScriptedReplica(front)
+            if has_joined:
+                await bad.join()
+            bad.send_bytes(garbage)
+            assert await bad.refusal()
+            bad.die()
+            stream = front.submit(request())
+            await sound.submitted()
+            sound.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
+    assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
+
+
+def test_a_flood_ends_its_sender(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with (
+            front_of(2, clock=lambda: 1.0) as front,
+            replicas_of(front, 2) as (first, second),
+        ):
+            stream = front.submit(request())
+            await first.submitted()
+            for _ in range(40):
+                for _ in range(500):
+                    first.send(Beat())
+                await asyncio.sleep(0.001)  # zmq sends in its own thread
+            assert "messages a second" in await first.refusal()
+            await second.submitted()
+            second.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
+    assert sum("is lost" in each.getMessage() for each in caplog.records) == 1
+
+
+@pytest.mark.parametrize("result", [b"{}", None, b"no json"], ids=["text", "nothing", "no json"])
+def test_an_answer_of_another_kind_ends_its_sender(result: Any) -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as (first, second):
+            is_number = result != b"no json"
+            asking: Callable[[], Any] = front.flush_cache if is_number else front.cache_info
+            task = asyncio.create_task(asking())
+            await first.answer(result)
+            await second.answer(2 if is_number else {"total_pages": 3})
+            answer = await task
+            assert (answer if is_number else answer["total_pages"]) == (2 if is_number else 3)
+            assert len(front.describe()) == 1
+
+    run(body())
+
+
+def test_an_error_that_a_call_answers_is_raised_here() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            task = asyncio.create_task(front.flush_prefix(array("q", [1])))
+            await replica.answer_error(error_form(InvalidRequest("no page", param="prefix")))
+            with pytest.raises(InvalidRequest, match="no page"):
+                await task
+            assert len(front.describe()) == 1
+
+    run(body())

@@ -1,0 +1,492 @@
+"""A front over replicas that a test plays: requests, routing, calls, readiness, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+
+from foretoken.api.cluster.routing import Route
+from foretoken.api.cluster.wire import (
+    Abort,
+    Audit,
+    Beat,
+    CacheInfo,
+    Call,
+    FlushCache,
+    FlushPrefix,
+    Load,
+    Overview,
+    Step,
+    page_news,
+)
+from foretoken.api.types.request_context import CONTEXT, RequestContext
+from foretoken.core.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull
+from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
+from foretoken.core.telemetry.metrics import EngineObserver
+from foretoken.core.tiers.keys import chain_keys, root_key
+from support.scripted_replica import (
+    SECONDS,
+    ScriptedReplica,
+    front_of,
+    read,
+    replicas_of,
+    request,
+    run,
+    until,
+)
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+def test_a_request_is_computed_by_the_replica_and_read_here() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            wanted = request()
+            stream = front.submit(wanted)
+            assert (await replica.submitted()).request_id == "r"
+            replica.say("r", 10, usage=Usage(cached_tokens=2, queue_time=0.25))
+            replica.finish("r", 11, 12, usage=Usage(cached_tokens=2, verify_steps=2))
+            answer = await read(stream)
+            assert (answer.token_ids, answer.finish_reason) == ([10, 11, 12], FinishReason.LENGTH)
+            assert list(wanted.tokens) == [5, 6, 7, 10, 11, 12]
+            usage = wanted.usage
+            assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (3, 2, 3)
+            assert (usage.verify_steps, usage.moves) == (2, 0)
+            assert 0 < usage.time_to_first_token <= usage.total_time
+
+    run(body())
+
+
+def test_drafts_are_counted_by_deltas_until_the_replica_sends_its_counts() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            wanted = request()
+            stream = front.submit(wanted)
+            await replica.submitted()
+            replica.say(
+                "r", 10, 11, num_proposed=3, proposed_sources=["lm"] * 3, accepted_sources=["lm"]
+            )
+            await anext(stream)
+            usage = wanted.usage
+            assert (usage.proposed_tokens, usage.accepted_tokens, usage.verify_steps) == (3, 1, 1)
+            assert (usage.proposed_by_source, usage.steps_by_accepted) == ({"lm": 3}, {1: 1})
+
+    run(body())
+
+
+def test_a_stop_string_ends_where_the_replica_says_and_the_text_follows() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            heard: list[int] = []
+
+            def watch(token_id: int) -> str | None:
+                heard.append(token_id)
+                return "x" if len(heard) == 3 else None
+
+            wanted = request()
+            wanted.on_token = watch
+            stream = front.submit(wanted)
+            await replica.submitted()
+            replica.say("r", 10, 11)
+            replica.finish("r", 12, finish_reason=FinishReason.STOP, stop_reason="x")
+            assert (await read(stream)).stop_reason == "x"
+            assert heard == [10, 11, 12]
+
+    run(body())
+
+
+def test_an_end_token_has_no_text() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            heard: list[int] = []
+            wanted = request()
+            wanted.on_token = heard.append
+            stream = front.submit(wanted)
+            await replica.submitted()
+            replica.finish("r", 10, 1, finish_reason=FinishReason.STOP)
+            await read(stream)
+            assert heard == [10]
+
+    run(body())
+
+
+def test_a_text_that_cannot_be_read_ends_its_request_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+
+            def broken(token_id: int) -> str | None:
+                raise ValueError("no such token")
+
+            wanted = request()
+            wanted.on_token = broken
+            stream = front.submit(wanted)
+            await replica.submitted()
+            replica.say("r", 10)
+            with pytest.raises(Exception, match="could not be decoded"):
+                await read(stream)
+            assert (await replica.next(Abort)).request_id == "r"
+            replica.finish("r", 11)  # it crosses with the abort
+            other = front.submit(request("s"))
+            await replica.submitted()
+            replica.finish("s", 12)
+            assert (await read(other)).token_ids == [12]
+
+    run(body())
+    assert "no such token" in caplog.text
+
+
+def test_refusals_of_a_replica_reach_the_caller() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            stream = front.submit(request())
+            await replica.submitted()
+            replica.say("r", error=QueueFull("for this tenant", retry_after=7.5))
+            with pytest.raises(QueueFull, match="for this tenant") as caught:
+                await read(stream)
+            assert caught.value.retry_after == 7.5
+
+    run(body())
+
+
+def test_what_no_replica_could_serve_is_refused_at_once() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front):
+            with pytest.raises(PromptTooLong):
+                front.submit(request(prompt=[5] * 256))
+            with pytest.raises(InvalidRequest, match="from 0 to 99"):
+                front.check(request(prompt=[100]))
+            front.submit(request())
+            with pytest.raises(InvalidRequest, match="in use") as caught:
+                front.submit(request())
+            assert caught.value.param == "request_id"
+
+    run(body())
+
+
+def test_the_queue_is_full_when_every_replica_has_all_it_takes() -> None:
+    async def body() -> None:
+        async with (
+            front_of(2, route=Route.KV) as front,
+            replicas_of(front, 2, max_running=1, max_queued=1) as replicas,
+        ):
+            assert (front.limits.max_running, front.limits.max_queued) == (2, 2)
+            for name in "abcd":
+                front.submit(request(name))
+            with pytest.raises(QueueFull) as caught:
+                front.submit(request("e"))
+            assert caught.value.retry_after >= 1
+            for each in replicas:
+                assert {(await each.submitted()).request_id for _ in range(2)} < set("abcd")
+
+    run(body())
+
+
+def test_an_abort_reaches_the_replica_and_ends_the_stream_when_that_has_ended_it() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            stream = front.submit(request())
+            await replica.submitted()
+            front.abort("unknown")
+            front.abort("r")
+            assert (await replica.next(Abort)).request_id == "r"
+            assert not stream.ended
+            replica.finish("r", finish_reason=FinishReason.ABORT)
+            assert (await read(stream)).finish_reason is FinishReason.ABORT
+
+    run(body())
+
+
+def test_observers_follow_requests_as_they_follow_an_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Seen(EngineObserver):
+        def __init__(self) -> None:
+            self.began: list[str] = []
+            self.tokens: list[int] = []
+
+        def begin(self, request: Request, now: float) -> None:
+            self.began.append(request.request_id)
+
+        def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
+            self.tokens += delta.token_ids
+            if delta.terminal:
+                raise ValueError("its own")
+
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            seen = Seen()
+            front.metrics.observers.append(seen)
+            stream = front.submit(request())
+            await replica.submitted()
+            replica.say("r", 10)
+            replica.finish("r", 11)
+            assert (await read(stream)).token_ids == [10, 11]
+            assert (seen.began, seen.tokens) == (["r"], [10, 11])
+            assert b"front_observer_failures_total 1.0" in front.metrics.render()[0]
+
+    run(body())
+
+
+# -- which replica --------------------------------------------------------------------------------
+
+
+def test_a_request_goes_where_its_pages_are() -> None:
+    async def body() -> None:
+        async with front_of(2, route=Route.KV) as front, replicas_of(front, 2) as replicas:
+            prompt = array("q", range(5, 5 + 64))
+            keys = [*chain_keys(root_key(b"f" * 32, None), prompt, 16)]
+            load = Load(running=0, waiting=0, kv_usage=0.0)
+            replicas[1].send(Step(load=load, pages=[page_news(is_stored=True, keys=keys)]))
+            flushing = asyncio.create_task(front.flush_cache())
+            for each in replicas:
+                await each.answer(0)
+            await flushing  # so the news are there, too
+            front.submit(request(prompt=prompt))
+            assert (await replicas[1].submitted()).request_id == "r"
+            assert b"route_hit_tokens_total 48.0" in front.metrics.render()[0]
+
+    run(body())
+
+
+def test_a_session_stays_where_it_is() -> None:
+    async def body() -> None:
+        async with front_of(2, route=Route.SESSION) as front, replicas_of(front, 2) as replicas:
+            places = []
+            for name in ("a", "b", "c", "d"):
+                stream = front.submit(request(name))
+                place = next(n for n, row in enumerate(front.describe()) if row["requests"])
+                places.append(place)
+                await replicas[place].submitted()
+                replicas[place].finish(name, 10)
+                await read(stream)
+            assert len({*places}) == 1
+
+    token = CONTEXT.set(RequestContext({"type": "http", "headers": [(b"x-session-id", b"mine")]}))
+    try:
+        run(body())
+    finally:
+        CONTEXT.reset(token)
+
+
+def test_one_that_cannot_take_requests_now_is_passed_over() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as replicas:
+            replicas[0].send(Beat(unready="a step takes long"))
+            await until(lambda: front.describe()[0]["state"] != "ready")
+            for name in "abc":
+                front.submit(request(name))
+                assert (await replicas[1].submitted()).request_id == name
+            assert front.readiness is None
+            replicas[1].send(Beat(unready="likewise"))
+            await until(lambda: front.readiness is not None)
+            assert front.readiness == "a step takes long"
+            front.submit(request("d"))  # it may wait there
+
+    run(body())
+
+
+# -- who is there ---------------------------------------------------------------------------------
+
+
+def test_requests_wait_for_all_replicas_that_are_wanted() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 1):
+            assert front.alive
+            assert front.readiness == "waiting for replicas: 1 of 2 are there"
+            with pytest.raises(EngineDead, match="1 of 2"):
+                front.submit(request())
+            async with replicas_of(front, 1):
+                assert front.readiness is None
+                front.submit(request())
+            await until(lambda: not (len(front.describe()) > 1))
+            assert front.readiness is None  # it serves on with those that are left
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "other"}, "its name is other"),
+        ({"vocab_size": 101}, "its vocab_size is 101"),
+        ({"page_size": 32}, "its page_size is 32"),
+        ({"max_model_len": 99}, "its max_model_len is 99"),
+        ({"tokenizer": "ff"}, "its tokenizer is ff"),
+        ({"version": 2}, "version 2"),
+    ],
+    ids=str,
+)
+def test_a_replica_of_another_model_is_refused_and_the_front_serves_on(
+    changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            other = ScriptedReplica(front)
+            other.hello = msgspec.structs.replace(other.hello, **changes)
+            other.send(other.hello)
+            assert reason in await other.refusal()
+            other.die()
+            assert len(front.describe()) == 1
+            stream = front.submit(request())
+            await replica.submitted()
+            replica.finish("r", 10)
+            await read(stream)
+
+    with caplog.at_level(logging.WARNING):
+        run(body())
+    assert sum("refused" in each.getMessage() for each in caplog.records) == 1
+
+
+def test_the_first_replica_must_have_the_tokenizer_of_the_front() -> None:
+    async def body() -> None:
+        async with front_of(tokenizer="other") as front:
+            replica = ScriptedReplica(front)
+            replica.send(replica.hello)
+            with pytest.raises(InvalidRequest, match=r"another tokenizer.*tiny/model"):
+                await front.first()
+            assert "another tokenizer" in await replica.refusal()
+            replica.die()
+
+    run(body())
+
+
+def test_other_kernels_are_taken_with_a_single_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        other = {"kernels": "native-avx512"}
+        async with front_of() as front, replicas_of(front), replicas_of(front, 2, **other):
+            assert len(front.describe()) == 3
+
+    run(body())
+    assert caplog.text.count("tokens may differ") == 1
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def test_a_drain_lets_requests_end_and_refuses_new_ones() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            stream = front.submit(request())
+            await replica.submitted()
+            closing = asyncio.create_task(front.close(drain_seconds=SECONDS))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineDead, match="shutting down"):
+                front.submit(request("s"))
+            assert front.readiness == "the engine is shutting down"
+            replica.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+            await closing
+            assert await replica.refusal() == "the front stops"
+            assert not front.alive
+
+    run(body())
+
+
+def test_what_a_drain_leaves_is_aborted() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            stream = front.submit(request())
+            await replica.submitted()
+            await front.close()
+            assert (await read(stream)).finish_reason is FinishReason.ABORT
+
+    run(body())
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+CACHE = {
+    "page_size": 16, "total_pages": 10, "free_pages": 4, "evictable_pages": 3, "pinned_pages": 1,
+    "num_pins": 1, "pins": [{"tokens": 16}], "usage": 0.2, "queried_tokens": 100, "hit_tokens": 40,
+    "tiers": [],
+}  # fmt: skip
+VIEW = {
+    "running": 1, "max_running": 8, "waiting": 2, "tokens": 10, "steps": 5, "drafts": 4, "trees": 0,
+    "num_proposed": 8, "acceptance_length": 2.0, "proposed": {"lm": 8}, "accepted": {"lm": 4},
+    "prefix_queries": 20, "prefix_hits": 10, "pages": {"held": 1, "free": 2},
+    "parts": {"forward": 0.5}, "row": None, "tree": [[0, 0, 2, 16, 0, 1], [0, 1, 2, 16, 0, 0]],
+    "requests": [{"id": "r", "prompt_tokens": 3, "cached_tokens": 0, "boxes": [0, 1]}],
+}  # fmt: skip
+
+
+async def asked(
+    replicas: list[ScriptedReplica], results: list[Any], asking: Any
+) -> tuple[Any, list[Call]]:
+    task = asyncio.create_task(asking)
+    calls = [await each.answer(result) for each, result in zip(replicas, results, strict=True)]
+    return await task, calls
+
+
+def test_flushes_reach_all_replicas_and_their_pages_are_summed() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as replicas:
+            freed, calls = await asked(replicas, [3, 4], front.flush_cache(None, "mine"))
+            assert freed == 7
+            assert calls[0].question == FlushCache(namespaces=[None, "mine"])
+            tokens = array("q", range(16))
+            freed, calls = await asked(replicas, [1, 0], front.flush_prefix(tokens, "mine"))
+            assert freed == 1
+            assert isinstance(calls[1].question, FlushPrefix)
+
+    run(body())
+
+
+def test_reports_of_all_replicas_are_one() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as replicas:
+            cache, calls = await asked(replicas, [CACHE, CACHE], front.cache_info("mine"))
+            assert calls[0].question == CacheInfo(namespace="mine")
+            assert (cache["total_pages"], cache["hit_tokens"], cache["usage"]) == (20, 80, 0.2)
+            assert [each["number"] for each in cache["replicas"]] == [1, 2]
+            view, calls = await asked(replicas, [VIEW, VIEW], front.overview())
+            assert calls[0].question == Overview()
+            assert (view["running"], view["proposed"]) == (2, {"lm": 16})
+            assert (view["acceptance_length"], view["parts"]) == (2.0, {"forward": 1.0})
+            assert [box[0] for box in view["tree"]] == [0, 0, 2, 2]
+            assert [each["boxes"] for each in view["requests"]] == [[0, 1], [2, 3]]
+            sound = {"ok": True, "pages": {"total": 5}, "requests": {"running": 1}}
+            audit, calls = await asked(replicas, [sound, sound], front.audit())
+            assert calls[0].question == Audit()
+            assert audit == {"ok": True, "pages": {"total": 10}, "requests": {"running": 2}}
+            broken = {"ok": False, "violation": "a page has two owners"}
+            audit, _ = await asked(replicas, [sound, broken], front.audit())
+            assert (audit["ok"], audit["violation"]) == (False, "replica 2: a page has two owners")
+
+    run(body())
+
+
+def test_metrics_of_replicas_have_their_label() -> None:
+    text = b'# TYPE foretoken:running gauge\nforetoken:running{kind="a"} 3\n'
+
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as replicas:
+            await asked(replicas, [text, text], front.metrics.refresh())
+            front.submit(request())
+            body = front.metrics.render()[0].decode()
+            assert 'foretoken:running{kind="a",replica="1"} 3.0' in body
+            assert 'foretoken:running{kind="a",replica="2"} 3.0' in body
+            assert body.count("# TYPE foretoken:running gauge") == 1
+            assert "foretoken:replicas 2.0" in body
+            assert 'foretoken:replica_requests{replica="1"} 1.0' in body
+            assert 'foretoken:replicas_lost_total{cause="closed"} 0.0' in body
+
+    run(body())
+
+
+def test_a_replica_that_is_lost_meanwhile_is_left_out() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as replicas:
+            asking = asyncio.create_task(front.flush_cache())
+            await replicas[0].answer(3)
+            await replicas[1].next(Call)
+            replicas[1].die()
+            assert await asking == 3
+
+    run(body())

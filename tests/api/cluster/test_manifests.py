@@ -1,0 +1,476 @@
+"""`foretoken deploy` prints manifests that schemas accept and whose parts fit each other.
+
+The references of the kinds without a schema in a package, with the version that was read:
+RayService: KubeRay 1.7, ray-operator/config/crd/bases/ray.io_rayservices.yaml (v1);
+InferencePool: Gateway API's inference extension 1.6, config/crd/bases (v1);
+EndpointPickerConfig: llm-d's router 0.10, the README of each plugin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import io
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+import yaml
+
+import foretoken
+from foretoken.api.cli import commands
+from foretoken.core.config import EngineConfig
+from support.given import given, listening
+
+PLAIN = {"ray": [], "kuberay": [], "llm-d": []}
+RICH = {  # every flag that adds something
+    "ray": ["--gpus", "1", "--max-replicas", "4", "--model", "/models/x", "--kv-memory", "4GiB"],
+    "kuberay": [
+        *["--gpus", "1", "--min-replicas", "2", "--replicas", "3", "--max-replicas", "4"],
+        *["--model", "/models/x", "--models-claim", "models", "--memory", "1.5GiB"],
+        *["--port", "80", "--route", "session", "--drain-seconds", "90", "--name", "a-b"],
+        *["--chat-template", "/models/t.jinja", "--page-size", "64", "--cpus", "2.5"],
+    ],
+    "llm-d": [
+        *["--gpus", "1", "--replicas", "3", "--model", "org/x", "--models-claim", "models"],
+        *["--port", "80", "--drain-seconds", "90", "--name", "a-b", "--kv-memory", "4GiB"],
+    ],
+}
+CASES = [(target, flags) for each in (PLAIN, RICH) for target, flags in each.items()]
+KUBERNETES = [case for case in CASES if case[0] != "ray"]
+CUSTOM = {"RayService", "InferencePool"}
+OF_THE_FRONT = ("--front", "--replicas", "--route")
+"""Flags that `foretoken serve` has where it is a front; left out until it has them."""
+
+
+def printed(target: str, flags: list[str]) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert commands.main(["deploy", target, *flags]) == 0
+    return out.getvalue()
+
+
+def objects(target: str, flags: list[str]) -> list[dict[str, Any]]:
+    return [*yaml.safe_load_all(printed(target, flags))]
+
+
+def only(kind: str, found: list[dict[str, Any]], name: str = "") -> dict[str, Any]:
+    [one] = [e for e in found if e["kind"] == kind and e["metadata"]["name"].endswith(name)]
+    return one
+
+
+def pods(found: list[dict[str, Any]]) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+    """Labels and specs of all pods, those of Ray as well."""
+    for each in found:
+        if each["kind"] == "Deployment":
+            template = each["spec"]["template"]
+            yield template["metadata"]["labels"], template["spec"]
+        if each["kind"] == "RayService":
+            cluster = each["spec"]["rayClusterConfig"]
+            for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+                yield {}, group["template"]["spec"]
+
+
+def containers(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {each["name"]: each for _, spec in pods(found) for each in spec["containers"]}
+
+
+# -- schemas --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray imports the policy of a config that it checks; the real one sets up Ray."""
+    module = ModuleType("foretoken.api.cluster.ray_app")
+    module.scaled = lambda context: (1, {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Ray
+@pytest.mark.parametrize(("target", "flags"), [case for case in CASES if case[0] != "llm-d"])
+def test_serve_configs_pass_rays_own_schema(target: str, flags: list[str], policy: None) -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="the extra ray is not installed")
+    found = objects(target, flags)
+    config = found[0] if target == "ray" else serve_config(found)
+    [application] = schema.ServeDeploySchema.model_validate(config).applications
+    [deployment] = application.deployments
+    unknown = set(config["applications"][0]["deployments"][0]) - set(type(deployment).model_fields)
+    assert unknown == set()  # the schema itself ignores what it does not know
+    assert deployment.is_autoscaling_configured() == ("--max-replicas" in flags)
+
+
+def serve_config(found: list[dict[str, Any]]) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load(only("RayService", found)["spec"]["serveConfigV2"])
+    return config
+
+
+@pytest.mark.parametrize(("target", "flags"), KUBERNETES)
+def test_core_kinds_pass_the_schemas_of_kubernetes(target: str, flags: list[str]) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="the extra test has it").validate
+    found = objects(target, flags)
+    for each in found:
+        if each["kind"] not in CUSTOM:
+            validate(each, "1.37", strict=True)
+    for _, spec in pods(found):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": spec}
+        validate(pod, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("flags", [PLAIN["kuberay"], RICH["kuberay"]], ids=["plain", "rich"])
+def test_a_ray_service_has_what_its_reference_requires(flags: list[str]) -> None:
+    service = only("RayService", objects("kuberay", flags))
+    assert service["apiVersion"] == "ray.io/v1"
+    assert service["spec"].keys() == {
+        "serveConfigV2", "excludeHeadPodFromServeSvc", "rayClusterConfig",
+    }  # fmt: skip
+    assert isinstance(service["spec"]["serveConfigV2"], str)
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster.keys() == {
+        "rayVersion", "authOptions", "enableInTreeAutoscaling", "headGroupSpec", "workerGroupSpecs",
+    }  # fmt: skip
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["headGroupSpec"].keys() == {"rayStartParams", "template"}
+    [group] = cluster["workerGroupSpecs"]
+    assert group.keys() == {
+        "groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template",
+    }  # fmt: skip
+    assert 1 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    for each in (cluster["headGroupSpec"], group):
+        assert all(isinstance(value, str) for value in each["rayStartParams"].values())
+        assert each["template"]["spec"]["containers"][0]["image"]
+
+
+@pytest.mark.parametrize("flags", [PLAIN["llm-d"], RICH["llm-d"]], ids=["plain", "rich"])
+def test_an_inference_pool_has_what_its_reference_requires(flags: list[str]) -> None:
+    found = objects("llm-d", flags)
+    pool = only("InferencePool", found)
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    spec = pool["spec"]
+    assert spec.keys() == {"selector", "targetPorts", "endpointPickerRef"}
+    assert len(spec["targetPorts"]) == 1
+    assert spec["endpointPickerRef"].keys() == {"name", "port", "failureMode"}
+    # its pods are the servers', and its picker is a Service that is there
+    [(labels, server)] = [
+        each for each in pods(found) if each[1]["containers"][0]["name"] == "server"
+    ]
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+    numbers = {port["containerPort"] for port in server["containers"][0]["ports"]}
+    assert spec["targetPorts"][0]["number"] in numbers
+    picker = only("Service", found, spec["endpointPickerRef"]["name"])
+    assert spec["endpointPickerRef"]["port"]["number"] == picker["spec"]["ports"][0]["port"]
+
+
+# -- parts that fit each other ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "flags"), KUBERNETES)
+def test_services_lead_to_ports_of_pods(target: str, flags: list[str]) -> None:
+    found = objects(target, flags)
+    services = [each for each in found if each["kind"] == "Service"]
+    assert len(services) == 2
+    for each in services:
+        selector = each["spec"]["selector"]
+        [chosen] = [spec for labels, spec in pods(found) if selector.items() <= labels.items()]
+        ports = {port["containerPort"] for port in chosen["containers"][0]["ports"]}
+        assert {port["targetPort"] for port in each["spec"]["ports"]} <= ports
+
+
+@pytest.mark.parametrize(("target", "flags"), KUBERNETES)
+def test_flags_of_the_containers_are_known_to_foretoken(target: str, flags: list[str]) -> None:
+    ours = [c for c in containers(objects(target, flags)).values() if "command" in c]
+    assert len(ours) == 1
+    [container] = ours
+    assert container["command"] == ["foretoken"]
+    command, *args = [each.replace("$(POD_IP)", "10.0.0.1") for each in container["args"]]
+    assert command == "serve"
+    for flag in OF_THE_FRONT:
+        if flag in args:
+            at = args.index(flag)
+            del args[at : at + 2]
+    EngineConfig(**given(*args).options(EngineConfig))
+    listen = listening(*args)
+    assert listen.host == "0.0.0.0"
+    assert listen.port in {port["containerPort"] for port in container["ports"]}
+    probes = [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe")]
+    assert probes == [{"path": "/health", "port": listen.port}] * 2
+
+
+def test_the_front_is_reached_before_it_is_ready_and_is_one() -> None:
+    found = objects("kuberay", RICH["kuberay"])
+    service = only("Service", found, "-front")
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert "publishNotReadyAddresses" not in only("Service", found, "a-b")["spec"]
+    [port] = service["spec"]["ports"]
+    args = serve_config(found)["applications"][0]["args"]
+    assert args["front"] == f"tcp://{service['metadata']['name']}:{port['port']}"
+    front = only("Deployment", found)
+    assert front["spec"]["replicas"] == 1
+    assert front["spec"]["strategy"] == {"type": "Recreate"}
+    text = " ".join(containers(found)["front"]["args"])
+    assert f"--front tcp://0.0.0.0:{port['port']} --replicas 3 --route session" in text
+    assert "--chat-template /models/t.jinja" in text
+    assert "--page-size" not in text  # that is the replicas'
+
+
+def test_pods_of_ray_have_room_for_one_replica_each() -> None:
+    found = objects("kuberay", RICH["kuberay"])
+    [deployment] = serve_config(found)["applications"][0]["deployments"]
+    worker = containers(found)["ray-worker"]
+    assert deployment["max_replicas_per_node"] == 1
+    assert deployment["ray_actor_options"] == {"num_cpus": 2.5, "num_gpus": 1}
+    assert worker["resources"] == {
+        "requests": {"cpu": "2.5", "memory": "1536Mi"},
+        "limits": {"memory": "1536Mi", "nvidia.com/gpu": 1},
+    }
+    cluster = only("RayService", found)["spec"]["rayClusterConfig"]
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    scaling, [group] = deployment["autoscaling_config"], cluster["workerGroupSpecs"]
+    numbers = [scaling[f"{name}_replicas"] for name in ("min", "initial", "max")]
+    assert numbers == [2, 3, 4] == [group[n] for n in ("minReplicas", "replicas", "maxReplicas")]
+    assert cluster["enableInTreeAutoscaling"] is True
+
+
+@pytest.mark.parametrize(("target", "flags"), KUBERNETES)
+def test_pods_have_no_rights_and_time_to_drain(target: str, flags: list[str]) -> None:
+    drain = float(flags[flags.index("--drain-seconds") + 1]) if flags else 30.0
+    for _, spec in pods(objects(target, flags)):
+        [container] = spec["containers"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"requests", "limits"} == container["resources"].keys()
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in spec["volumes"]}
+        sleep = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        assert spec["terminationGracePeriodSeconds"] >= drain + sleep + 5
+
+
+def test_keys_come_from_the_secret_alone() -> None:
+    found = objects("kuberay", RICH["kuberay"])
+    secrets = {
+        (name, each["name"]): each["valueFrom"]["secretKeyRef"]
+        for name, container in containers(found).items()
+        for each in container.get("env", [])
+        if each["name"].startswith("FORETOKEN_")
+    }
+    assert {key[1] for key in secrets} == {
+        "FORETOKEN_API_KEY", "FORETOKEN_ADMIN_KEY", "FORETOKEN_CLUSTER_KEY",
+    }  # fmt: skip
+    assert {each["name"] for each in secrets.values()} == {"a-b"}
+    assert (
+        secrets["front", "FORETOKEN_CLUSTER_KEY"] == secrets["ray-worker", "FORETOKEN_CLUSTER_KEY"]
+    )
+    assert secrets["front", "FORETOKEN_ADMIN_KEY"]["optional"] is True
+    assert "optional" not in secrets["front", "FORETOKEN_API_KEY"]
+
+
+class _Front(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        has_key = self.headers["Authorization"] == "Bearer the-key"
+        is_ready = self.server.is_ready  # type: ignore[attr-defined]
+        self.send_response(200 if self.path == "/ready" and has_key and is_ready else 503)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_the_fronts_probe_sends_the_key_and_fails_while_it_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = http.server.HTTPServer(("127.0.0.1", 0), _Front)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        found = objects("kuberay", ["--port", str(server.server_port)])
+        probe = containers(found)["front"]["readinessProbe"]["exec"]["command"]
+        assert probe[:2] == ["python", "-c"]
+        code = compile(probe[2], "probe", "exec")
+        monkeypatch.setenv("FORETOKEN_API_KEY", "the-key")
+        server.is_ready = True  # type: ignore[attr-defined]
+        exec(code, {})
+        server.is_ready = False  # type: ignore[attr-defined]
+        with pytest.raises(HTTPError) as refused:
+            exec(code, {})
+        refused.value.close()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+# -- llm-d --------------------------------------------------------------------------------------
+
+
+def picker_config(found: list[dict[str, Any]]) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load(only("ConfigMap", found)["data"]["picker.yaml"])
+    return config
+
+
+@pytest.mark.parametrize("flags", [PLAIN["llm-d"], RICH["llm-d"]], ids=["plain", "rich"])
+def test_the_picker_reads_what_the_servers_publish(flags: list[str]) -> None:
+    found = objects("llm-d", flags)
+    config = picker_config(found)
+    server = containers(found)["server"]
+    args = server["args"]
+    parameters = {each["type"]: each.get("parameters", {}) for each in config["plugins"]}
+    events = parameters["precise-prefix-cache-producer"]["kvEventsConfig"]
+    sockets = events["podDiscoveryConfig"]
+    address = args[args.index("--kv-events") + 1]
+    assert EngineConfig(kv_events=address).events_addresses == tuple(
+        f"tcp://0.0.0.0:{sockets[name]}" for name in ("socketPort", "replaySocketPort")
+    )
+    name = args[args.index("--served-model-name") + 1]
+    port = args[args.index("--port") + 1]
+    topic = args[args.index("--kv-events-topic") + 1]
+    assert topic == f"kv@$(POD_IP):{port}@{name}"
+    assert topic.startswith(events["topicFilter"])
+    assert {each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in server["env"]} == {
+        "POD_IP": "status.podIP"
+    }
+    service = only("Service", found, only("InferencePool", found)["metadata"]["name"])
+    assert parameters["token-producer"] == {
+        "modelName": name,
+        "vllm": {"url": f"http://{service['metadata']['name']}:{port}"},
+    }
+    assert args[args.index("--metric-names") + 1] == "vllm"
+    [labels] = [labels for labels, spec in pods(found) if spec["containers"][0]["name"] == "server"]
+    assert labels["llm-d.ai/engine-type"] == "vllm"
+
+
+def test_plugins_that_the_picker_uses_are_declared() -> None:
+    config = picker_config(objects("llm-d", []))
+    declared = {each["type"] for each in config["plugins"]}
+    used = [each for profile in config["schedulingProfiles"] for each in profile["plugins"]]
+    for source in config["dataLayer"]["sources"]:
+        used += [source, *source["extractors"]]
+    assert {each["pluginRef"] for each in used} <= declared
+    assert config["kind"] == "EndpointPickerConfig"
+
+
+def test_the_picker_hashes_pages_of_the_servers_size() -> None:
+    def page(*flags: str) -> int:
+        [parameters] = [
+            each["parameters"]
+            for each in picker_config(objects("llm-d", [*flags]))["plugins"]
+            if each["type"] == "precise-prefix-cache-producer"
+        ]
+        size: int = parameters["tokenProcessorConfig"]["blockSizeTokens"]
+        return size
+
+    assert page() == EngineConfig().sizes("cpu").page_size
+    assert page("--gpus", "1") == EngineConfig().sizes("cuda").page_size
+    assert page("--gpus", "1", "--page-size", "64") == 64
+
+
+def test_servers_without_keys_admit_the_namespace_alone() -> None:
+    found = objects("llm-d", [])
+    policy = only("NetworkPolicy", found)["spec"]
+    [(labels, server)] = [
+        each for each in pods(found) if each[1]["containers"][0]["name"] == "server"
+    ]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    [rule] = policy["ingress"]
+    assert rule["from"] == [{"podSelector": {}}]
+    listening_on = {port["containerPort"] for port in server["containers"][0]["ports"]}
+    assert {port["port"] for port in rule["ports"]} == listening_on
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", PLAIN)
+def test_an_output_says_that_it_was_never_run(target: str) -> None:
+    head = printed(target, []).partition("\n\n")[0]
+    assert all(line.startswith("#") for line in head.splitlines())
+    text = " ".join(head.replace("#", " ").split())
+    assert re.search(r"[Nn]ever (applied to a cluster|deployed)", text)
+
+
+def test_options_of_the_engine_reach_the_replicas() -> None:
+    flags = ["--kv-memory", "4GiB", "--draft", "radix,suffix", "--cpus", "2.5"]
+    options = {"threads": 2, "draft": "radix,suffix", "kv_memory": 4 * 2**30}
+    [config] = objects("ray", flags)
+    assert config["applications"][0]["args"]["options"] == options
+    EngineConfig(**options)
+    args = containers(objects("llm-d", flags))["server"]["args"]
+    assert given(*args[1:]).options(EngineConfig).items() >= options.items()
+
+
+def test_replicas_on_a_gpu_use_it_and_leave_their_threads_alone() -> None:
+    [config] = objects("ray", ["--gpus", "1"])
+    assert config["applications"][0]["args"]["options"] == {"device": "cuda"}
+
+
+def test_the_serve_config_names_what_there_is() -> None:
+    path = Path(foretoken.__file__).parent / "api/cluster/ray_app.py"
+    if not path.exists():
+        pytest.skip("api/cluster/ray_app.py is not there yet")
+    source = path.read_text("utf-8")
+    [config] = objects("ray", RICH["ray"])
+    [application] = config["applications"]
+    [deployment] = application["deployments"]
+    policy = deployment["autoscaling_config"]["policy"]["policy_function"]
+    for name in (application["import_path"], policy):
+        module, _, function = name.partition(":")
+        assert module == "foretoken.api.cluster.ray_app"
+        assert re.search(rf"^(async )?def {function}\(", source, re.MULTILINE), name
+    assert f'"{deployment["name"]}"' in source
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ([], "target"),
+        (["nomad"], "target"),
+        (["ray", "a"], "a"),
+        (["ray", "--replicas", "0"], "replicas"),
+        (["ray", "--replica", "2"], "--replica"),
+        (["kuberay", "--min-replicas", "3"], "max_replicas"),
+        (["kuberay", "--min-replicas", "3", "--max-replicas", "2"], "min_replicas (3) exceeds"),
+        (["ray", "--replicas", "5", "--max-replicas", "2"], "replicas"),
+        (["ray", "--replicas", "1", "--min-replicas", "2", "--max-replicas", "3"], "replicas"),
+        (["ray", "--front", "tcp://a:0"], "front"),
+        (["ray", "--front", "a"], "front"),
+        (["ray", "--route", "even"], "route"),
+        (["ray", "--image", "a"], "image"),
+        (["kuberay", "--front", "tcp://a:1"], "front"),
+        (["kuberay", "--route", "random"], "--route"),
+        (["kuberay", "--name", "A_b"], "name"),
+        (["kuberay", "--models-claim", "a b"], "models_claim"),
+        (["kuberay", "--model", ""], "model"),
+        (["kuberay", "--image=--x"], "image"),
+        (["kuberay", "--port", "0"], "port"),
+        (["kuberay", "--gpus", "-1"], "gpus"),
+        (["kuberay", "--cpus", "nan"], "cpus"),
+        (["kuberay", "--memory", "much"], "--memory"),
+        (["kuberay", "--gpus", "1", "--quantize", "int4"], "quantize"),
+        (["llm-d", "--max-replicas", "3"], "max_replicas"),
+        (["llm-d", "--kv-events", "tcp://127.0.0.1:5557"], "kv_events"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_exits_2_with_one_line_that_names_it(
+    args: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = commands.main(["deploy", *args])
+    except SystemExit as exited:
+        code = exited.code
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.out == ""
+    [line] = shown.err.splitlines()
+    assert line.startswith("foretoken deploy: ")
+    assert named in line

@@ -1,0 +1,197 @@
+"""A front and its replicas as processes: replicas are killed, no client sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from support.forked import Forked
+from support.plain_http import get, opened, post
+from support.server_process import Server, running_front
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SHARED = "import sys\n\n\nclass Queue:\n    def __init__(self):\n"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "parameters": {
+            "type": "object",
+            "properties": {"words": {"type": "array", "items": {"type": "string"}, "minItems": 6}},
+            "required": ["words"],
+        },
+    },
+}
+LIST = {"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 60}
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": (TEXT, {"prompt": SHARED, "max_tokens": 160}),
+    "hot": (TEXT, {"prompt": SHARED, "max_tokens": 160, "temperature": 0.8, "top_p": 0.9}),
+    "endless": (TEXT, {"prompt": SHARED, "max_tokens": 900, "ignore_eos": True, "temperature": 1.0,
+                       "speculation": "off"}),
+    "long": (TEXT, {"prompt": SHARED * 14, "max_tokens": 60}),
+    "stop": (TEXT, {"prompt": SHARED, "max_tokens": 160, "stop": ["is nowhere", "\n\n\n"]}),
+    "penalties": (TEXT, {"prompt": SHARED, "max_tokens": 120, "frequency_penalty": 0.5,
+                         "min_tokens": 100, "temperature": 0.7}),
+    "four": (TEXT, {"prompt": SHARED, "max_tokens": 90, "n": 4, "temperature": 0.9}),
+    "logprobs": (TEXT, {"prompt": SHARED, "max_tokens": 120, "logprobs": 2}),
+    "json": (TEXT, {"prompt": SHARED, "max_tokens": 260, "json_schema": LIST}),
+    "tool": (CHAT, {"messages": [{"role": "user", "content": "Find the words."}],
+                    "max_tokens": 200, "tools": [TOOL], "tool_choice": "required"}),
+    "chat": (CHAT, {"messages": [{"role": "user", "content": SHARED}], "max_tokens": 160,
+                    "logprobs": True, "top_logprobs": 2}),
+}  # fmt: skip
+FLAGS = (
+    "--kv-tokens", "8192", "--max-model-len", "1024", "--threads", "1", "--max-running", "4",
+    "--resume-seconds", "60",
+)  # fmt: skip
+
+
+class Read:
+    """All of a stream, choice by choice; equal for equal answers."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, str] = {}
+        self.logprobs: dict[int, list[Any]] = {}
+        self.reasons: dict[int, Any] = {}
+        self.calls = ""
+        self.usage: tuple[int, int] | None = None
+        self.moves = 0
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        assert "error" not in chunk, chunk
+        for choice in chunk["choices"]:
+            index, delta = choice["index"], choice.get("delta") or choice
+            text = (delta.get("content") or "") + (delta.get("text") or "")
+            self.texts[index] = self.texts.get(index, "") + text
+            for call in delta.get("tool_calls") or ():
+                function = call["function"]
+                self.calls += (function.get("name") or "") + (function.get("arguments") or "")
+            if (logprobs := choice.get("logprobs")) is not None:
+                self.logprobs.setdefault(index, []).extend(_values(logprobs))
+            if choice.get("finish_reason") is not None:
+                self.reasons[index] = (choice["finish_reason"], choice.get("stop_reason"))
+        if usage := chunk.get("usage"):
+            self.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+            self.moves = usage["moves"]
+
+    @property
+    def answer(self) -> tuple[Any, ...]:
+        return self.texts, self.logprobs, self.reasons, self.calls, self.usage
+
+
+def _values(logprobs: dict[str, Any]) -> list[Any]:
+    if "content" in logprobs:
+        return [json.dumps(each, sort_keys=True) for each in logprobs["content"] or ()]
+    return [*zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)]
+
+
+def body_of(name: str) -> tuple[str, dict[str, Any]]:
+    path, body = ASKED[name]
+    options = {"include_usage": True}
+    return path, {"seed": 5, "temperature": 0.0, **body, "stream": True, "stream_options": options}
+
+
+def read(url: str, name: str, began: threading.Semaphore | None = None) -> Read:
+    path, body = body_of(name)
+    whole = Read()
+    with opened(url, "POST", path, body) as response:
+        assert response.status == 200, response.read()
+        for line in response:
+            if line == b"data: [DONE]\n":
+                return whole
+            if line.startswith(b"data: "):
+                whole.add(json.loads(line[6:]))
+                if began is not None:
+                    began.release()
+    raise AssertionError("the stream was cut")
+
+
+@contextlib.contextmanager
+def fronts(num_replicas: int) -> Iterator[tuple[Server, list[Forked]]]:
+    with running_front(FLAGS, num_replicas=num_replicas) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, tuple[Any, ...]]:
+    with fronts(1) as (server, _):
+        return {name: read(server.url, name).answer for name in ASKED}
+
+
+def replicas(url: str) -> list[dict[str, Any]]:
+    return list(get(url, "/replicas").json["replicas"])
+
+
+def test_replicas_that_are_killed_under_streams_change_no_answer(
+    undisturbed: dict[str, tuple[Any, ...]],
+) -> None:
+    """Two of three, one after the other: some requests wait, some are in their prompt."""
+    names = [*ASKED] * 2
+    with fronts(3) as (server, processes), ThreadPoolExecutor(len(names)) as pool:
+        assert len(replicas(server.url)) == 3
+        began = threading.Semaphore(0)
+        reading = [pool.submit(read, server.url, name, began) for name in names]
+        for process, num_chunks in zip(processes, (20, 60), strict=False):
+            for _ in range(num_chunks):
+                assert began.acquire(timeout=60)
+            process.send_signal(signal.SIGKILL)
+        found = [each.result() for each in reading]
+        for name, each in zip(names, found, strict=True):
+            assert each.answer == undisturbed[name], name
+        assert sum(each.moves for each in found) > 0
+        assert len(replicas(server.url)) == 1
+        assert post(server.url, "/debug/audit").json["ok"]
+        metrics = get(server.url, "/metrics").content
+        assert b'replicas_lost_total{cause="closed"} 2.0' in metrics
+        assert b'replica="' in metrics
+        assert server.stop() == 0
+
+
+def test_a_stream_that_is_resumed_goes_on_over_a_lost_replica(
+    undisturbed: dict[str, tuple[Any, ...]],
+) -> None:
+    with fronts(2) as (server, processes):
+        path, body = body_of("endless")
+        whole, last = Read(), ""
+        with opened(server.url, "POST", path, body) as response:
+            for line in response:
+                if line.startswith(b"id: "):
+                    last = line[4:].decode().strip()
+                if line.startswith(b"data: "):
+                    whole.add(json.loads(line[6:]))
+                    if len(whole.texts[0]) > 20 and last:
+                        break
+        first = next(each for each in replicas(server.url) if each["requests"])
+        next(each for each in processes if each.pid == first["pid"]).send_signal(signal.SIGKILL)
+        with opened(server.url, "POST", path, body, {"last-event-id": last}) as response:
+            for line in response:
+                if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+                    whole.add(json.loads(line[6:]))
+        assert whole.answer == undisturbed["endless"]
+
+
+def test_without_any_replica_the_front_answers_503_and_lives() -> None:
+    with fronts(1) as (server, (process,)):
+        assert get(server.url, "/ready").status == 200
+        process.send_signal(signal.SIGKILL)
+        _wait(lambda: get(server.url, "/ready").status == 503)
+        refused = post(server.url, TEXT, {"prompt": "x", "max_tokens": 1})
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert get(server.url, "/health").status == 200
+        assert replicas(server.url) == []
+        assert server.stop() == 0
+
+
+def _wait(holds: Any) -> None:
+    for _ in range(600):
+        if holds():
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("it never held")
