@@ -372,6 +372,7 @@ def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
         sampling_defaults=defaults_of(hello.sampling_defaults),
         settings=body_of(hello.settings),
         fingerprint=hello.fingerprint,
+        kernels=hello.kernels,
     )
 
 

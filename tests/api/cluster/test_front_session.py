@@ -357,13 +357,14 @@ def test_a_front_that_beats_is_kept(within, quick) -> None:
     within(test)
 
 
-def test_a_front_that_does_not_read_is_lost(within, quick) -> None:
+def test_a_front_that_does_not_read_is_lost(within, quick, caplog) -> None:
     async def test(replica: Replica, _task: object) -> None:
         await replica.joined()
         replica.links[0].is_full = True
         await replica.dialled()
 
     within(test)
+    assert "is lost: it does not read" in caplog.text
 
 
 def test_a_front_that_was_never_heard_is_dialled_anew(within, quick) -> None:

@@ -185,7 +185,7 @@ def test_pages_are_told_by_the_beginning_of_their_keys_in_order() -> None:
 
 # -- greeting -------------------------------------------------------------------------------------
 
-OWN = {"engine", "path", "events"}  # fields of `Built` that each process has of its own
+OWN = {"engine", "path", "events", "keys"}  # fields of `Built` that each process has of its own
 
 
 def test_all_that_is_known_of_a_model_comes_back() -> None:
@@ -195,7 +195,7 @@ def test_all_that_is_known_of_a_model_comes_back() -> None:
         vocab_size=100, max_model_len=256, eos_token_ids=frozenset({1, 2}), exact=False,
         drafters=("radix", "lm"), no_self_draft="is small", model_path="transformers",
         sampling_defaults=DEFAULTS, settings={"draft": "auto", "threads": None},
-        fingerprint=b"f" * 32,
+        fingerprint=b"f" * 32, kernels="k",
     )  # fmt: skip
     blank = Built(engine=there, path=Path(), name="", vocab_size=1, max_model_len=1,
                   eos_token_ids=frozenset())  # fmt: skip
