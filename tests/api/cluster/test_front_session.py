@@ -272,11 +272,11 @@ def test_an_aborted_request_ends_with_a_delta(within) -> None:
 def test_a_request_is_aborted_while_its_grammar_is_compiled(within) -> None:
     async def test(replica: Replica, _task: object) -> None:
         front = await replica.joined()
-        begun = asyncio.Event()
+        begun, compiled = asyncio.Event(), asyncio.Event()
 
         async def wait(_params: SamplingParams) -> None:
             begun.set()
-            await asyncio.Event().wait()
+            await compiled.wait()
 
         replica.host._hosted.grammars.compile = wait  # type: ignore[method-assign]
         heard = front.begin(submit("a", [5, 6], SamplingParams(regex="a+")))
@@ -284,7 +284,9 @@ def test_a_request_is_aborted_while_its_grammar_is_compiled(within) -> None:
         front.abort("a")
         await front.until(lambda: heard.has_ended)
         assert heard.last.finish_reason == "abort"
-        assert not replica.engine.requests
+        compiled.set()
+        await front.serve(submit("b", [5, 6], PARAMS))
+        assert [each.request_id for each in replica.engine.requests] == ["b"]
 
     within(test)
 
@@ -357,13 +359,14 @@ def test_a_front_that_beats_is_kept(within, quick) -> None:
     within(test)
 
 
-def test_a_front_that_does_not_read_is_lost(within, quick) -> None:
+def test_a_front_that_does_not_read_is_lost(within, quick, caplog) -> None:
     async def test(replica: Replica, _task: object) -> None:
         await replica.joined()
         replica.links[0].is_full = True
         await replica.dialled()
 
     within(test)
+    assert "is lost: it does not read" in caplog.text
 
 
 def test_a_front_that_was_never_heard_is_dialled_anew(within, quick) -> None:
