@@ -36,12 +36,12 @@ class Launcher(Protocol):
     async def failure(self) -> str | None:
         """Why replicas cannot be started; None if all is well."""
 
-    async def scale(self, least: int, most: int) -> None:
-        """Change their number. Raises `ForetokenError`."""
+    async def change(
+        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
+    ) -> None:
+        """Change the fewest and most; with options replace all, one after the other.
 
-    async def replace(self, options: Mapping[str, Any]) -> None:
-        """Replace them, one after the other, by some with other engine options.
-
+        ``options``: of the engine, beside those that they have. Returns when it is asked for.
         Raises `InvalidRequest` and `ForetokenError`.
         """
 
@@ -77,10 +77,17 @@ class FrontClient(EngineClient):
         """The replicas that are there."""
         return [] if self._replicas is None else self._replicas.describe()
 
-    @property
-    def launcher(self) -> Launcher | None:
-        """The starter of the replicas; None where they come by themselves."""
-        return self._launcher
+    async def change_replicas(
+        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
+    ) -> None:
+        """Change the fewest and most replicas, or replace them by some with other engine options.
+
+        Raises `InvalidRequest` where they come by themselves, and what the launcher raises.
+        """
+        if self._launcher is None:
+            await super().change_replicas(bounds, options)
+        else:
+            await self._launcher.change(bounds, options)
 
     async def when_complete(self) -> None:
         """Wait until all wanted replicas are there."""

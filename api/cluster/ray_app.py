@@ -189,30 +189,27 @@ class RayReplicas:
         await asyncio.to_thread(self._join)
         try:
             self.plan = replace(self.plan, front=address)
-            await asyncio.to_thread(_require_resources, self.plan)
-            await self._change(self.plan)
+            await self.change(None, None)
         except BaseException:
             await self.close()
             raise
 
-    async def scale(self, least: int, most: int) -> None:
-        """Change the number of replicas. Raises `RayError`."""
-        plan = replace(self.plan, least=least, most=most)
-        await asyncio.to_thread(_require_resources, plan)
-        await self._change(plan)
+    async def change(
+        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
+    ) -> None:
+        """Change the fewest and most; with options replace all, one after the other.
 
-    async def replace(self, options: Mapping[str, Any]) -> None:
-        """Replace the replicas, one after the other, by some with other engine options.
-
-        Raises `InvalidRequest` for an option that is none, and `RayError`.
+        Returns when Ray has taken note of it. Raises `InvalidRequest` for an option that is none,
+        and `RayError`.
         """
-        merged = {**self.plan.options, **options}
-        make_config(merged)
-        await self._change(replace(self.plan, options=merged))
-
-    async def _change(self, plan: ReplicaPlan) -> None:
-        """Let Ray take note of a plan."""
         async with self._changing:
+            plan = self.plan
+            if bounds is not None:
+                plan = replace(plan, least=bounds[0], most=bounds[1])
+            if options is not None:
+                plan = replace(plan, options={**plan.options, **options})
+                make_config(plan.options)
+            await asyncio.to_thread(_require_resources, plan)
             await asyncio.to_thread(_deploy, plan)
             self.plan = plan
 

@@ -162,6 +162,16 @@ class EngineClient:
         """The engines in other processes that serve its requests; none where it has its own."""
         return []
 
+    async def change_replicas(
+        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
+    ) -> None:
+        """Change the fewest and most of them, or their engine options.
+
+        Raises `InvalidRequest` for bad options, and where it does not start them itself.
+        """
+        del bounds, options
+        raise InvalidRequest("this server starts no replicas: that needs --ray", param="replicas")
+
     @property
     def draining(self) -> bool:
         """Whether `close` was called."""

@@ -39,7 +39,7 @@ from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service
 from ..serving.settings import Settings
 from . import protocol
-from .auth import AuthMiddleware
+from .auth import AuthMiddleware, needs_admin_key
 from .cache_routes import CacheRoutes
 from .dashboard import Dashboard
 from .observability import Observing
@@ -134,6 +134,9 @@ class TokenRoutes:
         return JsonResponse(protocol.Detokenized(prompt=text))
 
 
+decode_change = decoder(protocol.ReplicaChange)
+
+
 class OperatorRoutes:
     """Health, metrics and audits."""
 
@@ -161,6 +164,19 @@ class OperatorRoutes:
     async def replicas(self, _request: Request) -> Response:
         """The replicas that serve, each with its load; none where this process computes."""
         return JsonResponse({"replicas": self.service.llm.replicas()})
+
+    async def change_replicas(self, request: Request) -> Response:
+        """Change how many replicas there are, or replace them by some with other options."""
+        if not request.state.is_admin:
+            raise needs_admin_key("changing replicas")
+        body = decode_change(await self.service.read_bytes(request))
+        try:
+            await self.service.llm.change_replicas(body.bounds, body.options)
+        except InvalidRequest:
+            raise
+        except ForetokenError as error:
+            raise unavailable(str(error)) from error
+        return await self.replicas(request)
 
     async def version(self, _request: Request) -> Response:
         """The version of foretoken."""
@@ -298,6 +314,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/ready", operator.ready, methods=["GET"]),
         Route("/debug/audit", operator.audit, methods=["POST"]),
         Route("/replicas", operator.replicas, methods=["GET"]),
+        Route("/replicas", operator.change_replicas, methods=["POST"]),
         Route("/version", operator.version, methods=["GET"]),
         Route("/server_info", operator.server_info, methods=["GET"]),
         Route("/model_info", operator.model_info, methods=["GET"]),

@@ -207,6 +207,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         is_body_needed=False,
         errors=(403, 408, 413, 503),
     ),
+    ("POST", "/replicas"): Operation(
+        body=protocol.ReplicaChange, answer=protocol.ReplicaList, errors=(403, 408, 413, 503)
+    ),
     ("GET", "/replicas"): Operation(answer=protocol.ReplicaList, errors=(403,)),
     ("POST", "/debug/audit"): Operation(answer=protocol.Audit, errors=(403, 503)),
     ("GET", "/"): Operation(media=HTML),

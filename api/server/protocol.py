@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
 
+from ...core.errors import InvalidRequest
 from ..protocol.answers import Free
 
 
@@ -111,6 +114,36 @@ class Replica(Struct, kw_only=True):
     max_running: int
     max_queued: int
     total_pages: int
+
+
+class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Body of POST /replicas: one number, or bounds within which it follows the load, or options.
+
+    ``options``: engine options, as in `EngineConfig`, beside those that the replicas have.
+    """
+
+    replicas: int | None = None
+    min: int | None = None
+    max: int | None = None
+    options: dict[str, Any] | None = None
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """Fewest and most replicas. Raises `InvalidRequest` for what are none."""
+        if self.replicas is not None and (self.min is not None or self.max is not None):
+            raise InvalidRequest("replicas cannot be given with min and max", param="replicas")
+        if (self.min is None) != (self.max is None):
+            missing = "min" if self.min is None else "max"
+            raise InvalidRequest("min and max are given together", param=missing)
+        least = self.replicas if self.min is None else self.min
+        most = self.replicas if self.max is None else self.max
+        if least is None or most is None:
+            return None
+        if not 1 <= least <= most:
+            param = "min" if self.replicas is None else "replicas"
+            message = f"{param} must be at least 1, and not above max"
+            raise InvalidRequest(message, param=param)
+        return least, most
 
 
 class ReplicaList(Struct, kw_only=True):

@@ -641,3 +641,16 @@ def test_temperatures_beyond_an_apis_own_are_refused_if_strict_and_no_model_need
         answer = httpx.post(f"{url}{path}", json={**body, "temperature": temperature})
         assert answer.status_code == status, answer.text
     assert "temperature" in answer.text
+
+
+def test_a_server_that_starts_no_replicas_refuses_to_change_them(http):
+    for body in (
+        {"replicas": 2},
+        {"min": 1, "max": 2},
+        {"options": {}},
+        {"replica": 1},
+        {"min": 1},
+    ):
+        answer = http.post("/replicas", json=body)
+        assert answer.status_code == 400, body
+    assert "--ray" in http.post("/replicas", json={"replicas": 2}).json()["error"]["message"]
