@@ -1,8 +1,8 @@
 """Transport: the ZMQ sockets between a front and its replicas.
 
 The front listens, replicas dial in. A message that cannot be sent at once is not sent: the other
-side is gone, or does not read. With a cluster key all bytes are encrypted (CURVE), and nobody
-without the key is heard; beyond loopback a key is required.
+side is gone, or does not read. With a cluster key all bytes are encrypted (CURVE), and a process
+without the key is not heard; beyond loopback a key is required.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _is_loopback(host: str) -> bool:
 def _front_keys(key: str) -> tuple[bytes, bytes]:
     """The front's public and secret key of CURVE, in Z85; the cluster's key decides both.
 
-    The public one is in no message, and without it nobody can say the first word: whoever knows it
-    has the cluster's key.
+    The public one is in no message, and the first message of a connection needs it: a process that
+    has it has the cluster's key.
     """
     secret = z85.encode(
         hashlib.scrypt(key.encode(), salt=b"foretoken", n=2**14, r=8, p=1, dklen=32)
@@ -140,7 +140,7 @@ class FrontSocket:
         self.address: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> tuple[bytes, FromReplica | WireError | None]:
-        """The next message and who sent it; an error if it is none; None: it is disconnected."""
+        """The next message and its sender; an error if it is none; None: a closed connection."""
         if not self._tasks:
             self._tasks = [asyncio.create_task(each) for each in (self._read(), self._watch())]
         return await self._events.get()
