@@ -1,14 +1,14 @@
 """``foretoken bench real``: speculation on real text, every setting in turn on the same prompts.
 
 A cell is a kind of task (real_tasks.py), a number of requests at once and a temperature. In each
-cell the settings take turns on every group of prompts, in rotating order; each run has a
-``cache_salt`` of its own, so that no setting profits from another's answers. Answers must be equal
-under all settings. The figure is tokens a second while that many requests run, a request that ends
-being followed by the next at once, prompts being cached: decoding alone, and not how long the
-slowest answer takes. Each run begins with a few tokens that are not timed: the cost model has just
-seen another setting's steps, at 16 requests those of 272 rows. The ratio is that of ``auto``
-against the best fixed depth, ``off`` included. Settings take turns until the standard error of that
-ratio, of the turns' own ratios, is small; it is printed beside each ratio.
+cell the settings take turns on every group of prompts, in rotating order; prompts are cached once,
+answers never, so that no setting profits from another's. Answers must be equal under all settings.
+The figure is tokens a second while that many requests run, a request that ends being followed by
+the next at once, prompts being cached: decoding alone, and not how long the slowest answer takes.
+Each run begins with a few tokens that are not timed: the cost model has just seen another setting's
+steps, at 16 requests those of 272 rows. The ratio is that of ``auto`` against the best fixed depth,
+``off`` included. Settings take turns until the standard error of that ratio, of the turns' own
+ratios, is small; it is printed beside each ratio.
 
 With ``--draft`` naming a draft model or head, "chain-N" and "tree-N" are drafts of it alone, of so
 many tokens, "look-ups" is the controller without it, and "auto" has both.
@@ -42,7 +42,7 @@ from ..api.types.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.execution.model_runner import ModelRunner
 from ..core.interface.protocols import Speculator
-from ..core.interface.request import Request, Usage
+from ..core.interface.request import DEFAULT_CACHE, CacheOptions, Request, Usage
 from ..core.interface.sampling import SamplingMetadata
 from ..core.model.opening import read_config
 from ..core.scheduling.guarded_speculator import GuardedSpeculator, guarded
@@ -69,7 +69,7 @@ RANDOM = "random-0.6b"
 LEAST_TURNS = 3  # fewer do not show how much they differ
 LAPS = 2  # requests by seats, where there are several
 LEAD_IN = 40  # tokens that a request of each seat gets before a run is timed
-_NUMBERS = count()  # of runs: no two share a namespace
+_NUMBERS = count()  # of requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,32 +189,27 @@ class Bench:
     ) -> list[list[int]]:
         """Answers to prompts; there are ``LAPS`` times as many as seats, or more."""
         self._built.engine.scheduler.speculator = self._speculator(setting)
-        run, laps = next(_NUMBERS), 1
-        if cell.concurrency > 1:
-            laps = -(-LAPS * cell.concurrency // len(group))
-        asked = [(f"{run}.{lap}", prompt) for lap in range(laps) for prompt in group]
+        laps = 1 if cell.concurrency == 1 else -(-LAPS * cell.concurrency // len(group))
+        asked = [prompt for _ in range(laps) for prompt in group]
         # The prompts come first, alone: what is measured is decoding.
-        prompts = [
-            self._request(f"{salt}-prompt-{index}", prompt, cell, "off", seed=0, most=1)
-            for index, (salt, prompt) in enumerate(asked)
-        ]
+        prompts = [self._request(prompt, cell, "off", seed=0, most=1) for prompt in group]
         lead_in = [
-            self._request(f"{run}.lead{index}-in", prompt, cell, setting, seed=0, most=LEAD_IN)
-            for index, (_, prompt) in enumerate(asked[: cell.concurrency])
+            self._request(prompt, cell, setting, seed=0, most=LEAD_IN)
+            for prompt in asked[: cell.concurrency]
         ]
         requests = [
-            self._request(f"{salt}-{index}", prompt, cell, setting, seed=index)
-            for index, (salt, prompt) in enumerate(asked)
+            self._request(prompt, cell, setting, seed=index) for index, prompt in enumerate(asked)
         ]
         if isinstance(self._runner, ReplayRunner):
             self._runner.recorded = {}
         if isinstance(self._runner, ReplayRunner) and self._recorded is not None:
-            pairs = [*zip(prompts, asked, strict=True), *zip(requests, asked, strict=True)]
+            pairs = [*zip(prompts, group, strict=True), *zip(requests, asked, strict=True)]
             pairs += zip(lead_in, asked, strict=False)
             self._runner.recorded = {
-                each.request_id: self._recorded[tuple(prompt)] for each, (_, prompt) in pairs
+                each.request_id: self._recorded[tuple(prompt)] for each, prompt in pairs
             }
         for each in prompts:
+            each.cache = DEFAULT_CACHE
             await self._serve(each, [])
         await asyncio.gather(*(self._serve(each, []) for each in lead_in))
         answers: list[list[int]] = [[] for _ in requests]
@@ -255,7 +250,6 @@ class Bench:
 
     def _request(
         self,
-        name: str,
         prompt: Sequence[int],
         cell: Cell,
         setting: str,
@@ -272,12 +266,12 @@ class Bench:
             stop_ids = frozenset()
         params = SamplingParams(temperature=cell.temperature, max_tokens=max_tokens)
         return Request(
-            request_id=name,
+            request_id=str(next(_NUMBERS)),
             tokens=array("q", prompt),
             sampling=SamplingMetadata(params=params, seed=seed, prompt_len=len(prompt)),
             stop_ids=stop_ids,
             depth=cast("int | Literal['auto']", depth),
-            namespace=name.partition("-")[0],
+            cache=CacheOptions(write=False),
         )
 
     async def _serve(self, request: Request, answer: list[int]) -> None:
