@@ -30,7 +30,7 @@ NO_ROUTE = (
 INTERNAL = "internal error"
 MAX_MESSAGE_CHARS = 1024  # a message may quote what it was sent
 _PATH = re.compile(r"`\$\.?(?P<path>[^`]*)`$")
-_FIELD = re.compile(r"(missing required|unknown) field `(?P<name>[^`]{1,256})`")
+_FIELD = re.compile(r"(missing required|unknown) field `(?P<name>[^`]{0,256})`")
 
 
 class ErrorParts(Struct, kw_only=True):
@@ -153,8 +153,8 @@ def bad_json(error: Exception) -> ApiError:
 def _param(message: str) -> str | None:
     path, field = _PATH.search(message), _FIELD.search(message)
     place = path["path"].replace("[...]", "") if path else ""  # of a mapping's value
-    names = [place, field["name"] if field else ""]
-    return ".".join(name for name in names if name) or None
+    names = [place, field["name"]] if field else [place]
+    return ".".join(name for name in names if name) or (None if field is None else "")
 
 
 def _retry_seconds(seconds: float) -> int:

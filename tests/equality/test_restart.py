@@ -22,6 +22,7 @@ from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library, variants
+from foretoken.core.scheduling import page_loads
 from foretoken.core.tiers.slab_store import SlabStore
 from foretoken.draft.heads.kinds import save_head
 from support.checkpoints import make_checkpoint
@@ -59,6 +60,13 @@ def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs of 256 MiB: the first would take all the room, and push out what others have left."""
     assert SlabStore.__init__.__kwdefaults__ is not None
     monkeypatch.setitem(SlabStore.__init__.__kwdefaults__, "slab_bytes", 1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ups and loads that a busy machine holds up for seconds are waited for."""
+    monkeypatch.setattr(page_loads, "LOOKUP_SECONDS", 60.0)
+    monkeypatch.setattr(page_loads, "LATE_SECONDS", 60.0)
 
 
 class Run:

@@ -40,4 +40,4 @@ def _check_openai(error: dict[str, Any], status: int) -> None:
     assert error["code"] is None or isinstance(error["code"], str)
     assert error["param"] is None or isinstance(error["param"], str)
     if status == 400 and not error["message"].startswith(NO_FIELD):
-        assert error["param"], f"names no field: {error['message']}"
+        assert error["param"] is not None, f"names no field: {error['message']}"
