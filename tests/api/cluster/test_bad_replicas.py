@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from foretoken.api.cluster.forms import error_form
-from foretoken.api.cluster.routing import Route
-from foretoken.api.cluster.wire import Answer, Beat, FromReplica, Load, PageNews, Step
+from foretoken.api.cluster.front.routing import Route
+from foretoken.api.cluster.wire.forms import error_form
+from foretoken.api.cluster.wire.messages import Answer, Beat, FromReplica, Load, PageNews, Step
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.output import TokenLogprob
 from support.scripted_replica import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.api.cluster.forms import ids_form
-from foretoken.api.cluster.wire import Abort, Beat, Leaving, Load
+from foretoken.api.cluster.wire.forms import ids_form
+from foretoken.api.cluster.wire.messages import Abort, Beat, Leaving, Load
 from foretoken.core.errors import DeadlineExceeded, EngineDead
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import FinishReason, Usage

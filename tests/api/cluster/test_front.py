@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from foretoken.api.cluster.routing import Route
-from foretoken.api.cluster.wire import (
+from foretoken.api.cluster.front.routing import Route
+from foretoken.api.cluster.wire.messages import (
     Abort,
     Audit,
     Beat,

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from foretoken.api.cluster import engine_host, front_session
-from foretoken.api.cluster.engine_host import EngineHost, RefusedError
-from foretoken.api.cluster.forms import (
+from foretoken.api.cluster.replica import engine_host, front_session
+from foretoken.api.cluster.replica.engine_host import EngineHost, RefusedError
+from foretoken.api.cluster.replica.page_log import PART_KEYS, PageLog
+from foretoken.api.cluster.wire.forms import (
     InvalidRequestForm,
     PlainErrorForm,
     QueueFullForm,
     WireError,
     ids_form,
 )
-from foretoken.api.cluster.page_log import PART_KEYS, PageLog
-from foretoken.api.cluster.wire import (
+from foretoken.api.cluster.wire.messages import (
     Audit,
     Beat,
     CacheInfo,

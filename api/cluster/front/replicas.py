@@ -20,34 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ...core.engine.crash_dump import stacks, write_report
-from ...core.engine.inbox import NUM_TIMES, TokenStream, retry_seconds
-from ...core.errors import DeadlineExceeded, EngineDead, ForetokenError, InvalidRequest, QueueFull
-from ...core.interface.request import Delta, FinishReason, Request
-from ...core.scheduling.output_processor import late_end
-from ...core.scheduling.request_table import check_fits, check_priority, check_token_ids
-from ...core.telemetry.overview import RecentRequest
-from ..types.request_context import session_id
-from ..types.results import Body
-from .forms import DeltaForm, UsageForm, WireError, delta_of, ids_form
-from .front_metrics import FrontMetrics
-from .front_requests import MAX_LOSSES, LiveRequest, aborted
-from .merged import merged_audit, merged_cache, merged_overview
-from .replica_link import (
-    BEAT_SECONDS,
-    CALL_SECONDS,
-    MAX_REASON,
-    MAX_SILENT_BEATS,
-    ReplicaLink,
-    UnfitError,
-    body_in,
-    bytes_of,
-    check_same_model,
-    number_of,
-    same_bits,
-)
-from .routing import Choice, Route, Router
-from .wire import (
+from ....core.engine.crash_dump import stacks, write_report
+from ....core.engine.inbox import NUM_TIMES, TokenStream, retry_seconds
+from ....core.errors import DeadlineExceeded, EngineDead, ForetokenError, InvalidRequest, QueueFull
+from ....core.interface.request import Delta, FinishReason, Request
+from ....core.scheduling.output_processor import late_end
+from ....core.scheduling.request_table import check_fits, check_priority, check_token_ids
+from ....core.telemetry.overview import RecentRequest
+from ...types.request_context import session_id
+from ...types.results import Body
+from ..wire.forms import DeltaForm, UsageForm, WireError, delta_of, ids_form
+from ..wire.messages import (
     Abort,
     Answer,
     Audit,
@@ -66,9 +49,26 @@ from .wire import (
     page_keys,
     submit_of,
 )
+from .front_metrics import FrontMetrics
+from .live_request import MAX_LOSSES, LiveRequest, aborted
+from .merged import merged_audit, merged_cache, merged_overview
+from .replica_link import (
+    BEAT_SECONDS,
+    CALL_SECONDS,
+    MAX_REASON,
+    MAX_SILENT_BEATS,
+    ReplicaLink,
+    UnfitError,
+    body_in,
+    bytes_of,
+    check_same_model,
+    number_of,
+    same_bits,
+)
+from .routing import Choice, Route, Router
 
 if TYPE_CHECKING:
-    from .transport import FrontSocket
+    from ..wire.transport import FrontSocket
 
 logger = logging.getLogger(__name__)
 METRICS_SECONDS = 2.0  # that a scrape waits for a replica's metrics
@@ -527,7 +527,7 @@ class Replicas:
             raise EngineDead(CLOSED)
         if self._task is not None:
             return
-        from .transport import FrontSocket  # needs an extra
+        from ..wire.transport import FrontSocket  # needs an extra
 
         self._socket = FrontSocket(self._address, self._key)
         self._first = asyncio.get_running_loop().create_future()

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...core.errors import EngineDead, ForetokenError
-from ..types.results import Body
-from .forms import DeltaForm, WireError, error_of
-from .front_requests import LiveRequest
-from .wire import Answer, Call, FromFront, Hello, Load, Question, body_of
+from ....core.errors import EngineDead, ForetokenError
+from ...types.results import Body
+from ..wire.forms import DeltaForm, WireError, error_of
+from ..wire.messages import Answer, Call, FromFront, Hello, Load, Question, body_of
+from .live_request import LiveRequest
 
 BEAT_SECONDS = 1.0
 MAX_SILENT_BEATS = 3  # of ours, without a message: two of its own are missing then

@@ -10,11 +10,11 @@ import logging
 from copy import deepcopy
 from dataclasses import fields
 
-from ...core.engine.inbox import TokenStream
-from ...core.errors import ForetokenError
-from ...core.interface.request import Delta, FinishReason, Request, Usage
-from ..types.results import add_counts
-from .forms import UsageForm, usage_of
+from ....core.engine.inbox import TokenStream
+from ....core.errors import ForetokenError
+from ....core.interface.request import Delta, FinishReason, Request, Usage
+from ...types.results import add_counts
+from ..wire.forms import UsageForm, usage_of
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 3  # replicas that a request may lose: it may be what ends them
