@@ -181,7 +181,8 @@ async def main():
     llm = FrontClient("builtin", FrontOptions(front="tcp://127.0.0.1:0"))
     starting = asyncio.create_task(llm.start())
     await until(lambda: llm._replicas is not None and llm._replicas.alive)
-    replica = ScriptedReplica(llm._replicas, tokenizer=llm._replicas._tokenizer, vocab_size=4096)
+    tokenizer = llm._replicas._roster._tokenizer
+    replica = ScriptedReplica(llm._replicas, tokenizer=tokenizer, vocab_size=4096)
     replica.send(replica.hello)
     await starting
     params = SamplingParams(n=2, json_schema={{"type": "integer"}}, bad_words=("a",))
