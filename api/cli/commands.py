@@ -27,8 +27,8 @@ from .train_draft import add_flags as add_train_draft_flags
 from .train_draft import train_draft
 
 if TYPE_CHECKING:
-    from ..cluster.front import Launcher
-    from ..cluster.front_session import FrontLink
+    from ..cluster.front.front_client import Launcher
+    from ..cluster.replica.front_session import FrontLink
     from ..runtime.engine_client import EngineClient
 
 FRONT_ENGINE_OPTIONS = ("chat_template", "default_chat_template_kwargs", "step_timeout", "dump_dir")
@@ -227,7 +227,7 @@ def _front_client(
         if name not in FRONT_ENGINE_OPTIONS:
             flag = settings_of(EngineConfig)[name].flag
             raise InvalidRequest(f"{flag} is a flag of the replicas, not of --front", param=name)
-    from ..cluster.front import FrontClient
+    from ..cluster.front.front_client import FrontClient
 
     own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
     try:
@@ -263,7 +263,7 @@ def _replica(parsed: argparse.Namespace) -> int:
     given = Given(parsed, REPLICA)
     joining, (model, options) = given.make(Joining), _model_options(given)
     dial = _dialling(joining.front)
-    from ..cluster.replica import run
+    from ..cluster.replica.process import run
     from ..server.logs import configure
 
     configure(joining.log_level, joining.log_format)
@@ -274,7 +274,7 @@ def _replica(parsed: argparse.Namespace) -> int:
 def _dialling(front: str) -> Callable[[], FrontLink]:
     """Check a front's address; return a function that opens a connection to it."""
     try:
-        from ..cluster.transport import ReplicaSocket, check_address, cluster_key
+        from ..cluster.wire.transport import ReplicaSocket, check_address, cluster_key
     except ModuleNotFoundError as error:
         message = f"a replica needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None

@@ -28,12 +28,12 @@ from ...core.errors import ForetokenError
 from ..runtime.preprocess import make_config
 from ..serving.settings import FrontOptions
 from .scaling import ReplicaLoad, replica_load, want
-from .transport import CLUSTER_KEY, cluster_key
+from .wire.transport import CLUSTER_KEY, cluster_key
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-    from .engine_host import EngineHost
+    from .replica.engine_host import EngineHost
 
 logger = logging.getLogger(__name__)
 APP, DEPLOYMENT = "foretoken", "Replica"
@@ -95,8 +95,8 @@ class Replica:
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
         self, model: str | None, front: str, options: Mapping[str, Any]
     ) -> None:
-        from .replica import make_host
-        from .transport import ReplicaSocket
+        from .replica.process import make_host
+        from .wire.transport import ReplicaSocket
 
         config = EngineConfig(**options)
         dial = partial(ReplicaSocket, front, cluster_key())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from .wire import Load
+from .wire.messages import Load
 
 FULL = 0.7  # mean usage up to which replicas are filled
 CALM = 0.6  # mean usage below which the rest must stay when one is removed

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.api.cluster.forms import WireError, delta_of, error_of, params_of, usage_of
-from foretoken.api.cluster.wire import (
+from foretoken.api.cluster.wire.forms import WireError, delta_of, error_of, params_of, usage_of
+from foretoken.api.cluster.wire.messages import (
     Answer,
     Call,
     FlushPrefix,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .lists import (
     bounds,
+    cluster,
     commit,
     deciding,
     draft_model,
@@ -56,4 +57,5 @@ MUTATIONS = (
     *forms.MUTATIONS,
     *bounds.MUTATIONS,
     *tier_loads.MUTATIONS,
+    *cluster.MUTATIONS,
 )

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.api.cluster.transport import CLUSTER_KEY, FrontSocket
-from foretoken.api.cluster.wire import Audit, Leaving, body_of
+from foretoken.api.cluster.wire.messages import Audit, Leaving, body_of
+from foretoken.api.cluster.wire.transport import CLUSTER_KEY, FrontSocket
 from support.forked import Forked, code, command, run_forked
 from support.hand_front import HandFront, submit
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.api.cluster.forms import (
+from foretoken.api.cluster.wire.forms import (
     CacheForm,
     DeltaForm,
     UsageForm,
@@ -14,7 +14,7 @@ from foretoken.api.cluster.forms import (
     ids_form,
     params_form,
 )
-from foretoken.api.cluster.wire import (
+from foretoken.api.cluster.wire.messages import (
     Abort,
     Answer,
     Beat,

@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from foretoken.api.cluster.forms import ErrorForm, delta_form, usage_form
-from foretoken.api.cluster.replicas import Replicas
-from foretoken.api.cluster.routing import Route
-from foretoken.api.cluster.transport import ReplicaSocket
-from foretoken.api.cluster.wire import (
+from foretoken.api.cluster.front.replicas import Replicas
+from foretoken.api.cluster.front.routing import Route
+from foretoken.api.cluster.wire.forms import ErrorForm, delta_form, usage_form
+from foretoken.api.cluster.wire.messages import (
     Answer,
     Beat,
     Call,
@@ -26,6 +25,7 @@ from foretoken.api.cluster.wire import (
     Submit,
     body_form,
 )
+from foretoken.api.cluster.wire.transport import ReplicaSocket
 from foretoken.api.runtime.preprocess import make_request
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage

@@ -7,8 +7,8 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from foretoken.api.cluster.routing import Choice, Router
-from foretoken.api.cluster.wire import PageNews, page_keys, page_news
+from foretoken.api.cluster.front.routing import Choice, Router
+from foretoken.api.cluster.wire.messages import PageNews, page_keys, page_news
 from foretoken.core.tiers.keys import PageKeys, StoredPages
 from foretoken.radix_cache import PrefixCache
 from foretoken.radix_cache.node import Cause

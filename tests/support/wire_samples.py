@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.api.cluster.forms import (
+from foretoken.api.cluster.wire.forms import (
     cache_form,
     defaults_form,
     delta_form,
@@ -11,7 +11,7 @@ from foretoken.api.cluster.forms import (
     params_form,
     usage_form,
 )
-from foretoken.api.cluster.wire import (
+from foretoken.api.cluster.wire.messages import (
     VERSION,
     Abort,
     Answer,

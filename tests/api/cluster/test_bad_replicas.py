@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from foretoken.api.cluster.forms import error_form
-from foretoken.api.cluster.routing import Route
-from foretoken.api.cluster.wire import Answer, Beat, FromReplica, Load, PageNews, Step
+from foretoken.api.cluster.front.routing import Route
+from foretoken.api.cluster.wire.forms import error_form
+from foretoken.api.cluster.wire.messages import Answer, Beat, FromReplica, Load, PageNews, Step
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.output import TokenLogprob
 from support.scripted_replica import (
@@ -61,6 +61,28 @@ def test_a_replica_that_lies_is_dropped_in_one_line(
         run(body())
     (line,) = [each.getMessage() for each in caplog.records]
     assert reason in line
+
+
+def test_all_that_an_engine_may_send_is_taken() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            stream = front.submit(request())
+            replica.send(Step(load=LOAD, pages=[PageNews(True, MANY_KEYS[: 64 * 8])]))
+            replica.finish("r", *[99] * 8)
+            assert (await read(stream)).token_ids == [99] * 8
+            assert len(front.describe()) == 1
+
+    run(body())
+
+
+def test_tokens_without_the_log_probabilities_that_were_asked_for_are_a_lie() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            front.submit(request(logprobs=0))
+            replica.say("r", 10)
+            assert "do not belong to its tokens" in await replica.refusal()
+
+    run(body())
 
 
 @pytest.mark.parametrize(

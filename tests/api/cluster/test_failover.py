@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from foretoken.api.cluster.forms import ids_form
-from foretoken.api.cluster.wire import Abort, Beat, Leaving, Load
-from foretoken.core.errors import DeadlineExceeded, EngineDead
+from foretoken.api.cluster.wire.forms import ids_form
+from foretoken.api.cluster.wire.messages import Abort, Beat, Leaving, Load
+from foretoken.core.errors import DeadlineExceeded, EngineDead, QueueFull
 from foretoken.core.interface.output import TokenLogprob
-from foretoken.core.interface.request import FinishReason, Usage
+from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
+from foretoken.core.telemetry.metrics import EngineObserver
 from foretoken.radix_cache import Eviction
 from support.scripted_replica import (
     front_of,
@@ -316,5 +317,73 @@ def test_a_silent_replica_is_lost_and_not_heard_any_more() -> None:
             assert (await read(stream)).token_ids == [10]
             assert [each["number"] for each in front.describe()] == [2]
             assert b'replicas_lost_total{cause="silent"} 1.0' in front.metrics.render()[0]
+
+    run(body())
+
+
+def test_a_new_request_does_not_overtake_one_that_waits() -> None:
+    refused: list[str] = []
+    third = request("c")
+
+    async def body() -> None:
+        async with (
+            front_of(2) as front,
+            replicas_of(front, 2, max_running=1, max_queued=0) as (first, second),
+        ):
+
+            class Caller(EngineObserver):
+                """Sends a request as soon as there is room for one."""
+
+                def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
+                    if request.request_id == "b" and delta.terminal:
+                        with pytest.raises(QueueFull):
+                            front.submit(third)
+                        refused.append("c")
+
+            front.metrics.observers.append(Caller())
+            streams = [front.submit(request(name)) for name in "ab"]
+            await first.submitted()
+            await second.submitted()
+            first.die()
+            await until(lambda: len(front.describe()) == 1)
+            second.finish("b", 20)
+            await read(streams[1])
+            assert (await second.submitted()).request_id == "a"
+
+    run(body())
+    assert refused == ["c"]
+
+
+def test_the_time_without_a_replica_is_time_in_the_queue() -> None:
+    async def body() -> None:
+        now = [0.0]
+        async with front_of(clock=lambda: now[0]) as front:
+            wanted = request()
+            async with replicas_of(front) as (first,):
+                stream = front.submit(wanted)
+                await first.submitted()
+            await until(lambda: not front.describe())
+            now[0] = 5.0
+            async with replicas_of(front) as (second,):
+                await second.submitted()
+                now[0] = 7.0
+                second.finish("r", 10, usage=Usage(queue_time=0.5))
+                await read(stream)
+            assert (wanted.usage.queue_time, wanted.usage.total_time) == (5.5, 7.0)
+
+    run(body())
+
+
+def test_a_deadline_goes_on_in_the_next_replica() -> None:
+    async def body() -> None:
+        now = [0.0]
+        async with (
+            front_of(2, clock=lambda: now[0]) as front, replicas_of(front, 2) as (first, second)
+        ):  # fmt: skip
+            front.submit(request(deadline=5.0))
+            assert (await first.submitted()).deadline == 5.0
+            now[0] = 3.0
+            first.die()
+            assert (await second.submitted()).deadline == 2.0
 
     run(body())

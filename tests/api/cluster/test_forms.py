@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from foretoken.api.cluster.forms import (
+from foretoken.api.cluster.wire.forms import (
     CacheForm,
     DefaultsForm,
     DeltaForm,

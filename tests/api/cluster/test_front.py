@@ -10,9 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from foretoken.api.cluster.routing import Route
-from foretoken.api.cluster.wire import (
+from foretoken.api.cluster.front import replicas as replicas_of_front
+from foretoken.api.cluster.front.replicas import Replicas
+from foretoken.api.cluster.front.routing import ANSWER_TOKENS, Route
+from foretoken.api.cluster.wire.forms import error_form
+from foretoken.api.cluster.wire.messages import (
     Abort,
+    Answer,
     Audit,
     Beat,
     CacheInfo,
@@ -22,10 +26,17 @@ from foretoken.api.cluster.wire import (
     Load,
     Overview,
     Step,
+    body_form,
     page_news,
 )
 from foretoken.api.types.request_context import CONTEXT, RequestContext
-from foretoken.core.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull
+from foretoken.core.errors import (
+    EngineDead,
+    ForetokenError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+)
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
 from foretoken.core.telemetry.metrics import EngineObserver
 from foretoken.core.tiers.keys import chain_keys, root_key
@@ -37,6 +48,7 @@ from support.scripted_replica import (
     replicas_of,
     request,
     run,
+    step,
     until,
 )
 
@@ -170,6 +182,18 @@ def test_what_no_replica_could_serve_is_refused_at_once() -> None:
     run(body())
 
 
+def test_a_priority_above_that_of_the_replicas_is_refused() -> None:
+    async def body() -> None:
+        settings = body_form({"max_priority": 2})
+        async with front_of() as front, replicas_of(front, settings=settings):
+            front.submit(request(priority=2))
+            with pytest.raises(InvalidRequest, match="2") as caught:
+                front.submit(request("s", priority=3))
+            assert caught.value.param == "priority"
+
+    run(body())
+
+
 def test_the_queue_is_full_when_every_replica_has_all_it_takes() -> None:
     async def body() -> None:
         async with (
@@ -288,6 +312,38 @@ def test_one_that_cannot_take_requests_now_is_passed_over() -> None:
             await until(lambda: front.readiness is not None)
             assert front.readiness == "a step takes long"
             front.submit(request("d"))  # it may wait there
+
+    run(body())
+
+
+def test_a_replica_owes_the_tokens_of_its_requests_until_they_are_computed() -> None:
+    def row(front: Replicas) -> tuple[int, int]:
+        (found,) = front.describe()
+        return found["owed_tokens"], found["served"]
+
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            stream = front.submit(request(prompt=range(5, 95)))
+            assert row(front) == (90, 0)
+            replica.say("r", 10)
+            await anext(stream)
+            assert row(front) == (ANSWER_TOKENS, 0)
+            replica.finish("r", 11)
+            await read(stream)
+            assert row(front) == (0, 1)
+
+    run(body())
+
+
+def test_the_load_that_comes_with_a_step_is_shown() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            stream = front.submit(request())
+            load = Load(running=3, waiting=2, kv_usage=0.25)
+            replica.send(step("r", [10], load=load))
+            await anext(stream)
+            (row,) = front.describe()
+            assert (row["running"], row["waiting"], row["kv_usage"]) == (3, 2, 0.25)
 
     run(body())
 
@@ -488,5 +544,32 @@ def test_a_replica_that_is_lost_meanwhile_is_left_out() -> None:
             await replicas[1].next(Call)
             replicas[1].die()
             assert await asking == 3
+
+    run(body())
+
+
+def test_a_replica_that_cannot_report_is_left_out_of_reports() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as (first, second):
+            asking = asyncio.create_task(front.cache_info())
+            await first.answer_error(error_form(ForetokenError("not now")))
+            await second.answer(CACHE)
+            info = await asking
+            assert (info["total_pages"], [each["number"] for each in info["replicas"]]) == (10, [2])
+            assert len(front.describe()) == 2
+
+    run(body())
+
+
+def test_metrics_do_not_wait_for_a_replica_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_of_front, "METRICS_SECONDS", 0.01)
+
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front) as (replica,):
+            await front.metrics.refresh()
+            call = await replica.next(Call)
+            replica.send(Answer(call_id=call.call_id, result=b"late"))
+            freed, _ = await asked([replica], [3], front.flush_cache())
+            assert freed == 3  # the late answer is no lie
 
     run(body())

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from foretoken.api.cli import commands
-from foretoken.api.cluster.front import FrontClient
+from foretoken.api.cluster.front.front_client import FrontClient
 from foretoken.api.server.prewarm import Warm, prewarm
 from foretoken.api.serving.settings import FrontOptions
 from foretoken.api.text.tokenizer import Tokenizer
@@ -172,7 +172,7 @@ import asyncio, sys
 sys.path.insert(0, {tests!r})
 import foretoken.api.cli.commands, foretoken.api.server.process, foretoken.api.server.observability
 assert "zmq" not in sys.modules, "the command line imports zmq"
-from foretoken.api.cluster.front import FrontClient
+from foretoken.api.cluster.front.front_client import FrontClient
 from foretoken.api.serving.settings import FrontOptions
 from foretoken.api.types.sampling_params import SamplingParams
 from support.scripted_replica import ScriptedReplica, until
@@ -181,7 +181,8 @@ async def main():
     llm = FrontClient("builtin", FrontOptions(front="tcp://127.0.0.1:0"))
     starting = asyncio.create_task(llm.start())
     await until(lambda: llm._replicas is not None and llm._replicas.alive)
-    replica = ScriptedReplica(llm._replicas, tokenizer=llm._replicas._tokenizer, vocab_size=4096)
+    tokenizer = llm._replicas._roster._tokenizer
+    replica = ScriptedReplica(llm._replicas, tokenizer=tokenizer, vocab_size=4096)
     replica.send(replica.hello)
     await starting
     params = SamplingParams(n=2, json_schema={{"type": "integer"}}, bad_words=("a",))

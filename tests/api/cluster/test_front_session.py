@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from foretoken.api.cluster import engine_host, front_session
-from foretoken.api.cluster.engine_host import EngineHost, RefusedError
-from foretoken.api.cluster.forms import (
+from foretoken.api.cluster.replica import engine_host, front_session
+from foretoken.api.cluster.replica.engine_host import EngineHost, RefusedError
+from foretoken.api.cluster.replica.page_log import PART_KEYS, PageLog
+from foretoken.api.cluster.wire.forms import (
     InvalidRequestForm,
     PlainErrorForm,
     QueueFullForm,
     WireError,
     ids_form,
 )
-from foretoken.api.cluster.page_log import PART_KEYS, PageLog
-from foretoken.api.cluster.wire import (
+from foretoken.api.cluster.wire.messages import (
     Audit,
     Beat,
     CacheInfo,
@@ -336,6 +336,17 @@ def test_a_closed_connection_aborts_what_runs_and_is_dialled_anew(within, caplog
     ]
 
 
+def test_a_request_that_has_ended_is_not_aborted_with_its_connection(within) -> None:
+    async def test(replica: Replica, _task: object) -> None:
+        front = await replica.joined()
+        await front.serve(submit("a", [5, 6], PARAMS))
+        replica.links[0].fail(None)
+        await replica.dialled()
+        assert replica.engine.aborted == []
+
+    within(test)
+
+
 def test_a_silent_front_is_lost(within, quick) -> None:
     async def test(replica: Replica, _task: object) -> None:
         front = await replica.joined()
@@ -479,6 +490,22 @@ def test_all_pages_are_told_in_parts_and_no_news_twice() -> None:
     assert [len(each) for each in parts] == [PART_KEYS, 5]
     assert {key for part in parts for key in part} == {key[:8] for key in keys.cached()}
     assert log.take() == []
+
+
+def test_a_front_is_told_the_pages_that_were_there_before_it(within) -> None:
+    keys = PageKeys(b"f" * 32, 3, 1)
+    for page_id in range(3):
+        keys._set(page_id, bytes([page_id + 1]) * 32)
+
+    async def test(replica: Replica, _task: object) -> None:
+        replica.host._hosted.pages = PageLog(keys)
+        front = await replica.joined()
+        await front.until(lambda: front.pages == {b"\x01" * 8, b"\x02" * 8, b"\x03" * 8})
+        replica.links[0].fail(None)
+        later = await replica.joined()
+        await later.until(lambda: len(later.pages) == 3)
+
+    within(test)
 
 
 def test_news_of_pages_leave_without_deltas_too(within) -> None:

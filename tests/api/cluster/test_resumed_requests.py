@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from foretoken.api.build.engine_builder import build
-from foretoken.api.cluster.engine_host import EngineHost
+from foretoken.api.cluster.replica.engine_host import EngineHost
 from foretoken.api.runtime.preprocess import closing_limit, needs_closing
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from itertools import chain
 
 import pytest
 
-from foretoken.api.cluster.routing import (
+from foretoken.api.cluster.front.routing import (
     ANSWER_TOKENS,
     MAX_OVER_MEAN,
     SENT_SECONDS,
@@ -19,7 +19,7 @@ from foretoken.api.cluster.routing import (
     Route,
     Router,
 )
-from foretoken.api.cluster.wire import KEY_BYTES
+from foretoken.api.cluster.wire.messages import KEY_BYTES
 from foretoken.core.interface.request import CacheOptions
 from foretoken.core.tiers.keys import chain_keys, root_key
 from support.virtual_replicas import FINGERPRINT, VirtualCluster, VirtualReplica

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from foretoken.api.cluster.scaling import CALM, FULL, ReplicaLoad, Wanted, replica_load, want
-from foretoken.api.cluster.wire import Load
+from foretoken.api.cluster.wire.messages import Load
 
 RECORDED = Path(__file__).with_name("recorded_load.json")
 QUIET = 5.0  # seconds

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from foretoken.api.build.built import Built
-from foretoken.api.cluster.forms import WireError, params_of
-from foretoken.api.cluster.wire import (
+from foretoken.api.cluster.wire.forms import WireError, params_of
+from foretoken.api.cluster.wire.messages import (
     KEY_BYTES,
     VERSION,
     Abort,

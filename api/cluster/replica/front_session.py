@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from ...core.errors import EngineDead, ForetokenError
-from ...core.interface.request import Delta, FinishReason
-from ..runtime.preprocess import submit as submit_to
-from ..serving.errors import INTERNAL
-from .forms import DeltaForm, WireError, delta_form, error_form, usage_form
-from .hosted_engine import HostedEngine, HostedRequest
-from .wire import (
+from ....core.errors import EngineDead, ForetokenError
+from ....core.interface.request import Delta, FinishReason
+from ...runtime.preprocess import submit as submit_to
+from ...serving.errors import INTERNAL
+from ..wire.forms import DeltaForm, WireError, delta_form, error_form, usage_form
+from ..wire.messages import (
     Abort,
     Answer,
     Beat,
@@ -25,6 +24,7 @@ from .wire import (
     Step,
     Submit,
 )
+from .hosted_engine import HostedEngine, HostedRequest
 
 logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0

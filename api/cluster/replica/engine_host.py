@@ -6,15 +6,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from ...core.config import EngineConfig
-from ...core.errors import ForetokenError
-from ..build.built import Built
-from ..structured.compiler import Grammars
-from ..text.tokenizer import Tokenizer
+from ....core.config import EngineConfig
+from ....core.errors import ForetokenError
+from ...build.built import Built
+from ...structured.compiler import Grammars
+from ...text.tokenizer import Tokenizer
+from ..wire.messages import Load
 from .front_session import Ended, Ending, FrontLink, FrontSession
 from .hosted_engine import HostedEngine, LocalEngine
 from .page_log import PageLog
-from .wire import Load
 
 logger = logging.getLogger(__name__)
 REDIAL_SECONDS = 1.0  # until a front is dialled that was lost before it said a word

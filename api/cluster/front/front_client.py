@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...core.errors import ForetokenError
-from ..build.built import Built
-from ..build.model_files import find_model
-from ..runtime.engine_client import EngineClient
-from ..runtime.serving_engine import ServingEngine
-from ..serving.settings import FrontOptions
-from ..text.tokenizer import Tokenizer
-from ..types.results import Body
+from ....core.errors import ForetokenError
+from ...build.built import Built
+from ...build.model_files import find_model
+from ...runtime.engine_client import EngineClient
+from ...runtime.serving_engine import ServingEngine
+from ...serving.settings import FrontOptions
+from ...text.tokenizer import Tokenizer
+from ...types.results import Body
+from ..wire.messages import Hello, built_of
 from .replicas import Replicas
 from .routing import Route
-from .wire import Hello, built_of
 
 logger = logging.getLogger(__name__)
 DEFAULT_FAILOVER_SECONDS = 30.0
@@ -64,7 +64,7 @@ class FrontClient(EngineClient):
         launcher: Launcher | None = None,
         **options: Any,  # noqa: ANN401 - EngineConfig checks them
     ) -> None:
-        from .transport import check_address, cluster_key  # needs an extra
+        from ..wire.transport import check_address, cluster_key  # needs an extra
 
         super().__init__(model, **options)
         self._address, self._key = front.front or ANY_PORT, cluster_key()

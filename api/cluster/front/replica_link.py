@@ -8,36 +8,24 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...core.errors import EngineDead, ForetokenError
-from ..types.results import Body
-from .forms import DeltaForm, WireError, error_of
-from .front_requests import LiveRequest
-from .wire import Answer, Call, FromFront, Hello, Load, Question, body_of
+from ....core.errors import EngineDead
+from ...types.results import Body
+from ..wire.forms import DeltaForm, WireError
+from ..wire.messages import Answer, Call, FromFront, Hello, Load, Question
+from .live_request import LiveRequest
 
-BEAT_SECONDS = 1.0
-MAX_SILENT_BEATS = 3  # of ours, without a message: two of its own are missing then
-CALL_SECONDS = 30.0  # an audit waits for a step
 MESSAGES_PER_SECOND = 4000  # more than any engine has steps
 MAX_MESSAGES = 16_000  # at once: what came while the front was held up
 NUM_ENDED = 4096  # requests whose late deltas are expected
 MAX_REASON = 200  # characters of a replica's words in our log
 NO_LOAD = Load(running=0, waiting=0, kv_usage=0.0)
-MODEL_FACTS = ("name", "vocab_size", "tokenizer", "page_size", "max_model_len", "eos_token_ids")
-"""Fields of `Hello` that all replicas of a front must have in common."""
-
-BITS_FACTS = ("kernels", "fingerprint", "exact")
-"""Fields that decide whether two replicas compute the same bits."""
-
-
-class UnfitError(WireError):
-    """A replica that this front does not take."""
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaLink:
     """The state of one replica, from its greeting to its loss.
 
-    ``requests`` are those that it serves now, owned by `Replicas`; everything else is written here.
+    ``requests`` are those that it serves now, owned by `Dispatcher`; the rest is written here.
     """
 
     peer: bytes
@@ -154,48 +142,3 @@ class ReplicaLink:
 
 def _highest(form: tuple[int, float, Sequence[tuple[int, float]]]) -> int:
     return max((form[0], *(token_id for token_id, _ in form[2])))
-
-
-def number_of(answer: Answer) -> int:
-    """The number that a call answered. Raises its error, or `WireError`."""
-    result = _result(answer)
-    if not isinstance(result, int):
-        raise WireError("an answer that is no number")
-    return result
-
-
-def body_in(answer: Answer) -> Body:
-    """The object that a call answered. Raises its error, or `WireError`."""
-    return body_of(bytes_of(answer))
-
-
-def bytes_of(answer: Answer) -> bytes:
-    """The text that a call answered. Raises its error, or `WireError`."""
-    result = _result(answer)
-    if not isinstance(result, bytes):
-        raise WireError("an answer that is no text")
-    return result
-
-
-def _result(answer: Answer) -> int | bytes | None:
-    if answer.error is None:
-        return answer.result
-    error = error_of(answer.error)
-    raise error if isinstance(error, ForetokenError) else ForetokenError(str(error))
-
-
-def check_same_model(hello: Hello, first: Hello) -> None:
-    """Raise `UnfitError` for a replica whose model is not that of the first one."""
-    for name in MODEL_FACTS:
-        ours, theirs = getattr(first, name), getattr(hello, name)
-        if ours != theirs:
-            raise UnfitError(f"its {name} is {_shown(theirs)}, that of the others {_shown(ours)}")
-
-
-def same_bits(hello: Hello, first: Hello) -> bool:
-    """Whether the two compute equal tokens, as far as they say."""
-    return all(getattr(hello, name) == getattr(first, name) for name in BITS_FACTS)
-
-
-def _shown(value: object) -> str:
-    return str(value)[:MAX_REASON]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from ...core.config import EngineConfig
-from ..build.engine_builder import build
-from ..server.lifecycle import Supervisor
-from ..server.process import run_loop
-from ..text.tokenizer import Tokenizer
+from ....core.config import EngineConfig
+from ...build.engine_builder import build
+from ...server.lifecycle import Supervisor
+from ...server.process import run_loop
+from ...text.tokenizer import Tokenizer
 from .engine_host import EngineHost
 from .front_session import FrontLink
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..types.results import Body
+from ...types.results import Body
 
 Bodies = Sequence[Mapping[str, Any]]
 SUMMED_IN_CACHE = (

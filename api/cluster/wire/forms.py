@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ...core.errors import (
+from ....core.errors import (
     DeadlineExceeded,
     EngineDead,
     ForetokenError,
@@ -25,12 +25,12 @@ from ...core.errors import (
     PromptTooLong,
     QueueFull,
 )
-from ...core.interface.output import TokenLogprob
-from ...core.interface.request import CacheOptions, Delta, FinishReason, Pin, Usage
-from ...core.validation import MAX_INT
-from ...radix_cache import Eviction
-from ..serving.errors import INTERNAL, ApiError
-from ..types.sampling_params import SamplingDefaults, SamplingParams
+from ....core.interface.output import TokenLogprob
+from ....core.interface.request import CacheOptions, Delta, FinishReason, Pin, Usage
+from ....core.validation import MAX_INT
+from ....radix_cache import Eviction
+from ...serving.errors import INTERNAL, ApiError
+from ...types.sampling_params import SamplingDefaults, SamplingParams
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Count = Annotated[int, Meta(ge=0)]

@@ -19,9 +19,9 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from ...core.errors import InvalidRequest
+from ....core.errors import InvalidRequest
 from .forms import WireError
-from .wire import FromFront, FromReplica, encode, from_front, from_replica
+from .messages import FromFront, FromReplica, encode, from_front, from_replica
 
 CLUSTER_KEY = "FORETOKEN_CLUSTER_KEY"
 MAX_MESSAGE = 2**28  # bytes; a prompt of a million tokens has 8 MiB

@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from ...core.interface.request import Delta, Request
-from ...core.telemetry.overview import MAX_REQUESTS, RecentRequest
-from ..build.built import Built
-from ..runtime.serving_engine import ServingEngine
-from ..structured.compiler import Grammars
-from ..structured.matcher import GrammarMatcher
-from ..text.detokenizer import AnswerText
-from ..text.tokenizer import Tokenizer
-from ..types.sampling_params import SamplingParams
-from .forms import WireError, ids_of, params_of
-from .page_log import PageLog
-from .wire import (
+from ....core.interface.request import Delta, Request
+from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
+from ...build.built import Built
+from ...runtime.serving_engine import ServingEngine
+from ...structured.compiler import Grammars
+from ...structured.matcher import GrammarMatcher
+from ...text.detokenizer import AnswerText
+from ...text.tokenizer import Tokenizer
+from ...types.sampling_params import SamplingParams
+from ..wire.forms import WireError, ids_of, params_of
+from ..wire.messages import (
     Audit,
     CacheInfo,
     FlushCache,
@@ -38,6 +37,7 @@ from .wire import (
     hello_of,
     request_of,
 )
+from .page_log import PageLog
 
 TOKENS_AT_ONCE = 256  # of an output so far that are read before others have a turn
 USAGE_PERIOD = 32  # deltas of a request after which its usage is sent again

@@ -10,18 +10,18 @@ import logging
 from copy import deepcopy
 from dataclasses import fields
 
-from ...core.engine.inbox import TokenStream
-from ...core.errors import ForetokenError
-from ...core.interface.request import Delta, FinishReason, Request, Usage
-from ..types.results import add_counts
-from .forms import UsageForm, usage_of
+from ....core.engine.inbox import TokenStream
+from ....core.errors import ForetokenError
+from ....core.interface.request import Delta, FinishReason, Request, Usage
+from ...types.results import Body, add_counts
+from ..wire.forms import UsageForm, usage_of
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 3  # replicas that a request may lose: it may be what ends them
 
 
 class LiveRequest:
-    """A request that has not ended. Only `Replicas` moves it."""
+    """A request that has not ended. Only `Dispatcher` moves it."""
 
     def __init__(self, request: Request, session: str | None, now: float) -> None:
         self.request = request
@@ -43,6 +43,16 @@ class LiveRequest:
         """Whether its deadline has passed."""
         deadline = self.request.deadline
         return deadline is not None and self.elapsed(now) >= deadline
+
+    def describe(self, now: float) -> Body:
+        """Its sizes and its losses, for a dump."""
+        return {
+            "id": self.request.request_id,
+            "prompt_tokens": self.request.prompt_len,
+            "output_tokens": self.request.num_output,
+            "age_seconds": self.elapsed(now),
+            "losses": self.num_losses,
+        }
 
     def sent(self, now: float) -> None:
         """Note that a replica has it."""

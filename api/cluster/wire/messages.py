@@ -15,14 +15,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ..._version import __version__
-from ...core.interface.request import OnToken, Request
-from ..build.built import Built
-from ..runtime.preprocess import make_request
-from ..runtime.serving_engine import ServingEngine
-from ..structured.matcher import Grammar, GrammarMatcher
-from ..types.results import Body
-from ..types.sampling_params import SamplingParams
+from ...._version import __version__
+from ....core.interface.request import OnToken, Request
+from ...build.built import Built
+from ...runtime.preprocess import make_request
+from ...runtime.serving_engine import ServingEngine
+from ...structured.matcher import Grammar, GrammarMatcher
+from ...types.results import Body
+from ...types.sampling_params import SamplingParams
 from .forms import (
     CacheForm,
     Count,

@@ -16,9 +16,9 @@ from enum import StrEnum
 from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
-from ...core.interface.request import DEFAULT_CACHE, CacheOptions
-from ...core.tiers.keys import chain_keys, root_key
-from .wire import KEY_BYTES
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions
+from ....core.tiers.keys import chain_keys, root_key
+from ..wire.messages import KEY_BYTES
 
 SENT_SECONDS = 2.0  # pages of a prompt that was just sent count as stored for so long
 ANSWER_TOKENS = 64  # a request owes at least so many until its end: its answer takes part in steps

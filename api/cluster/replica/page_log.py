@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from .wire import PageNews, page_news
+from ..wire.messages import PageNews, page_news
 
 if TYPE_CHECKING:
-    from ...core.tiers.keys import PageKeys, StoredPages
-    from ...radix_cache.node import Cause
+    from ....core.tiers.keys import PageKeys, StoredPages
+    from ....radix_cache.node import Cause
 
 PART_KEYS = 8192  # keys of one message: 64 KiB
 

@@ -1,0 +1,239 @@
+"""Dispatcher: sends requests to replicas, and sends them to another when theirs is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from ....core.engine.inbox import NUM_TIMES, TokenStream, retry_seconds
+from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest, QueueFull
+from ....core.interface.request import Delta, FinishReason, Request
+from ....core.scheduling.output_processor import late_end
+from ..wire.forms import DeltaForm, UsageForm, WireError, delta_of
+from ..wire.messages import Abort, Step, page_keys, submit_of
+from .front_metrics import FrontMetrics
+from .live_request import MAX_LOSSES, LiveRequest, aborted
+from .replica_link import MAX_REASON, ReplicaLink
+from .roster import NO_REPLICA, Roster
+from .routing import Choice, Router
+
+
+class DeadReplicaError(WireError):
+    """A replica that does not serve any longer, by its own messages."""
+
+
+class Dispatcher:
+    """The requests of a front that have not ended, and where each is. Belongs to one event loop.
+
+    A request that no replica has waits for one with room, for ``failover_seconds`` where there is
+    no replica at all. Only a request that lost its replica waits: a new one is refused instead.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        router: Router[bytes],
+        metrics: FrontMetrics,
+        *,
+        failover_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.live: dict[str, LiveRequest] = {}  # all requests that have not ended
+        self.idle = asyncio.Event()  # there are none
+        self.idle.set()
+        self._roster, self._router, self._metrics = roster, router, metrics
+        self._failover_seconds, self._clock = failover_seconds, clock
+        self._places: dict[str, ReplicaLink] = {}  # by request, where one has it
+        self._waiting: dict[str, LiveRequest] = {}  # those that no replica has
+        self._finished: deque[float] = deque(maxlen=NUM_TIMES)  # times, without a pause between
+
+    def owed(self, link: ReplicaLink) -> int:
+        """Tokens left to compute for the requests of a replica."""
+        return self._router.owed(link.peer)
+
+    # -- from callers ---------------------------------------------------------------------------
+
+    def submit(self, request: Request, session: str | None) -> TokenStream:
+        """Send a new request. Raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
+        if request.request_id in self.live:
+            raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
+        now = self._clock()
+        live = LiveRequest(request, session, now)
+        if self._waiting or not self._place(live, now):
+            if not self._roster.links:
+                raise EngineDead(NO_REPLICA)
+            raise self._queue_full()
+        self.live[request.request_id] = live
+        self.idle.clear()
+        self._metrics.notify.begin(request, now)
+        return live.stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request between two steps; unknown and finished ones are ignored."""
+        live = self.live.get(request_id)
+        if live is None:
+            return
+        live.is_aborted = True
+        if (link := self._places.get(request_id)) is None:
+            self._finish(live, aborted())
+        else:
+            self._roster.send(link, Abort(request_id=request_id))
+
+    def end_all(self, error: EngineDead | None) -> None:
+        """End all requests by an error, or as aborted."""
+        for live in list(self.live.values()):
+            self._finish(live, aborted() if error is None else Delta(error=error))
+
+    # -- from replicas --------------------------------------------------------------------------
+
+    def add(self, link: ReplicaLink) -> None:
+        """Send requests to a replica from now on, those that wait first."""
+        hello = link.hello
+        self._router.join(link.peer, page_size=hello.page_size, fingerprint=hello.fingerprint)
+        self.serve_waiting()
+
+    def remove(self, link: ReplicaLink) -> None:
+        """Move the requests of a replica that is lost."""
+        lives = list(link.requests.values())
+        for live in lives:
+            del self._places[live.request.request_id]
+            self._router.end(live.request.request_id)
+        link.requests.clear()
+        self._router.leave(link.peer)
+        for live in lives:
+            self._move(live)
+
+    def take_step(self, link: ReplicaLink, step: Step) -> None:
+        """Take news of pages and deltas. Raises `WireError` for what no engine sends."""
+        link.load = step.load
+        for news in step.pages:
+            change = self._router.stored if news.is_stored else self._router.dropped
+            change(link.peer, page_keys(news))
+        if self._router.num_pages(link.peer) > link.hello.num_pages:
+            raise WireError(f"more pages than its {link.hello.num_pages}")
+        now = self._clock()
+        for form in step.deltas:
+            if (live := link.request_of(form)) is not None:
+                link.check_tokens(form, live)
+                self._take_delta(live, form, step.usages.get(form.request_id), now)
+
+    def _take_delta(
+        self, live: LiveRequest, form: DeltaForm, usage: UsageForm | None, now: float
+    ) -> None:
+        request, delta = live.request, delta_of(form)
+        if isinstance(delta.error, EngineDead):
+            raise DeadReplicaError(f"its engine ended: {str(delta.error)[:MAX_REASON]!r}")
+        is_abort = delta.finish_reason is FinishReason.ABORT and delta.stop_reason is None
+        if is_abort and not live.is_aborted:
+            raise DeadReplicaError("it ended a request that was not aborted")
+        was_terminal, is_first = delta.terminal, delta.token_ids and not request.num_output
+        live.take(delta, usage, now)
+        if delta.terminal and not was_terminal:
+            self.abort(request.request_id)
+        if delta.terminal:
+            self._end(live, now)
+        elif is_first:
+            self._router.progress(request.request_id, len(request.tokens))
+        self._deliver(live, delta, now)
+
+    # -- where a request is ---------------------------------------------------------------------
+
+    def _place(self, live: LiveRequest, now: float) -> bool:
+        """Send a request to a replica; False where none has room."""
+        request = live.request
+        while (choice := self._choose(live, now)) is not None:
+            link = self._roster.links[choice.replica]
+            if not self._roster.send(link, submit_of(request, elapsed=live.elapsed(now))):
+                continue
+            live.sent(now)
+            link.requests[request.request_id] = live
+            self._places[request.request_id] = link
+            self._router.begin(request.request_id, choice)
+            self._metrics.hit_tokens.inc(choice.hit_tokens)
+            return True
+        return False
+
+    def _choose(self, live: LiveRequest, now: float) -> Choice[bytes] | None:
+        """The replica for a request: one that is ready, else any with room."""
+        links = self._roster.links
+        full = {peer for peer, each in links.items() if not each.has_room}
+        unready = {peer for peer, each in links.items() if each.unready is not None}
+        for excluded in (full | unready, full) if unready else (full,):
+            choice = self._router.choose(
+                live.request.tokens,
+                live.request.namespace,
+                session=live.session,
+                cache=live.request.cache,
+                now=now,
+                excluded=excluded,
+            )
+            if choice is not None:
+                return choice
+        return None
+
+    def _move(self, live: LiveRequest) -> None:
+        if live.is_aborted:
+            self._finish(live, aborted())
+            return
+        now = self._clock()
+        live.lose(now)
+        if live.num_losses >= MAX_LOSSES:
+            message = f"the request was ended: {MAX_LOSSES} replicas were lost while they served it"
+            self._finish(live, Delta(error=EngineDead(message)))
+            return
+        self._metrics.moved.inc()
+        self._waiting[live.request.request_id] = live
+        self._serve_one(live, now)
+
+    def serve_waiting(self) -> None:
+        """Place the requests that no replica has, or end those that waited too long."""
+        now = self._clock()
+        for live in list(self._waiting.values()):
+            if live.request.request_id in self._waiting:  # a loss meanwhile may have ended it
+                self._serve_one(live, now)
+
+    def _serve_one(self, live: LiveRequest, now: float) -> None:
+        if live.is_late(now):
+            self._finish(live, late_end(live.request))
+        elif self._place(live, now):
+            self._waiting.pop(live.request.request_id, None)
+        elif not self._roster.links and now - live.waits_since >= self._failover_seconds:
+            message = f"no replica came within {self._failover_seconds:g} s"
+            self._finish(live, Delta(error=EngineDead(message)))
+
+    # -- its end --------------------------------------------------------------------------------
+
+    def _queue_full(self) -> QueueFull:
+        num_waiting = max(0, len(self.live) - self._roster.room.max_running)
+        full = QueueFull(f"the queue is full: {num_waiting} requests are waiting")
+        full.retry_after = retry_seconds(self._finished, num_waiting)
+        return full
+
+    def _finish(self, live: LiveRequest, delta: Delta) -> None:
+        """End a request by a delta of the front's own."""
+        now = self._clock()
+        live.request.usage.total_time = live.elapsed(now)
+        if isinstance(delta.error, DeadlineExceeded):
+            delta.error.retry_after = self._queue_full().retry_after
+        self._end(live, now)
+        self._deliver(live, delta, now)
+
+    def _end(self, live: LiveRequest, now: float) -> None:
+        """Let go of a request."""
+        request_id = live.request.request_id
+        del self.live[request_id]
+        self._waiting.pop(request_id, None)
+        self._finished.append(now)
+        if (link := self._places.pop(request_id, None)) is not None:
+            link.forget(request_id)
+            self._router.end(request_id)
+        if self._waiting:  # there is room now
+            asyncio.get_running_loop().call_soon(self.serve_waiting)
+        elif not self.live:
+            self.idle.set()
+            self._finished.clear()
+
+    def _deliver(self, live: LiveRequest, delta: Delta, now: float) -> None:
+        live.stream.push(delta)
+        self._metrics.notify.observe_delta(live.request, delta, now)

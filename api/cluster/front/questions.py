@@ -1,0 +1,88 @@
+"""Questions: one call to all replicas of a front, and their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from ....core.errors import EngineDead, ForetokenError
+from ...types.results import Body
+from ..wire.forms import WireError, error_of
+from ..wire.messages import Answer, Question, body_of
+from .replica_link import ReplicaLink
+from .roster import Roster
+
+logger = logging.getLogger(__name__)
+CALL_SECONDS = 30.0  # an audit waits for a step
+T = TypeVar("T")
+
+
+async def ask_all(
+    roster: Roster,
+    question: Question,
+    read: Callable[[Answer], T],
+    *,
+    seconds: float = CALL_SECONDS,
+    skips: bool = False,
+) -> dict[ReplicaLink, T]:
+    """The answers of all replicas; those that are lost meanwhile are left out.
+
+    ``read`` is one of the functions below. Raises what one of them answered, or with ``skips``
+    leaves it out, too.
+    """
+    links = list(roster.links.values())
+    asked = [_ask(roster, each, question, seconds) for each in links]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    found: dict[ReplicaLink, T] = {}
+    for link, answer in zip(links, answers, strict=True):
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            found[link] = read(answer)
+        except WireError as error:
+            roster.lose(link, "wrong", str(error))
+        except EngineDead:
+            logger.info("%s is gone and is left out", link)
+        except ForetokenError:
+            if not skips:
+                raise
+    return found
+
+
+async def _ask(roster: Roster, link: ReplicaLink, question: Question, seconds: float) -> Answer:
+    message, answer = link.ask(question)
+    roster.send(link, message)
+    try:
+        return await asyncio.wait_for(answer, seconds)
+    except TimeoutError:
+        raise ForetokenError(f"{link} did not answer within {seconds:g} s") from None
+
+
+def number_of(answer: Answer) -> int:
+    """The number that a call answered. Raises its error, or `WireError`."""
+    result = _result(answer)
+    if not isinstance(result, int):
+        raise WireError("an answer that is no number")
+    return result
+
+
+def body_in(answer: Answer) -> Body:
+    """The object that a call answered. Raises its error, or `WireError`."""
+    return body_of(bytes_of(answer))
+
+
+def bytes_of(answer: Answer) -> bytes:
+    """The text that a call answered. Raises its error, or `WireError`."""
+    result = _result(answer)
+    if not isinstance(result, bytes):
+        raise WireError("an answer that is no text")
+    return result
+
+
+def _result(answer: Answer) -> int | bytes | None:
+    if answer.error is None:
+        return answer.result
+    error = error_of(answer.error)
+    raise error if isinstance(error, ForetokenError) else ForetokenError(str(error))

@@ -1,0 +1,350 @@
+"""Replicas: the engine of a front. Others compute: they dial in, and requests go to them.
+
+It is a `ServingEngine`. All text and all state of the API are in this process, so a replica that
+is lost costs no answer: a request with its output so far is what a preempted request is already,
+and another replica goes on behind it with the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from ....core.engine.crash_dump import stacks, write_report
+from ....core.engine.inbox import TokenStream
+from ....core.errors import EngineDead
+from ....core.interface.request import Request
+from ....core.scheduling.request_table import check_fits, check_priority, check_token_ids
+from ....core.telemetry.overview import RecentRequest
+from ...types.request_context import session_id
+from ...types.results import Body
+from ..wire.forms import WireError, ids_form
+from ..wire.messages import (
+    Answer,
+    Audit,
+    Beat,
+    CacheInfo,
+    FlushCache,
+    FlushPrefix,
+    FromReplica,
+    Hello,
+    Leaving,
+    Metrics,
+    Overview,
+    Step,
+)
+from .dispatcher import DeadReplicaError, Dispatcher
+from .front_metrics import FrontMetrics
+from .merged import merged_audit, merged_cache, merged_overview
+from .questions import ask_all, body_in, bytes_of, number_of
+from .replica_link import MAX_REASON, ReplicaLink
+from .roster import NO_REPLICA, NOT_RUNNING, RequestRoom, Roster
+from .routing import Route, Router
+
+logger = logging.getLogger(__name__)
+BEAT_SECONDS = 1.0
+METRICS_SECONDS = 2.0  # that a scrape waits for a replica's metrics
+SHUTTING_DOWN, CLOSED = "the engine is shutting down", "the engine was closed"
+
+
+class Replicas:
+    """A `ServingEngine` over the replicas that dial in. Belongs to one event loop.
+
+    ``wanted`` replicas must have come before the first request is served; ``tokenizer`` is the
+    hash of the front's own. A request waits ``failover_seconds`` when no replica is left.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        key: str | None,
+        tokenizer: str,
+        wanted: int = 1,
+        route: Route = Route.KV,
+        failover_seconds: float = 30.0,
+        dump_dir: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        beat_seconds: float = BEAT_SECONDS,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self.draining = False
+        self.hung = False
+        self.metrics = FrontMetrics(self._loads, self._metric_texts)
+        self._address, self._key = address, key
+        self._dump_dir, self._clock, self._beat_seconds = dump_dir, clock, beat_seconds
+        self._roster = Roster(
+            tokenizer=tokenizer,
+            wanted=wanted,
+            clock=clock,
+            on_joined=self._joined,
+            on_lost=self._lost,
+        )
+        self._dispatcher = Dispatcher(
+            self._roster,
+            Router[bytes](route, fingerprint=None),  # by peer
+            self.metrics,
+            failover_seconds=failover_seconds,
+            clock=clock,
+        )
+        self._task: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    # -- its state ------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether it serves, with replicas or without."""
+        return self._task is not None and not self._task.done() and not self._task.cancelling()
+
+    @property
+    def readiness(self) -> str | None:
+        """Why it cannot take new requests now; None if it can."""
+        if (reason := self._refusal) is not None:
+            return reason
+        reasons = [each.unready for each in self._roster.links.values()]
+        return None if None in reasons else reasons[0]
+
+    @property
+    def _refusal(self) -> str | None:
+        if self.draining:
+            return SHUTTING_DOWN
+        return self._roster.missing if self.alive else NOT_RUNNING
+
+    @property
+    def now(self) -> float:
+        """Seconds on the front's clock."""
+        return self._clock()
+
+    @property
+    def address(self) -> str:
+        """The address at which replicas dial in; only after `start`."""
+        return self._roster.socket.address
+
+    @property
+    def limits(self) -> RequestRoom:
+        """How many requests all replicas accept; without any, the last ones did."""
+        return self._roster.room
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the prefix cache; only after the first replica came."""
+        return self._roster.greeting.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all KV pools."""
+        return sum(each.hello.num_pages for each in self._roster.links.values())
+
+    def describe(self) -> list[Body]:
+        """A row for each replica."""
+        now, owed = self._clock(), self._dispatcher.owed
+        return [each.describe(now, owed(each)) for each in self._roster.links.values()]
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> TokenStream:
+        """Accept a request; its answer arrives on the stream.
+
+        Raises `EngineDead`, `QueueFull`, `PromptTooLong` and `InvalidRequest`.
+        """
+        if (refusal := self._refusal) is not None:
+            raise EngineDead(refusal)
+        self.check(request)
+        most = self._roster.greeting.max_model_len
+        wanted = request.sampling.params.max_tokens
+        request.max_len = most if wanted is None else min(most, request.prompt_len + wanted)
+        return self._dispatcher.submit(request, session_id() or request.tenant)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that `submit` would refuse even with an empty queue; submits nothing.
+
+        Raises `PromptTooLong` and `InvalidRequest`.
+        """
+        hello = self._roster.greeting
+        check_fits(request, hello.max_model_len)
+        check_token_ids(request, hello.vocab_size)
+        check_priority(request, self._roster.max_priority)
+
+    def abort(self, request_id: str) -> None:
+        """End a request between two steps; unknown and finished ones are ignored."""
+        self._dispatcher.abort(request_id)
+
+    # -- messages of replicas -------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        while True:
+            peer, message = await self._roster.socket.receive()
+            if message is None:
+                self._roster.disconnected(peer)
+            elif (link := self._roster.links.get(peer)) is not None:
+                self._hear(link, message)
+            else:
+                self._roster.greet(peer, message)
+
+    def _hear(self, link: ReplicaLink, message: FromReplica | WireError) -> None:
+        try:
+            link.heard(self._clock())
+            self._follow(link, message)
+        except DeadReplicaError as error:
+            self._roster.lose(link, "died", str(error))
+        except WireError as error:
+            self._roster.lose(link, "wrong", str(error))
+
+    def _follow(self, link: ReplicaLink, message: FromReplica | WireError) -> None:
+        match message:
+            case Step():
+                self._dispatcher.take_step(link, message)
+            case Answer():
+                link.answered(message)
+            case Beat():
+                link.load, link.unready = message.load or link.load, message.unready
+            case Leaving():
+                self._roster.lose(link, "left", f"it leaves: {message.reason[:MAX_REASON]!r}")
+            case Hello():
+                raise WireError("a second greeting")
+            case WireError():
+                raise message
+
+    def _joined(self, link: ReplicaLink) -> None:
+        self._dispatcher.add(link)
+
+    def _lost(self, link: ReplicaLink, cause: str) -> None:
+        self.metrics.lost(cause)
+        self._dispatcher.remove(link)
+
+    async def _beat_on(self) -> None:
+        while True:
+            await asyncio.sleep(self._beat_seconds)
+            self.beat()
+
+    def beat(self) -> None:
+        """Show the replicas that the front lives; part with silent ones. Called each second."""
+        self._roster.beat()
+        self._dispatcher.serve_waiting()
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen for replicas. Raises `EngineDead` after `close`, and what `Roster.open` raises."""
+        if self.draining:
+            raise EngineDead(CLOSED)
+        if self._task is None:
+            self._roster.open(self._address, self._key)
+            self._task = asyncio.create_task(self._run(), name="foretoken-replicas")
+
+    async def first(self) -> Hello:
+        """The first replica's greeting. Raises `InvalidRequest` if it has another tokenizer."""
+        return await self._roster.when_first()
+
+    async def complete(self) -> None:
+        """Wait until all wanted replicas have come, or until `close`."""
+        await self._roster.complete.wait()
+
+    async def _run(self) -> None:
+        error = EngineDead(CLOSED)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read())
+                group.create_task(self._beat_on())
+        except asyncio.CancelledError:
+            raise
+        except BaseException as failure:
+            logger.critical("the front stops", exc_info=failure)
+            self.failure, error = failure, EngineDead("the front failed")
+        finally:
+            self._dispatcher.end_all(None if self.draining else error)
+
+    async def close(self, *, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, wait for running ones, abort those that are left; idempotent."""
+        self.draining = True
+        self._roster.complete.set()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(drain_seconds))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain_seconds: float) -> None:
+        if self.alive and drain_seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._dispatcher.idle.wait(), drain_seconds)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._roster.close()
+
+    # -- what all replicas answer ---------------------------------------------------------------
+
+    async def flush_cache(self, *namespaces: str | None) -> int:
+        """Drop unused cached prefixes on all replicas; returns how many pages that freed."""
+        question = FlushCache(namespaces=list(namespaces))
+        return sum((await ask_all(self._roster, question, number_of)).values())
+
+    async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
+        """Drop what begins with these tokens on all replicas; returns how many pages that freed.
+
+        Raises `InvalidRequest` for tokens that do not fill a page.
+        """
+        question = FlushPrefix(tokens=ids_form(tokens), namespace=namespace)
+        return sum((await ask_all(self._roster, question, number_of)).values())
+
+    async def cache_info(self, namespace: str | None = None) -> Body:
+        """Occupancy and hit counters of all replicas together, and of each."""
+        question = CacheInfo(namespace=namespace)
+        found = await ask_all(self._roster, question, body_in, skips=True)
+        each = [{"number": link.number, "pid": link.hello.pid, **found[link]} for link in found]
+        return {**merged_cache(self.page_size, list(found.values())), "replicas": each}
+
+    async def overview(self, finished: Iterable[RecentRequest] = ()) -> Body:  # noqa: ARG002
+        """Counts and state of all replicas together, and a row for each.
+
+        Paths are those of requests that run: a replica does not know what the front saw end.
+        """
+        found = await ask_all(self._roster, Overview(), body_in, skips=True)
+        return {**merged_overview(list(found.values())), "replicas": self.describe()}
+
+    async def audit(self) -> Body:
+        """Audit all replicas: sound if all are. Raises `EngineDead`."""
+        if not self.alive:
+            raise EngineDead(NOT_RUNNING)
+        found = await ask_all(self._roster, Audit(), body_in)
+        if not found:
+            raise EngineDead(NO_REPLICA)
+        return merged_audit({link.number: body for link, body in found.items()})
+
+    async def _metric_texts(self) -> Mapping[str, bytes]:
+        found = await ask_all(
+            self._roster, Metrics(), bytes_of, seconds=METRICS_SECONDS, skips=True
+        )
+        return {str(link.number): text for link, text in found.items()}
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def _loads(self) -> Mapping[str, tuple[int, int]]:
+        return {
+            str(each.number): (self._dispatcher.owed(each), len(each.requests))
+            for each in self._roster.links.values()
+        }
+
+    def report(self, reason: str) -> Body:
+        """Describe the front; any thread may call it, whatever is stuck."""
+        now = self._clock()
+        return {
+            "reason": reason,
+            "now": now,
+            "pid": os.getpid(),
+            "failure": None if self.failure is None else type(self.failure).__name__,
+            "replicas": [each.describe(now, 0) for each in list(self._roster.links.values())],
+            "requests": [each.describe(now) for each in list(self._dispatcher.live.values())],
+            "threads": stacks(),
+        }
+
+    def dump(self, report: Body) -> None:
+        """Write a report to the dump folder, if there is one."""
+        if self._dump_dir is not None:
+            write_report(report, self._dump_dir)
