@@ -1,7 +1,7 @@
 """NativeRowPasses: passes of drafts, from segments of a row each to their best tokens in one call.
 
-What Python does for a pass takes longer than it seems: the weights that the pass before it read have
-driven the interpreter's memory out of the caches. So nothing here is a tensor.
+What Python does for a pass takes longer than it seems: the weights that the pass before it read
+have driven the interpreter's memory out of the caches. So nothing here is a tensor.
 """
 
 from __future__ import annotations

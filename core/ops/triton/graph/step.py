@@ -166,11 +166,7 @@ class TritonStep:
         logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
         return found.of_pass(num_rows, logit_rows, has_chosen=False)
 
-    def row_passes(
-        self,
-        pool: KVPool,  # noqa: ARG002
-        parts: Sequence[tuple[HeadLayout, Sequence[Rope]]],  # noqa: ARG002
-    ) -> None:
+    def row_passes(self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]) -> None:
         """None: a chain of passes waits for the device once."""
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
