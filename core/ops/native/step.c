@@ -136,12 +136,14 @@ static int run_attention(const step_job *step, int64_t index, const char *x, cha
     const ft_part *part = &step->parts[layer->part];
     const step_space *space = &step->space;
     int dtype = step->dtype;
+    ft_linear_ahead(layer->o);
     if (ft_linear(layer->qkv, x, dtype, step->rows, space->wide, dtype)) return -1;
     ft_rope_rows(space->wide, space->narrow, part->batch, part->kv, part->heads, layer->kv_layer,
                  &layer->turn);
     if (ft_attend(space->narrow, space->wide, &step->plans[layer->part], part->batch, part->kv,
                   part->heads, layer->kv_layer, &layer->rule))
         return -1;
+    ft_linear_ahead(layer->gate_up);
     if (ft_linear(layer->o, space->wide, dtype, step->rows, out, dtype)) return -1;
     norm_rows(step, out, layer->attention_out_norm, out);
     return 0;
@@ -155,9 +157,11 @@ static int run_mlp(const step_job *step, int64_t index, const char *x, char *out
     if (layer->experts) {
         if (ft_run_experts(layer->experts, x, x, out, step->rows, dtype)) return -1;
     } else {
+        ft_linear_ahead(layer->down);
         if (ft_linear(layer->gate_up, x, dtype, step->rows, space->wide, dtype)) return -1;
         ft_activate_rows(space->wide, space->narrow, step->rows, layer->down->in_features,
                          &layer->activation, dtype);
+        ft_linear_ahead(index + 1 < step->decoder->num_layers ? layer[1].qkv : NULL);
         if (ft_linear(layer->down, space->narrow, dtype, step->rows, out, dtype)) return -1;
     }
     norm_rows(step, out, layer->mlp_out_norm, out);
