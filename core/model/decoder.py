@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ..ops.base import DecoderWeights, ForwardPlan, LayersOutput, Ops
+from ..ops.base import DecoderWeights, ForwardPlan, LayersOutput, Ops, RowPasses
 from ..ops.batch import (
     NOTHING_MORE,
     DeviceTokens,
@@ -78,6 +78,9 @@ class Decoder(Protocol):
         The output holds until the next pass. Raises ValueError for taps that there are not.
         """
 
+    def row_passes(self, pool: KVPool) -> RowPasses | None:
+        """Passes of drafts over a pool, each in one call, where the backend has these."""
+
 
 class PagedDecoder:
     """Pools and batches of a `Decoder`: of the ``shapes`` of its layers' KV, for its operations."""
@@ -126,6 +129,10 @@ class PagedDecoder:
             device_tokens=device_tokens,
         )
 
+    def row_passes(self, pool: KVPool) -> RowPasses | None:  # noqa: ARG002
+        """None."""
+        return None
+
 
 class OwnDecoder(PagedDecoder):
     """`Decoder` of packed weights, which the backend's operations compute layer by layer."""
@@ -173,6 +180,14 @@ class OwnDecoder(PagedDecoder):
             found = self._compiled(batch.token_ids, plans, wanted)
         logits = self._logits(batch, found) if found.logits is None else found.logits
         return ForwardOutput(found.hidden, logits, found.tokens, found.taps)
+
+    def row_passes(self, pool: KVPool) -> RowPasses | None:
+        """The backend's, if it has these."""
+        if self._compiled is None:
+            return None
+        heads = [part.heads for part in self._layout.parts]
+        parts = list(zip(heads, self._ropes, strict=True))
+        return self._compiled.row_passes(pool, parts)
 
     def plans(self, batch: RaggedBatch, pool: KVPool) -> tuple[ForwardPlan, ...]:
         """The backend's plans of a pass, one for each of the pool's parts."""

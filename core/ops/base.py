@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from ..sampling.sampler import PendingTokens, Sampler
-from .batch import RaggedBatch, Taps, Wanted
+from .batch import RaggedBatch, Segment, Taps, Wanted
 from .kv_pool import KvPlace, KVPool
 from .quantize import QuantizedWeight, WeightKind
+
+if TYPE_CHECKING:
+    from ..sampling.logits_processors import SampleRow
+    from ..sampling.verifier import Best
 
 Exactness: TypeAlias = Literal["spec", "batch", "off"]
 
@@ -132,6 +136,18 @@ class LayersOutput(NamedTuple):
     taps: Tensor | None = None  # [T, num_taps * hidden]
 
 
+class RowPasses(Protocol):
+    """Passes of one decoder over one pool, choice of tokens included, each in one call."""
+
+    def best(
+        self, segments: Sequence[Segment], rows: Sequence[SampleRow], num_best: int
+    ) -> list[Best]:
+        """Compute segments of one row each; the best tokens behind each, as `Sampler.best`.
+
+        Raises ValueError for a position without a page.
+        """
+
+
 class CompiledForward(Protocol):
     """All layers of one decoder in one call, to the same bits as one operation after another."""
 
@@ -139,6 +155,11 @@ class CompiledForward(Protocol):
         self, token_ids: Tensor, plans: Sequence[ForwardPlan], wanted: Wanted
     ) -> LayersOutput:
         """Compute token ids ``[T]``; writes KV to the pool. A plan for each of its parts."""
+
+    def row_passes(
+        self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]
+    ) -> RowPasses | None:
+        """Passes over a pool, with heads and tables of each part; None: the backend has none."""
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
         """Do what the first passes over a pool would else wait for; writes none of it.

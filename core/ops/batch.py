@@ -265,10 +265,15 @@ def _pages(
     counts = (in_pages + (page_size - 1)) // page_size
     joined = array("q")
     for segment, count in zip(segments, counts.tolist(), strict=True):
-        if len(segment.page_ids) < count:
-            raise ValueError(f"{len(segment.page_ids)} pages for {segment.stop} positions")
-        joined.extend(segment.page_ids[:count])
+        joined.extend(first_pages(segment, count))
     return counts, np.frombuffer(joined, dtype=np.int64)
+
+
+def first_pages(segment: Segment, count: int) -> array[int]:
+    """The first ``count`` pages. Raises ValueError where there are fewer."""
+    if len(segment.page_ids) < count:
+        raise ValueError(f"{len(segment.page_ids)} pages for {segment.stop} positions")
+    return segment.page_ids[:count]
 
 
 def padded_rows(values: NDArray[Any], min_rows: int, device: torch.device | str) -> Tensor:

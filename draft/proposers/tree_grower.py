@@ -13,13 +13,23 @@ import numpy as np
 
 from ...core.interface.plan import ScheduledRequest
 from ...core.model.decoder import Decoder
+from ...core.ops.base import RowPasses
 from ...core.ops.batch import DeviceTokens, ForwardOutput, SamplingPlan, Segment, Wanted
 from ...core.ops.kv_pool import KVPool
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.sampler import DeviceSampler, PendingTokens
 from ...core.sampling.verifier import Best
 from .gap_model import default_gap_models
-from .tree_growth import ROOT, TreeGrowth, TreeNodes, choose, drawn_alone, frontiers, sample_rows
+from .tree_growth import (
+    NUM_BEST,
+    ROOT,
+    TreeGrowth,
+    TreeNodes,
+    choose,
+    drawn_alone,
+    frontiers,
+    sample_rows,
+)
 
 
 class TreeGrower:
@@ -43,6 +53,7 @@ class TreeGrower:
         self._independent = independent
         # Asked once: whether an object keeps a protocol takes as long as a small matrix.
         self._device_sampler = sampler if isinstance(sampler, DeviceSampler) else None
+        self._row_passes = None if independent else decoder.row_passes(pool)
         self._draws_on_device = self._device_sampler is not None and not independent
 
     def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
@@ -120,6 +131,8 @@ class TreeGrower:
     ) -> Opened:
         """One pass, a row of logits for each node, and what may follow these."""
         rows = sample_rows(nodes, num_ahead)
+        if self._row_passes is not None and len(nodes) == len(segments) == _num_rows(segments):
+            return Opened(nodes, self._best_of_rows(self._row_passes, segments, nodes, rows))
         page_size = self._pool.page_size
         batch = self._decoder.batch(segments, page_size=page_size, device_tokens=device_tokens)
         draws = None
@@ -127,6 +140,17 @@ class TreeGrower:
             draws = SamplingPlan(rows, [1] * len(rows))
         output = self._decoder.forward(batch, self._pool, Wanted(draws))
         return self._choose(nodes, rows, output)
+
+    def _best_of_rows(
+        self,
+        passes: RowPasses,
+        segments: Sequence[Segment],
+        nodes: TreeNodes,
+        rows: Sequence[SampleRow],
+    ) -> list[Best]:
+        if any(tree.wants_best for tree, _ in nodes):
+            return passes.best(segments, rows, NUM_BEST)
+        return [best._replace(scores=()) for best in passes.best(segments, rows, 1)]
 
     def _choose(self, nodes: TreeNodes, rows: Sequence[SampleRow], output: ForwardOutput) -> Opened:
         """Choose what may follow each node; it may be on the device still."""
@@ -138,6 +162,10 @@ class TreeGrower:
             return Opened(nodes, begun)
         best = choose(nodes, output.logits, rows, self._sampler, independent=self._independent)
         return Opened(nodes, best)
+
+
+def _num_rows(segments: Sequence[Segment]) -> int:
+    return sum(len(segment.token_ids) for segment in segments)
 
 
 class Opened(NamedTuple):

@@ -3,7 +3,9 @@
 
 #include <stdlib.h>
 
-enum { LEAST_WORK = 1 << 18 }; /* products that make a task worth another thread */
+/* Products that make a task worth another thread: some microseconds. A thread that had nothing to do for
+ * longer would sleep, and be woken for the matrix behind attention. */
+enum { LEAST_WORK = 1 << 14 };
 
 /* -- shared blocks ---------------------------------------------------------------------------- */
 

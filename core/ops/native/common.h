@@ -50,6 +50,10 @@ void ft_parallel(ft_work work, void *context, int64_t tasks, int64_t grain);
  * read neighbouring memory: what one of them fetches ahead is then used by the same core. */
 void ft_parallel_ranges(ft_work work, void *context, int64_t tasks, int64_t grain);
 
+/* Say what the next call of `ft_parallel_ranges` reads, evenly by task: threads that wait for it fetch
+ * some of it. To be said before the job behind which they wait. */
+void ft_ahead(const void *memory, size_t bytes);
+
 /* Threads of the pool, the caller included. */
 int ft_num_threads(void);
 
@@ -61,6 +65,7 @@ enum {
     FT_SCRATCH_ATTENTION,
     FT_SCRATCH_ATTENTION_PLAN,
     FT_SCRATCH_STEP,
+    FT_SCRATCH_PASS,
     FT_SCRATCH_EXPERTS,
     FT_SCRATCH_JOBS,
     FT_SCRATCH_SAMPLE,

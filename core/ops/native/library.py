@@ -35,6 +35,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ft_forward": (_I32, (_PTR, _PTR, _PTR, _I64, _PTR, _I64, _PTR, _PTR)),
     "ft_choose": (_I32, (_PTR, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _PTR)),
     "ft_best": (_I32, (_PTR, _I64, _PTR, _PTR, _I64, _PTR, _I64, _PTR, _PTR, _PTR)),
+    "ft_row_pass": (
+        _I32,
+        (
+            *(_PTR, _PTR, ctypes.c_float, _PTR, _I64, _PTR, _I64, _PTR),
+            *(_PTR, _I64, _PTR, _I64, _PTR, _PTR, _PTR),
+        ),
+    ),
     "ft_read": (None, (_PTR, _I64)),
     "ft_multiply": (ctypes.c_double, (_I64,)),
 }

@@ -524,6 +524,15 @@ int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_
     return 0;
 }
 
+void ft_linear_ahead(const ft_linear_weight *next) {
+    if (!next) {
+        ft_ahead(NULL, 0);
+        return;
+    }
+    const int64_t panels = ft_ceil_div(next->out_features, PANEL);
+    ft_ahead(next->weight, (size_t)(panels * make_job(next, 1, NULL, 0).panel_bytes));
+}
+
 /* ---- many weights in one call ---- */
 
 /* A job, its rows, and where its panels and its prepared rows begin among those of all. */

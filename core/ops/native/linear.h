@@ -68,6 +68,9 @@ FT_INLINE int ft_is_fine(const ft_linear_weight *weight) {
 FT_EXPORT int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_t rows,
                         void *y, int y_dtype);
 
+/* Say before a linear layer which one follows it; NULL: none is known. */
+void ft_linear_ahead(const ft_linear_weight *next);
+
 /* The same for `count` weights at once, each of rows [firsts[i], firsts[i + 1]) of x and of y; a
  * weight without rows is not read. Bits are those of a call for each. */
 int ft_linear_many(const ft_linear_weight *const *weights, const int64_t *firsts, int64_t count,

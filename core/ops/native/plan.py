@@ -88,6 +88,27 @@ def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype 
     return ""
 
 
+def kv_struct(pool: KVPool) -> KvStruct:
+    """The pool's memory. Raises ValueError for one that the kernels cannot read."""
+    block = pool.block
+    if block.dtype not in (pool.dtype, torch.int8):
+        raise ValueError(f"the native kernels read no keys and values of {block.dtype}")
+    place = (pool.data.data_ptr(), pool.page_blocks, pool.page_size)
+    return KvStruct(*place, block.num_bytes, block.scales_at)
+
+
+def heads_struct(heads: HeadLayout, dtype: torch.dtype) -> HeadsStruct:
+    """Heads of activations of ``dtype``."""
+    return HeadsStruct(
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        DTYPES[dtype],
+        heads.scale,
+        -1.0 if heads.value_eps is None else heads.value_eps,
+    )
+
+
 class NativePlan:
     """Arrays and structs of one forward pass that every kernel reads.
 
@@ -104,8 +125,6 @@ class NativePlan:
         """``tables``: cos and sin ``[num_rows, head_dim / 2]`` of each table."""
         if batch.num_rows != int(batch.lens.sum()):
             raise ValueError("the native kernels take batches without copies of their last row")
-        if pool.block.dtype not in (pool.dtype, torch.int8):
-            raise ValueError(f"the native kernels read no keys and values of {pool.block.dtype}")
         arrays = (
             batch.starts, batch.lens, batch.first_rows, batch.page_table,
             batch.tail_from, batch.first_tails, batch.tails,
@@ -122,16 +141,8 @@ class NativePlan:
         pointers = [values.ctypes.data for values in host] + [t.data_ptr() for t in tensors]
         shape = (batch.num_rows, len(batch.lens), batch.page_table.shape[1])
         self.batch = BatchStruct(*shape, *pointers)
-        block = (pool.block.num_bytes, pool.block.scales_at)
-        self.kv = KvStruct(pool.data.data_ptr(), pool.page_blocks, pool.page_size, *block)
-        self.head_struct = HeadsStruct(
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            DTYPES[pool.dtype],
-            heads.scale,
-            -1.0 if heads.value_eps is None else heads.value_eps,
-        )
+        self.kv = kv_struct(pool)
+        self.head_struct = heads_struct(heads, pool.dtype)
 
     @property
     def pointers(self) -> tuple[object, object, object]:

@@ -18,7 +18,7 @@ enum { PIECE = 16384 }; /* logits that make a task worth another thread */
 /* Places down a draft tree: each decides the token behind a node, and the walk goes to the child
  * that has it; it ends where there is none. The first place is behind `tail`, which is empty where
  * there are nodes. The place behind node n has the logits n + 1 rows below the first. */
-typedef struct {
+struct ft_walk {
     const ft_sampling *sampling;
     int64_t first;     /* row of the logits of the first place */
     int64_t num_nodes; /* rows of the output: one more, its tokens one behind the other */
@@ -28,7 +28,7 @@ typedef struct {
     int64_t parents; /* where the nodes' parents do; -1: each is the child of the one before */
     int64_t tail_len;
     const uint8_t *mask;
-} ft_walk;
+};
 
 typedef struct {
     const float *logits; /* [rows, vocab] */
@@ -373,11 +373,9 @@ FT_EXPORT int ft_choose(const float *logits, int64_t vocab, const int64_t *hashe
     return run(&job, num_walks);
 }
 
-/* The best `num_best` tokens of the first place of each walk, FT_MOST at most, and their scores.
- * Returns 0, or -1 when there is no memory. */
-FT_EXPORT int ft_best(const float *logits, int64_t vocab, const int64_t *hashes,
-                      const ft_walk *walks, int64_t num_walks, const int64_t *drafts,
-                      int64_t num_best, int64_t *tokens, float *scores, int64_t *counts) {
+int ft_best(const float *logits, int64_t vocab, const int64_t *hashes,
+            const ft_walk *walks, int64_t num_walks, const int64_t *drafts, int64_t num_best,
+            int64_t *tokens, float *scores, int64_t *counts) {
     choose_job job = {logits, vocab, hashes, walks, drafts, tokens, counts, num_best, scores, 0};
     return run(&job, num_walks);
 }

@@ -126,4 +126,13 @@ FT_INLINE int ft_any_within(const uint32_t *keys, uint32_t most) {
     return least <= most;
 }
 
+/* Places down a draft tree; see sample.c. */
+typedef struct ft_walk ft_walk;
+
+/* The best `num_best` tokens of the first place of each walk, 8 at most, and their scores. Returns
+ * 0, or -1 when there is no memory. */
+FT_EXPORT int ft_best(const float *logits, int64_t vocab, const int64_t *hashes,
+                      const ft_walk *walks, int64_t num_walks, const int64_t *drafts,
+                      int64_t num_best, int64_t *tokens, float *scores, int64_t *counts);
+
 #endif

@@ -8,7 +8,8 @@ depends on that row alone, bit for bit.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from ...sampling.verifier import (
 )
 from .library import NativeLibrary
 
+HOST = torch.device("cpu")
 MOST_BEST = 8  # as in sample.c
 _ERRORS = {-1: NOT_FINITE, -2: ALL_BANNED}  # as in sample.h
 _GREEDY = SamplingMetadata(params=TokenSamplingParams(temperature=0.0), seed=0, prompt_len=0)
@@ -51,10 +53,11 @@ class NativeSampler:
             range(len(requests)), -1
         )  # of live rows: behind which one to decide next
         while nodes:
-            call = _Call(self._library, logits)
+            walks = Walks(logits.shape[-1])
             for i, node in nodes.items():
-                call.add_walk(requests[i], node, starts[i])
-            for i, (token_ids, errors[i]) in zip(nodes, call.run(), strict=True):
+                walks.add_walk(requests[i], node, starts[i])
+            chosen = walks.choose(self._library, logits)
+            for i, (token_ids, errors[i]) in zip(nodes, chosen, strict=True):
                 runs[i] += token_ids
             nodes = _next_nodes(requests, runs, errors, nodes)
         return [
@@ -66,10 +69,9 @@ class NativeSampler:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
         if len(rows) != len(logits):
             raise ValueError(f"{len(logits)} rows of logits for {len(rows)} tokens to draw")
-        call = _Call(self._library, logits)
-        for i, row in enumerate(rows):
-            call.add(row.encoded(call.vocab_size), row.tokens, row.tail, i)
-        return [SampledToken(ids[0] if ids else -1, error) for ids, error in call.run()]
+        walks = Walks.of(rows, logits.shape[-1])
+        chosen = walks.choose(self._library, logits)
+        return [SampledToken(ids[0] if ids else -1, error) for ids, error in chosen]
 
     def best(
         self,
@@ -88,10 +90,16 @@ class NativeSampler:
         vocab_size = logits.shape[-1] if draft_vocab is None else draft_vocab.vocab_size
         if draft_vocab is not None and not draft_vocab.serves(rows):
             logits, draft_vocab = draft_vocab.widened(logits), None
-        call = _Call(self._library, logits)
-        for i, row in enumerate(rows):
-            call.add(row.encoded(vocab_size), row.tokens, row.tail, i)
-        return call.run_best(num_best, draft_vocab)
+        logits, width = _dense(logits), logits.shape[-1]
+        hashes = vocabulary_hashes(width, HOST) if draft_vocab is None else draft_vocab.hashes
+        first = (logits.data_ptr(), width, hashes.data_ptr())
+        found = Walks.of(rows, vocab_size).best(
+            num_best, lambda *places: int(self._library.c.ft_best(*first, *places))
+        )
+        if draft_vocab is None:
+            return found
+        names = draft_vocab.names
+        return [each._replace(token_ids=tuple(names[i] for i in each.token_ids)) for each in found]
 
 
 def _next_nodes(
@@ -110,21 +118,27 @@ def _next_nodes(
     return found
 
 
-class _Call:
-    """One call of the kernel: walks along drafts, each of one or more places."""
+class Walks:
+    """The walks along drafts that one call of a kernel makes, each of one or more places.
 
-    def __init__(self, library: NativeLibrary, logits: Tensor) -> None:
-        self._library = library
-        self._logits = logits.to(torch.float32).contiguous()
-        self._walks: list[int] = []  # ``ft_walk`` of sample.c, number by number
+    ``vocab_size``: of the requests' parameters.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._walks = array("q")  # ``ft_walk`` of sample.c, number by number
         self._firsts: list[int] = []  # row of the logits where each walk begins
         self._drafts = array("q")
         self._refusals: dict[int, str] = {}  # by walk
         self._masks: list[Mask] = []  # lent until the call is over
 
-    @property
-    def vocab_size(self) -> int:
-        return self._logits.shape[-1]
+    @classmethod
+    def of(cls, rows: Sequence[SampleRow], vocab_size: int) -> Walks:
+        """Walks of a place each, decided by one row of logits after the other."""
+        walks = cls(vocab_size)
+        for index, row in enumerate(rows):
+            walks.add(row.encoded(vocab_size), row.tokens, row.tail, index)
+        return walks
 
     def add_walk(self, request: VerifyRequest, node: int, start: int) -> None:
         """Decide the place behind a node of a draft, whose logits begin at row ``start``.
@@ -132,7 +146,7 @@ class _Call:
         Then those below it, while the draft is right; but a constraint must be asked before every
         place, so there the walk ends at once.
         """
-        encoded = request.sampling.cached(EncodedSampling, self.vocab_size)
+        encoded = request.sampling.cached(EncodedSampling, self._vocab_size)
         if encoded.is_asked:
             self.add(encoded, request.tokens, request.tail(node), start + 1 + node)
         else:
@@ -164,21 +178,20 @@ class _Call:
         drafts = self._drafts
         drafts_at, parents_at = len(drafts), len(drafts) + len(draft) if parents else -1
         self._firsts.append(first)
-        self._walks += (
-            address, first, len(draft), at, num_tokens, drafts_at, parents_at, len(tail), mask_at,
-        )  # fmt: skip
+        self._walks.extend(
+            (address, first, len(draft), at, num_tokens, drafts_at, parents_at, len(tail), mask_at)
+        )
         drafts.extend(draft or tail)
         drafts.extend(parents)
 
-    def run(self) -> list[tuple[list[int], str | None]]:
+    def choose(self, library: NativeLibrary, logits: Tensor) -> list[tuple[list[int], str | None]]:
         """Choose along every walk; returns its tokens, and the error that ended it, in order."""
-        num_rows, vocab_size = self._logits.shape
-        hashes = vocabulary_hashes(vocab_size, self._logits.device)
-        walks, tokens = array("q", self._walks), array("q", bytes(8 * num_rows))
-        counts = array("q", bytes(8 * len(self._firsts)))
-        failed = self._library.c.ft_choose(
-            self._logits.data_ptr(), vocab_size, hashes.data_ptr(), _at(walks), len(counts),
-            _at(self._drafts), _at(tokens), _at(counts),
+        logits = _dense(logits)
+        num_rows, width = logits.shape
+        tokens, counts = _zeros("q", num_rows), _zeros("q", len(self._firsts))
+        failed = library.c.ft_choose(
+            logits.data_ptr(), width, vocabulary_hashes(width, HOST).data_ptr(), _at(self._walks),
+            len(counts), _at(self._drafts), _at(tokens), _at(counts),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory to choose tokens in")
@@ -189,20 +202,17 @@ class _Call:
             for index, (first, count) in enumerate(spans)
         ]
 
-    def run_best(self, num_best: int, draft_vocab: DraftVocab | None = None) -> list[Best]:
-        """Find the best tokens of every walk and their scores; a walk is a single row here."""
-        num_rows, vocab_size = self._logits.shape
-        if draft_vocab is None:
-            hashes = vocabulary_hashes(vocab_size, self._logits.device)
-        else:
-            hashes = draft_vocab.hashes
-        walks, counts = array("q", self._walks), array("q", bytes(8 * num_rows))
-        tokens = array("q", bytes(8 * num_rows * num_best))
-        scores = array("f", bytes(4 * num_rows * num_best))
-        failed = self._library.c.ft_best(
-            self._logits.data_ptr(), vocab_size, hashes.data_ptr(), _at(walks), num_rows,
-            _at(self._drafts), num_best, _at(tokens),
-            scores.buffer_info()[0], _at(counts),
+    def best(self, num_best: int, find: Callable[..., int]) -> list[Best]:
+        """The best tokens of every walk and their scores; each has one place here.
+
+        ``find``: a kernel that takes what `ft_best` takes last, and returns whether it failed.
+        """
+        num_walks = len(self._firsts)
+        tokens, counts = _zeros("q", num_walks * num_best), _zeros("q", num_walks)
+        scores = _zeros("f", num_walks * num_best)
+        failed = find(
+            _at(self._walks), num_walks, _at(self._drafts), num_best, _at(tokens), _at(scores),
+            _at(counts),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory to choose tokens in")
@@ -210,8 +220,6 @@ class _Call:
         for index, count in enumerate(counts):
             span = slice(index * num_best, index * num_best + count)
             ids, error = self._outcome(index, tokens[span].tolist())
-            if draft_vocab is not None:
-                ids = [draft_vocab.names[each] for each in ids]
             best = Best(tuple(ids), tuple(scores[span]))
             found.append(best if error is None else Best((), (), error))
         return found
@@ -221,5 +229,13 @@ class _Call:
         return (token_ids, None) if error is None else (token_ids[:-1], error)
 
 
-def _at(numbers: array[int]) -> int:
+def _dense(logits: Tensor) -> Tensor:
+    return logits.to(torch.float32).contiguous()
+
+
+def _zeros(code: Literal["q", "f"], count: int) -> array[Any]:
+    return array(code, bytes(count * (8 if code == "q" else 4)))
+
+
+def _at(numbers: array[Any]) -> int:
     return numbers.buffer_info()[0]

@@ -171,9 +171,9 @@ FT_INLINE void vi_dot_words(vi *sum, vi left, vi right, const void *x) {
     FT_TWO_PRODUCTS("vpmaddwd", "vpaddd", sum, left, right, x);
 }
 FT_INLINE void vf_store_int8(int8_t *p, vf x) {
-    int32_t wide[8];
-    _mm256_storeu_si256((__m256i *)wide, _mm256_cvtps_epi32(x));
-    for (int i = 0; i < 8; i++) p[i] = (int8_t)wide[i];
+    __m256i wide = _mm256_cvtps_epi32(x);
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
 }
 
 #else

@@ -2,6 +2,8 @@
 #include "decoder.h"
 #include "experts.h"
 #include "linear.h"
+#include "sample.h"
+#include "vector.h"
 
 /* -- Gemma 4's parts: see ../gemma4.py ---------------------------------------------------------- */
 
@@ -134,12 +136,14 @@ static int run_attention(const step_job *step, int64_t index, const char *x, cha
     const ft_part *part = &step->parts[layer->part];
     const step_space *space = &step->space;
     int dtype = step->dtype;
+    ft_linear_ahead(layer->o);
     if (ft_linear(layer->qkv, x, dtype, step->rows, space->wide, dtype)) return -1;
     ft_rope_rows(space->wide, space->narrow, part->batch, part->kv, part->heads, layer->kv_layer,
                  &layer->turn);
     if (ft_attend(space->narrow, space->wide, &step->plans[layer->part], part->batch, part->kv,
                   part->heads, layer->kv_layer, &layer->rule))
         return -1;
+    ft_linear_ahead(layer->gate_up);
     if (ft_linear(layer->o, space->wide, dtype, step->rows, out, dtype)) return -1;
     norm_rows(step, out, layer->attention_out_norm, out);
     return 0;
@@ -153,9 +157,11 @@ static int run_mlp(const step_job *step, int64_t index, const char *x, char *out
     if (layer->experts) {
         if (ft_run_experts(layer->experts, x, x, out, step->rows, dtype)) return -1;
     } else {
+        ft_linear_ahead(layer->down);
         if (ft_linear(layer->gate_up, x, dtype, step->rows, space->wide, dtype)) return -1;
         ft_activate_rows(space->wide, space->narrow, step->rows, layer->down->in_features,
                          &layer->activation, dtype);
+        ft_linear_ahead(index + 1 < step->decoder->num_layers ? layer[1].qkv : NULL);
         if (ft_linear(layer->down, space->narrow, dtype, step->rows, out, dtype)) return -1;
     }
     norm_rows(step, out, layer->mlp_out_norm, out);
@@ -288,4 +294,122 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft
         tap(&taps, index + 1, space->residual, step.rows, row_bytes);
     }
     return 0;
+}
+
+/* -- a pass of drafts in one call --------------------------------------------------------------- */
+
+/* Layers with heads alike, as ft_part; their tables are those of all positions. */
+typedef struct {
+    const ft_kv *kv;
+    const ft_heads *heads;
+    int64_t num_tables;
+    const float *const *tables; /* [num_tables] cos, then as many sin: [positions, head_dim / 2] */
+} ft_row_part;
+
+/* A row: at `layout` its token, its position, how many pages and how many slots of a tail it has,
+ * then the pages, then the tail. */
+enum { ROW_TOKEN, ROW_POSITION, ROW_PAGES, ROW_TAIL, ROW_HEAD };
+
+/* Memory of a pass, taken piece by piece; with `memory` NULL only counted. */
+typedef struct {
+    char *memory;
+    size_t used;
+} pieces;
+
+static void *take(pieces *from, int64_t bytes) {
+    void *piece = from->memory ? from->memory + from->used : NULL;
+    from->used += (size_t)round_up(bytes);
+    return piece;
+}
+
+typedef struct {
+    int64_t *ids, *starts, *lens, *first_rows, *pages, *tail_from, *first_tails, *slots;
+    float *turns[FT_MAX_PARTS];
+    char *hidden;
+    float *logits;
+} pass_space;
+
+static pass_space lay_out_rows(pieces *from, const ft_row_part *parts, int64_t num_parts,
+                              int64_t rows, int64_t max_pages, int64_t hidden, int64_t vocab) {
+    pass_space space;
+    int64_t **columns[] = {&space.ids, &space.starts, &space.lens, &space.first_rows,
+                           &space.tail_from, &space.first_tails, &space.slots};
+    for (size_t i = 0; i < sizeof columns / sizeof *columns; i++) *columns[i] = take(from, rows * 8);
+    space.pages = take(from, rows * max_pages * 8);
+    for (int64_t i = 0; i < num_parts; i++)
+        space.turns[i] = take(from, parts[i].num_tables * rows * parts[i].heads->head_dim * 4);
+    space.hidden = take(from, rows * hidden * 4);
+    space.logits = take(from, rows * vocab * 4);
+    return space;
+}
+
+/* The columns of a batch, of which each row is a segment of its own. */
+static void read_rows(const int64_t *layout, int64_t rows, int64_t max_pages, int64_t page_size,
+                      const pass_space *space) {
+    const int64_t *at = layout;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t position = at[ROW_POSITION], num_tails = at[ROW_TAIL];
+        const int64_t *pages = at + ROW_HEAD, *tail = pages + at[ROW_PAGES];
+        space->ids[row] = at[ROW_TOKEN];
+        space->starts[row] = position;
+        space->lens[row] = 1;
+        space->first_rows[row] = row;
+        memcpy(space->pages + row * max_pages, pages, (size_t)at[ROW_PAGES] * sizeof *pages);
+        space->tail_from[row] = position + 1 - num_tails;
+        space->first_tails[row] = tail - layout;
+        at = tail + num_tails;
+        space->slots[row] = num_tails
+                                ? tail[num_tails - 1]
+                                : pages[position / page_size] * page_size + position % page_size;
+    }
+}
+
+/* The turns of the rows' positions: cos of each table, then sin of each. */
+static void read_turns(const ft_row_part *part, const pass_space *space, int64_t rows, float *out) {
+    const int64_t width = part->heads->head_dim / 2;
+    for (int64_t table = 0; table < 2 * part->num_tables; table++)
+        for (int64_t row = 0; row < rows; row++, out += width)
+            memcpy(out, part->tables[table] + space->starts[row] * width, (size_t)width * 4);
+}
+
+static void cap_logits(void *context, int64_t begin, int64_t end) {
+    float *const *job = context; /* logits and the cap */
+    const ft_vec cap = v_set(*job[1]);
+    for (int64_t at = begin * FT_WIDTH; at < end * FT_WIDTH; at += FT_WIDTH)
+        v_store(job[0] + at, v_mul(v_tanh(v_div(v_load(job[0] + at), cap)), cap));
+}
+
+/* One pass over rows of requests: their KV into the pool, and the best `num_best` tokens behind each,
+ * as ft_best has them. `max_pages`: of a row. `cap`: of the logits; 0: none. Returns 0, or -1 when
+ * there is no memory. */
+FT_EXPORT int ft_row_pass(const ft_decoder *decoder, const ft_linear_weight *head, float cap,
+                          const ft_row_part *parts, int64_t num_parts, const int64_t *layout,
+                          int64_t max_pages, const int64_t *hashes, const ft_walk *walks,
+                          int64_t rows, const int64_t *drafts, int64_t num_best, int64_t *tokens,
+                          float *scores, int64_t *counts) {
+    const int64_t vocab = head->out_features, dtype = parts->heads->dtype;
+    pieces memory = {0};
+    lay_out_rows(&memory, parts, num_parts, rows, max_pages, decoder->hidden, vocab);
+    memory = (pieces){ft_scratch(FT_SCRATCH_PASS, memory.used), 0};
+    if (!memory.memory) return -1;
+    const pass_space space =
+        lay_out_rows(&memory, parts, num_parts, rows, max_pages, decoder->hidden, vocab);
+    read_rows(layout, rows, max_pages, parts->kv->page_size, &space);
+    ft_batch batches[FT_MAX_PARTS];
+    ft_part of_batch[FT_MAX_PARTS];
+    for (int64_t i = 0; i < num_parts; i++) {
+        const int64_t sin_at = parts[i].num_tables * rows * (parts[i].heads->head_dim / 2);
+        read_turns(&parts[i], &space, rows, space.turns[i]);
+        batches[i] = (ft_batch){rows, rows, max_pages, space.starts, space.lens, space.first_rows,
+                                space.pages, space.tail_from, space.first_tails, layout, space.slots,
+                                space.turns[i], space.turns[i] + sin_at};
+        of_batch[i] = (ft_part){&batches[i], parts[i].kv, parts[i].heads};
+    }
+    if (ft_forward(decoder, space.ids, of_batch, num_parts, space.hidden, 0, NULL, NULL) ||
+        ft_linear(head, space.hidden, (int)dtype, rows, space.logits, FT_FLOAT32))
+        return -1;
+    float *to_cap[] = {space.logits, &cap};
+    if (cap > 0.0f) ft_parallel(cap_logits, to_cap, ft_ceil_div(rows * vocab, FT_WIDTH), 1024);
+    return ft_best(space.logits, vocab, hashes, walks, rows, drafts, num_best, tokens, scores,
+                   counts);
 }

@@ -32,6 +32,7 @@ from .gemma4 import BesideStruct, ExtrasStruct, TokenInputsStruct, TokenInputStr
 from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
 from .plan import NativePlan, PartStruct
+from .row_passes import NativeRowPasses
 from .structs import (
     ActivationStruct,
     NormStruct,
@@ -196,6 +197,13 @@ class NativeStep:
         if failed:
             raise MemoryError("no memory for the activations of a step")
         return LayersOutput(out, taps=tapped)
+
+    def row_passes(
+        self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]
+    ) -> NativeRowPasses:
+        """Passes over a pool, with heads and tables of each of its parts."""
+        head, cap = _native(self._weights.lm_head).struct, self._weights.logit_cap or 0.0
+        return NativeRowPasses(self._library, self._struct, head, pool, parts, cap=cap)
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
         """Do nothing: the first call is as fast as any."""

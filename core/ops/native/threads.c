@@ -5,6 +5,8 @@
  *
  * After a job a worker spins for some tens of microseconds, as the next operation of a step follows
  * at once, and then sleeps: beside an event loop on two cores, a spinning thread steals its time.
+ * Meanwhile it fetches what the caller said the next matrix is: small operations take one thread,
+ * and the memory would have nothing to do while they last.
  * The caller never waits for a worker that has not come yet: it does the work itself, closes the
  * job, and waits for those inside only.
  *
@@ -34,6 +36,11 @@
 #endif
 
 enum { MAX_THREADS = 256, SPINS = 1000, CLOSED = 1 << 30 };
+enum {
+    LINE = 64,
+    BURST = 16 * LINE,         /* bytes that are fetched between two looks for a job */
+    MOST_AHEAD = 256 * 1024, /* bytes of a worker: half of a second-level cache */
+};
 
 /* Time of threads, all together: nanoseconds that they ran, and that others ran in their place. */
 typedef struct {
@@ -131,6 +138,8 @@ static struct {
     range ranges[MAX_THREADS];
     int num_ranges;
     _Atomic uint64_t job;     /* counts jobs; workers wait for it to change */
+    _Atomic(const char *) ahead; /* what the next job of ranges reads */
+    _Atomic size_t ahead_bytes;
     _Atomic int gate;         /* workers inside the job; + CLOSED when none may enter */
     _Atomic int stop;
 } pool = {
@@ -155,10 +164,32 @@ static void take_pieces(int thread) {
         take_range(&pool.ranges[(thread + i) % pool.num_ranges]);
 }
 
-static void await_job(uint64_t seen, int spins) {
-    for (int i = 0; i < spins; i++) {
+/* What a worker has still to fetch of its range. */
+typedef struct {
+    const char *of, *at, *end;
+} fetch;
+
+static int fetch_some(fetch *left, int thread) {
+    const char *ahead = atomic_load_explicit(&pool.ahead, memory_order_relaxed);
+    if (ahead != left->of) { /* no harm if the size is of another one: nothing is read for good */
+        const size_t bytes = atomic_load_explicit(&pool.ahead_bytes, memory_order_relaxed);
+        const size_t own = bytes / (size_t)atomic_load(&pool.active);
+        left->of = ahead;
+        left->at = ahead + own * (size_t)thread;
+        left->end = left->at + (own < MOST_AHEAD ? own : MOST_AHEAD);
+    }
+    if (left->at >= left->end) return 0;
+    for (int i = 0; i < BURST; i += LINE) __builtin_prefetch(left->at + i, 0, 2);
+    left->at += BURST;
+    return 1;
+}
+
+static void await_job(uint64_t seen, int spins, int thread, fetch *left) {
+    for (int i = 0; i < spins;) {
         if (atomic_load(&pool.job) != seen) return;
+        if (fetch_some(left, thread)) continue;
         RELAX();
+        i++;
     }
     pthread_mutex_lock(&pool.lock);
     while (atomic_load(&pool.job) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
@@ -169,8 +200,10 @@ static void *worker_main(void *argument) {
     start *self = argument;
     atomic_store(&self->id, gettid());
     uint64_t seen = self->seen;
+    fetch left = {0};
     for (;;) {
-        await_job(seen, self->thread < atomic_load(&pool.active) ? SPINS : 0);
+        const int spins = self->thread < atomic_load(&pool.active) ? SPINS : 0;
+        await_job(seen, spins, self->thread, &left);
         seen = atomic_load(&pool.job);
         if (atomic_load(&pool.stop)) return NULL;
         if (self->thread >= atomic_load(&pool.active)) continue;
@@ -281,6 +314,11 @@ void ft_parallel(ft_work work, void *context, int64_t tasks, int64_t grain) {
 
 void ft_parallel_ranges(ft_work work, void *context, int64_t tasks, int64_t grain) {
     run(work, context, tasks, grain, 1);
+}
+
+void ft_ahead(const void *memory, size_t bytes) {
+    atomic_store_explicit(&pool.ahead_bytes, bytes, memory_order_relaxed);
+    atomic_store_explicit(&pool.ahead, memory, memory_order_relaxed);
 }
 
 int ft_num_threads(void) { return pool.num_workers + 1; }

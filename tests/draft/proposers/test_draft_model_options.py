@@ -80,6 +80,9 @@ def logits_after(decoder: Decoder, tokens: Sequence[int], tail: Sequence[int]) -
         config, device = decoder.config, decoder.device
         batch, sampler = staticmethod(decoder.batch), decoder.sampler
 
+        def row_passes(self, pool: KVPool) -> None:
+            return None
+
         def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
             output = decoder.forward(batch, pool, wanted)
             seen.append(output.logits)

@@ -166,6 +166,9 @@ class TritonStep:
         logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
         return found.of_pass(num_rows, logit_rows, has_chosen=False)
 
+    def row_passes(self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]) -> None:
+        """None: a chain of passes waits for the device once."""
+
     def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
         """Capture every graph over a pool, the largest first: the others fit in its memory."""
         warm_up_device_tokens(len(self._weights.embedding), pool.data.device)

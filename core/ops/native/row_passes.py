@@ -1,0 +1,109 @@
+"""NativeRowPasses: passes of drafts, from segments of a row each to their best tokens in one call.
+
+What Python does for a pass takes longer than it seems: the weights that the pass before it read
+have driven the interpreter's memory out of the caches. So nothing here is a tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...sampling.gumbel import vocabulary_hashes
+from ...sampling.logits_processors import SampleRow
+from ...sampling.verifier import Best
+from ..base import HeadLayout, Rope
+from ..batch import Segment, first_pages
+from ..kv_pool import KVPool
+from .library import NativeLibrary
+from .linear import LinearStruct
+from .plan import HeadsStruct, KvStruct, heads_struct, kv_struct
+from .sampler import HOST, Walks
+
+_I64, _PTR = ctypes.c_int64, ctypes.c_void_p
+
+
+class RowPartStruct(ctypes.Structure):
+    """``ft_row_part`` of step.c; lends a pool's memory and the tables of its layers."""
+
+    _fields_ = (
+        ("kv", ctypes.POINTER(KvStruct)),
+        ("heads", ctypes.POINTER(HeadsStruct)),
+        ("num_tables", _I64),
+        ("tables", ctypes.POINTER(_PTR)),
+    )
+
+
+class NativeRowPasses:
+    """Passes of one decoder over one pool; `RowPasses` of the native backend."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        decoder: ctypes.Structure,
+        head: LinearStruct,
+        pool: KVPool,
+        parts: Sequence[tuple[HeadLayout, Sequence[Rope]]],
+        *,
+        cap: float,
+    ) -> None:
+        """``parts``: heads and tables of each part of the pool. ``cap``: of logits; 0.0: none."""
+        self._library, self._page_size = library, pool.page_size
+        self._vocab_size = head.out_features
+        hashes = vocabulary_hashes(self._vocab_size, HOST)
+        self._lent = (decoder, head, pool, hashes)  # alive as long as their addresses are read
+        self._first = (ctypes.addressof(decoder), ctypes.addressof(head), cap)
+        self._hashes_at = hashes.data_ptr()
+        self._structs = [
+            (kv_struct(part), heads_struct(heads, part.dtype))
+            for part, (heads, _) in zip(pool.parts, parts, strict=True)
+        ]
+        self._ropes = [ropes for _, ropes in parts]
+        self._tables: list[list[Tensor]] = []  # of each part cos, then sin
+        self._reach = 0  # positions that they have
+        self._parts: object = None
+
+    def best(
+        self, segments: Sequence[Segment], rows: Sequence[SampleRow], num_best: int
+    ) -> list[Best]:
+        """Compute the row of each segment, and the best tokens behind it, which ``rows`` decide.
+
+        At most `sampler.MOST_BEST` of each. Raises ValueError as `build_batch` does, MemoryError.
+        """
+        layout, max_pages = self._layout(segments)
+        parts = self._parts_up_to(max(segment.stop for segment in segments))
+        batch = (parts, len(self._structs), layout.buffer_info()[0], max_pages, self._hashes_at)
+        return Walks.of(rows, self._vocab_size).best(
+            num_best,
+            lambda *places: int(self._library.c.ft_row_pass(*self._first, *batch, *places)),
+        )
+
+    def _layout(self, segments: Sequence[Segment]) -> tuple[array[int], int]:
+        """The rows as step.c reads them, and the most pages of one."""
+        layout, max_pages = array("q"), 0
+        for segment in segments:
+            num_tails = len(segment.tail)
+            num_pages = -(-(segment.stop - num_tails) // self._page_size)
+            layout.extend((segment.token_ids[0], segment.start, num_pages, num_tails))
+            layout.extend(first_pages(segment, num_pages))
+            layout.extend(segment.tail)
+            max_pages = max(max_pages, num_pages)
+        return layout, max_pages
+
+    def _parts_up_to(self, stop: int) -> object:
+        """The parts, whose tables have all positions below ``stop``."""
+        if stop > self._reach:
+            pairs = [[rope.table(stop) for rope in ropes] for ropes in self._ropes]
+            self._tables = [[cos for cos, _ in each] + [sin for _, sin in each] for each in pairs]
+            self._reach = min(len(table) for tables in self._tables for table in tables)
+            parts = map(_part, self._structs, self._tables)
+            self._parts = (RowPartStruct * len(pairs))(*parts)
+        return self._parts
+
+
+def _part(structs: tuple[KvStruct, HeadsStruct], tables: Sequence[Tensor]) -> RowPartStruct:
+    places = (_PTR * len(tables))(*(table.data_ptr() for table in tables))
+    return RowPartStruct(*map(ctypes.pointer, structs), len(tables) // 2, places)
