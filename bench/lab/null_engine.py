@@ -33,6 +33,7 @@ from ...api.server.process import uvicorn_config
 from ...api.serving.settings import Listen
 from ...api.text.tokenizer import Tokenizer
 from ...api.types.results import Body
+from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.engine.inbox import TokenStream
 from ...core.interface.request import Delta, FinishReason, Request
@@ -138,8 +139,9 @@ class NullEngine:
         """Answer at the next turn of the loop, or with the ticks."""
         stream = TokenStream(request)
         request.usage.prompt_tokens = request.prompt_len
-        if request.sampling.params.max_tokens == NUM_TICKS:
-            seed = request.sampling.params.seed
+        params = request.sampling.params
+        if params.max_tokens == NUM_TICKS:
+            seed = params.seed if isinstance(params, SamplingParams) else None
             self._clock.join(
                 lambda number: self._say(stream, 1, is_last=number == NUM_TICKS - 1),
                 TICK_SECONDS if seed is None else seed / 1e6,

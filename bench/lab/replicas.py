@@ -254,7 +254,8 @@ def added(model: str, size: Size, seed: int) -> list[Row]:
                 rounds.append(asyncio.run(token_cpu(place, size.output_len, rng)))
     totals = [[sum(each) for each in rounds[1:]] for rounds in cpu]  # the first one warms up
     differences = sorted(b - a for a, b in zip(*firsts, strict=True))
-    names, servers = ("one engine", "front and replica"), ([], [each[0] for each in cpu[1][1:]])
+    names = ("one engine", "front and replica")
+    servers: tuple[list[float], ...] = ([], [each[0] for each in cpu[1][1:]])
     rows: list[Row] = [
         {
             "setting": name,

@@ -90,7 +90,9 @@ def test_every_name_in_the_text_is_a_metric(exposed: set[str]) -> None:
     known = families(exposed)
     named = {name for name in _NAME.findall(GUIDE) if not name.startswith("foretoken:_")}
     assert named - known == set()
-    begin = "kv_cache|num_requests|max_requests|step|requests?|event_loop|http|replicas?|route|prefix"
+    begin = (
+        "kv_cache|num_requests|max_requests|step|requests?|event_loop|http|replicas?|route|prefix"
+    )
     pattern = rf"`((?:{begin})_\w+)`"
     loose = set(re.findall(pattern, GUIDE)) - {"request_id"}
     assert {f"foretoken:{name}" for name in loose} - known == set()
