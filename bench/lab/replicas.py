@@ -229,7 +229,7 @@ def routing_row(name: str, rounds: Sequence[dict[str, Any]]) -> Row:
     return {
         "setting": name,
         "served": f"{sum(each['served'] for each in rounds)} of "
-        f"{sum(each['sent'] for each in rounds)}",
+        f"{sum(each['requests'] for each in rounds)}",
         "hit rate": Spread.of([each["prefix_hit_rate"] for each in rounds]),
         "first token p50, ms": Spread.of([each["ttft_ms"]["p50"] for each in rounds]),
         "first token p99, ms": Spread.of([each["ttft_ms"]["p99"] for each in rounds]),
@@ -351,9 +351,9 @@ def carried(rounds: int) -> list[Row]:
             for _ in range(rounds):
                 for name, place in places.items():
                     found[name].append(asyncio.run(carry(place, tick)))
-            rows += [
-                carry_row(name, 1e6 * NUM_STREAMS / tick, each) for name, each in found.items()
-            ]
+            offered = 1e6 * NUM_STREAMS / tick
+            base = [server for _, server, _ in found["one server"]]
+            rows += [carry_row(name, offered, each, base) for name, each in found.items()]
             print(table(rows[-2:]), flush=True)
     return rows
 
@@ -381,14 +381,17 @@ async def carry(place: Place, tick: int) -> tuple[float, float, float]:
     return number / seconds, server, replicas
 
 
-def carry_row(name: str, offered: float, rounds: Sequence[tuple[float, float, float]]) -> Row:
-    """A line of the table."""
+def carry_row(
+    name: str, offered: float, rounds: Sequence[tuple[float, float, float]], base: Sequence[float]
+) -> Row:
+    """A line of the table; ``base``: CPU of a token on one server, round by round."""
     rates, servers, replicas = zip(*rounds, strict=True)
     return {
         "setting": name,
         "offered tokens/s": round(offered),
         "arrived tokens/s": Spread.of(rates),
         "its CPU a token, us": Spread.of(servers),
+        "more than one server": Spread.of([a - b for a, b in zip(servers, base, strict=True)]),
         "the replica's": Spread.of(replicas),
         "tokens/s of a whole core": Spread.of([1e6 / each for each in servers]),
     }
@@ -502,8 +505,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.null_replica:
         serve_null(args.null_replica)
         return
-    report: dict[str, object] = {**heading(), "notes": NOTES}
-    print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
+    report = heading()
+    print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
+    print(*(f"- {each}" for each in NOTES), "", sep="\n", flush=True)
+    report["notes"] = NOTES
     began = time.perf_counter()
     for model in args.model:
         for part in args.part:

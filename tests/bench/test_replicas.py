@@ -22,7 +22,7 @@ def test_a_kill_that_moves_nothing_measures_nothing() -> None:
 def test_rounds_become_a_spread() -> None:
     rounds = [
         {
-            "served": 4, "sent": 5, "prefix_hit_rate": rate,
+            "served": 4, "requests": 5, "prefix_hit_rate": rate,
             "ttft_ms": {"p50": 1.0, "p99": 2.0}, "output_tokens_per_s": 3.0,
         }
         for rate in (0.5, 0.25)
@@ -30,9 +30,9 @@ def test_rounds_become_a_spread() -> None:
     row = routing_row("kv", rounds)
     assert row["served"] == "8 of 10"
     assert str(row["hit rate"]) == "0.375 [0.25 .. 0.5]"
-    assert str(carry_row("front", 100.0, [(90.0, 20.0, 5.0)])["tokens/s of a whole core"]) == (
-        "5e+04 [5e+04 .. 5e+04]"
-    )
+    carried = carry_row("front", 100.0, [(90.0, 20.0, 5.0)], [15.0])
+    assert str(carried["tokens/s of a whole core"]) == "5e+04 [5e+04 .. 5e+04]"
+    assert str(carried["more than one server"]) == "5 [5 .. 5]"
 
 
 def test_options_replace_the_sizes_of_a_model() -> None:
