@@ -49,8 +49,8 @@ NOTES = (
     "one engine has the pool of one replica, so two replicas have twice its memory and threads",
     "routing: seeds, and with them all texts, differ by round and are the same for each setting",
     "front: first tokens request by request and CPU by rounds, in turn; CPU of all processes",
-    "front: a token's CPU holds that of requests, timers and the model, which varies: beside a slow "
-    "model the front's addition is less than that noise, and carry shows it",
+    "front: a token's CPU holds that of requests, timers and the model, which varies: with a slow "
+    "model the front's addition is less than that noise; carry shows it",
     "spread: median [lowest .. highest] of the rounds",
 )
 PARTS = ("routing", "front", "carry", "kill")
