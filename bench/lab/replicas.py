@@ -467,12 +467,17 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
-    add("--model", nargs="+", default=["builtin", "smollm2"], help="as for `foretoken serve`")
+    add(
+        "--model",
+        nargs="+",
+        default=["builtin", "smollm2"],
+        help="models, named as for `foretoken serve`",
+    )
     add("--kv-tokens", type=positive, help="KV pool of each engine in *routing*")
     add("--prefix-len", type=positive, help="tokens of a beginning in *routing*")
-    add("--requests", type=positive, help="of a round of *routing*")
+    add("--requests", type=positive, help="requests of a round of *routing*")
     add("--rate", type=above_zero, help="requests a second of *routing*")
-    add("--rounds", type=positive, help="of each setting")
+    add("--rounds", type=positive, help="rounds of each setting")
     add("--kills", type=positive, default=3)
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=RESULTS / "replicas.json")
