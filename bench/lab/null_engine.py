@@ -1,7 +1,8 @@
-"""Servers without a model, for `bench/lab/http.py`: ours on a null engine, and bare starlette.
+"""Servers without a model: ours on a null engine, bare starlette, and a replica of a front.
 
-Both answer whole requests at once. Streams get a token at each tick of a clock that starts when all
-of them are there; GET /ticks tells when that was.
+They answer whole requests at once. Streams get a token at each tick of a clock that starts when all
+of them are there; GET /ticks of a server tells when that was. The seed of a stream is the time
+between two ticks in microseconds.
 """
 
 from __future__ import annotations
@@ -11,33 +12,42 @@ import gc
 import itertools
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import msgspec
 import uvicorn
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...api.build.built import Built
 from ...api.runtime.engine_client import EngineClient
 from ...api.server.process import uvicorn_config
 from ...api.serving.settings import Listen
 from ...api.text.tokenizer import Tokenizer
-from ...api.types.sampling_params import NO_DEFAULTS
+from ...api.types.results import Body
+from ...api.types.sampling_params import SamplingParams
+from ...core.config import EngineConfig
 from ...core.engine.inbox import TokenStream
 from ...core.interface.request import Delta, FinishReason, Request
+from ...core.telemetry.metrics import EngineObserver
+from ...core.telemetry.overview import RecentRequest
+from ...core.telemetry.spec_decode_stats import Load
 from ...draft.training import __file__ as _training
 
 FOLDER = Path(_training).parent / "builtin" / "target"
 WORD = "a"  # all that is ever said
 REPLY_TOKENS = 16  # of a whole answer
 NUM_TICKS = 200  # tokens of a streamed one
-TICK_SECONDS = 0.005  # a step of a small model
+TICK_SECONDS = 0.005  # a step of a small model, where a stream has no seed
+MAX_MODEL_LEN = 4096
 
 
 class Clock:
@@ -49,17 +59,17 @@ class Clock:
         self._waiting: list[Callable[[int], None]] = []
         self._task: asyncio.Task[None] | None = None
 
-    def join(self, on_tick: Callable[[int], None]) -> None:
-        """Call this at each tick, with the number of the tick."""
+    def join(self, on_tick: Callable[[int], None], tick_seconds: float = TICK_SECONDS) -> None:
+        """Call this at each tick, with the number of the tick; the last to come sets the pace."""
         self._waiting.append(on_tick)
         if len(self._waiting) == self._num_streams:
             joined, self._waiting = self._waiting, []
-            self._task = asyncio.create_task(self._run(joined))
+            self._task = asyncio.create_task(self._run(joined, tick_seconds))
 
-    async def _run(self, joined: Sequence[Callable[[int], None]]) -> None:
-        self.times = []
+    async def _run(self, joined: Sequence[Callable[[int], None]], tick_seconds: float) -> None:
+        self.times, began = [], time.monotonic()
         for number in range(NUM_TICKS):
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(began + (number + 1) * tick_seconds - time.monotonic())
             self.times.append(time.monotonic())
             for on_tick in joined:
                 on_tick(number)
@@ -74,14 +84,40 @@ class Clock:
         return routed
 
 
+class Limits(NamedTuple):
+    """How many requests the null engine accepts."""
+
+    max_running: int = 1024
+    max_queued: int = 1024
+
+
+class NullMetrics:
+    """Metrics of nothing."""
+
+    def __init__(self) -> None:
+        self.observers: list[EngineObserver] = []
+        self.registry = CollectorRegistry()
+
+    async def refresh(self) -> None:
+        """Do nothing."""
+
+    def render(self) -> tuple[bytes, str]:
+        """No metrics."""
+        return b"", "text/plain"
+
+
 class NullEngine:
-    """An engine that repeats one word and computes nothing, complete enough for `EngineClient`."""
+    """A `LocalEngine` that repeats one word and computes nothing."""
 
     def __init__(self, clock: Clock, token_id: int) -> None:
         self.alive = True
-        self.draining = False
-        limits = SimpleNamespace(max_running=1024, max_queued=1024)
-        self.scheduler = SimpleNamespace(limits=limits, cache=SimpleNamespace(page_size=16))
+        self.hung = self.draining = False
+        self.failure: BaseException | None = None
+        self.readiness: str | None = None
+        self.limits = Limits()
+        self.page_size, self.num_pages = 16, 4096
+        self.metrics = NullMetrics()
+        self.load = Load()
         self._clock = clock
         self._token_id = token_id
 
@@ -96,12 +132,20 @@ class NullEngine:
     async def close(self, *, drain_seconds: float = 0.0) -> None:
         """Do nothing."""
 
+    def check(self, request: Request) -> None:
+        """Accept every request."""
+
     def submit(self, request: Request) -> TokenStream:
         """Answer at the next turn of the loop, or with the ticks."""
         stream = TokenStream(request)
         request.usage.prompt_tokens = request.prompt_len
-        if request.sampling.params.max_tokens == NUM_TICKS:
-            self._clock.join(lambda number: self._say(stream, 1, is_last=number == NUM_TICKS - 1))
+        params = request.sampling.params
+        if params.max_tokens == NUM_TICKS:
+            seed = params.seed if isinstance(params, SamplingParams) else None
+            self._clock.join(
+                lambda number: self._say(stream, 1, is_last=number == NUM_TICKS - 1),
+                TICK_SECONDS if seed is None else seed / 1e6,
+            )
         else:
             loop = asyncio.get_running_loop()
             loop.call_soon(lambda: self._say(stream, REPLY_TOKENS, is_last=True))
@@ -109,6 +153,33 @@ class NullEngine:
 
     def abort(self, request_id: str) -> None:
         """Do nothing: the answer is already sent."""
+
+    async def flush_cache(self, *namespaces: str | None) -> int:  # noqa: ARG002 - a protocol's
+        """Free nothing."""
+        return 0
+
+    async def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:  # noqa: ARG002 - a protocol's
+        """Free nothing."""
+        return 0
+
+    async def cache_info(self, namespace: str | None = None) -> Body:  # noqa: ARG002 - a protocol's
+        """No figures."""
+        return {}
+
+    async def overview(self, finished: Iterable[RecentRequest] = ()) -> Body:  # noqa: ARG002 - a protocol's
+        """No figures."""
+        return {}
+
+    async def audit(self) -> Body:
+        """Sound."""
+        return {"ok": True}
+
+    def report(self, reason: str) -> Body:
+        """The reason alone."""
+        return {"reason": reason}
+
+    def dump(self, report: Body) -> None:
+        """Write nothing."""
 
     def _say(self, stream: TokenStream, count: int, *, is_last: bool) -> None:
         request = stream.request
@@ -122,27 +193,43 @@ class NullEngine:
         stream.push(delta)
 
 
-async def serve_ours(sock: socket.socket, num_streams: int) -> None:
-    """foretoken's whole HTTP side."""
-    clock = Clock(num_streams)
-    tokenizer = Tokenizer.load(FOLDER, max_model_len=4096)
+def null_model(clock: Clock) -> tuple[Built[NullEngine], Tokenizer]:
+    """A null engine with the tokenizer of the built-in pair."""
+    tokenizer = Tokenizer.load(FOLDER, max_model_len=MAX_MODEL_LEN)
     (token_id,) = tokenizer.encode_word(WORD)
-    built = SimpleNamespace(
+    built = Built(
         engine=NullEngine(clock, token_id),
         path=FOLDER,
         name="null",
-        aliases=(),
         vocab_size=len(tokenizer.vocab),
-        max_model_len=4096,
+        max_model_len=MAX_MODEL_LEN,
         eos_token_ids=frozenset({0}),
-        sampling_defaults=NO_DEFAULTS,
     )
-    llm = EngineClient.from_built(cast("Any", built))
+    return built, tokenizer
+
+
+async def serve_ours(sock: socket.socket, num_streams: int) -> None:
+    """foretoken's whole HTTP side."""
+    clock = Clock(num_streams)
+    llm = EngineClient.from_built(null_model(clock)[0])
     await llm.start()
     gc.freeze()  # as the server does
     config = uvicorn_config(llm, Listen(log_level="warning"))
     config.app = clock.before(cast("ASGIApp", config.app))
     await uvicorn.Server(config).serve([sock])
+
+
+async def serve_front(address: str, num_streams: int) -> None:
+    """A replica of the front at ``address``, until that ends."""
+    from ...api.cluster.engine_host import EngineHost  # need an extra
+    from ...api.cluster.transport import ReplicaSocket
+
+    built, tokenizer = null_model(Clock(num_streams))
+    dial = partial(ReplicaSocket, address, None)
+    host = EngineHost(built, tokenizer, dial, address=address, config=EngineConfig())
+    await host.start()
+    gc.freeze()
+    await host.run()
 
 
 async def serve_bare(

@@ -15,8 +15,10 @@ import pytest
 import yaml
 
 from foretoken.api.cli import commands
+from foretoken.api.cli.config import REPLICA, Given
+from foretoken.api.cluster.front_metrics import FrontMetrics
 from foretoken.api.serving.limits import Limits
-from foretoken.api.serving.settings import Listen
+from foretoken.api.serving.settings import FrontOptions, Joining, Listen
 from foretoken.core.config import EngineConfig
 from support.given import given, listening
 from support.observed_app import Observed
@@ -40,7 +42,17 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     server.complete("abab abab abab abab", max_tokens=40)
     names = {name.partition(" ")[0] for name in server.samples()}
     server.close()
-    return names
+    return names | names_of_a_front()
+
+
+def names_of_a_front() -> set[str]:
+    """Names of all samples that a front has of its own."""
+
+    async def nothing() -> dict[str, bytes]:
+        return {}
+
+    text = FrontMetrics(lambda: {"1": (64, 1)}, nothing).render()[0].decode()
+    return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
 
 
 def expressions() -> list[str]:
@@ -62,7 +74,7 @@ def test_everything_that_is_asked_for_is_exposed(exposed: set[str]) -> None:
 
 
 def test_the_guide_has_every_metric_and_no_other(exposed: set[str]) -> None:
-    table = GUIDE.partition("| metric |")[2].splitlines()
+    table = GUIDE.partition("## Watching it")[2].splitlines()
     cells = [row.split(" | ")[0] for row in table if row.startswith("| `")]
     told = {name for cell in cells for name in _OURS.findall(cell)}
     there = {
@@ -78,7 +90,10 @@ def test_every_name_in_the_text_is_a_metric(exposed: set[str]) -> None:
     known = families(exposed)
     named = {name for name in _NAME.findall(GUIDE) if not name.startswith("foretoken:_")}
     assert named - known == set()
-    pattern = r"`((?:kv_cache|num_requests|max_requests|step|request|event_loop|http)_\w+)`"
+    begin = (
+        "kv_cache|num_requests|max_requests|step|requests?|event_loop|http|replicas?|route|prefix"
+    )
+    pattern = rf"`((?:{begin})_\w+)`"
     loose = set(re.findall(pattern, GUIDE)) - {"request_id"}
     assert {f"foretoken:{name}" for name in loose} - known == set()
 
@@ -162,12 +177,41 @@ def listening_by(variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) 
     return listening()
 
 
+def files_of_the_guide() -> list[tuple[str, dict[str, str]]]:
+    """Names of the files in /etc/foretoken that it writes, and their settings, in order."""
+    blocks = re.findall(r"^cat >+ /etc/foretoken/(\w+) <<'EOF'\n(.*?)^EOF$", GUIDE, re.M | re.S)
+    return [(name, dict(line.split("=", 1) for line in text.splitlines())) for name, text in blocks]
+
+
 def test_the_variables_of_the_guide_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = dict(re.findall(r"^(FORETOKEN_\w+)=(\S+)$", GUIDE, re.MULTILINE))
+    (name, found), (same, of_front), _ = files_of_the_guide()
+    assert name == same == "env"
     assert len(found) == 4
     listen = listening_by(found, monkeypatch)
     assert listen.settings.api_keys == ("a-long-random-text",)
     assert given().options(EngineConfig) == {"kv_memory": 8 * 2**30}
+    listening_by(of_front, monkeypatch)
+    front = given().make(FrontOptions)
+    assert (front.front, front.replicas) == (of_front["FORETOKEN_FRONT"], 2)
+
+
+def test_the_replicas_of_the_guide_dial_its_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (_, of_front), (name, found) = files_of_the_guide()
+    for shared in ("FORETOKEN_FRONT", "FORETOKEN_CLUSTER_KEY"):
+        assert found[shared] == of_front[shared]
+    for variable, value in found.items():
+        monkeypatch.setenv(variable, value)
+    replica = Given(flags(["replica"]), REPLICA)
+    assert replica.make(Joining).front == found["FORETOKEN_FRONT"]
+    assert replica.options(EngineConfig) == {"kv_memory": 8 * 2**30, "threads": 4}
+    service = unit("foretoken-replica@.service")
+    assert service["ExecStart"].endswith("/foretoken replica")
+    assert service["EnvironmentFile"] == f"/etc/foretoken/{name}"
+    assert float(service["TimeoutStopSec"]) > 30 + 10  # to write pages to tiers
+    assert service["Restart"] == "always"  # it ends by exit 0 with its front
+    server = unit("foretoken.service")
+    hardening = {key: value for key, value in server.items() if key.startswith(("Protect", "Re"))}
+    assert hardening.items() - service.items() == {("Restart", "on-failure")}
 
 
 def test_the_container_starts_a_server_that_hears_its_signals(
@@ -194,15 +238,15 @@ def test_what_the_image_needs_is_not_ignored() -> None:
     assert all((ROOT / name).exists() for name in packed)
 
 
-def unit() -> dict[str, str]:
+def unit(name: str) -> dict[str, str]:
     parser = RawConfigParser(strict=False, comment_prefixes=("#",))
     parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(FOLDER / "foretoken.service")
+    parser.read(FOLDER / name)
     return dict(parser["Service"])
 
 
 def test_the_unit_starts_a_server_and_waits_for_its_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = unit()
+    service = unit("foretoken.service")
     assert service["ExecStart"].endswith("/foretoken serve")
     settings = dict(each.split("=") for each in service["Environment"].split())
     listen = listening_by(settings, monkeypatch)
@@ -256,9 +300,8 @@ def test_commands_of_the_guide_have_flags_that_exist() -> None:
     assert len(deployed) == 2
     for each in deployed:
         flags(shlex.split(each.partition(" > ")[0])[1:])
-    helps = [
-        flags(args).parser.format_help(shows_all=True) for args in (["serve"], ["deploy", "ray"])
-    ]
+    commands_of_it = (["serve"], ["deploy", "ray"])
+    helps = [flags(args).parser.format_help(shows_all=True) for args in commands_of_it]
     known = set(re.findall(r"--[a-z-]+", " ".join(helps)))
     foreign = {"--build-arg", "--index-url", "--init", "--no-deps", "--now", "--stop-timeout"}
     named = set(re.findall(r"(?<!\w)--[a-z][a-z-]+", GUIDE)) - foreign

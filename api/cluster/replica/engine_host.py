@@ -52,6 +52,7 @@ class EngineHost:
         self._session: FrontSession | None = None
         self._stopped = asyncio.Event()
         self._num_joined = 0
+        self._has_warned = False  # that the front takes no replica
 
     @property
     def engine(self) -> LocalEngine:
@@ -113,14 +114,24 @@ class EngineHost:
         if ended.ending is Ending.LOST and session.is_joined.is_set():
             logger.warning("the front at %s is lost: %s; dialling", self._address, ended.reason)
         elif ended.ending is Ending.LOST:
+            self._warn_unheard(ended.reason)
             await self._pause()
         return ended
 
     async def _say_joined(self, session: FrontSession) -> None:
         await session.is_joined.wait()
         news = "is back" if self._num_joined else "has this replica"
-        self._num_joined += 1
+        self._num_joined, self._has_warned = self._num_joined + 1, False
         logger.info("the front at %s %s", self._address, news)
+
+    def _warn_unheard(self, reason: str) -> None:
+        """Name once what keeps a front from taking a replica."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the front at %s does not take this replica: %s; does it run, with the same "
+                "FORETOKEN_CLUSTER_KEY? dialling", self._address, reason,
+            )  # fmt: skip
 
     async def _pause(self) -> None:
         try:

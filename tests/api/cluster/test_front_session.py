@@ -380,13 +380,15 @@ def test_a_front_that_does_not_read_is_lost(within, quick, caplog) -> None:
     assert "is lost: it does not read" in caplog.text
 
 
-def test_a_front_that_was_never_heard_is_dialled_anew(within, quick) -> None:
+def test_a_front_that_was_never_heard_is_dialled_anew(within, quick, caplog) -> None:
     async def test(replica: Replica, _task: object) -> None:
         front = await replica.dialled()
+        await replica.dialled()
         await replica.dialled()
         assert [type(each) for each in front.messages] == [Hello, Beat]
 
     within(test)
+    assert caplog.text.count("does it run, with the same FORETOKEN_CLUSTER_KEY?") == 1
 
 
 @pytest.mark.parametrize("says", [Leaving(reason="another model"), WireError("no message")])
