@@ -50,8 +50,7 @@ class Ending(Enum):
     """How a connection ends."""
 
     LOST = "lost"  # closed, silent, or it said what is no message
-    REFUSED = "refused"  # the front does not want this replica
-    SHUT_DOWN = "shut down"  # the front itself ends
+    REFUSED = "refused"  # the front does not want this replica, or not any longer
     LEFT = "left"  # the replica does
 
 
@@ -122,8 +121,7 @@ class FrontSession:
                 case WireError():
                     return self._refuse(message)
                 case Leaving(reason=reason):
-                    joined = self.is_joined.is_set()
-                    return Ended(Ending.SHUT_DOWN if joined else Ending.REFUSED, reason)
+                    return Ended(Ending.REFUSED, reason)
             self._num_silent = 0
             self.is_joined.set()
             self._take(message)

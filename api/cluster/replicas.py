@@ -74,7 +74,6 @@ logger = logging.getLogger(__name__)
 METRICS_SECONDS = 2.0  # that a scrape waits for a replica's metrics
 SHUTTING_DOWN, CLOSED = "the engine is shutting down", "the engine was closed"
 NOT_RUNNING, NO_REPLICA = "the engine is not running", "no replica is there"
-FRONT_STOPS = "the front stops"  # a replica may wait for the next one
 T = TypeVar("T")
 
 
@@ -576,7 +575,6 @@ class Replicas:
             await asyncio.wait([self._task])
         if self._socket is not None:
             for link in self._links.values():
-                self._socket.send(link.peer, Leaving(reason=FRONT_STOPS))
                 link.fail_calls()
             self._links.clear()
             self._socket.close()

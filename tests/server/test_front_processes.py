@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,14 @@ import pytest
 
 from support.forked import Forked
 from support.plain_http import get, opened, post
-from support.server_process import Server, running_front
+from support.server_process import (
+    Server,
+    free_port,
+    front_at,
+    running_front,
+    split_flags,
+    start_replica,
+)
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SHARED = "import sys\n\n\nclass Queue:\n    def __init__(self):\n"
@@ -175,6 +183,43 @@ def test_a_stream_that_is_resumed_goes_on_over_a_lost_replica(
                 if line.startswith(b"data: ") and line != b"data: [DONE]\n":
                     whole.add(json.loads(line[6:]))
         assert whole.answer == undisturbed["endless"]
+
+
+def test_replicas_outlive_their_front_and_the_next_one_knows_their_cache() -> None:
+    own, engine = split_flags(FLAGS)
+    address, (path, body) = f"tcp://127.0.0.1:{free_port()}", body_of("long")
+    processes = [start_replica(address, engine) for _ in range(2)]
+    try:
+        with front_at(address, own, num_replicas=2) as first:
+            answer = read(first.url, "long").answer
+            pids = {each["pid"] for each in replicas(first.url)}
+            endless_path, endless = body_of("endless")
+            with opened(first.url, "POST", endless_path, endless) as response:
+                assert response.readline()
+                first.process.send_signal(signal.SIGKILL)
+                first.process.wait(60)
+        with front_at(address, own, num_replicas=2) as second:
+            assert {each["pid"] for each in replicas(second.url)} == pids
+            _wait(lambda: post(second.url, "/debug/audit").json["requests"]["running"] == 0)
+            assert post(second.url, "/debug/audit").json["ok"]
+            assert read(second.url, "long").answer == answer
+            usage = post(second.url, path, body | {"stream": False, "stream_options": None}).json[
+                "usage"
+            ]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert cached > 0.9 * usage["prompt_tokens"]
+            (hits,) = re.findall(
+                rb"^foretoken:route_hit_tokens_total (\S+)", get(second.url, "/metrics").content, re.M
+            )
+            assert float(hits) >= 2 * cached  # both requests went to what the first front had sent
+            assert second.stop() == 0
+        for each in processes:  # no front is there
+            each.send_signal(signal.SIGTERM)
+        assert [each.wait(60) for each in processes] == [0, 0]
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
 
 
 def test_without_any_replica_the_front_answers_503_and_lives() -> None:
