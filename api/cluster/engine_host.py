@@ -20,7 +20,7 @@ from .wire import Load
 logger = logging.getLogger(__name__)
 REDIAL_SECONDS = 1.0  # until a front is dialled that was lost before it said a word
 REFUSED_SECONDS = 15.0  # until a front is dialled that refused a replica of the one before it
-STOPPED = "the replica stops"
+STOPPED, FAILED = "the replica stops", "the engine died"
 
 
 class RefusedError(ForetokenError):
@@ -119,9 +119,8 @@ class EngineHost:
 
     def _leave(self) -> None:
         if self._session is not None:
-            failure = self.engine.failure
-            reason = STOPPED if failure is None else "the engine died"
-            self._session.leave("a step never returned" if self.engine.hung else reason)
+            has_failed = self.engine.hung or self.engine.failure is not None
+            self._session.leave(FAILED if has_failed else STOPPED, has_failed=has_failed)
 
     async def _talk(self) -> tuple[Ended, bool]:
         """One connection, from dialling to its end; and whether the front took this replica."""

@@ -103,11 +103,11 @@ class FrontSession:
         finally:
             self._end(tasks)
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, *, has_failed: bool = False) -> None:
         """End the connection; the front moves the requests that run to other replicas."""
         if not self._left.done():
             self._flush()
-            self._send(Leaving(reason=reason))
+            self._send(Leaving(reason=reason, has_failed=has_failed))
             self._left.set_result(Ended(Ending.LEFT, reason))
 
     # -- what is heard --------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class FrontSession:
             if self._hosted.engine.alive:
                 self._note(live, Delta(error=error))
             else:
-                self.leave(str(error))
+                self.leave(str(error), has_failed=True)
         except Exception as error:
             _log_unless_on_purpose(error, "a request failed")
             shown = error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)

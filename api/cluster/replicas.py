@@ -48,6 +48,7 @@ from .replica_link import (
 )
 from .routing import Choice, Route, Router
 from .wire import (
+    KEY_BYTES,
     Abort,
     Answer,
     Audit,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 METRICS_SECONDS = 2.0  # that a scrape waits for a replica's metrics
+REFUSAL_SECONDS = 10.0  # in which a refusal that is repeated is not logged again
 SHUTTING_DOWN, CLOSED = "the engine is shutting down", "the engine was closed"
 NOT_RUNNING, NO_REPLICA = "the engine is not running", "no replica is there"
 T = TypeVar("T")
@@ -118,7 +120,7 @@ class Replicas:
         self._dump_dir, self._clock, self._beat_seconds = dump_dir, clock, beat_seconds
         self._router = Router[bytes](route, fingerprint=None)  # by peer
         self._links: dict[bytes, ReplicaLink] = {}  # by peer, in the order of arrival
-        self._strangers: set[bytes] = set()  # connected peers that are not heard
+        self._logged_refusal, self._refused_at = "", -math.inf  # the last one that was logged
         self._num_joined = 0
         self._complete = asyncio.Event()  # the wanted ones were all there once
         self._first: asyncio.Future[Hello] | None = None  # the greeting that all must equal
@@ -328,10 +330,10 @@ class Replicas:
         level = logging.INFO if cause == "left" else logging.WARNING
         logger.log(level, "%s is lost: %s; requests to move: %d", link, reason, len(lives))
         self.metrics.lost(cause)
-        if cause != "closed":
-            self._strangers.add(link.peer)
-        if cause in ("wrong", "died", "left"):  # a silent one hears no beats and may come back
-            self._open_socket.send(link.peer, Leaving(reason=reason))
+        if cause in ("wrong", "died", "left"):
+            self._open_socket.part(link.peer, Leaving(reason=reason))
+        elif cause == "silent":  # without a word: a replica that wakes up dials anew
+            self._open_socket.part(link.peer)
         link.fail_calls()
         for live in lives:
             del self._places[live.request.request_id]
@@ -379,18 +381,16 @@ class Replicas:
         while True:
             peer, message = await self._open_socket.receive()
             link = self._links.get(peer)
-            if message is None:
-                self._strangers.discard(peer)
-                if link is not None:
-                    self._lose(link, "closed", "its connection closed")
-            elif link is not None:
-                self._hear(link, message)
-            elif peer not in self._strangers:
+            if link is None and message is not None:
                 self._greet(peer, message)
+            elif link is not None and message is None:
+                self._lose(link, "closed", "its connection closed")
+            elif link is not None and message is not None:
+                self._hear(link, message)
 
     def _hear(self, link: ReplicaLink, message: FromReplica | WireError) -> None:
         try:
-            link.heard(self._clock())
+            link.num_silent_beats = 0
             self._follow(link, message)
         except DeadReplicaError as error:
             self._lose(link, "died", str(error))
@@ -405,6 +405,8 @@ class Replicas:
                 link.answered(message)
             case Beat():
                 link.load, link.unready = message.load or link.load, message.unready
+            case Leaving(has_failed=True):
+                raise DeadReplicaError(f"its engine ended: {message.reason[:MAX_REASON]!r}")
             case Leaving():
                 self._lose(link, "left", f"it leaves: {message.reason[:MAX_REASON]!r}")
             case Hello():
@@ -415,6 +417,8 @@ class Replicas:
     def _take_step(self, link: ReplicaLink, step: Step) -> None:
         link.load = step.load
         for news in step.pages:
+            if len(news.keys) > link.hello.num_pages * KEY_BYTES:
+                raise WireError(f"more pages than its {link.hello.num_pages}")
             change = self._router.stored if news.is_stored else self._router.dropped
             change(link.peer, page_keys(news))
         if self._router.num_pages(link.peer) > link.hello.num_pages:
@@ -454,11 +458,17 @@ class Replicas:
                 raise WireError("its first message was no greeting")
             self._check_fits(message)
         except WireError as error:
-            self._strangers.add(peer)
-            logger.warning("a replica is refused: %s", error)
-            self._open_socket.send(peer, Leaving(reason=str(error)))
+            self._log_refusal(str(error))
+            self._open_socket.part(peer, Leaving(reason=str(error)))
             return
         self._join(peer, message)
+
+    def _log_refusal(self, reason: str) -> None:
+        """Log a refusal, unless it is repeated at once: a broken peer dials again and again."""
+        now = self._clock()
+        if reason != self._logged_refusal or now - self._refused_at >= REFUSAL_SECONDS:
+            self._logged_refusal, self._refused_at = reason, now
+            logger.warning("a replica is refused: %s", reason)
 
     def _check_fits(self, hello: Hello) -> None:
         """Refuse a replica of another model. Raises `UnfitError`."""
@@ -528,7 +538,7 @@ class Replicas:
             return
         from .transport import FrontSocket  # needs an extra
 
-        self._socket = FrontSocket(self._address, self._key)
+        self._socket = FrontSocket(self._address, self._key, clock=self._clock)
         self._first = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="foretoken-replicas")
 

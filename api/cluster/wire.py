@@ -82,6 +82,7 @@ class Leaving(_Message, tag="leaving", frozen=True, kw_only=True):
     """
 
     reason: str
+    has_failed: bool = False  # the replica's engine died or hangs
 
 
 # -- from a replica --------------------------------------------------------------------------------

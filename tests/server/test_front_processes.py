@@ -208,9 +208,8 @@ def test_replicas_outlive_their_front_and_the_next_one_knows_their_cache() -> No
             ]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert cached > 0.9 * usage["prompt_tokens"]
-            (hits,) = re.findall(
-                rb"^foretoken:route_hit_tokens_total (\S+)", get(second.url, "/metrics").content, re.M
-            )
+            metrics = get(second.url, "/metrics").content
+            (hits,) = re.findall(rb"^foretoken:route_hit_tokens_total (\S+)", metrics, re.M)
             assert float(hits) >= 2 * cached  # both requests went to what the first front had sent
             assert second.stop() == 0
         for each in processes:  # no front is there

@@ -467,6 +467,7 @@ def test_a_replica_that_stops_leaves_before_its_requests_end(within) -> None:
         await task
         await front.until(lambda: front.is_closed)
         assert front.left == engine_host.STOPPED
+        assert not front.has_failed
         assert heard.token_ids == [5]
         assert not heard.has_ended
         assert replica.engine.aborted == ["a"]
@@ -484,6 +485,7 @@ def test_a_dead_engine_leaves_and_fails_no_request(within) -> None:
         await task
         await front.until(lambda: front.is_closed)
         assert front.left == "steps failed; the engine stopped"
+        assert front.has_failed
         assert heard.deltas == []
 
     within(test)
