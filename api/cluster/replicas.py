@@ -428,6 +428,8 @@ class Replicas:
             if (live := link.request_of(form)) is not None:
                 link.check_tokens(form, live)
                 self._take_delta(live, form, step.usages.get(form.request_id), now)
+        if step.deltas:
+            self.metrics.notify.observe_replica_step(link.number)
 
     def _take_delta(
         self, live: LiveRequest, form: DeltaForm, usage: UsageForm | None, now: float
@@ -652,10 +654,11 @@ class Replicas:
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> Body:  # noqa: ARG002
         """Counts and state of all replicas together, and a row for each.
 
-        Paths are those of requests that run: a replica does not know what the front saw end.
+        Paths have the number of the replica. Each replica remembers its own requests that ended.
         """
         found = await self._ask_all(Overview(), body_in, skips=True)
-        return {**merged_overview(list(found.values())), "replicas": self.describe()}
+        views = {link.number: body for link, body in found.items()}
+        return {**merged_overview(views), "replicas": self.describe()}
 
     async def audit(self) -> Body:
         """Audit all replicas: sound if all are. Raises `EngineDead`."""

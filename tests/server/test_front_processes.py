@@ -9,12 +9,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.forked import Forked
-from support.plain_http import get, opened, post
+from support.plain_http import get, opened, payloads, post
 from support.server_process import (
     Server,
     free_port,
@@ -231,6 +232,54 @@ def test_without_any_replica_the_front_answers_503_and_lives() -> None:
         assert get(server.url, "/health").status == 200
         assert replicas(server.url) == []
         assert server.stop() == 0
+
+
+def test_the_live_page_shows_the_steps_and_the_paths_of_each_replica() -> None:
+    def ask(number: int) -> int:
+        body = {"prompt": f"{number} words", "max_tokens": 40, "ignore_eos": True}
+        return post(server.url, TEXT, body).status
+
+    with (
+        fronts(2) as (server, _),
+        opened(server.url, "GET", "/ui/events") as watching,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        events = map(json.loads, payloads(watching))
+        assert "latest_steps" not in next(events)
+        asked = [pool.submit(ask, number) for number in range(24)]
+        with_steps: set[int] = set()
+        with_paths: set[int] = set()
+        while not with_steps == with_paths == {1, 2}:
+            now = next(events)
+            if "latest_steps" in now:
+                assert len(now["latest_steps"]) == len(now["replicas"])
+                with_steps |= {*now["replicas"]}
+            else:
+                with_paths |= {each["replica"] for each in now["requests"] if each["boxes"]}
+        assert {each.result() for each in asked} == {200}
+
+
+def test_a_signal_writes_a_dump_of_the_front_and_of_each_replica_by_itself(tmp_path: Path) -> None:
+    with running_front([*FLAGS, "--dump-dir", str(tmp_path)], num_replicas=2) as (
+        server,
+        processes,
+    ):
+        for process in (server.process, processes[0]):
+            process.send_signal(signal.SIGUSR1)
+        _wait(lambda: len([*tmp_path.iterdir()]) == 2)
+        dumps = {each["pid"]: each for each in map(_json_in, tmp_path.iterdir())}
+        of_front = dumps.pop(server.process.pid)
+        assert {each["pid"] for each in of_front["replicas"]} == {each.pid for each in processes}
+        (of_replica,) = dumps.values()
+        assert of_replica["pid"] == processes[0].pid
+        assert of_replica["audit"]["ok"]
+        assert {of_front["reason"], of_replica["reason"]} == {"SIGUSR1"}
+        assert len(replicas(server.url)) == 2
+
+
+def _json_in(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 def _wait(holds: Any) -> None:
