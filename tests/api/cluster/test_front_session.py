@@ -428,7 +428,9 @@ def test_a_later_front_that_refuses_the_replica_is_dialled_until_one_takes_it(
     ]
 
 
-def test_a_replica_stops_while_it_waits_for_a_front(within) -> None:
+def test_a_replica_stops_while_it_waits_for_a_front(within, monkeypatch) -> None:
+    monkeypatch.setattr(engine_host, "REFUSED_SECONDS", 10 * SECONDS)
+
     async def test(replica: Replica, task: asyncio.Task[None]) -> None:
         await replica.joined()
         replica.links[0].fail(None)
