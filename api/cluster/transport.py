@@ -195,8 +195,8 @@ class FrontSocket:
     async def _next(self) -> tuple[Sequence[zmq.Frame], int | None]:
         """The frames of the next message, or the descriptor of a closed connection."""
         if self._pending is None:
-            closed = asyncio.ensure_future(self._link.closed_connection())
-            self._pending = self._receive(), closed
+            first = asyncio.ensure_future(self._link.closed_connection())
+            self._pending = self._receive(), first
         message, closed = self._pending
         if not message.done():
             await asyncio.wait((message, closed), return_when=asyncio.FIRST_COMPLETED)
@@ -217,7 +217,7 @@ class FrontSocket:
         peer, *rest = frames
         if not rest:
             return None
-        name, descriptor = peer.bytes, cast("int", rest[-1].get(zmq.SRCFD))
+        name, descriptor = peer.bytes, rest[-1].get(zmq.SRCFD)
         before = self._peers.get(descriptor, name)
         self._peers[descriptor] = name
         if before != name:  # its connection closed, and the news of it is still to come
