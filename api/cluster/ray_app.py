@@ -116,9 +116,8 @@ class Replica:
     async def check_health(self) -> None:
         """Raise if the engine has ended, so that Ray starts another replica."""
         if self._serving.done():
-            self._serving.result()
-            raise RayError("the front has ended")
-        if not self._host.engine.alive:
+            self._serving.result()  # a front has dropped it
+        if self._serving.done() or not self._host.engine.alive:
             raise RayError("the engine has ended")
 
     async def __del__(self) -> None:

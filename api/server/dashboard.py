@@ -23,6 +23,7 @@ from ...core.telemetry.metrics import EngineObserver
 from ...core.telemetry.overview import MAX_REQUESTS, RecentRequest
 from ..serving.serving_context import Service
 from ..serving.sse import EventStream, event
+from ..types.results import Body
 from .static_page import FOLDER, StaticPage
 
 PAGE = FOLDER / "index.html"
@@ -35,9 +36,10 @@ class Watched(EngineObserver):
     """The latest steps and the latest requests that ended. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.num_steps = 0  # with tokens
+        self.num_steps = 0  # with tokens, of all replicas
         self.finished: deque[RecentRequest] = deque(maxlen=MAX_REQUESTS)
         self._steps: deque[dict[str, int]] = deque(maxlen=MAX_STEPS)
+        self._replicas: deque[int] = deque(maxlen=MAX_STEPS)  # by step; empty without a front
         self._step: dict[str, int] = {}  # tokens by drafter; "" for the target's own
 
     def observe_delta(self, request: EngineRequest, delta: Delta, now: float) -> None:  # noqa: ARG002
@@ -58,17 +60,30 @@ class Watched(EngineObserver):
         """End the step before this one: a step's tokens are delivered while the next one runs."""
         self._end_step()
 
-    def since(self, num_steps: int) -> list[dict[str, int]]:
-        """The steps after the first ``num_steps``, `MAX_STEPS` at most."""
-        self._end_step()
-        count = min(self.num_steps - num_steps, len(self._steps))
-        return [self._steps[index] for index in range(-count, 0)]
+    def observe_replica_step(self, replica: int) -> None:
+        """End a step of a replica: its tokens are delivered together."""
+        if self._end_step():
+            self._replicas.append(replica)
 
-    def _end_step(self) -> None:
-        if self._step:
-            self.num_steps += 1
-            self._steps.append(self._step)
-            self._step = {}
+    def since(self, num_steps: int) -> Body:
+        """The steps after the first ``num_steps``, `MAX_STEPS` at most; of a front, whose they are.
+
+        Empty without any.
+        """
+        self._end_step()
+        if not (count := min(self.num_steps - num_steps, len(self._steps))):
+            return {}
+        body: Body = {"latest_steps": [*self._steps][-count:]}
+        return body | ({"replicas": [*self._replicas][-count:]} if self._replicas else {})
+
+    def _end_step(self) -> bool:
+        """Whether there was one: a step without tokens is none."""
+        if not self._step:
+            return False
+        self.num_steps += 1
+        self._steps.append(self._step)
+        self._step = {}
+        return True
 
 
 class Dashboard:
@@ -110,7 +125,7 @@ class Dashboard:
                     await asyncio.sleep(STEPS_SECONDS)
                     if steps := watched.since(seen):
                         seen = watched.num_steps
-                        yield event({"latest_steps": steps})
+                        yield event(steps)
         finally:
             self.unwatch()
 

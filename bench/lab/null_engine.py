@@ -221,8 +221,8 @@ async def serve_ours(sock: socket.socket, num_streams: int) -> None:
 
 async def serve_front(address: str, num_streams: int) -> None:
     """A replica of the front at ``address``, until that ends."""
-    from ...api.cluster.engine_host import EngineHost  # need an extra
-    from ...api.cluster.transport import ReplicaSocket
+    from ...api.cluster.replica.engine_host import EngineHost  # need an extra
+    from ...api.cluster.wire.transport import ReplicaSocket
 
     built, tokenizer = null_model(Clock(num_streams))
     dial = partial(ReplicaSocket, address, None)

@@ -351,6 +351,9 @@ class EngineObserver:
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
         """Tokens that were served, and the end: then ``delta.terminal`` holds."""
 
+    def observe_replica_step(self, replica: int) -> None:
+        """All deltas of a step of this replica, by its number, were observed; only in a front."""
+
 
 class Observers:
     """Observers of requests and steps. A call that fails is counted, and logged the first time."""
@@ -376,6 +379,11 @@ class Observers:
         """Tokens were served, or a request ended."""
         for observer in self.members:
             self._notify(observer.observe_delta, request, delta, now)
+
+    def observe_replica_step(self, replica: int) -> None:
+        """The deltas of a step of a replica were observed."""
+        for observer in self.members:
+            self._notify(observer.observe_replica_step, replica)
 
     def _notify(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call an observer's method; no step and no request depends on it."""

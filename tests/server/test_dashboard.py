@@ -134,12 +134,27 @@ def test_the_steps_of_a_watched_engine_are_told_by_drafter() -> None:
         for delta in deltas:
             watched.observe_delta(request, delta, 0.0)
         watched.observe_step(plan, output, began=0.0, ended=0.0)
-    assert watched.since(0) == [{"radix": 1, "": 2}, {"lm": 2, "": 1}]
-    assert watched.since(1) == [{"lm": 2, "": 1}]
+    assert watched.since(0) == {"latest_steps": [{"radix": 1, "": 2}, {"lm": 2, "": 1}]}
+    assert watched.since(1) == {"latest_steps": [{"lm": 2, "": 1}]}
+    assert watched.since(2) == {}
     for _ in range(2 * MAX_STEPS):
         watched.observe_delta(request, step(""), 0.0)
         watched.observe_step(plan, output, began=0.0, ended=0.0)
-    assert watched.since(0) == [{"": 1}] * MAX_STEPS
+    assert watched.since(0) == {"latest_steps": [{"": 1}] * MAX_STEPS}
+
+
+def test_the_steps_of_replicas_are_told_apart() -> None:
+    watched, request = Watched(), cast("Any", None)
+    for replica, delta in ((1, step("lm", "")), (2, step("")), (2, step()), (1, step(""))):
+        watched.observe_delta(request, delta, 0.0)
+        watched.observe_replica_step(replica)
+    steps = [{"lm": 1, "": 1}, {"": 1}, {"": 1}]
+    assert watched.since(0) == {"latest_steps": steps, "replicas": [1, 2, 1]}
+    assert watched.since(2) == {"latest_steps": steps[2:], "replicas": [1]}
+    for _ in range(2 * MAX_STEPS):
+        watched.observe_delta(request, step(""), 0.0)
+        watched.observe_replica_step(2)
+    assert watched.since(3) == {"latest_steps": [{"": 1}] * MAX_STEPS, "replicas": [2] * MAX_STEPS}
 
 
 def test_the_path_of_a_request_is_in_the_tree_however_large_that_is(url: str) -> None:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.forked import Forked
-from support.plain_http import get, opened, post
-from support.server_process import Server, running_front
+from support.plain_http import get, opened, payloads, post
+from support.server_process import (
+    Server,
+    free_port,
+    front_at,
+    running_front,
+    split_flags,
+    start_replica,
+)
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SHARED = "import sys\n\n\nclass Queue:\n    def __init__(self):\n"
@@ -177,6 +186,42 @@ def test_a_stream_that_is_resumed_goes_on_over_a_lost_replica(
         assert whole.answer == undisturbed["endless"]
 
 
+def test_replicas_outlive_their_front_and_the_next_one_knows_their_cache() -> None:
+    own, engine = split_flags(FLAGS)
+    address, (path, body) = f"tcp://127.0.0.1:{free_port()}", body_of("long")
+    processes = [start_replica(address, engine) for _ in range(2)]
+    try:
+        with front_at(address, own, num_replicas=2) as first:
+            answer = read(first.url, "long").answer
+            pids = {each["pid"] for each in replicas(first.url)}
+            endless_path, endless = body_of("endless")
+            with opened(first.url, "POST", endless_path, endless) as response:
+                assert response.readline()
+                first.process.send_signal(signal.SIGKILL)
+                first.process.wait(60)
+        with front_at(address, own, num_replicas=2) as second:
+            assert {each["pid"] for each in replicas(second.url)} == pids
+            _wait(lambda: post(second.url, "/debug/audit").json["requests"]["running"] == 0)
+            assert post(second.url, "/debug/audit").json["ok"]
+            assert read(second.url, "long").answer == answer
+            usage = post(second.url, path, body | {"stream": False, "stream_options": None}).json[
+                "usage"
+            ]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert cached > 0.9 * usage["prompt_tokens"]
+            metrics = get(second.url, "/metrics").content
+            (hits,) = re.findall(rb"^foretoken:route_hit_tokens_total (\S+)", metrics, re.M)
+            assert float(hits) >= 2 * cached  # both requests went to what the first front had sent
+            assert second.stop() == 0
+        for each in processes:  # no front is there
+            each.send_signal(signal.SIGTERM)
+        assert [each.wait(60) for each in processes] == [0, 0]
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
+
+
 def test_without_any_replica_the_front_answers_503_and_lives() -> None:
     with fronts(1) as (server, (process,)):
         assert get(server.url, "/ready").status == 200
@@ -187,6 +232,54 @@ def test_without_any_replica_the_front_answers_503_and_lives() -> None:
         assert get(server.url, "/health").status == 200
         assert replicas(server.url) == []
         assert server.stop() == 0
+
+
+def test_the_live_page_shows_the_steps_and_the_paths_of_each_replica() -> None:
+    def ask(number: int) -> int:
+        body = {"prompt": f"{number} words", "max_tokens": 40, "ignore_eos": True}
+        return post(server.url, TEXT, body).status
+
+    with (
+        fronts(2) as (server, _),
+        opened(server.url, "GET", "/ui/events") as watching,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        events = map(json.loads, payloads(watching))
+        assert "latest_steps" not in next(events)
+        asked = [pool.submit(ask, number) for number in range(24)]
+        with_steps: set[int] = set()
+        with_paths: set[int] = set()
+        while not with_steps == with_paths == {1, 2}:
+            now = next(events)
+            if "latest_steps" in now:
+                assert len(now["latest_steps"]) == len(now["replicas"])
+                with_steps |= {*now["replicas"]}
+            else:
+                with_paths |= {each["replica"] for each in now["requests"] if each["boxes"]}
+        assert {each.result() for each in asked} == {200}
+
+
+def test_a_signal_writes_a_dump_of_the_front_and_of_each_replica_by_itself(tmp_path: Path) -> None:
+    with running_front([*FLAGS, "--dump-dir", str(tmp_path)], num_replicas=2) as (
+        server,
+        processes,
+    ):
+        for process in (server.process, processes[0]):
+            process.send_signal(signal.SIGUSR1)
+        _wait(lambda: len([*tmp_path.iterdir()]) == 2)
+        dumps = {each["pid"]: each for each in map(_json_in, tmp_path.iterdir())}
+        of_front = dumps.pop(server.process.pid)
+        assert {each["pid"] for each in of_front["replicas"]} == {each.pid for each in processes}
+        (of_replica,) = dumps.values()
+        assert of_replica["pid"] == processes[0].pid
+        assert of_replica["audit"]["ok"]
+        assert {of_front["reason"], of_replica["reason"]} == {"SIGUSR1"}
+        assert len(replicas(server.url)) == 2
+
+
+def _json_in(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 def _wait(holds: Any) -> None:

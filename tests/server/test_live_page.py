@@ -6,13 +6,15 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from support.browser import chromium, needs_browser
-from support.server_process import running
+from support.plain_http import post
+from support.server_process import running, running_front
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -500,3 +502,19 @@ def test_what_is_kept_is_json_of_the_conversation_alone(open_page: Open) -> None
     (name,) = [each for each in kept if each.startswith("foretoken.chat.")]
     assert json.loads(kept[name])["messages"][0]["content"] == "[[One.]]"
     assert "key" not in kept
+
+
+def test_a_front_shows_the_steps_of_each_replica(open_page: Open) -> None:
+    flags = ("--kv-tokens", "4096", "--max-model-len", "1024", "--threads", "1")
+
+    def ask(number: int) -> int:
+        body = {"prompt": f"{number} words", "max_tokens": 30, "ignore_eos": True}
+        return post(server.url, "/v1/completions", body).status
+
+    with running_front(flags, num_replicas=2) as (server, _), ThreadPoolExecutor(4) as pool:
+        page = open_page(server.url)
+        page.wait_for_selector("#replicas-rows tr:nth-child(2)")
+        assert {*pool.map(ask, range(16))} == {200}
+        for number in (1, 2):
+            page.wait_for_selector(f"#replicas-rows tr:nth-child({number}) svg.steps path")
+        page.goto("about:blank")  # before the server ends

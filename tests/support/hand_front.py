@@ -140,6 +140,7 @@ class HandFront:
         self.pages: set[bytes] = set()
         self.answers: dict[int, Answer] = {}
         self.left: str | None = None
+        self.has_failed = False
         self.is_closed = False
         self._changed = asyncio.Condition()
 
@@ -155,7 +156,7 @@ class HandFront:
             case Answer():
                 self.answers[message.call_id] = message
             case Leaving():
-                self.left = message.reason
+                self.left, self.has_failed = message.reason, message.has_failed
         if message is not None:
             self.messages.append(message)
         async with self._changed:

@@ -1,6 +1,7 @@
 """A server over the real engine and the model of hashes: python serve_engine.py FOLDER JSON.
 
-JSON holds options of `Supervision`, of `Limits`, and ``drain_seconds``. Each line of stdin is an
+JSON holds options of `Supervision`, of `Limits`, ``drain_seconds``, and ``front``: an address that
+it serves as a replica instead. Each line of stdin is an
 order: "hold" the steps to come until "go"; "raise" in all of them; "hang" in the next one for
 ever; "stall" the event loop. On stdout it says "obeyed", "submitted" and, in a step that is
 held, "entered".
@@ -10,6 +11,7 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +20,15 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tokenizers import Tokenizer as Backend
 
 from foretoken import AsyncLLM
+from foretoken.api.cluster.replica.engine_host import EngineHost
+from foretoken.api.cluster.replica.process import serve
+from foretoken.api.cluster.wire.transport import ReplicaSocket
 from foretoken.api.server.logs import configure
 from foretoken.api.server.process import run
 from foretoken.api.serving.limits import Limits
 from foretoken.api.serving.settings import Listen, Settings
 from foretoken.api.text.tokenizer import Tokenizer
+from foretoken.core.config import EngineConfig
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.model_thread import Supervision
 from support.fake_engine import make_built
@@ -77,8 +83,15 @@ scheduler, runner = make_scheduler(max_running=2, max_queued=4), Obedient(4)
 engine = Engine(scheduler, runner, supervision=supervision)
 engine.submit = submit
 threading.Thread(target=obey, daemon=True).start()
+built = make_built(engine, Path(folder), EOS, VOCAB_SIZE)
+if front := options.get("front"):
+    configure("info", "text")
+    tokenizer = load(Path(folder), max_model_len=built.max_model_len)
+    config = EngineConfig(step_timeout=supervision.step_timeout)
+    dial = partial(ReplicaSocket, front, None)
+    sys.exit(serve(EngineHost(built, tokenizer, dial, address=front, config=config)))
 llm = AsyncLLM("builtin", step_timeout=supervision.step_timeout)
-llm._built = make_built(engine, Path(folder), EOS, VOCAB_SIZE)
+llm._built = built
 listen = Listen(
     port=0,
     drain_seconds=options.get("drain_seconds", 20.0),

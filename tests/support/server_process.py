@@ -101,22 +101,48 @@ def running_front(
     """Start a front and its replicas; each has those of the flags that are its own."""
     own, engine = split_flags(args)
     address = f"tcp://127.0.0.1:{free_port()}"
-    words = ("--front", address, "--replicas", str(num_replicas), *own)
-    env = {**os.environ, **(variables or {})}
     replicas: list[Forked] = []
+    try:
+        for _ in range(num_replicas):
+            replicas.append(start_replica(address, engine, model=model, variables=variables))
+        with front_at(
+            address, own, num_replicas=num_replicas, model=model, variables=variables
+        ) as server:
+            yield server, replicas
+    finally:
+        for each in replicas:
+            each.kill()
+            each.wait()
+
+
+def start_replica(
+    address: str,
+    args: Sequence[str] = (),
+    *,
+    model: str = "builtin",
+    variables: Mapping[str, str] | None = None,
+) -> Forked:
+    """A replica that dials a front; whoever started it ends it."""
+    words = ("replica", model, "--front", address, "--log-level", "error", *args)
     with open(os.devnull, "w+") as nothing:
         streams = {"stdin": nothing, "stdout": nothing, "stderr": sys.stderr.fileno()}
-        try:
-            for _ in range(num_replicas):
-                replica = ("replica", model, "--front", address, "--log-level", "error", *engine)
-                replicas.append(Forked(command, *replica, env=env, **streams))
-            with _process(words, model=model, variables=variables) as server:
-                _await_replicas(server)
-                yield server, replicas
-        finally:
-            for each in replicas:
-                each.kill()
-                each.wait()
+        return Forked(command, *words, env={**os.environ, **(variables or {})}, **streams)
+
+
+@contextlib.contextmanager
+def front_at(
+    address: str,
+    args: Sequence[str] = (),
+    *,
+    num_replicas: int = 1,
+    model: str = "builtin",
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """Start a front, and wait until its replicas are there."""
+    words = ("--front", address, "--replicas", str(num_replicas), *args)
+    with _process(words, model=model, variables=variables) as server:
+        _await_replicas(server)
+        yield server
 
 
 def _await_replicas(server: Server) -> None:

@@ -139,7 +139,7 @@ def of_replica() -> list[FromReplica]:
         Answer(call_id=2, result=b"{}"),
         *(Answer(call_id=3, error=error_form(each)) for each in ERRORS),
         Beat(load=LOAD, unready="busy"),
-        Leaving(reason="stopped"),
+        Leaving(reason="stopped", has_failed=True),
     ]
 
 

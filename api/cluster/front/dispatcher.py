@@ -11,7 +11,7 @@ from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest, QueueF
 from ....core.interface.request import Delta, FinishReason, Request
 from ....core.scheduling.output_processor import late_end
 from ..wire.forms import DeltaForm, UsageForm, WireError, delta_of
-from ..wire.messages import Abort, Step, page_keys, submit_of
+from ..wire.messages import KEY_BYTES, Abort, Step, page_keys, submit_of
 from .front_metrics import FrontMetrics
 from .live_request import MAX_LOSSES, LiveRequest, aborted
 from .replica_link import MAX_REASON, ReplicaLink
@@ -108,6 +108,8 @@ class Dispatcher:
         """Take news of pages and deltas. Raises `WireError` for what no engine sends."""
         link.load = step.load
         for news in step.pages:
+            if len(news.keys) > link.hello.num_pages * KEY_BYTES:
+                raise WireError(f"more pages than its {link.hello.num_pages}")
             change = self._router.stored if news.is_stored else self._router.dropped
             change(link.peer, page_keys(news))
         if self._router.num_pages(link.peer) > link.hello.num_pages:
@@ -117,6 +119,8 @@ class Dispatcher:
             if (live := link.request_of(form)) is not None:
                 link.check_tokens(form, live)
                 self._take_delta(live, form, step.usages.get(form.request_id), now)
+        if step.deltas:
+            self._metrics.notify.observe_replica_step(link.number)
 
     def _take_delta(
         self, live: LiveRequest, form: DeltaForm, usage: UsageForm | None, now: float

@@ -32,8 +32,9 @@ def merged_cache(page_size: int, bodies: Bodies) -> Body:
     return body
 
 
-def merged_overview(bodies: Bodies) -> Body:
-    """`ServingEngine.overview` over all replicas; their trees stand side by side."""
+def merged_overview(views: Mapping[int, Mapping[str, Any]]) -> Body:
+    """`ServingEngine.overview` over all replicas by number; their trees stand side by side."""
+    bodies = list(views.values())
     body: Body = {name: _sum(bodies, name) for name in SUMMED_IN_OVERVIEW}
     body |= {name: _added(each.get(name, {}) for each in bodies) for name in COUNTS_IN_OVERVIEW}
     body["pages"] = body["pages"] or NO_PAGES
@@ -43,11 +44,11 @@ def merged_overview(bodies: Bodies) -> Body:
     body["row"] = next((row for each in bodies if (row := each.get("row"))), None)
     boxes: list[list[int]] = []
     requests: list[Body] = []
-    for each in bodies:
+    for number, each in views.items():
         first, start = len(boxes), max((box[0] + box[2] for box in boxes), default=0)
         boxes += [[box[0] + start, *box[1:]] for box in each.get("tree", ())]
         requests += [
-            {**one, "boxes": [first + place for place in one["boxes"]]}
+            {**one, "replica": number, "boxes": [first + place for place in one["boxes"]]}
             for one in each.get("requests", ())
         ]
     return body | {"tree": boxes, "requests": requests}

@@ -14,8 +14,7 @@ from ..wire.forms import DeltaForm, WireError
 from ..wire.messages import Answer, Call, FromFront, Hello, Load, Question
 from .live_request import LiveRequest
 
-MESSAGES_PER_SECOND = 4000  # more than any engine has steps
-MAX_MESSAGES = 16_000  # at once: what came while the front was held up
+CALL_SECONDS = 30.0  # an audit waits for a step
 NUM_ENDED = 4096  # requests whose late deltas are expected
 MAX_REASON = 200  # characters of a replica's words in our log
 NO_LOAD = Load(running=0, waiting=0, kv_usage=0.0)
@@ -41,8 +40,6 @@ class ReplicaLink:
     _calls: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
     _call_ids: itertools.count[int] = field(default_factory=itertools.count)
     _num_calls: int = 0
-    _allowance: float = MAX_MESSAGES
-    _read_at: float = 0.0  # time of the last message
 
     def __str__(self) -> str:
         return f"replica {self.number} (pid {self.hello.pid})"
@@ -79,14 +76,6 @@ class ReplicaLink:
         }
 
     # -- what it sends --------------------------------------------------------------------------
-
-    def heard(self, now: float) -> None:
-        """Count a message. Raises `WireError` for more than an engine has to say."""
-        self.num_silent_beats = 0
-        since, self._read_at = now - (self._read_at or now), now
-        self._allowance = min(MAX_MESSAGES, self._allowance + since * MESSAGES_PER_SECOND) - 1
-        if self._allowance < 0:
-            raise WireError(f"more than {MESSAGES_PER_SECOND} messages a second")
 
     def request_of(self, form: DeltaForm) -> LiveRequest | None:
         """The request of a delta; None if it has ended. Raises `WireError` for an unknown one."""

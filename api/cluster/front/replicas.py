@@ -190,7 +190,7 @@ class Replicas:
 
     def _hear(self, link: ReplicaLink, message: FromReplica | WireError) -> None:
         try:
-            link.heard(self._clock())
+            link.num_silent_beats = 0
             self._follow(link, message)
         except DeadReplicaError as error:
             self._roster.lose(link, "died", str(error))
@@ -205,6 +205,8 @@ class Replicas:
                 link.answered(message)
             case Beat():
                 link.load, link.unready = message.load or link.load, message.unready
+            case Leaving(has_failed=True):
+                raise DeadReplicaError(f"its engine ended: {message.reason[:MAX_REASON]!r}")
             case Leaving():
                 self._roster.lose(link, "left", f"it leaves: {message.reason[:MAX_REASON]!r}")
             case Hello():
@@ -303,10 +305,11 @@ class Replicas:
     async def overview(self, finished: Iterable[RecentRequest] = ()) -> Body:  # noqa: ARG002
         """Counts and state of all replicas together, and a row for each.
 
-        Paths are those of requests that run: a replica does not know what the front saw end.
+        Paths have the number of the replica. Each replica remembers its own requests that ended.
         """
         found = await ask_all(self._roster, Overview(), body_in, skips=True)
-        return {**merged_overview(list(found.values())), "replicas": self.describe()}
+        views = {link.number: body for link, body in found.items()}
+        return {**merged_overview(views), "replicas": self.describe()}
 
     async def audit(self) -> Body:
         """Audit all replicas: sound if all are. Raises `EngineDead`."""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 NOT_RUNNING, NO_REPLICA = "the engine is not running", "no replica is there"
 MAX_SILENT_BEATS = 3  # of ours, without a message: two of its own are missing then
-FRONT_STOPS = "the front stops"  # a replica may wait for the next one
-TOLD_CAUSES = ("wrong", "died", "left")  # a silent replica hears no beats and may come back
+REFUSAL_SECONDS = 10.0  # in which a refusal that is repeated is not logged again
+TOLD_CAUSES = ("wrong", "died", "left")  # those that a replica hears why the front parts with it
 MODEL_FACTS = ("name", "vocab_size", "tokenizer", "page_size", "max_model_len", "eos_token_ids")
 """Fields of `Hello` that all replicas of a front must have in common."""
 
@@ -65,7 +65,7 @@ class Roster:
         self.first: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
         self._on_joined, self._on_lost = on_joined, on_lost
         self._tokenizer, self._wanted, self._clock = tokenizer, wanted, clock
-        self._strangers: set[bytes] = set()  # connected peers that are not heard
+        self._logged_refusal, self._refused_at = "", -math.inf  # the last one that was logged
         self._num_joined = 0
         self._has_warned = False
         self._socket: FrontSocket | None = None
@@ -95,7 +95,7 @@ class Roster:
         """Listen. Raises `InvalidRequest` for an address that cannot be used."""
         from ..wire.transport import FrontSocket  # needs an extra
 
-        self._socket = FrontSocket(address, key)
+        self._socket = FrontSocket(address, key, clock=self._clock)
 
     async def when_first(self) -> Hello:
         """The first replica's greeting. Raises `InvalidRequest` if it has another tokenizer."""
@@ -125,10 +125,10 @@ class Roster:
         del self.links[link.peer]
         level = logging.INFO if cause == "left" else logging.WARNING
         logger.log(level, "%s is lost: %s; requests to move: %d", link, reason, len(link.requests))
-        if cause != "closed":
-            self._strangers.add(link.peer)
         if cause in TOLD_CAUSES:
-            self.socket.send(link.peer, Leaving(reason=reason))
+            self.socket.part(link.peer, Leaving(reason=reason))
+        elif cause == "silent":  # without a word: a replica that wakes up dials anew
+            self.socket.part(link.peer)
         link.fail_calls()
         self._count_room()
         self._on_lost(link, cause)
@@ -138,7 +138,6 @@ class Roster:
         if self._socket is None:
             return
         for link in self.links.values():
-            self._socket.send(link.peer, Leaving(reason=FRONT_STOPS))
             link.fail_calls()
         self.links.clear()
         self._socket.close()
@@ -147,23 +146,26 @@ class Roster:
 
     def disconnected(self, peer: bytes) -> None:
         """Note that a connection was closed."""
-        self._strangers.discard(peer)
         if (link := self.links.get(peer)) is not None:
             self.lose(link, "closed", "its connection closed")
 
     def greet(self, peer: bytes, message: FromReplica | WireError) -> None:
-        """Take or refuse a replica by its first message; those of refused ones are not heard."""
-        if peer in self._strangers:
-            return
+        """Take or refuse a replica by its first message."""
         try:
             hello = _hello_in(message)
             self._check_fits(hello)
         except WireError as error:
-            self._strangers.add(peer)
-            logger.warning("a replica is refused: %s", error)
-            self.socket.send(peer, Leaving(reason=str(error)))
+            self._log_refusal(str(error))
+            self.socket.part(peer, Leaving(reason=str(error)))
             return
         self._join(peer, hello)
+
+    def _log_refusal(self, reason: str) -> None:
+        """Log a refusal, unless it is repeated at once: a broken peer dials again and again."""
+        now = self._clock()
+        if reason != self._logged_refusal or now - self._refused_at >= REFUSAL_SECONDS:
+            self._logged_refusal, self._refused_at = reason, now
+            logger.warning("a replica is refused: %s", reason)
 
     def _check_fits(self, hello: Hello) -> None:
         """Refuse a replica of another model. Raises `UnfitError`."""

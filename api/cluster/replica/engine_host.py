@@ -1,8 +1,9 @@
-"""EngineHost: a replica. It joins a front, and joins it again whenever the connection ends."""
+"""EngineHost: a replica. It joins a front, and the next one at that address when that is gone."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -18,7 +19,8 @@ from .page_log import PageLog
 
 logger = logging.getLogger(__name__)
 REDIAL_SECONDS = 1.0  # until a front is dialled that was lost before it said a word
-STOPPED = "the replica stops"
+REFUSED_SECONDS = 15.0  # until a front is dialled that refused a replica of the one before it
+STOPPED, FAILED = "the replica stops", "the engine died"
 
 
 class RefusedError(ForetokenError):
@@ -51,7 +53,8 @@ class EngineHost:
         )
         self._session: FrontSession | None = None
         self._stopped = asyncio.Event()
-        self._num_joined = 0
+        self._has_joined = False  # a front, at least once
+        self._refusal: str | None = None  # of a later front, as it was logged
         self._has_warned = False  # that the front takes no replica
 
     @property
@@ -69,17 +72,37 @@ class EngineHost:
         await self.engine.start()
 
     async def run(self) -> None:
-        """Serve until `stop`, or until the front shuts down. Raises `RefusedError`."""
+        """Serve until `stop`. A front that is gone is dialled until one is there again.
+
+        Raises `RefusedError` if the first front refuses this replica, or if one drops it that had
+        taken it. A later front that refuses it may be a mistake: that is no reason to give up a
+        loaded model and its cache.
+        """
         while not self._stopped.is_set():
-            ended = await self._talk()
-            if ended.ending is Ending.REFUSED:
-                raise RefusedError(
-                    f"the front at {self._address} refused this replica: {ended.reason}"
-                )
-            if ended.ending is Ending.SHUT_DOWN:
-                logger.info("the front at %s ends: %s", self._address, ended.reason)
-            if ended.ending is not Ending.LOST:
+            joined_before = self._has_joined
+            ended, was_taken = await self._talk()
+            self._has_joined = self._has_joined or was_taken
+            if ended.ending is Ending.LEFT:
                 return
+            if ended.ending is Ending.REFUSED and (was_taken or not joined_before):
+                raise RefusedError(self._refused_by(ended.reason))
+            if ended.ending is Ending.REFUSED:
+                self._log_refusal(ended.reason)
+                await self._pause(REFUSED_SECONDS)
+            elif was_taken:
+                logger.warning("the front at %s is lost: %s; dialling", self._address, ended.reason)
+            else:
+                self._warn_unheard(ended.reason)
+                await self._pause(REDIAL_SECONDS)
+
+    def _refused_by(self, reason: str) -> str:
+        return f"the front at {self._address} refused this replica: {reason}"
+
+    def _log_refusal(self, reason: str) -> None:
+        """Log a refusal once, not each time it is repeated."""
+        if reason != self._refusal:
+            self._refusal = reason
+            logger.warning("%s; dialling again", self._refused_by(reason))
 
     def stop(self) -> None:
         """Leave the front, and have `run` return."""
@@ -98,30 +121,23 @@ class EngineHost:
 
     def _leave(self) -> None:
         if self._session is not None:
-            failure = self.engine.failure
-            reason = STOPPED if failure is None else "the engine died"
-            self._session.leave("a step never returned" if self.engine.hung else reason)
+            has_failed = self.engine.hung or self.engine.failure is not None
+            self._session.leave(FAILED if has_failed else STOPPED, has_failed=has_failed)
 
-    async def _talk(self) -> Ended:
-        """One connection, from dialling to its end."""
+    async def _talk(self) -> tuple[Ended, bool]:
+        """One connection, from dialling to its end; and whether the front took this replica."""
         session = self._session = FrontSession(self._hosted, self._dial())
         saying = asyncio.create_task(self._say_joined(session))
         try:
-            ended = await session.run()
+            return await session.run(), session.is_joined.is_set()
         finally:
             saying.cancel()
             self._session = None
-        if ended.ending is Ending.LOST and session.is_joined.is_set():
-            logger.warning("the front at %s is lost: %s; dialling", self._address, ended.reason)
-        elif ended.ending is Ending.LOST:
-            self._warn_unheard(ended.reason)
-            await self._pause()
-        return ended
 
     async def _say_joined(self, session: FrontSession) -> None:
         await session.is_joined.wait()
-        news = "is back" if self._num_joined else "has this replica"
-        self._num_joined, self._has_warned = self._num_joined + 1, False
+        news = "is back" if self._has_joined else "has this replica"
+        self._refusal, self._has_warned = None, False
         logger.info("the front at %s %s", self._address, news)
 
     def _warn_unheard(self, reason: str) -> None:
@@ -133,9 +149,6 @@ class EngineHost:
                 "FORETOKEN_CLUSTER_KEY? dialling", self._address, reason,
             )  # fmt: skip
 
-    async def _pause(self) -> None:
-        try:
-            async with asyncio.timeout(REDIAL_SECONDS):
-                await self._stopped.wait()
-        except TimeoutError:
-            pass
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), seconds)

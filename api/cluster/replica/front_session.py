@@ -50,8 +50,7 @@ class Ending(Enum):
     """How a connection ends."""
 
     LOST = "lost"  # closed, silent, or it said what is no message
-    REFUSED = "refused"  # the front does not want this replica
-    SHUT_DOWN = "shut down"  # the front itself ends
+    REFUSED = "refused"  # the front does not want this replica, or not any longer
     LEFT = "left"  # the replica does
 
 
@@ -104,11 +103,11 @@ class FrontSession:
         finally:
             self._end(tasks)
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, *, has_failed: bool = False) -> None:
         """End the connection; the front moves the requests that run to other replicas."""
         if not self._left.done():
             self._flush()
-            self._send(Leaving(reason=reason))
+            self._send(Leaving(reason=reason, has_failed=has_failed))
             self._left.set_result(Ended(Ending.LEFT, reason))
 
     # -- what is heard --------------------------------------------------------------------------
@@ -122,8 +121,7 @@ class FrontSession:
                 case WireError():
                     return self._refuse(message)
                 case Leaving(reason=reason):
-                    joined = self.is_joined.is_set()
-                    return Ended(Ending.SHUT_DOWN if joined else Ending.REFUSED, reason)
+                    return Ended(Ending.REFUSED, reason)
             self._num_silent = 0
             self.is_joined.set()
             self._take(message)
@@ -172,7 +170,7 @@ class FrontSession:
             if self._hosted.engine.alive:
                 self._note(live, Delta(error=error))
             else:
-                self.leave(str(error))
+                self.leave(str(error), has_failed=True)
         except Exception as error:
             _log_unless_on_purpose(error, "a request failed")
             shown = error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)

@@ -20,11 +20,19 @@ ON_DRAIN = "leaving the front, which moves the requests that run to other replic
 def run(
     model: str | None, config: EngineConfig, dial: Callable[[], FrontLink], *, address: str
 ) -> int:
-    """Serve the front at ``address`` until a signal or until it ends; the exit code. Blocking.
+    """Load a model and serve the front at ``address``; the exit code. Blocking.
 
     ``dial`` opens a connection to it. Raises what `build` raises, and `RefusedError`.
     """
-    host = make_host(model, config, dial, address=address)
+    return serve(make_host(model, config, dial, address=address))
+
+
+def serve(host: EngineHost) -> int:
+    """Run a replica until a signal or until its engine is dead; the exit code. Blocking.
+
+    The code is a server's: 0 after a signal, 1 for a dead engine, 70 for a hung one. Raises
+    `RefusedError`.
+    """
     supervisor = Supervisor(host, drain_seconds=SAVE_SECONDS, on_drain=ON_DRAIN)
     return run_loop(_serve(host, supervisor), supervisor.close)
 

@@ -77,10 +77,12 @@ class Beat(_Message, tag="beat", frozen=True, kw_only=True):
 class Leaving(_Message, tag="leaving", frozen=True, kw_only=True):
     """The sender ends the connection: a replica stops, or a front does not want this replica.
 
-    The same in all versions: a replica of another version must understand its refusal.
+    A front that stops sends none: its replicas wait for the next one. The message is the same in
+    all versions, so that a replica of another version understands its refusal.
     """
 
     reason: str
+    has_failed: bool = False  # the replica's engine died or hangs
 
 
 # -- from a replica --------------------------------------------------------------------------------

@@ -3,15 +3,22 @@
 The front listens, replicas dial in. A message that cannot be sent at once is not sent: the other
 side is gone, or does not read. With a cluster key all bytes are encrypted (CURVE), and a process
 without the key is not heard; beyond loopback a key is required.
+
+The front limits the messages and bytes of each connection, before it reads them: a replica that
+sends more than an engine has to say costs the others no time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import ipaddress
 import os
-from collections.abc import Callable, Iterable
+import socket as sockets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar, cast
 
 import zmq
@@ -21,12 +28,18 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ....core.errors import InvalidRequest
 from .forms import WireError
-from .messages import FromFront, FromReplica, encode, from_front, from_replica
+from .messages import FromFront, FromReplica, Leaving, encode, from_front, from_replica
 
 CLUSTER_KEY = "FORETOKEN_CLUSTER_KEY"
-MAX_MESSAGE = 2**28  # bytes; a prompt of a million tokens has 8 MiB
+MAX_MESSAGE = 2**25  # bytes; a prompt of a million tokens has 8 MiB
 MAX_UNSENT = 10_000  # messages to one process; it reads more in a second
+MAX_UNREAD = 32  # messages of one replica in the front; more wait where they come from
+MESSAGES_PER_SECOND = 4000  # of one replica: more than any engine has steps
+MAX_MESSAGES = 16_000  # at once: what came while the front was held up
+BYTES_PER_SECOND = 2**25  # of one replica; a million deltas have as many
+MAX_BYTES = 2**27  # at once
 LINGER_MS = 500  # for what was sent last
+PARTING_SECONDS = 0.5  # for a replica to read why the front parts with it, and to close
 M = TypeVar("M")
 
 
@@ -74,7 +87,7 @@ def _front_keys(key: str) -> tuple[bytes, bytes]:
 class _Link(Generic[M]):
     """A socket, and news of closed connections, as one stream."""
 
-    def __init__(self, kind: int, decode: Callable[[bytes], M]) -> None:
+    def __init__(self, kind: int, decode: Callable[[bytes], M], max_unread: int) -> None:
         self._context = zmq.asyncio.Context()
         self._decode = decode
         self.socket = self._context.socket(kind)
@@ -82,7 +95,7 @@ class _Link(Generic[M]):
             (zmq.LINGER, LINGER_MS),
             (zmq.MAXMSGSIZE, MAX_MESSAGE),
             (zmq.SNDHWM, MAX_UNSENT),
-            (zmq.RCVHWM, MAX_UNSENT),
+            (zmq.RCVHWM, max_unread),
         ):
             self.socket.setsockopt(option, value)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -114,18 +127,43 @@ class _Link(Generic[M]):
         self._context.destroy(linger=LINGER_MS)
 
 
+class Quota:
+    """Messages and bytes that one connection may send: a rate, and more at once after a pause."""
+
+    def __init__(self, now: float) -> None:
+        self._read_at = now
+        self._messages, self._bytes = float(MAX_MESSAGES), float(MAX_BYTES)
+
+    def spend(self, num_bytes: int, now: float) -> WireError | None:
+        """Count a message; an error if it is beyond the quota."""
+        since, self._read_at = now - self._read_at, now
+        self._messages = min(MAX_MESSAGES, self._messages + since * MESSAGES_PER_SECOND) - 1
+        self._bytes = min(MAX_BYTES, self._bytes + since * BYTES_PER_SECOND) - num_bytes
+        if self._messages < 0:
+            return WireError(f"more than {MESSAGES_PER_SECOND} messages a second")
+        if self._bytes < 0:
+            return WireError(f"more than {BYTES_PER_SECOND >> 20} MiB a second")
+        return None
+
+
 class FrontSocket:
     """Listens at an address for replicas. Belongs to one event loop.
 
     Raises `InvalidRequest` for an address that cannot be used.
     """
 
-    def __init__(self, address: str, key: str | None) -> None:
+    def __init__(
+        self, address: str, key: str | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         check_address(address, key)
-        self._link = _Link[FromReplica](zmq.ROUTER, from_replica)
+        self._link = _Link[FromReplica](zmq.ROUTER, from_replica, MAX_UNREAD)
+        self._clock = clock
         self._peers: dict[int, bytes] = {}  # by the descriptor of the connection
-        self._events: asyncio.Queue[tuple[bytes, FromReplica | WireError | None]] = asyncio.Queue(1)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._quotas: dict[bytes, Quota] = {}  # by peer
+        self._parted: set[bytes] = set()  # connected peers that are not heard any more
+        self._closed: deque[bytes] = deque()  # peers to be reported as closed
+        self._reused: Counter[int] = Counter()  # descriptors whose next news of a close is known
+        self._pending: tuple[asyncio.Future[list[zmq.Frame]], asyncio.Future[int]] | None = None
         socket = self._link.socket
         socket.router_mandatory = True
         try:
@@ -140,25 +178,85 @@ class FrontSocket:
         self.address: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> tuple[bytes, FromReplica | WireError | None]:
-        """The next message and its sender; an error if it is none; None: a closed connection."""
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(each) for each in (self._read(), self._watch())]
-        return await self._events.get()
+        """The next message and its sender; an error if it is none; None: a closed connection.
 
-    async def _read(self) -> None:
+        All that a replica sent before its connection closed comes first.
+        """
         while True:
-            peer, *rest = await self._link.socket.recv_multipart(copy=False)
-            name = peer.bytes
-            if not rest:
-                continue
-            self._peers[rest[-1].get(zmq.SRCFD)] = name
-            await self._events.put((name, self._link.decoded(rest[-1].bytes)))
+            await asyncio.sleep(0)  # others have a turn, however much comes in
+            if self._closed:
+                return self._forget(self._closed.popleft()), None
+            frames, descriptor = await self._next()
+            if descriptor is not None:
+                self._note_closed(descriptor)
+            elif (heard := self._heard(frames)) is not None:
+                return heard
 
-    async def _watch(self) -> None:
-        while True:
-            name = self._peers.pop(await self._link.closed_connection(), None)
-            if name is not None:
-                await self._events.put((name, None))
+    async def _next(self) -> tuple[Sequence[zmq.Frame], int | None]:
+        """The frames of the next message, or the descriptor of a closed connection."""
+        if self._pending is None:
+            first = asyncio.ensure_future(self._link.closed_connection())
+            self._pending = self._receive(), first
+        message, closed = self._pending
+        if not message.done():
+            await asyncio.wait((message, closed), return_when=asyncio.FIRST_COMPLETED)
+        if message.done():
+            self._pending = self._receive(), closed
+            return message.result(), None
+        self._pending = message, asyncio.ensure_future(self._link.closed_connection())
+        return (), closed.result()
+
+    def _receive(self) -> asyncio.Future[list[zmq.Frame]]:
+        found = self._link.socket.recv_multipart(copy=False)
+        return cast("asyncio.Future[list[zmq.Frame]]", found)
+
+    def _heard(
+        self, frames: Sequence[zmq.Frame]
+    ) -> tuple[bytes, FromReplica | WireError | None] | None:
+        """A message and its sender; None if that is not heard any more."""
+        peer, *rest = frames
+        if not rest:
+            return None
+        name, descriptor = peer.bytes, rest[-1].get(zmq.SRCFD)
+        before = self._peers.get(descriptor, name)
+        self._peers[descriptor] = name
+        if before != name:  # its connection closed, and the news of it is still to come
+            self._closed.append(before)
+            self._reused[descriptor] += 1
+        if name in self._parted:
+            return None
+        now = self._clock()
+        quota = self._quotas.setdefault(name, Quota(now))
+        error = quota.spend(sum(map(len, rest)), now)
+        return name, error or self._link.decoded(rest[-1].bytes)
+
+    def _note_closed(self, descriptor: int) -> None:
+        if self._reused[descriptor] > 0:
+            self._reused[descriptor] -= 1
+        elif (name := self._peers.pop(descriptor, None)) is not None:
+            self._closed.append(name)
+
+    def _forget(self, peer: bytes) -> bytes:
+        self._parted.discard(peer)
+        self._quotas.pop(peer, None)
+        return peer
+
+    def part(self, peer: bytes, message: Leaving | None = None) -> None:
+        """Hear a replica no more, after a last word; its connection is closed in a moment."""
+        if message is not None:
+            self.send(peer, message)
+        self._parted.add(peer)
+        asyncio.get_running_loop().call_later(PARTING_SECONDS, self._cut, peer)
+
+    def _cut(self, peer: bytes) -> None:
+        """Close the connection of a replica that has not done it. ZMQ has no call for that."""
+        for descriptor, name in self._peers.items():
+            if name == peer:
+                with (
+                    contextlib.suppress(OSError),  # it has closed meanwhile
+                    sockets.socket(fileno=os.dup(descriptor)) as connection,
+                ):
+                    connection.shutdown(sockets.SHUT_RDWR)
 
     def send(self, peer: bytes, message: FromFront) -> bool:
         """Send to a replica; False if it is gone or does not read."""
@@ -166,8 +264,9 @@ class FrontSocket:
 
     def close(self) -> None:
         """Close the connections."""
-        for task in self._tasks:
-            task.cancel()
+        self._peers.clear()  # their descriptors will be those of others
+        for each in self._pending or ():
+            each.cancel()
         self._link.close()
 
 
@@ -176,7 +275,7 @@ class ReplicaSocket:
 
     def __init__(self, address: str, key: str | None) -> None:
         check_address(address, key)
-        self._link = _Link[FromFront](zmq.DEALER, from_front)
+        self._link = _Link[FromFront](zmq.DEALER, from_front, MAX_UNSENT)
         socket = self._link.socket
         if key is not None:
             socket.curve_serverkey = _front_keys(key)[0]

@@ -11,9 +11,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from foretoken.api.cluster.front.roster import REFUSAL_SECONDS
 from foretoken.api.cluster.front.routing import Route
+from foretoken.api.cluster.wire import transport
 from foretoken.api.cluster.wire.forms import error_form
-from foretoken.api.cluster.wire.messages import Answer, Beat, FromReplica, Load, PageNews, Step
+from foretoken.api.cluster.wire.messages import (
+    Answer,
+    Beat,
+    FromReplica,
+    Load,
+    PageNews,
+    Step,
+    encode,
+)
+from foretoken.api.cluster.wire.transport import Quota
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.output import TokenLogprob
 from support.scripted_replica import (
@@ -109,7 +120,16 @@ def test_bytes_that_are_no_message_end_their_sender_alone(
     assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
 
 
-def test_a_flood_ends_its_sender(caplog: pytest.LogCaptureFixture) -> None:
+FLOODS: dict[str, FromReplica] = {
+    "messages a second": Beat(),
+    "MiB a second": Beat(unready="x" * 2**22),
+}
+
+
+@pytest.mark.parametrize(("reason", "message"), FLOODS.items(), ids=["messages", "bytes"])
+def test_a_flood_ends_its_sender(
+    reason: str, message: FromReplica, caplog: pytest.LogCaptureFixture
+) -> None:
     async def body() -> None:
         async with (
             front_of(2, clock=lambda: 1.0) as front,
@@ -117,17 +137,89 @@ def test_a_flood_ends_its_sender(caplog: pytest.LogCaptureFixture) -> None:
         ):
             stream = front.submit(request())
             await first.submitted()
-            for _ in range(40):
-                for _ in range(500):
-                    first.send(Beat())
-                await asyncio.sleep(0.001)  # zmq sends in its own thread
-            assert "messages a second" in await first.refusal()
+            assert reason in await flood(first, message)
             await second.submitted()
             second.finish("r", 10)
             assert (await read(stream)).token_ids == [10]
 
     run(body())
-    assert sum("is lost" in each.getMessage() for each in caplog.records) == 1
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert "is lost" in line
+
+
+async def flood(replica: ScriptedReplica, message: FromReplica) -> str:
+    """Send as much as the connection takes, until the front says why it parts."""
+    data, refusal = encode(message), asyncio.create_task(replica.refusal())
+    while not refusal.done():
+        replica.socket._link.send((data,))  # not, if the front is behind
+        await asyncio.sleep(0)
+    return refusal.result()
+
+
+def test_a_flood_that_goes_on_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front drops what comes after its farewell unread, and closes the connection."""
+    monkeypatch.setattr(transport, "PARTING_SECONDS", 0.05)
+
+    async def body() -> None:
+        async with (
+            front_of(2, clock=lambda: 1.0) as front,
+            replicas_of(front, 2) as (first, second),
+        ):
+            await flood(first, FLOODS["messages a second"])
+            cut = asyncio.create_task(closed(first))
+            while not cut.done():
+                first.socket._link.send((encode(Beat()),))
+                await asyncio.sleep(0)
+            stream = front.submit(request())
+            await second.submitted()
+            second.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
+
+
+async def closed(replica: ScriptedReplica) -> None:
+    while await replica.socket.receive() is not None:
+        pass
+
+
+def test_a_message_that_is_too_large_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with front_of(2) as front, replicas_of(front, 2) as (first, second):
+            stream = front.submit(request())
+            await first.submitted()
+            first.send_bytes(bytes(transport.MAX_MESSAGE + 1))
+            await closed(first)
+            await second.submitted()
+            second.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
+    assert "its connection closed" in caplog.messages[0]
+
+
+def test_a_quota_grows_back_and_ends_at_its_limit() -> None:
+    quota = Quota(now=0.0)
+    assert quota.spend(transport.MAX_BYTES, 0.0) is None
+    assert quota.spend(transport.BYTES_PER_SECOND, 1.0) is None
+    assert "MiB" in str(quota.spend(1, 1.0))
+    assert quota.spend(transport.MAX_BYTES, 1e6) is None
+    assert "MiB" in str(quota.spend(1, 1e6))
+
+
+def test_a_refusal_that_is_repeated_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with front_of(1, clock=lambda: now[0]) as front:
+            for seconds in (0.0, 1.0, REFUSAL_SECONDS):
+                now[0] = seconds
+                stranger = ScriptedReplica(front)
+                stranger.send(Beat())
+                assert await stranger.refusal()
+                stranger.die()
+
+    now = [0.0]
+    run(body())
+    assert ["no greeting" in each for each in caplog.messages] == [True, True]
 
 
 @pytest.mark.parametrize("result", [b"{}", None, b"no json"], ids=["text", "nothing", "no json"])

@@ -23,6 +23,7 @@ from foretoken.api.cluster.wire.messages import (
     Call,
     FlushCache,
     FlushPrefix,
+    Leaving,
     Load,
     Overview,
     Step,
@@ -234,6 +235,7 @@ def test_observers_follow_requests_as_they_follow_an_engine(
         def __init__(self) -> None:
             self.began: list[str] = []
             self.tokens: list[int] = []
+            self.steps: list[int] = []
 
         def begin(self, request: Request, now: float) -> None:
             self.began.append(request.request_id)
@@ -243,6 +245,9 @@ def test_observers_follow_requests_as_they_follow_an_engine(
             if delta.terminal:
                 raise ValueError("its own")
 
+        def observe_replica_step(self, replica: int) -> None:
+            self.steps.append(replica)
+
     async def body() -> None:
         async with front_of() as front, replicas_of(front) as (replica,):
             seen = Seen()
@@ -250,9 +255,10 @@ def test_observers_follow_requests_as_they_follow_an_engine(
             stream = front.submit(request())
             await replica.submitted()
             replica.say("r", 10)
+            replica.send(Step(load=Load(running=1, waiting=0, kv_usage=0.5)))  # news alone
             replica.finish("r", 11)
             assert (await read(stream)).token_ids == [10, 11]
-            assert (seen.began, seen.tokens) == (["r"], [10, 11])
+            assert (seen.began, seen.tokens, seen.steps) == (["r"], [10, 11], [1, 1])
             assert b"front_observer_failures_total 1.0" in front.metrics.render()[0]
 
     run(body())
@@ -439,7 +445,8 @@ def test_a_drain_lets_requests_end_and_refuses_new_ones() -> None:
             replica.finish("r", 10)
             assert (await read(stream)).token_ids == [10]
             await closing
-            assert await replica.refusal() == "the front stops"
+            while (last := await replica.socket.receive()) is not None:
+                assert not isinstance(last, Leaving)  # it waits for the next front
             assert not front.alive
 
     run(body())
@@ -506,7 +513,8 @@ def test_reports_of_all_replicas_are_one() -> None:
             assert (view["running"], view["proposed"]) == (2, {"lm": 16})
             assert (view["acceptance_length"], view["parts"]) == (2.0, {"forward": 1.0})
             assert [box[0] for box in view["tree"]] == [0, 0, 2, 2]
-            assert [each["boxes"] for each in view["requests"]] == [[0, 1], [2, 3]]
+            paths = [(each["replica"], each["boxes"]) for each in view["requests"]]
+            assert paths == [(1, [0, 1]), (2, [2, 3])]
             sound = {"ok": True, "pages": {"total": 5}, "requests": {"running": 1}}
             audit, calls = await asked(replicas, [sound, sound], front.audit())
             assert calls[0].question == Audit()

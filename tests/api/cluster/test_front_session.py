@@ -128,6 +128,7 @@ def within(byte_level_folder: Path) -> Callable[[Callable[..., Awaitable[None]]]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_session, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(engine_host, "REDIAL_SECONDS", 0.02)
+    monkeypatch.setattr(engine_host, "REFUSED_SECONDS", 0.02)
 
 
 # -- what is said ----------------------------------------------------------------------------------
@@ -403,12 +404,55 @@ def test_a_front_that_has_not_taken_the_replica_may_refuse_it(within, says) -> N
     within(test)
 
 
-def test_a_front_that_shuts_down_ends_the_replica(within) -> None:
+def test_a_front_that_has_taken_the_replica_may_drop_it(within) -> None:
     async def test(replica: Replica, task: asyncio.Task[None]) -> None:
         front = await replica.joined()
-        front.say(Leaving(reason="shutting down"))
-        await task
+        front.say(Leaving(reason="tokens of a request that it does not have"))
+        with pytest.raises(RefusedError, match="tokens of a request"):
+            await task
         assert len(replica.links) == 1
+
+    within(test)
+
+
+def test_a_later_front_that_refuses_the_replica_is_dialled_until_one_takes_it(
+    within, quick, caplog
+) -> None:
+    caplog.set_level("INFO")
+
+    async def test(replica: Replica, task: asyncio.Task[None]) -> None:
+        await replica.joined()
+        replica.links[0].fail(None)
+        for _ in range(2):
+            later = await replica.dialled()
+            later.say(Leaving(reason="it has another model"))
+        fitting = await replica.joined()
+        heard = await fitting.serve(submit("a", [5, 6], PARAMS))
+        assert heard.token_ids == [5, 6, 5]
+        assert not task.done()
+
+    within(test)
+    lines = [each.getMessage() for each in caplog.records if each.name == engine_host.__name__]
+    assert lines == [
+        "the front at here has this replica",
+        "the front at here is lost: it closed the connection; dialling",
+        "the front at here refused this replica: it has another model; dialling again",
+        "the front at here is back",
+    ]
+
+
+def test_a_replica_stops_while_it_waits_for_a_front(within, monkeypatch) -> None:
+    monkeypatch.setattr(engine_host, "REFUSED_SECONDS", 10 * SECONDS)
+
+    async def test(replica: Replica, task: asyncio.Task[None]) -> None:
+        await replica.joined()
+        replica.links[0].fail(None)
+        later = await replica.dialled()
+        later.say(Leaving(reason="it has another model"))
+        await later.until(lambda: later.is_closed)  # the next one is dialled in a while
+        replica.host.stop()
+        await task
+        assert len(replica.links) == 2
 
     within(test)
 
@@ -438,6 +482,7 @@ def test_a_replica_that_stops_leaves_before_its_requests_end(within) -> None:
         await task
         await front.until(lambda: front.is_closed)
         assert front.left == engine_host.STOPPED
+        assert not front.has_failed
         assert heard.token_ids == [5]
         assert not heard.has_ended
         assert replica.engine.aborted == ["a"]
@@ -455,6 +500,7 @@ def test_a_dead_engine_leaves_and_fails_no_request(within) -> None:
         await task
         await front.until(lambda: front.is_closed)
         assert front.left == "steps failed; the engine stopped"
+        assert front.has_failed
         assert heard.deltas == []
 
     within(test)

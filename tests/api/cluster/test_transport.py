@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from foretoken.api.cluster.wire import transport
 from foretoken.api.cluster.wire.forms import WireError, ids_form
@@ -18,6 +19,7 @@ from foretoken.api.cluster.wire.messages import (
     Answer,
     Beat,
     FromFront,
+    FromReplica,
     Leaving,
 )
 from foretoken.api.cluster.wire.transport import (
@@ -263,11 +265,14 @@ def test_a_replica_with_a_key_does_not_talk_to_a_front_without_one() -> None:
 # -- the end of a connection ----------------------------------------------------------------------
 
 
-def test_a_replica_that_is_gone_is_noticed() -> None:
+def test_a_replica_that_is_gone_is_noticed_behind_all_that_it_sent() -> None:
     async def body() -> None:
         async with front_of() as front, connected(front) as (other, _):
-            async with connected(front) as (_, peer):
-                pass
+            async with connected(front) as (replica, peer):
+                said: list[FromReplica] = [Leaving(reason=str(number)) for number in range(50)]
+                for message in said:
+                    assert replica.send(message)
+            assert [await front.receive() for _ in said] == [(peer, each) for each in said]
             assert await front.receive() == (peer, None)
             assert not front.send(peer, Beat())
             await introduced(front, other)  # the others are there
@@ -288,6 +293,34 @@ def test_a_front_that_is_gone_is_noticed_behind_all_that_it_sent() -> None:
             assert await replica.receive() is None
 
     run(body())
+
+
+def test_a_replica_that_dials_anew_is_not_taken_for_the_one_that_was_closed() -> None:
+    """The system gives a new connection the number of a closed one, maybe before that is read."""
+
+    async def body() -> None:
+        async with front_of() as front:
+            for _ in range(20):
+                first = ReplicaSocket(front.address, None)
+                old = await introduced(front, first)
+                first.close()
+                with closing(ReplicaSocket(front.address, None)) as second:
+                    assert second.send(Beat())
+                    await let_connect(front)
+                    seen = [await front.receive() for _ in range(2)]
+                    [new] = [peer for peer, message in seen if message is not None]
+                    assert sorted(seen, key=repr) == sorted([(old, None), (new, Beat())], key=repr)
+                    assert front.send(new, Beat())
+                    assert await second.receive() == Beat()
+                assert await front.receive() == (new, None)
+
+    run(body())
+
+
+async def let_connect(front: FrontSocket) -> None:
+    """Wait until a message is there to be read; the loop is held up meanwhile."""
+    while not front._link.socket.get(zmq.EVENTS) & zmq.POLLIN:
+        pass
 
 
 def test_what_cannot_be_sent_at_once_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
