@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from foretoken.api.cli import commands
+from foretoken.api.cluster.front_metrics import FrontMetrics
 from foretoken.api.serving.limits import Limits
 from foretoken.api.serving.settings import Listen
 from foretoken.core.config import EngineConfig
@@ -40,7 +41,17 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     server.complete("abab abab abab abab", max_tokens=40)
     names = {name.partition(" ")[0] for name in server.samples()}
     server.close()
-    return names
+    return names | of_a_front()
+
+
+def of_a_front() -> set[str]:
+    """Names of the samples that a front adds."""
+
+    async def fetch() -> Mapping[str, bytes]:
+        return {}
+
+    families = FrontMetrics(lambda: {"1": (0, 0)}, fetch).registry.collect()
+    return {sample.name for family in families for sample in family.samples}
 
 
 def expressions() -> list[str]:
