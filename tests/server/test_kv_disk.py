@@ -164,7 +164,8 @@ def test_replicas_share_a_disk_and_one_that_is_killed_leaves_its_part_to_the_nex
             with replica(front, *disk):
                 wait_until(lambda: len(get(server.url, "/replicas").json["replicas"]) == 2)
                 assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "1"]
-                assert tier(server)["capacity_pages"] == 2 * whole
+                tiers = get(server.url, "/cache").json["tiers"]
+                assert [each["capacity_pages"] for each in tiers] == [whole] * 2
                 done = run_forked(command, "replica", "builtin", "--front", front, *SMALL, *disk)
                 assert done.returncode == 2
                 assert "2 replicas may share it, and as many do already" in done.stderr

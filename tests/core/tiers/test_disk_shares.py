@@ -81,5 +81,5 @@ def test_fewer_shares_remove_the_pages_of_those_beyond_unless_they_are_held(tmp_
 
 def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(InvalidRequest, match=r"^--kv-disk \S+/file: \S+ is no folder$"):
+    with pytest.raises(InvalidRequest, match=r"^--kv-disk \S+/file/0: \S+ is no folder$"):
         share(tmp_path / "file")
