@@ -239,7 +239,8 @@ def ray_process(server: Server, name: str) -> int:
 
 def variables_of(pid: int) -> dict[str, str]:
     text = Path(f"/proc/{pid}/environ").read_text().rstrip("\0")
-    return dict(line.split("=", 1) for line in text.split("\0"))  # type: ignore[misc]
+    found = (line.partition("=") for line in text.split("\0"))
+    return {name: value for name, _, value in found}
 
 
 def test_ray_refuses_those_who_do_not_have_its_token(server: Server, tmp_path: Path) -> None:
