@@ -252,8 +252,7 @@ def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any
     if importlib.util.find_spec("ray") is None:
         message = "--ray needs the extra ray: pip install 'foretoken[ray,events]'"
         raise InvalidRequest(message, param="ray")
-    if not is_joined:
-        ray_environment.prepare()
+    ray_environment.prepare()
     from ..cluster.ray_app import RayReplicas, plan_of
 
     return RayReplicas(plan_of(model, front, options), owns_ray=not is_joined)
@@ -268,7 +267,8 @@ def _replica(parsed: argparse.Namespace) -> int:
 
     configure(joining.log_level, joining.log_format)
     given.warn_of_unknown_variables()
-    return run(model, EngineConfig(**options), dial, address=joining.front)
+    config, num_shares = EngineConfig(**options), joining.replicas
+    return run(model, config, dial, address=joining.front, num_shares=num_shares)
 
 
 def _dialling(front: str) -> Callable[[], FrontLink]:

@@ -115,9 +115,11 @@ def _flags() -> Iterator[str]:
         name = each.metavar if each.name == "model" else f"{each.flag}{value}"
         yield _row(f"`{name}`", help_of(each))
     yield ""
-    [front] = [each for each in settings_of(Joining).values() if each.name == "front"]
-    yield "`foretoken replica` has the flags of the model, of the engine and of the log, and"
-    yield f"`{front.flag} {front.metavar}`: {front.help}.\n"
+    yield "`foretoken replica` has the flags of the model, of the engine and of the log, and:\n"
+    for each in settings_of(Joining).values():
+        if each.name in ("front", "replicas"):
+            yield f"- `{each.flag} {each.metavar}`: {help_of(each)}"
+    yield ""
 
 
 # -- HTTP ---------------------------------------------------------------------------------------

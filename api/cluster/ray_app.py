@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from ...core.config import EngineConfig
 from ...core.errors import ForetokenError
 from ..runtime.preprocess import make_config
 from ..serving.settings import FrontOptions
+from .ray_environment import RAY_ADDRESS
 from .scaling import ReplicaLoad, replica_load, want
 from .wire.transport import CLUSTER_KEY, cluster_key
 
@@ -41,6 +43,7 @@ HEALTH_SECONDS = 2.0  # between checks of a replica
 STOP_SECONDS = 30.0  # for a replica to hand over its streams and to write out its tiers
 STATS_SECONDS = 0.5  # between reports of loads
 QUIET_SECONDS = 30.0  # of a low load before a replica is taken away
+REACH_SECONDS = 5.0  # for a connection to Ray's head
 OBJECT_STORE = 2**27  # bytes; nothing of ours goes through it
 NO_RAY_WILL_RESTART = "Ray is gone: replicas and front go on, and nothing will be restarted"
 
@@ -59,12 +62,18 @@ class ReplicaPlan:
     most: int
     cpus: float
     gpus: float
+    quiet_seconds: float  # of a low load before a replica is taken away
     options: Mapping[str, Any] = field(default_factory=dict)  # engine options
 
     @property
     def is_fixed(self) -> bool:
         """Whether their number does not follow the load."""
         return self.least == self.most
+
+    @property
+    def num_shares(self) -> int | None:
+        """Number of replicas that share a disk; None without one."""
+        return None if self.options.get("kv_disk") is None else self.most
 
 
 def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) -> ReplicaPlan:
@@ -85,6 +94,9 @@ def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) 
         most=most,
         cpus=cpus,
         gpus=(1.0 if on_cuda else 0.0) if front.replica_gpus is None else front.replica_gpus,
+        quiet_seconds=(
+            QUIET_SECONDS if front.scale_down_seconds is None else front.scale_down_seconds
+        ),
         options={"threads": max(1, int(cpus)), **options},
     )
 
@@ -93,7 +105,7 @@ class Replica:
     """A replica's process, as Ray Serve knows it: an engine that has dialled in to the front."""
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
-        self, model: str | None, front: str, options: Mapping[str, Any]
+        self, model: str | None, front: str, options: Mapping[str, Any], num_shares: int | None
     ) -> None:
         from .replica.process import make_host
         from .wire.transport import ReplicaSocket
@@ -102,7 +114,13 @@ class Replica:
         dial = partial(ReplicaSocket, front, cluster_key())
         self._max_running = 1
         self._host: EngineHost = await asyncio.to_thread(
-            make_host, model, config, dial, address=front
+            make_host,
+            model,
+            config,
+            dial,
+            address=front,
+            num_shares=num_shares,
+            wait_seconds=STOP_SECONDS,  # another replica may be about to end
         )
         await self._host.start()
         self._max_running = self._host.engine.limits.max_running
@@ -125,26 +143,36 @@ class Replica:
         await self._host.close(drain_seconds=STOP_SECONDS / 2)
 
 
-def scaled(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """The number of replicas that Ray should run, by their own loads."""
-    metrics = context.aggregated_metrics or {}
-    usages, waiting = metrics.get("usage") or {}, metrics.get("waiting") or {}
-    wanted = want(
-        [ReplicaLoad(usage, waiting.get(name, 0.0)) for name, usage in usages.items()],
-        context.target_num_replicas,
-        context.capacity_adjusted_min_replicas,
-        context.capacity_adjusted_max_replicas,
-        now=time.monotonic(),
-        calm_since=(context.policy_state or {}).get("calm_since"),
-        quiet_seconds=QUIET_SECONDS,
-    )
-    return wanted.replicas, {"calm_since": wanted.calm_since}
+class Scaling:
+    """Ray's policy: how many replicas there should be, by their own loads."""
+
+    def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
+        self._quiet_seconds = quiet_seconds
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Return how many, and what the next call needs to know."""
+        metrics = context.aggregated_metrics or {}
+        usages, waiting = metrics.get("usage") or {}, metrics.get("waiting") or {}
+        wanted = want(
+            [ReplicaLoad(usage, waiting.get(name, 0.0)) for name, usage in usages.items()],
+            context.target_num_replicas,
+            context.capacity_adjusted_min_replicas,
+            context.capacity_adjusted_max_replicas,
+            now=time.monotonic(),
+            calm_since=(context.policy_state or {}).get("calm_since"),
+            quiet_seconds=self._quiet_seconds,
+        )
+        return wanted.replicas, {"calm_since": wanted.calm_since}
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """The application of a Serve config: ``model``, ``front`` and engine ``options``."""
-    options = args.get("options") or {}
-    return serve.deployment(name=DEPLOYMENT)(Replica).bind(args["model"], args["front"], options)
+    """The application of a Serve config: ``model``, ``front`` and engine ``options``.
+
+    ``most``: number of replicas that share a disk, if options ask for one.
+    """
+    options, most = args.get("options") or {}, args.get("most")
+    deployment = serve.deployment(name=DEPLOYMENT)(Replica)
+    return deployment.bind(args["model"], args["front"], options, most)
 
 
 def application(plan: ReplicaPlan) -> serve.Application:
@@ -165,10 +193,13 @@ def application(plan: ReplicaPlan) -> serve.Application:
             look_back_period_s=4 * STATS_SECONDS,
             upscale_delay_s=0,
             downscale_delay_s=0,
-            policy=AutoscalingPolicy(policy_function=f"{__name__}:scaled"),
+            policy=AutoscalingPolicy(
+                policy_function=f"{__name__}:{Scaling.__name__}",
+                policy_kwargs={"quiet_seconds": plan.quiet_seconds},
+            ),
         )
     deployment = serve.deployment(**options)(Replica)
-    return deployment.bind(plan.model, plan.front, dict(plan.options))
+    return deployment.bind(plan.model, plan.front, dict(plan.options), plan.num_shares)
 
 
 class RayReplicas:
@@ -182,6 +213,8 @@ class RayReplicas:
         self.plan, self._owns_ray = plan, owns_ray
         self._changing = asyncio.Lock()
         self._folder: Path | None = None
+        self._head = ""  # HOST:PORT of Ray's head
+        self._has_serve = False
 
     async def start(self, address: str) -> None:
         """Start Ray, or join it, and ask for replicas that dial ``address``. Raises `RayError`."""
@@ -214,13 +247,29 @@ class RayReplicas:
 
     async def failure(self) -> str | None:
         """Why replicas cannot be started, or that Ray is gone; None if all is well."""
-        return await asyncio.to_thread(_failure)
+        return await asyncio.to_thread(self._failure)
 
     async def close(self) -> None:
         """Stop the replicas, and the Ray that we started."""
         await asyncio.to_thread(self._leave)
 
     def _join(self) -> None:
+        try:
+            ray.init(**self._ray_options())
+            self._head = ray.get_runtime_context().gcs_address
+            _require_resources(self.plan)
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+            serve.start(http_options={"location": "NoServer"})
+            self._has_serve = True
+        except RayError:
+            self._leave()
+            raise
+        except Exception as error:
+            self._leave()
+            raise RayError(f"Ray cannot start: {_first_line(error)}") from error
+
+    def _ray_options(self) -> dict[str, Any]:
+        """Arguments of `ray.init`; makes the folder of a Ray that we start."""
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         if self._owns_ray:
             self._folder = Path(tempfile.mkdtemp(prefix="foretoken-ray-"))
@@ -230,26 +279,39 @@ class RayReplicas:
                 "_node_ip_address": "127.0.0.1",
                 "_temp_dir": str(self._folder),
             }
-        elif (key := cluster_key()) is not None:
+            return options
+        if not _is_reachable(address := os.environ[RAY_ADDRESS]):
+            raise RayError(f"no Ray answers at RAY_ADDRESS {address}")
+        if (key := cluster_key()) is not None:
             options["runtime_env"] = {"env_vars": {CLUSTER_KEY: key}}
-        try:
-            ray.init(**options)
-            serve.start(http_options={"location": "NoServer"})
-        except Exception as error:
-            self._leave()
-            raise RayError(f"Ray cannot start: {_first_line(error)}") from error
+        return options
+
+    def _failure(self) -> str | None:
+        return _failure() if _is_reachable(self._head) else NO_RAY_WILL_RESTART
 
     def _leave(self) -> None:
-        if ray.is_initialized():
+        """Delete the application, if Ray's head is there to do it, and end the Ray that we own."""
+        if self._has_serve and _is_reachable(self._head):
             try:
                 serve.delete(APP, _blocking=True)
-                if self._owns_ray:
-                    serve.shutdown()
             except Exception as error:
                 logger.warning("Ray did not end its application: %s", _first_line(error))
-            ray.shutdown()
+        self._has_serve = False
+        ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _is_reachable(address: str) -> bool:
+    """Whether something listens at HOST:PORT; True for another kind of address."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return True
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _require_resources(plan: ReplicaPlan) -> None:

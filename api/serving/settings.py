@@ -120,6 +120,14 @@ class Joining(LogOptions):
     """The front of a replica, and the replica's log."""
 
     front: str = setting("", "address of the front to join", "tcp://HOST:PORT", is_basic=True)
+    replicas: int | None = setting(
+        None,
+        "replicas of this machine that share --kv-disk DIR:SIZE: each takes the first free of "
+        "DIR/0, DIR/1, ... and SIZE / N (default: DIR and SIZE are for one replica)",
+        least=1,
+        most=10_000,
+        is_basic=True,
+    )
 
     def __post_init__(self) -> None:
         """Check each of them. Raises `InvalidRequest` without a front."""
@@ -159,6 +167,11 @@ class Listen(LogOptions):
             raise InvalidRequest("ssl_keyfile needs ssl_certfile", param="ssl_keyfile")
 
 
+RAY_OPTIONS = (
+    "min_replicas", "max_replicas", "scale_down_seconds", "replica_cpus", "replica_gpus",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontOptions:
     """Replicas that compute for this server: each is a `foretoken replica` that dials in.
@@ -194,6 +207,11 @@ class FrontOptions:
         None, "most replicas of --ray, where their number follows the load", least=1,
         most=10_000,
     )  # fmt: skip
+    scale_down_seconds: float | None = setting(
+        None,
+        "time for which one replica fewer must be enough before --ray stops one (30)", "S",
+        most=1e6,
+    )  # fmt: skip
     replica_cpus: float | None = setting(
         None,
         "CPUs of each replica of --ray, and its threads (those of this machine, shared out)",
@@ -221,7 +239,7 @@ class FrontOptions:
             if not self.is_given and getattr(self, name) is not None:
                 message = f"--{name.replace('_', '-')} needs --front or --ray"
                 raise InvalidRequest(message, param=name)
-        for name in ("min_replicas", "max_replicas", "replica_cpus", "replica_gpus"):
+        for name in RAY_OPTIONS:
             if not self.ray and getattr(self, name) is not None:
                 raise InvalidRequest(f"--{name.replace('_', '-')} needs --ray", param=name)
         if self.min_replicas is not None and self.max_replicas is None:

@@ -45,6 +45,13 @@ def make_root(root: Path) -> None:
         os.close(_open(root / LOCK))
 
 
+def remove_stores(root: Path) -> None:
+    """Remove the stores below a root that no process holds. Raises OSError where the disk fails."""
+    for each in root.iterdir():
+        if _is_store(each) and not _is_held(each):
+            _remove(each)
+
+
 class StoreFolder:
     """The folder of one fingerprint, held by this process until it is closed.
 
@@ -116,10 +123,7 @@ class StoreFolder:
         return [
             each
             for each in self.root.iterdir()
-            if each != self.path
-            and _FINGERPRINT.fullmatch(each.name)
-            and (each / LOCK).is_file()
-            and _is_held(each) == held
+            if each != self.path and _is_store(each) and _is_held(each) == held
         ]
 
     @contextlib.contextmanager
@@ -135,6 +139,10 @@ class StoreFolder:
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _is_store(folder: Path) -> bool:
+    return bool(_FINGERPRINT.fullmatch(folder.name)) and (folder / LOCK).is_file()
 
 
 def _try_lock(folder: Path) -> int | None:

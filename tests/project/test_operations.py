@@ -16,7 +16,7 @@ import yaml
 
 from foretoken.api.cli import commands
 from foretoken.api.cli.config import REPLICA, Given
-from foretoken.api.cluster.front_metrics import FrontMetrics
+from foretoken.api.cluster.front.front_metrics import FrontMetrics
 from foretoken.api.serving.limits import Limits
 from foretoken.api.serving.settings import FrontOptions, Joining, Listen
 from foretoken.core.config import EngineConfig
@@ -42,17 +42,17 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     server.complete("abab abab abab abab", max_tokens=40)
     names = {name.partition(" ")[0] for name in server.samples()}
     server.close()
-    return names | names_of_a_front()
+    return names | of_a_front()
 
 
-def names_of_a_front() -> set[str]:
-    """Names of all samples that a front has of its own."""
+def of_a_front() -> set[str]:
+    """Names of the samples that a front adds."""
 
-    async def nothing() -> dict[str, bytes]:
+    async def fetch() -> Mapping[str, bytes]:
         return {}
 
-    text = FrontMetrics(lambda: {"1": (64, 1)}, nothing).render()[0].decode()
-    return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+    families = FrontMetrics(lambda: {"1": (0, 0)}, fetch).registry.collect()
+    return {sample.name for family in families for sample in family.samples}
 
 
 def expressions() -> list[str]:

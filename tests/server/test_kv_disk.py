@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.forked import command, run_forked
+from support.forked import Forked, command, run_forked
 from support.plain_http import get, metrics, post
-from support.server_process import Server, running
+from support.server_process import Server, free_port, running
 
 SMALL = ["--kv-tokens", "1024", "--max-model-len", "512", "--threads", "1"]
 PROMPT = "def quicksort(items):\n" * 20
@@ -127,3 +133,56 @@ def test_a_folder_that_cannot_be_written_is_refused_before_weights_are_read() ->
     assert lines[-1].startswith("foretoken serve: --kv-disk /proc/no: ")
     assert "kernels on" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@contextmanager
+def replica(front: str, *flags: str) -> Iterator[Forked]:
+    """A replica that dials a front, which may come later."""
+    with open(os.devnull, "w+") as nothing:
+        streams = {"stdin": nothing, "stdout": nothing, "stderr": sys.stderr.fileno()}
+        words = ("replica", "builtin", "--front", front, "--log-level", "error", *SMALL, *flags)
+        process = Forked(command, *words, env=os.environ, **streams)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_replicas_share_a_disk_and_one_that_is_killed_leaves_its_part_to_the_next(
+    tmp_path: Path,
+) -> None:
+    front = f"tcp://127.0.0.1:{free_port()}"
+    disk = ["--kv-disk", f"{tmp_path}:{SIZE}", "--replicas", "2"]
+    with replica(front, *disk) as first:
+        args = ["--front", front, "--replicas", "1"]
+        with running(started_by=[sys.executable, "-m", "foretoken.api.cli.commands", "serve",
+                                 "builtin", "--port", "0", *args]) as server:  # fmt: skip
+            cold, _, loaded = ask(server)
+            assert loaded == 0
+            whole = tier(server)["capacity_pages"]
+            with replica(front, *disk):
+                wait_until(lambda: len(get(server.url, "/replicas").json["replicas"]) == 2)
+                assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "1"]
+                tiers = get(server.url, "/cache").json["tiers"]
+                assert [each["capacity_pages"] for each in tiers] == [whole] * 2
+                done = run_forked(command, "replica", "builtin", "--front", front, *SMALL, *disk)
+                assert done.returncode == 2
+                assert "2 replicas may share it, and as many do already" in done.stderr
+            wait_until(lambda: tier(server)["pages"] >= 7)  # of the prompt
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+            with replica(front, *disk):
+                wait_until(lambda: get(server.url, "/ready").status == 200)
+                text, cached, loaded = ask(server)
+                assert text == cold
+                assert cached == loaded > 0.8
+                assert server.stop() == 0
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if holds():
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("it never held")

@@ -117,7 +117,7 @@ class FrontClient(EngineClient):
             if self._launcher is not None:
                 await self._launcher.start(replicas.address)
                 await self._while_launching(self._launcher, first)
-                self._watch = asyncio.create_task(self._watch_launcher(self._launcher))
+                self._watch = asyncio.create_task(self._watch_launcher(self._launcher, replicas))
             return built_of(await first, replicas, path)
         except BaseException:
             await replicas.close()
@@ -131,17 +131,18 @@ class FrontClient(EngineClient):
             if (reason := await launcher.failure()) is not None:
                 raise ForetokenError(f"the replicas did not start: {reason}")
 
-    async def _watch_launcher(self, launcher: Launcher) -> None:
-        """Say once when nothing starts replicas any longer, and once when it does again."""
+    async def _watch_launcher(self, launcher: Launcher, replicas: Replicas) -> None:
+        """Log once when nothing starts replicas any longer, and once when it does again."""
         known: str | None = None
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             reason = await launcher.failure()
             if reason is not None and reason != known:
-                logger.error("%s", reason)
+                logger.warning("%s", reason)
             elif reason is None and known is not None:
                 logger.info("replicas are started again")
             known = reason
+            replicas.metrics.not_replaced.set(known is not None)
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for a time, stop the replicas."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -75,6 +81,11 @@ class FrontMetrics:
         self._lost = self._count("replicas_lost", "Replicas that were lost", "cause")
         for cause in CAUSES:
             self._lost.labels(cause)
+        self.not_replaced = Gauge(
+            PREFIX + "replicas_not_replaced",
+            "1 while Ray, which should replace lost replicas, is gone or cannot start them",
+            registry=self.registry,
+        )
         failures = self._count(
             "front_observer_failures", "Calls of the front's observers that raised an exception"
         )

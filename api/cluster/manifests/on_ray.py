@@ -51,10 +51,16 @@ def serve_config(plan: Deployment, **more: Any) -> Object:  # noqa: ANN401 - opt
         "name": "foretoken",
         "import_path": f"{APP}:app",
         "route_prefix": None,
-        "args": {"model": plan.model, "front": plan.front, "options": dict(plan.engine_options)},
+        "args": _arguments(plan),
         "deployments": [of_replicas],
     }
     return {"proxy_location": "Disabled", "applications": [application]}
+
+
+def _arguments(plan: Deployment) -> Object:
+    options = dict(plan.engine_options)
+    shared = {"most": plan.most} if "kv_disk" in options else {}  # among so many a disk is divided
+    return {"model": plan.model, "front": plan.front, "options": options, **shared}
 
 
 def _number(plan: Deployment) -> Object:
@@ -68,7 +74,7 @@ def _number(plan: Deployment) -> Object:
         "look_back_period_s": 2.0,
         "upscale_delay_s": 0.0,
         "downscale_delay_s": 0.0,  # the policy itself waits
-        "policy": {"policy_function": f"{APP}:scaled"},
+        "policy": {"policy_function": f"{APP}:Scaling"},
     }
     return {"autoscaling_config": scaling}
 

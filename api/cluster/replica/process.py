@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 from ....core.config import EngineConfig
 from ...build.engine_builder import build
@@ -18,13 +19,18 @@ ON_DRAIN = "leaving the front, which moves the requests that run to other replic
 
 
 def run(
-    model: str | None, config: EngineConfig, dial: Callable[[], FrontLink], *, address: str
+    model: str | None,
+    config: EngineConfig,
+    dial: Callable[[], FrontLink],
+    *,
+    address: str,
+    num_shares: int | None = None,
 ) -> int:
     """Load a model and serve the front at ``address``; the exit code. Blocking.
 
-    ``dial`` opens a connection to it. Raises what `build` raises, and `RefusedError`.
+    ``dial`` opens a connection to it. Raises what `make_host` raises, and `RefusedError`.
     """
-    return serve(make_host(model, config, dial, address=address))
+    return serve(make_host(model, config, dial, address=address, num_shares=num_shares))
 
 
 def serve(host: EngineHost) -> int:
@@ -38,15 +44,35 @@ def serve(host: EngineHost) -> int:
 
 
 def make_host(
-    model: str | None, config: EngineConfig, dial: Callable[[], FrontLink], *, address: str
+    model: str | None,
+    config: EngineConfig,
+    dial: Callable[[], FrontLink],
+    *,
+    address: str,
+    num_shares: int | None = None,
+    wait_seconds: float = 0.0,
 ) -> EngineHost:
     """Load a model, and make the replica that serves the front at ``address``. Blocking.
 
-    Raises what `build` raises.
+    ``num_shares``: replicas that share the disk of ``kv_disk``, None if it is for this one alone; a
+    free share is waited for ``wait_seconds``. Raises what `build` raises, and `InvalidRequest`
+    without a free share.
     """
+    if num_shares is not None:
+        config = _with_disk_share(config, num_shares, wait_seconds)
     built = build(model, config, wants_keys=True)
     tokenizer = Tokenizer.load(built.path, max_model_len=built.max_model_len)
     return EngineHost(built, tokenizer, dial, address=address, config=config)
+
+
+def _with_disk_share(config: EngineConfig, num_shares: int, wait_seconds: float) -> EngineConfig:
+    """Return the config with a share of its disk, which this process holds until it ends."""
+    if (disk := config.kv_disk_place()) is None:
+        return config
+    from ....core.tiers.disk_shares import DiskShare  # needs a disk to be asked for
+
+    share = DiskShare(*disk, num_shares, wait_seconds=wait_seconds)
+    return replace(config, kv_disk=f"{share.path}:{share.num_bytes}")
 
 
 async def _serve(host: EngineHost, supervisor: Supervisor) -> int:

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from foretoken.api.cli import commands
-from foretoken.api.cluster.front.front_client import FrontClient
+from foretoken.api.cluster.front.front_client import FrontClient, Launcher
 from foretoken.api.server.prewarm import Warm, prewarm
 from foretoken.api.serving.settings import FrontOptions
 from foretoken.api.text.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ def test_without_pyzmq_the_extra_is_named(
 
 @asynccontextmanager
 async def client_of(
-    folder: Path, *, wanted: int = 1, **changes: Any
+    folder: Path, *, wanted: int = 1, launcher: Launcher | None = None, **changes: Any
 ) -> AsyncIterator[tuple[FrontClient, ScriptedReplica]]:
     """A client of a front whose one replica has the folder's tokenizer."""
     tokenizer = Tokenizer.load(folder, max_model_len=256)
@@ -85,7 +85,7 @@ async def client_of(
         "eos_token_ids": [tokenizer.vocab["<|im_end|>"]],
     }
     tokenizer.close()
-    llm = FrontClient(folder, FrontOptions(front=LOOPBACK, replicas=wanted))
+    llm = FrontClient(folder, FrontOptions(front=LOOPBACK, replicas=wanted), launcher)
     starting = asyncio.create_task(llm.start())
     try:
         await until(lambda: llm._replicas is not None and llm._replicas.alive)
@@ -165,6 +165,51 @@ def test_a_front_that_ends_waits_for_no_replica(folder: Path) -> None:
             assert await warming == 0
 
     run(body())
+
+
+class Scripted:
+    """A launcher that fails for a reason that the test sets."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.num_looks, self.is_closed = 0, False
+
+    async def start(self, address: str) -> None:
+        pass
+
+    async def failure(self) -> str | None:
+        self.num_looks += 1
+        return self.reason
+
+    async def change(
+        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
+    ) -> None:
+        pass
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def test_it_is_logged_once_and_shown_that_nothing_replaces_replicas(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("foretoken.api.cluster.front.CHECK_SECONDS", 0.001)
+    launcher = Scripted()
+
+    async def body() -> None:
+        async with client_of(folder, launcher=launcher) as (llm, _):
+            assert llm._replicas is not None
+            metrics = llm._replicas.metrics
+            launcher.reason, num_looks = "it is gone", launcher.num_looks
+            await until(lambda: launcher.num_looks > num_looks + 3)
+            assert b"replicas_not_replaced 1.0" in metrics.render()[0]
+            launcher.reason = None
+            await until(lambda: b"replicas_not_replaced 0.0" in metrics.render()[0])
+        assert launcher.is_closed
+
+    run(body())
+    lines = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert lines == ["it is gone"]
 
 
 WITHOUT_TORCH = """
