@@ -45,7 +45,7 @@ class LiveRequest:
         return deadline is not None and self.elapsed(now) >= deadline
 
     def describe(self, now: float) -> Body:
-        """Its sizes and its losses, for a dump."""
+        """Sizes and losses, for a dump."""
         return {
             "id": self.request.request_id,
             "prompt_tokens": self.request.prompt_len,

@@ -193,7 +193,7 @@ class Scripted:
 def test_it_is_logged_once_and_shown_that_nothing_replaces_replicas(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("foretoken.api.cluster.front.CHECK_SECONDS", 0.001)
+    monkeypatch.setattr("foretoken.api.cluster.front.front_client.CHECK_SECONDS", 0.001)
     launcher = Scripted()
 
     async def body() -> None:

@@ -88,7 +88,7 @@ def containers(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray imports the policy of a config that it checks; the real one sets up Ray."""
     module = ModuleType("foretoken.api.cluster.ray_app")
-    module.scaled = lambda context: (1, {})  # type: ignore[attr-defined]
+    module.Scaling = object  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -425,7 +425,7 @@ def test_the_serve_config_names_what_there_is() -> None:
     for name in (application["import_path"], policy):
         module, _, function = name.partition(":")
         assert module == "foretoken.api.cluster.ray_app"
-        assert re.search(rf"^(async )?def {function}\(", source, re.MULTILINE), name
+        assert re.search(rf"^(class|def) {function}\b", source, re.MULTILINE), name
     assert f'"{deployment["name"]}"' in source
 
 
