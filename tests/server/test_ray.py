@@ -252,7 +252,7 @@ def test_ray_refuses_those_who_do_not_have_its_token(server: Server, tmp_path: P
     for variables in (with_token(TOKEN), {"RAY_AUTH_MODE": "disabled"}):
         refused = connected(address, variables, tmp_path)
         assert (refused.returncode, refused.stdout) == (1, "")
-        assert re.search("(?i)token|authenticat", refused.stderr.splitlines()[-1])
+        assert "Failed to connect to Ray" in refused.stderr.splitlines()[-1]
 
 
 def connected(
@@ -270,9 +270,10 @@ def test_the_front_serves_on_when_the_head_of_ray_is_dead(server: Server) -> Non
         return re.findall(r"^foretoken:replicas_not_replaced (\S+)$", metrics(server.url), re.M)[0]
 
     assert not_replaced() == "0.0"
+    before = pids(server)
     os.kill(ray_process(server, "gcs_server"), signal.SIGKILL)
     until(lambda: not_replaced() == "1.0")
-    assert len(pids(server)) == 1
+    assert pids(server) == before
     assert completion(server, [50, 51, 52], max_tokens=4)["choices"]
     assert server.stop() == 0
 
@@ -315,8 +316,9 @@ def line_of_failure(*flags: str, variables: Mapping[str, str]) -> str:
     done = subprocess.run(serve(*flags), env=env, capture_output=True, text=True, timeout=SECONDS)
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert time.monotonic() - started < 60
-    waiting, line = done.stderr.splitlines()
-    assert "waiting for" in waiting
+    *others, line = done.stderr.splitlines()
+    assert any("waiting for" in other for other in others)
+    assert "Traceback" not in done.stderr
     return line
 
 
