@@ -25,7 +25,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import ApplicationStatus
 
 from ...core.config import EngineConfig
-from ...core.errors import ForetokenError
+from ...core.errors import ForetokenError, InvalidRequest
 from ..runtime.preprocess import make_config
 from ..serving.settings import FrontOptions
 from .ray_environment import RAY_ADDRESS
@@ -232,7 +232,7 @@ class RayReplicas:
         """Change the fewest and most; with options replace all, one after the other.
 
         Returns when Ray has taken note of it. Raises `InvalidRequest` for an option that is none,
-        and `RayError`.
+        or that the front holds to, and `RayError`.
         """
         async with self._changing:
             plan = self.plan
@@ -240,7 +240,7 @@ class RayReplicas:
                 plan = replace(plan, least=bounds[0], most=bounds[1])
             if options is not None:
                 plan = replace(plan, options={**plan.options, **options})
-                make_config(plan.options)
+                _check_same_model(make_config(self.plan.options), make_config(plan.options))
             await asyncio.to_thread(_require_resources, plan)
             await asyncio.to_thread(_deploy, plan)
             self.plan = plan
@@ -312,6 +312,14 @@ def _is_reachable(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _check_same_model(now: EngineConfig, wanted: EngineConfig) -> None:
+    """Refuse replicas that the front would not take. Raises `InvalidRequest`."""
+    for name in ("max_model_len", "page_size"):
+        if getattr(now, name) != getattr(wanted, name):
+            message = f"{name} cannot change while this front serves: start another one"
+            raise InvalidRequest(message, param=f"options.{name}")
 
 
 def _require_resources(plan: ReplicaPlan) -> None:

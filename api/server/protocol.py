@@ -89,6 +89,7 @@ class Audit(Struct, kw_only=True, omit_defaults=True):
     pages: dict[str, int] = {}
     requests: dict[str, int] = {}
     violation: str = ""
+    replicas: list[dict[str, object]] = []  # of each, over a front
 
 
 class Replica(Struct, kw_only=True):

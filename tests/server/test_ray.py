@@ -204,6 +204,7 @@ def test_the_number_of_replicas_changes_on_request(server: Server) -> None:
         ({"replicas": 0}, 400),
         ({"min": 2, "max": 1}, 400),
         ({"options": {"kv_token": 1}}, 400),
+        ({"options": {"max_model_len": 64}}, 400),
         ({"replicas": 500}, 503),
     ],
 )

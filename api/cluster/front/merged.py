@@ -61,6 +61,7 @@ def merged_audit(audits: Mapping[int, Mapping[str, Any]]) -> Body:
         "ok": all(each.get("ok") is True for each in bodies),
         "pages": _added(each.get("pages", {}) for each in bodies),
         "requests": _added(each.get("requests", {}) for each in bodies),
+        "replicas": [{"number": number, **each} for number, each in audits.items()],
     }
     wrong = [
         f"replica {number}: {each['violation']}"

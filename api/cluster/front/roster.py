@@ -193,7 +193,10 @@ class Roster:
         num_there = len(self.links)
         if num_there >= self._wanted:
             self.complete.set()
-        logger.info("%s joined: %d of %d are there", link, num_there, self._wanted)
+        if num_there <= self._wanted:
+            logger.info("%s joined: %d of %d are there", link, num_there, self._wanted)
+        else:
+            logger.info("%s joined: %d are there", link, num_there)
         if not self.first.done():
             self.first.set_result(hello)
         self.socket.send(peer, Beat())  # it knows now that it is taken

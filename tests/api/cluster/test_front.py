@@ -518,7 +518,9 @@ def test_reports_of_all_replicas_are_one() -> None:
             sound = {"ok": True, "pages": {"total": 5}, "requests": {"running": 1}}
             audit, calls = await asked(replicas, [sound, sound], front.audit())
             assert calls[0].question == Audit()
-            assert audit == {"ok": True, "pages": {"total": 10}, "requests": {"running": 2}}
+            each = [{"number": number, **sound} for number in (1, 2)]
+            total = {"ok": True, "pages": {"total": 10}, "requests": {"running": 2}}
+            assert audit == total | {"replicas": each}
             broken = {"ok": False, "violation": "a page has two owners"}
             audit, _ = await asked(replicas, [sound, broken], front.audit())
             assert (audit["ok"], audit["violation"]) == (False, "replica 2: a page has two owners")
