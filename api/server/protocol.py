@@ -88,7 +88,7 @@ class Audit(Struct, kw_only=True, omit_defaults=True):
     ok: bool
     pages: dict[str, int] = {}
     requests: dict[str, int] = {}
-    violation: str = ""
+    replicas: list[dict[str, Any]] = []  # of each, over a front
     replicas: list[dict[str, object]] = []  # of each, over a front
 
 
