@@ -89,7 +89,6 @@ class Audit(Struct, kw_only=True, omit_defaults=True):
     pages: dict[str, int] = {}
     requests: dict[str, int] = {}
     replicas: list[dict[str, Any]] = []  # of each, over a front
-    replicas: list[dict[str, object]] = []  # of each, over a front
 
 
 class Replica(Struct, kw_only=True):
