@@ -30,6 +30,7 @@ from ..parsing.reasoning import Thinking
 from ..text.detokenizer import Detokenizer
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import owner_of, random_id
+from ..types.results import Tool
 from ..types.sampling_params import SamplingParams
 from .chat_input import ChatInput, Handle
 from .token_history import Key, Place, TokenHistory, said_of
@@ -272,7 +273,7 @@ class Splicer:
 
     def _read(self, slot: Slot, ids: Sequence[int]) -> str | None:
         """The text of ids that say what the message says, read as the model's or as plain text."""
-        for tools in (self._chat.tools, ()):
+        for tools in (self._chat.tools or _called_tools(slot.message), ()):
             raw = self._raw(ids, tools=bool(tools))
             for tail in self._tails():
                 parser = self._model.syntax.parser(tools=tools, prompt_tail=tail)
@@ -479,6 +480,12 @@ def _openings(written: str, thinking: Thinking | None) -> list[str]:
     breaks = written[len(begin) :]
     spaced = begin + breaks[: len(breaks) - len(breaks.lstrip("\n"))]
     return ["", begin] if spaced == begin else ["", spaced, begin]
+
+
+def _called_tools(message: Mapping[str, Any]) -> list[Tool]:
+    """The tools that a message calls, for a conversation that has none any more."""
+    functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    return [Tool(name=str(function.get("name"))) for function in functions]
 
 
 def _says(parser: OutputParser, raw: str) -> bytes | None:

@@ -147,7 +147,7 @@ def test_ids_that_are_the_text_s_own_change_nothing(request, model, vocabulary, 
     spliced = own.render(talk, *handles)
     assert spliced.token_ids == plain.token_ids == encoding.ids
     assert spliced.num_spliced == sum(len(each.token_ids) for each in handles)
-    assert handles or vocabulary != "byte_level"
+    assert handles or vocabulary != "byte_level" or template == ENDED
 
 
 def test_other_ids_of_the_same_text_stand_in_its_place(model):
@@ -185,7 +185,9 @@ def test_no_text_of_a_caller_is_taken_for_a_mark(model):
     own = model()
     talk = [{"role": "user", "content": "\ue0000.1\ue001"}, said("Stop"), MORE]
     spliced = own.render(talk, given(1, own.ids("Stop")))
-    assert own.tokenizer.decode(spliced.token_ids) == own.tokenizer.decode(own.render(talk).token_ids)
+    assert own.tokenizer.decode(spliced.token_ids) == own.tokenizer.decode(
+        own.render(talk).token_ids
+    )
 
 
 # -- thoughts and calls -----------------------------------------------------------------------
@@ -193,7 +195,7 @@ def test_no_text_of_a_caller_is_taken_for_a_mark(model):
 
 def test_a_thought_that_the_template_drops_is_dropped_with_its_tokens(model):
     own = model(STRIPPING)
-    message = said("Stop", reasoning_content="hm")
+    message = said("Stop", reasoning_content="hm\n")
     ids = own.ids("<think>\nhm\n</think>\n\nStop")
     spliced = own.render([USER, message, MORE], given(1, ids))
     assert spliced.num_spliced == len("Stop")
@@ -205,7 +207,7 @@ def test_a_dropped_thought_that_ends_inside_a_token_is_an_error(model):
     own.tokenizer._backend.add_tokens([">\n\nSt"])
     tail = own.tokenizer._backend.token_to_id(">\n\nSt")
     own.renderer.vocab_size = tail + 1
-    message = said("Stop", reasoning_content="hm")
+    message = said("Stop", reasoning_content="hm\n")
     ids = [*own.ids("<think>\nhm\n</think"), tail, *own.ids("op")]
     assert "does not write" in refusal(own, [USER, message, MORE], given(1, ids))
 
@@ -221,7 +223,7 @@ def test_a_thought_that_the_prompt_has_opened_is_opened_again(model):
     own = model(KEEPING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
     start = own.render([USER]).token_ids
     ids = own.ids("hm\n</think>\n\nStop")
-    spliced = own.render([USER, said("Stop", reasoning_content="hm"), MORE], given(1, ids))
+    spliced = own.render([USER, said("Stop", reasoning_content="hm\n"), MORE], given(1, ids))
     assert spliced.token_ids[: len(start) + len(ids)] == [*start, *ids]
 
 
