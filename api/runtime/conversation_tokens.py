@@ -37,7 +37,7 @@ from .token_history import Key, Place, TokenHistory, said_of
 
 TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have been opened
 MAX_ENDS = 16  # places where the text behind a message is looked for
-MAX_SHAPES = 8  # times that a conversation is written again without messages that do not fit
+MAX_TRIES = 8  # times that a conversation is written with marks, but for handles of the caller's
 NOT_WRITTEN = (
     "the chat template does not write this message as it was generated; leave token_ids out"
 )
@@ -93,9 +93,8 @@ class ConversationTokens:
         """The prompt's token ids; raises `InvalidRequest`, naming the handle that is wrong."""
         text = await write(chat)
         slots = await self.tokenizer.apart(len(text), partial(self._slots, chat))
-        for _ in range(MAX_SHAPES):
-            if not slots:
-                break
+        tries = MAX_TRIES
+        while slots:
             splicer = Splicer(self, chat, text, slots)
             try:
                 marked = await write(_marked(chat, slots))
@@ -107,7 +106,8 @@ class ConversationTokens:
                 for key in splicer.used:
                     self._touch(key)
                 return PromptTokens(splicer.token_ids, splicer.num_spliced)
-            slots = _without(slots, failed)
+            tries -= 1
+            slots = _without(slots, failed, most=bool(tries))
         return PromptTokens(await self.tokenizer.encode(text, add_special_tokens=False))
 
     async def can_splice(self, messages: Sequence[Mapping[str, Any]], write: Write) -> bool:
@@ -162,10 +162,12 @@ class Splicer:
     """One conversation: where its messages stand in the text, and which ids take their places."""
 
     def __init__(
-        self, owner: ConversationTokens, chat: ChatInput, text: str, slots: Sequence[Slot]
+        self, model: ConversationTokens, chat: ChatInput, text: str, slots: Sequence[Slot]
     ) -> None:
-        self._model, self._chat, self._text, self._slots = owner, chat, text, slots
-        self._tokenizer = owner.tokenizer
+        self._model, self._chat, self._text, self._slots = model, chat, text, slots
+        self._tokenizer = model.tokenizer
+        self._owner = owner_of(chat.params.cache_salt)  # in the thread of the work it is unknown
+        self._known_ids: dict[str, list[int]] = {}  # of texts that follow the ids so far
         self._pending = ""  # text behind the ids, not encoded yet
         self._place = Place()  # of the ids
         self._looks = True  # in the history: the places so far were those that it knows
@@ -259,7 +261,7 @@ class Splicer:
             return None
         self._pending = pending
         self._put(kept, is_exact=True)
-        self.used.append((owner_of(self._chat.params.cache_salt), slot.said, place))
+        self.used.append((self._owner, slot.said, place))
         return text
 
     # -- handles --------------------------------------------------------------------------------
@@ -324,9 +326,11 @@ class Splicer:
     # -- the prompt -----------------------------------------------------------------------------
 
     def _encoded(self, text: str) -> list[int]:
-        if self.token_ids:
-            return self._tokenizer.encode_behind(text)
-        return self._tokenizer.encode_word(text)
+        """Token ids of a text that follows the ids so far."""
+        if text not in self._known_ids:
+            is_first, own = not self.token_ids, self._tokenizer
+            self._known_ids[text] = own.encode_word(text) if is_first else own.encode_behind(text)
+        return self._known_ids[text]
 
     def _commit(self) -> None:
         """Encode the text so far."""
@@ -345,6 +349,7 @@ class Splicer:
     def _append(self, ids: Sequence[int]) -> None:
         self.token_ids += ids
         self._place.add(ids)
+        self._known_ids.clear()
 
 
 # -- texts ------------------------------------------------------------------------------------
@@ -361,11 +366,14 @@ def _marked(chat: ChatInput, slots: Sequence[Slot]) -> ChatInput:
 
 
 def _split(marked: str, slots: Sequence[Slot]) -> list[str] | Slot:
-    """The texts around the marks; a message whose mark is not there once and in its place."""
+    """The texts around the marks; a message whose mark is not there or not in its place.
+
+    A mark that is there twice stays in a text, which then is nowhere in the conversation.
+    """
     pieces, at = [], 0
     for slot in slots:
         found = marked.find(slot.mark, at)
-        if found < 0 or marked.count(slot.mark) > 1:
+        if found < 0:
             return slot
         pieces.append(marked[at:found])
         at = found + len(slot.mark)
@@ -390,14 +398,17 @@ def _fits_around(text: str, before: str, after: str) -> bool:
     )
 
 
-def _without(slots: Sequence[Slot], failed: Slot) -> list[Slot]:
+def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
     """The messages that are left to be tried; raises `InvalidRequest` for a handle of the caller's.
 
-    What the template makes of one message it makes of others of its shape.
+    What the template makes of one message it makes of others of its shape. ``most``: False leaves
+    only those that the caller gave.
     """
     if failed.handle is not None and failed.handle.is_given:
         param = failed.handle.param
         raise InvalidRequest(f"{param}: {NOT_WRITTEN}", param=param)
+    if not most:
+        return [slot for slot in slots if slot.handle is not None and slot.handle.is_given]
     if failed.handle is not None:
         return [slot for slot in slots if slot is not failed]
     return [slot for slot in slots if slot.handle is not None or slot.has_calls != failed.has_calls]

@@ -14,7 +14,7 @@ from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.parsing.output_format import Syntax
 from foretoken.api.runtime.chat_input import ChatInput, Handle
 from foretoken.api.runtime.conversation_tokens import ConversationTokens, PromptTokens, stand
-from foretoken.api.runtime.token_history import Place, TokenHistory, said_of
+from foretoken.api.runtime.token_history import OVERHEAD, Place, TokenHistory, said_of
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.request_context import owner_of
 from foretoken.api.types.sampling_params import SamplingParams
@@ -239,6 +239,24 @@ def test_a_call_stands_as_the_model_wrote_it(model):
     )
 
 
+def test_a_thought_before_a_call_goes_where_the_template_drops_it(model):
+    own = model(CALLING + "{# </think> #}")  # by which the model is known to think
+    message = said("", reasoning_content="hm", tool_calls=[CALL])
+    ids = own.ids(f"<think>hm</think>\n{CALLED}")
+    talk = [USER, message, {"role": "tool", "content": "1"}]
+    assert own.render(talk, given(1, ids)).num_spliced == len(own.ids(CALLED))
+
+
+def test_a_space_that_an_answer_begins_with_is_there_once(model):
+    own = model(LINES.replace("{{ m.role }}:", "{{ m.role }}: "))
+    start, ids = own.render([USER]).token_ids, own.ids(" Stop")
+    talk = [USER, said(" Stop"), MORE]
+    expected = [*start, *ids]
+    assert own.render(talk, given(1, ids)).token_ids[: len(expected)] == expected
+    own.remember([USER], said(" Stop"), ids)
+    assert own.render(talk).token_ids[: len(expected)] == expected
+
+
 def test_a_template_that_needs_the_calls_takes_no_ids(model):
     own = model(NEEDING)
     message = said("", tool_calls=[CALL])
@@ -322,6 +340,17 @@ def test_turns_that_follow_each_other_are_all_found(model):
         own.remember(talk, message, own.ids(message["content"]))
         talk = [*talk, message, MORE]
         assert own.render(talk).num_spliced == (turn + 1) * len("Stop 0")
+
+
+def test_an_answer_that_is_used_is_kept_before_others(model):
+    own = model()
+    own.history = own.renderer._history = TokenHistory(max_bytes=2 * OVERHEAD + 100)
+    for text in ("Stop", "return"):
+        own.remember([USER], said(text), own.ids(text))
+    assert own.render([USER, said("Stop"), MORE]).num_spliced
+    own.remember([USER], said("again"), own.ids("again"))
+    assert own.render([USER, said("Stop"), MORE]).num_spliced
+    assert not own.render([USER, said("return"), MORE]).num_spliced
 
 
 def test_an_answer_that_was_changed_ends_what_is_found(model):
