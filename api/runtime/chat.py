@@ -72,22 +72,11 @@ PROBES: dict[bool, list[dict[str, Any]]] = {  # conversations with calls and wit
 
 
 class ChoiceReader:
-    """Parses the text of one choice into reasoning, content and calls; ``choice`` has all so far.
+    """Parses the text of one choice into reasoning, content and calls; ``choice`` has all so far."""
 
-    ``cut``: the ids of an answer up to the end of its first call, where the choice ended there.
-    """
-
-    def __init__(
-        self,
-        parser: OutputParser,
-        choice: ToolChoice,
-        *,
-        index: int = 0,
-        cut: Callable[[Sequence[int], int], list[int] | None] | None = None,
-    ) -> None:
+    def __init__(self, parser: OutputParser, choice: ToolChoice, *, index: int = 0) -> None:
         self.is_done = False
         self.choice = Choice(index=index)
-        self._cut = cut
         self._parser = parser
         self._is_single = choice.is_single  # the choice ends with its first call
         self._has_text = choice.mode != "required"  # else it is what a cut left of a call's mark
@@ -117,13 +106,15 @@ class ChoiceReader:
         return parts
 
     def _message_ids(self, delta: TextDelta) -> list[int] | None:
-        """The ids of the whole message; None where none have its text."""
-        ids = [*self.choice.token_ids, *delta.token_ids]
+        """The ids of the whole message.
+
+        None where it has none: a stop string may end inside a token, and a choice that ended with
+        its call lacks what would have closed it.
+        """
         reason = delta.finish_reason
-        if reason is None:  # the choice ended with its call
-            return None if self._cut is None else self._cut(ids, len(delta.token_ids))
-        if isinstance(delta.stop_reason, str):  # a stop string may end inside a token
+        if reason is None or isinstance(delta.stop_reason, str):
             return None
+        ids = [*self.choice.token_ids, *delta.token_ids]
         return ids[:-1] if reason == "stop" else ids
 
     def _end(self, last: TextDelta, delta: TextDelta) -> None:
@@ -190,11 +181,10 @@ class ChatAnswer:
         self._answer = answer
         self._llm = llm
         self._chat = chat
-        self._make_parser = make_parser
         self._hands_out = hands_out  # whether a message may come back as its ids
         self._history = history
         self._readers = [
-            ChoiceReader(make_parser(), chat.tool_choice, index=index, cut=self._up_to_call)
+            ChoiceReader(make_parser(), chat.tool_choice, index=index)
             for index in range(answer.params.n)
         ]
 
@@ -256,19 +246,6 @@ class ChatAnswer:
         if said is not None:
             place = Place().behind(self._answer.prompt_token_ids)
             history.put(owner_of(salt), salt, said, place, ids)
-
-    def _up_to_call(self, ids: Sequence[int], num_last: int) -> list[int] | None:
-        """The ids up to the end of the first call, which one of the last ones wrote."""
-        parser, first = self._make_parser(), len(ids) - num_last
-        text = self._llm.tokenizer.detokenizer(
-            self._answer.prompt_token_ids, self._answer.shown_ids
-        )
-        events = list(parser.feed(text.push_all(ids[:first])))
-        for index in range(first, len(ids)):
-            events += parser.feed(text.push(ids[index]))
-            if any(isinstance(event, CallEnd) for event in events):
-                return list(ids[: index + 1])
-        return None
 
     async def collect(self) -> list[Choice]:
         """Read all of it and close it; the first choice that fails raises."""

@@ -81,8 +81,8 @@ def _choice(given: GivenChoice, tools: Sequence[Tool], *, is_parallel: bool) -> 
 
 def _plain(message: Message) -> Message:
     """Messages as templates expect them: arguments of earlier calls are objects."""
-    if not isinstance(message, Mapping):
-        return message
+    if not isinstance(message, Mapping):  # what it is instead is named later
+        return message  # type: ignore[unreachable]
     plain = {name: each for name, each in message.items() if name != "token_ids"}
     if message.get("tool_calls"):
         plain["tool_calls"] = [plain_call(call, "messages") for call in message["tool_calls"]]

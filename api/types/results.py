@@ -102,8 +102,8 @@ class Choice(Struct, kw_only=True):
     The answer to a conversation is split: ``text`` is its content, ``reasoning`` is the
     text before it, ``tool_calls`` has the calls. ``finish_reason``: "stop", "length", "abort" or
     "tool_calls". ``message_ids`` are the tokens of the message itself, without the stop token, by
-    which it can be rendered later; None if there are none: a stop string cut it, or the chat
-    template cannot.
+    which it can be rendered later; None if there are none: a stop string or a single call cut it,
+    or the chat template cannot.
     """
 
     index: int

@@ -56,3 +56,23 @@ def test_some_of_these_answers_have_other_tokens_than_their_text(llm):
     tokenizer = llm._llm.tokenizer
     answers = [ids for _, ids in talk(llm, replace(SAMPLED, temperature=1.0, cache_salt="d"))]
     assert any(tokenizer.encode_word(tokenizer.decode(ids)) != ids for ids in answers)
+
+
+def test_an_answer_that_comes_back_as_text_is_named_with_its_first_other_token(llm):
+    tokenizer, ask = llm._llm.tokenizer, {"role": "user", "content": ASKED[0]}
+    params = replace(SAMPLED, temperature=1.0, cache_salt="e")
+    for seed in range(32):
+        out = llm.chat([ask], replace(params, seed=seed), request_id=f"first-{seed}")
+        ids, own = out.message["token_ids"], tokenizer.encode_word(out.text)
+        if ids != own:
+            break
+    same = next(at for at, pair in enumerate(zip(ids, own, strict=False)) if len({*pair}) > 1)
+    talk = [ask, {"role": "assistant", "content": out.text}, {"role": "user", "content": "x " * 99}]
+    llm.chat(talk, params, request_id="again")
+    found = llm._llm.explain("again")
+    assert found is not None
+    assert (found.cause, found.compared_with) == ("reencoded", out.request_id)
+    assert found.first_token is not None
+    assert found.first_token.position == len(out.prompt_token_ids) + same
+    assert (found.first_token.before_id, found.first_token.now_id) == (ids[same], own[same])
+    assert found.first_token.before == tokenizer.decode([ids[same]])

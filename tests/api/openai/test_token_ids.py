@@ -11,6 +11,8 @@ import pytest
 HI = {"role": "user", "content": "hi"}
 ON = {"role": "user", "content": "go on"}
 WORDS = "hello world"
+CALL = '<tool_call>{"name": "f", "arguments": {"a":1}}</tool_call>'
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture
@@ -130,6 +132,25 @@ def test_a_message_that_a_stop_string_cut_has_no_ids(caller, odd_ids):
 def test_a_message_that_the_limit_cut_has_all_its_ids(caller, odd_ids):
     message = caller.ask(return_token_ids=True, max_tokens=4)["choices"][0]["message"]
     assert message["token_ids"] == odd_ids[:4]
+
+
+def test_a_message_with_a_call_comes_back_by_its_ids(serve, engine, tokenizer):
+    caller = Caller(serve(tool_parser="hermes"), engine)
+    ids = [each for character in CALL for each in tokenizer.encode_word(character)]
+    engine.answers = lambda request: [*ids, tokenizer.vocab["<|im_end|>"]]
+    engine.tokens_per_step = 5
+    options = {"tools": [TOOL]}
+    message = caller.ask(return_token_ids=True, max_tokens=99, **options)["choices"][0]["message"]
+    start = caller.prompt
+    assert message["token_ids"] == ids
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}
+    usage = caller.ask(messages=[HI, message, result], max_tokens=1, **options)["usage"]
+    assert caller.prompt[: len(start) + len(ids)] == [*start, *ids]
+    assert usage["prompt_tokens_details"]["spliced_tokens"] == len(ids)
+    single = caller.ask(return_token_ids=True, parallel_tool_calls=False, max_tokens=99, **options)
+    (choice,) = single["choices"]
+    assert choice["message"]["tool_calls"]
+    assert "token_ids" not in choice["message"], "it was cut before the end of its call"
 
 
 def test_responses_refuse_to_return_them(caller):
