@@ -72,7 +72,7 @@ PROBES: dict[bool, list[dict[str, Any]]] = {  # conversations with calls and wit
 
 
 class ChoiceReader:
-    """Parses the text of one choice into reasoning, content and calls; ``choice`` has all so far."""
+    """Parses the text of one choice into reasoning, content and calls: ``choice`` has all of it."""
 
     def __init__(self, parser: OutputParser, choice: ToolChoice, *, index: int = 0) -> None:
         self.is_done = False

@@ -31,6 +31,7 @@ class ChatInput:
     """A chat request.
 
     ``messages`` are in the plain shape of chat templates (`openai.schema.plain_messages`);
+    ``handles``: those that are rendered by their token ids;
     ``params`` hold what asks for structured output (json_schema, regex, grammar, choice).
     """
 
