@@ -62,19 +62,21 @@ class BreakpointLocator:
         """Number of tokens at the end of a prompt that open the answer."""
         if "continue_final_message" in whole.template:
             return 0
-        short = replace(whole, messages=[{"role": "user", "content": NEXT.content}], tools=())
+        messages = [{"role": "user", "content": NEXT.content}]
+        short = replace(whole, messages=messages, handles=(), tools=())
         opened, plain = await self._render(short), await self._render(_unanswered(short))
         return len(opened) - len(plain)
 
     async def _render(self, chat: ChatInput) -> Ids:
         try:
-            return array("i", await self._client.render(chat))
+            return array("i", (await self._client.render(chat)).token_ids)
         except InvalidRequest:
             return array("i")  # the template takes no such beginning: it has no place of its own
 
     def _key(self, chat: ChatInput) -> bytes:
         messages = normalized(chat.messages) if self._normalizes else chat.messages
-        rendered = [messages, [tool.body for tool in chat.tools], chat.template]
+        handles = [(each.index, each.token_ids) for each in chat.handles]
+        rendered = [messages, handles, [tool.body for tool in chat.tools], chat.template]
         return hashlib.blake2b(msgspec.json.encode(rendered), digest_size=16).digest()
 
 

@@ -127,7 +127,9 @@ def _in_messages(body: CountRequest) -> Iterator[Place]:
 
 def _cut_head(body: CountRequest, index: int, end: int) -> CountRequest:
     message = body.messages[index]
-    return _message_head(body, index, replace(message, content=message.content[:end]))
+    ids = message.token_ids if end == len(message.content) else None
+    cut = replace(message, content=message.content[:end], token_ids=ids)
+    return _message_head(body, index, cut)
 
 
 def _message_head(body: CountRequest, index: int, last: Message) -> CountRequest:

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from ...core.errors import InvalidRequest
-from ..runtime.chat_input import ChatInput
+from ..runtime.chat_input import ChatInput, Handle
 from ..runtime.tools import named_choice
 from ..types.results import Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ from .schema import (
 )
 
 Plain = dict[str, Any]
+HANDLE = "handle"  # of a plain message, until all have their places: its ids, and their field
 B = TypeVar("B")
 ALLOWED = {
     "user": (TextBlock, ToolResultBlock),
@@ -38,9 +39,15 @@ EFFORTS = {"xhigh": "high", "max": "high"}  # templates know three
 def read_conversation(body: CountRequest) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
     messages, tools = plain_conversation(body), read_tools(body.tools)
+    handles = [
+        Handle(index, *message.pop(HANDLE))
+        for index, message in enumerate(messages)
+        if HANDLE in message
+    ]
     return ChatInput(
         messages=messages,
-        params=SamplingParams(),
+        params=SamplingParams(cache_salt=body.cache_salt),
+        handles=handles,
         tools=tools,
         tool_choice=read_choice(body, tools),
         template=template_options(body, messages),
@@ -58,7 +65,13 @@ def plain_conversation(body: CountRequest) -> list[Plain]:
         plains.append({"role": "system", "content": _text(body.system)})
     names: dict[str, str] = {}  # of tools, by the id of the call
     for index, message in enumerate(body.messages):
-        plains += _plain(message, f"messages[{index}]", names)
+        plain = _plain(message, f"messages[{index}]", names)
+        if message.token_ids is not None:
+            param = f"messages[{index}].token_ids"
+            if message.role != "assistant":
+                raise InvalidRequest(f"{param} is for messages of the assistant only", param=param)
+            plain[0][HANDLE] = message.token_ids, param
+        plains += plain
     return _merged(plains)
 
 
@@ -126,6 +139,11 @@ def _joined(group: list[Plain]) -> Plain:
     """One message out of several, each text put together once."""
     if len(group) == 1:
         return group[0]
+    for plain in group:
+        if HANDLE in plain:
+            _, param = plain[HANDLE]
+            message = f"{param}: the message next to this one must be of another role"
+            raise InvalidRequest(message, param=param)
     content = "\n".join(plain["content"] for plain in group if plain["content"])
     joined: Plain = {"role": group[0]["role"], "content": content}
     thoughts = [plain["reasoning_content"] for plain in group if "reasoning_content" in plain]

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
 from ...core.interface.request import Usage
@@ -65,6 +65,7 @@ class MessageWriter:
     shows_thoughts: bool = True
     previous_id: str | None = None
     explains: bool = False
+    returns_ids: bool = False
     id: str = field(default_factory=new_id)
 
     # -- whole ----------------------------------------------------------------------------------
@@ -77,7 +78,18 @@ class MessageWriter:
                 self._take(answer, last, blocks)
         blocks.end()
         content = [block.content for block in blocks.builders]
-        return self._ended(self._end(answer, last), answer.usage, content)
+        message = self._ended(self._end(answer, last), answer.usage, content)
+        message.token_ids = self._message_ids(last, blocks)
+        if self.returns_ids:
+            message.prompt_token_ids = list(answer.prompt_token_ids)
+        return message
+
+    def _message_ids(self, last: TextDelta, blocks: Blocks) -> list[int] | UnsetType:
+        """The ids of the message; none where the client does not get all of it."""
+        if not self.returns_ids or last.message_ids is None:
+            return UNSET
+        has_hidden = any(block.kind == "thinking" for block in blocks.builders)
+        return UNSET if has_hidden and not self.shows_thoughts else last.message_ids
 
     # -- streamed -------------------------------------------------------------------------------
 
@@ -90,11 +102,15 @@ class MessageWriter:
                 events = self._take(answer, last, blocks)
                 if is_first:
                     is_first = False
-                    events = [MessageStart(message=self._message(answer.usage)), *events]
+                    start = self._message(answer.usage)
+                    if self.returns_ids:
+                        start.prompt_token_ids = list(answer.prompt_token_ids)
+                    events = [MessageStart(message=start), *events]
                 if events:
                     yield b"".join([named_event(each) for each in events])
-        ending = self._ending(self._end(answer, last), answer.usage)
-        yield b"".join([named_event(each) for each in [*blocks.end(), *ending]])
+        end, stop = self._ending(self._end(answer, last), answer.usage)
+        end.token_ids = self._message_ids(last, blocks)
+        yield b"".join([named_event(each) for each in [*blocks.end(), end, stop]])
 
     # -- of nothing -----------------------------------------------------------------------------
 
@@ -113,8 +129,8 @@ class MessageWriter:
             refuse_aborted(self.service, delta.finish_reason, answer.num_tokens(delta.index))
         return [*blocks.take(delta)]
 
-    def _ending(self, end: Ending, usage: Usage) -> list[StreamEvent]:
-        return [MessageDelta(delta=end, usage=self.usage(usage)), MessageStop()]
+    def _ending(self, end: Ending, usage: Usage) -> tuple[MessageDelta, MessageStop]:
+        return MessageDelta(delta=end, usage=self.usage(usage)), MessageStop()
 
     def _diagnosis(self) -> Free | None:
         """The reason for the cache miss; known once the first tokens are computed."""
@@ -163,6 +179,7 @@ class MessageWriter:
             output_tokens=0 if is_start else usage.completion_tokens,
             closed_early=usage.closed_early,
             moves=usage.moves,
+            spliced_tokens=usage.spliced_tokens,
             speculation=speculation_body(usage),
             cache_explanation=UNSET if found is None else found.body(),
         )

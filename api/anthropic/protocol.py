@@ -78,6 +78,7 @@ class MessageUsage(Struct, kw_only=True):
     service_tier: str = "standard"
     closed_early: bool  # as in chat completions
     moves: int  # likewise
+    spliced_tokens: int  # of the prompt: those of earlier answers, not encoded from text
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
 
@@ -98,6 +99,8 @@ class MessageAnswer(Ending, tag="message", kw_only=True):
     content: list[ContentBlock] = []
     diagnostics: Free | None = None
     usage: MessageUsage
+    token_ids: list[int] | UnsetType = UNSET  # if asked for: sent back, they render the message
+    prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for
 
 
 class TokenCount(Struct, kw_only=True):
@@ -154,6 +157,7 @@ class MessageDelta(Struct, tag="message_delta", kw_only=True):
 
     delta: Ending
     usage: MessageUsage
+    token_ids: list[int] | UnsetType = UNSET  # of the message, if asked for
 
 
 class MessageStop(Struct, tag="message_stop", kw_only=True):

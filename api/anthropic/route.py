@@ -72,7 +72,8 @@ class MessagesCount(MessagesDialect[CountRequest]):
     async def open(self, body: CountRequest) -> Reply:
         """Count the tokens of a conversation."""
         chat = await self.service.apart(partial(read_conversation, body))
-        return ReadyReply(TokenCount(input_tokens=len(await self.service.chat.render(chat))))
+        prompt = await self.service.chat.render(chat)
+        return ReadyReply(TokenCount(input_tokens=len(prompt.token_ids)))
 
 
 class MessagesRoute(MessagesDialect[MessagesRequest]):
@@ -90,13 +91,15 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
         """Render, find the breakpoints and submit; with ``max_tokens`` 0 only cache the prompt."""
         client = self.service.chat
         marks, chat = await self.read(body)
-        prompt_ids = await client.render(chat)
-        chat, breakpoints = await self._with_pins(marks, chat, prompt_ids)
+        prompt = await client.render(chat)
+        chat, breakpoints = await self._with_pins(marks, chat, prompt.token_ids)
         writer = self._writer(body, breakpoints)
         if body.max_tokens == 0:
-            usage = await prewarm(self.service, chat, request_id=writer.id, prompt_ids=prompt_ids)
+            usage = await prewarm(self.service, chat, request_id=writer.id, prompt=prompt)
             return writer.warmed(usage)
-        answer = await client.open(chat, request_id=writer.id, prompt_ids=prompt_ids)
+        answer = await client.open(
+            chat, request_id=writer.id, prompt=prompt, hands_out=writer.returns_ids
+        )
         return MessageReply(writer, answer)
 
     async def read(self, body: MessagesRequest) -> tuple[Sequence[Mark], ChatInput]:
@@ -112,6 +115,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
             shows_thoughts=body.thinking is None or body.thinking.display != "omitted",
             previous_id=None if asked is None else asked.previous_message_id,
             explains=bool(body.explain_cache),
+            returns_ids=bool(body.return_token_ids),
         )
 
     async def _with_pins(

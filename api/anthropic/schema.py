@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..protocol.sampling import Count, Guess, One, Prediction, Sampling, StopTexts
+from ..protocol.sampling import Count, Guess, One, Prediction, Sampling, StopTexts, TokenIds
 
 
 class CacheControl(Struct, kw_only=True):
@@ -78,6 +78,7 @@ class Message(Struct, kw_only=True):
 
     role: Literal["user", "assistant", "system"]
     content: str | list[AnyBlock]
+    token_ids: TokenIds | None = None  # an extension: those of an answer, which render it
 
 
 class ToolSpec(Struct, kw_only=True):

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from json import dumps, loads
@@ -42,9 +42,12 @@ class Partner(Protocol):
     sampling: Mapping[str, Any]  # values of parameters that are left out, by name
 
     async def answer(
-        self, messages: list[dict[str, str]], params: SamplingParams, texts: list[str]
-    ) -> None:
-        """Print an answer as it comes and append its text to ``texts``, also where it is cut."""
+        self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
+    ) -> list[int] | None:
+        """Print an answer as it comes and append its text to ``texts``, also where it is cut.
+
+        Returns the token ids by which later prompts can have the answer, if there are any.
+        """
 
 
 class LocalModel:
@@ -56,11 +59,11 @@ class LocalModel:
         self.sampling: Mapping[str, Any] = llm.built.sampling_defaults.in_force
 
     async def answer(
-        self, messages: list[dict[str, str]], params: SamplingParams, texts: list[str]
-    ) -> None:
+        self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
+    ) -> list[int] | None:
         """Print an answer in the colours of its drafters, then its cost."""
         prompt = await self._llm.render(messages)
-        await show(self._llm, prompt, params, self._colours, texts)
+        return await show(self._llm, prompt, params, self._colours, texts)
 
 
 def chat(
@@ -97,14 +100,24 @@ def chat_with_server(
     return 0
 
 
+def without_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as text alone, as a template needs them that cannot take ids in their places."""
+    return [
+        {name: each for name, each in message.items() if name != "token_ids"}
+        for message in messages
+    ]
+
+
 class Conversation:
     """Messages so far, the parameters of the next answer, and the commands that change them."""
 
     def __init__(self, partner: Partner, params: SamplingParams, system: str | None) -> None:
         self._partner, self._params = partner, params
-        self._messages = [{"role": "system", "content": system}] if system else []
+        self._messages: list[dict[str, Any]] = []
+        if system:
+            self._messages = [{"role": "system", "content": system}]
         self._prompt = ""  # of the line that is being read
-        self._answering: asyncio.Task[None] | None = None
+        self._answering: asyncio.Task[list[int] | None] | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
             "/system": self._set_system,
@@ -136,11 +149,10 @@ class Conversation:
     async def _answer(self, text: str) -> None:
         messages = [*self._messages, {"role": "user", "content": text}]
         texts: list[str] = []
-        self._answering = asyncio.create_task(
-            self._partner.answer(messages, self._params, texts), name="answer"
-        )
+        token_ids: list[int] | None = None
+        self._answering = asyncio.create_task(self._ask(messages, texts), name="answer")
         try:
-            await self._answering
+            token_ids = await self._answering
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -151,7 +163,20 @@ class Conversation:
             return
         finally:
             self._answering = None
-        self._messages = [*messages, {"role": "assistant", "content": "".join(texts)}]
+        said: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        if token_ids:
+            said["token_ids"] = token_ids
+        self._messages = [*messages, said]
+
+    async def _ask(self, messages: list[dict[str, Any]], texts: list[str]) -> list[int] | None:
+        """Print an answer; ids that cannot stand in the prompt (of another model) are left out."""
+        try:
+            return await self._partner.answer(messages, self._params, texts)
+        except InvalidRequest as error:
+            if not (error.param or "").endswith("token_ids"):
+                raise
+        messages[:] = without_ids(messages)
+        return await self._partner.answer(messages, self._params, texts)
 
     def _watch_for_interrupts(self) -> None:
         with contextlib.suppress(NotImplementedError):  # on Windows Ctrl-C ends the conversation
@@ -215,7 +240,7 @@ class Conversation:
     def _save(self, text: str) -> None:
         if not text:
             raise InvalidRequest("/save needs the name of a file", param="file")
-        document = dumps(self._messages, ensure_ascii=False, indent=2)
+        document = dumps(without_ids(self._messages), ensure_ascii=False, indent=2)
         path = Path(text).expanduser()
         path.write_text(document + "\n", "utf-8")
         print(f"({path} has the conversation)")

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from ...core.errors import ForetokenError
+from ...core.errors import ForetokenError, InvalidRequest
 from ..types.sampling_params import SamplingParams
 from .flags import SAMPLING_FLAGS
 
@@ -28,6 +28,7 @@ class ServerModel:
     def __init__(self, url: str, key: str | None) -> None:
         self.name = ""
         self.sampling: Mapping[str, Any] = {}
+        self._takes_ids = False  # other servers may refuse the field
         self._url, self._key = url, key
 
     @classmethod
@@ -39,22 +40,27 @@ class ServerModel:
             model = json.loads(body)["data"][0]
             found.name = model["id"]
             found.sampling = dict(model.get("default_sampling_params") or {})  # foretoken's own
+            found._takes_ids = bool(found.sampling)
         except (ValueError, LookupError, TypeError):
             raise ForetokenError(f"{found._url} has no list of models at /v1/models") from None
         return found
 
     async def answer(
-        self, messages: list[dict[str, str]], params: SamplingParams, texts: list[str]
-    ) -> None:
+        self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
+    ) -> list[int] | None:
         """Print an answer as it comes, then what it cost."""
-        body = {
+        body: dict[str, Any] = {
             "model": self.name,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
             **_given(params),
         }
+        if self._takes_ids:
+            body["return_token_ids"] = True
         usage: Mapping[str, Any] = {}
+        token_ids: list[int] = []
+        reasoning = ""
         async with aclosing(self._events("/v1/chat/completions", body)) as events:
             async for event in events:
                 if "error" in event:
@@ -63,9 +69,12 @@ class ServerModel:
                 for choice in event.get("choices") or ():
                     delta = choice.get("delta") or {}
                     texts.append(text := delta.get("content") or "")
-                    print(delta.get("reasoning_content") or "", text, sep="", end="", flush=True)
+                    token_ids = delta.get("token_ids") or token_ids
+                    reasoning += (thought := delta.get("reasoning_content") or "")
+                    print(thought, text, sep="", end="", flush=True)
         print(flush=True)
         print(_cost_line(usage), file=sys.stderr)
+        return None if reasoning else token_ids  # the conversation has no thoughts
 
     async def _events(
         self, path: str, body: Mapping[str, Any]
@@ -130,7 +139,7 @@ async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> Async
         elif isinstance(event, h11.Data):
             failure += event.data
     if status != HTTPStatus.OK:
-        raise ForetokenError(_message(failure, status))
+        raise _failure(failure, status)
 
 
 def _checked(url: str) -> str:
@@ -151,11 +160,16 @@ def _given(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in pairs if value is not getattr(LEFT_OUT, name)}
 
 
-def _message(body: bytes, status: int) -> str:
+def _failure(body: bytes, status: int) -> ForetokenError:
+    """The server's own error; an `InvalidRequest` if it names a field."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return f"the server answered with status {status}"
+        error = json.loads(body)["error"]
+        message, param = str(error["message"]), error.get("param")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ForetokenError(f"the server answered with status {status}")
+    if status == HTTPStatus.BAD_REQUEST and isinstance(param, str):
+        return InvalidRequest(message, param=param)
+    return ForetokenError(message)
 
 
 def _cost_line(usage: Mapping[str, Any]) -> str:

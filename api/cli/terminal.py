@@ -124,24 +124,37 @@ async def show(
     params: SamplingParams,
     colours: Palette | None,
     texts: list[str],
-) -> None:
+) -> list[int] | None:
     """Print an answer as it comes and append its text to ``texts``; then print its cost.
 
-    With ``colours`` the text has those of its drafters, and a legend follows.
+    With ``colours`` the text has those of its drafters, and a legend follows. Returns the token ids
+    that stand for the text, None if there are none.
     """
     answer = await llm.open(prompt, params)
     painter = colours and Painter(colours, llm.tokenizer.detokenizer(answer.prompt_token_ids).push)
+    ids: list[int] = []
+    last = TextDelta()
     try:
         async with aclosing(answer.deltas()) as deltas:
-            async for delta in deltas:
-                texts.append(delta.text)
-                print(painter.paint(delta) if painter else delta.text, end="", flush=True)
+            async for last in deltas:
+                ids += last.token_ids
+                texts.append(last.text)
+                print(painter.paint(last) if painter else last.text, end="", flush=True)
     finally:
         llm.forget(answer)
     print(flush=True)  # before the lines on stderr, wherever both go
     if painter:
         print(painter.legend(), file=sys.stderr)
     print(cost_line(answer), file=sys.stderr)
+    return _standing(llm, ids, last)
+
+
+def _standing(llm: AsyncLLM, ids: list[int], last: TextDelta) -> list[int] | None:
+    """The ids of an answer without its stop token; None if its text is not that of all of them."""
+    if last.finish_reason == "stop":
+        ids = ids[:-1]
+    is_cut = isinstance(last.stop_reason, str)
+    return None if is_cut or llm.tokenizer.has_silent(ids, frozenset()) else ids
 
 
 def cost_line(answer: Answer) -> str:

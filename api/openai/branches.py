@@ -223,12 +223,13 @@ class BranchesRoute(Dialect[Forks]):
     async def _open_one(self, body: AnyBody, name: str) -> ChatAnswer:
         if isinstance(body, ChatRequest):
             chat = await self.service.apart(partial(read_chat, body))
-            return await self.service.chat.open(chat, request_id=name)
+            ids = bool(body.return_token_ids)
+            return await self.service.chat.open(chat, request_id=name, hands_out=ids)
         refuse(body)
         [prompt] = read_prompts(body.prompt)
         chat = ChatInput(messages=(), params=completion_params(body))
         answer = await open_text(self.service, body, prompt, chat.params, name)
-        return ChatAnswer(self.service.llm, answer, chat, [PlainParser()])
+        return ChatAnswer(self.service.llm, answer, chat, PlainParser)
 
 
 class BranchReply(Reply):
@@ -264,11 +265,18 @@ class BranchWriter(ChatWriter):
     def branches(self, answers: Sequence[ChatAnswer], choices: Sequence[Choice]) -> BranchesBody:
         """All branches in one body."""
         written = [
-            BranchBody(**asdict(self.choice(choice)), usage=self._branch_usage(answer, name))
+            self._branch(answer, choice, name)
             for answer, choice, name in zip(answers, choices, self.prompt_ids, strict=True)
         ]
         usage = self.usage(batch_usage([answer.usage for answer in answers]))
         return BranchesBody(**self._head.fields("branches"), usage=usage, branches=written)
+
+    def _branch(self, answer: ChatAnswer, choice: Choice, name: str) -> BranchBody:
+        usage = self._branch_usage(answer, name)
+        branch = BranchBody(**asdict(self.choice(choice)), usage=usage)
+        if self._returns_ids:
+            branch.prompt_token_ids = list(answer.prompt_token_ids)
+        return branch
 
     def _branch_usage(self, answer: ChatAnswer, name: str) -> UsageBody:
         spent = usage_body(answer.usage)

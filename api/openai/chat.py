@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from copy import copy
 from functools import partial
 
 from msgspec import UNSET, Struct
@@ -19,7 +20,7 @@ from ..runtime.chat_input import ChatInput
 from ..runtime.tools import format_schema, read_choice, read_tools
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
-from ..serving.sse import ReadyReply, Reply
+from ..serving.sse import ReadyReply, Reply, event
 from ..types.results import CallDelta, Choice, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
 from .protocol import (
@@ -33,7 +34,13 @@ from .protocol import (
     FunctionBody,
     MessageBody,
 )
-from .schema import AnyRequest, ChatRequest, plain_messages, refuse_unsupported_chat
+from .schema import (
+    AnyRequest,
+    ChatRequest,
+    plain_messages,
+    read_handles,
+    refuse_unsupported_chat,
+)
 from .token_pieces import TokenPieces
 from .writer import Head, Writer, reason_body, token_infos
 
@@ -55,7 +62,10 @@ class ChatRoute(Dialect[ChatRequest]):
         writer = ChatWriter(self.service, head, body)
         if is_prewarm(body):
             return writer.warmed([await prewarm(self.service, chat, request_id=head.id)])
-        return ChatReply(writer, await self.service.chat.open(chat, request_id=head.id))
+        answer = await self.service.chat.open(
+            chat, request_id=head.id, hands_out=bool(body.return_token_ids)
+        )
+        return ChatReply(writer, answer)
 
     async def read(self, body: ChatRequest) -> ChatInput:
         """The chat request of a body, within the server's room; raises `InvalidRequest`."""
@@ -110,6 +120,7 @@ def read_chat(body: ChatRequest) -> ChatInput:
     parallel = body.parallel_tool_calls is not False
     return ChatInput(
         messages=plain_messages(body.messages),
+        handles=read_handles(body.messages),
         params=chat_params(body),
         tools=tools,
         tool_choice=read_choice(body.tool_choice, tools, parallel=parallel),
@@ -154,6 +165,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
     def __init__(self, service: Service, head: Head, body: AnyRequest) -> None:
         super().__init__(service, head, body)
         self._tells_sources = bool(getattr(body, "token_sources", None))
+        self._returns_ids = bool(body.return_token_ids)
         self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # by choice
             lambda: TokenPieces(service.llm.tokenizer, service.chat.syntax.thinking)
         )
@@ -162,7 +174,14 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
 
     def whole(self, answer: ChatAnswer, choices: Sequence[Choice]) -> Struct:
         """The answer in one body."""
-        return self.answer([self.choice(each) for each in choices], answer.usage)
+        body = ChatBody(
+            **self._head.fields(self.whole_kind),
+            choices=[self.choice(each) for each in choices],
+            usage=self.usage(answer.usage),
+        )
+        if self._returns_ids:
+            body.prompt_token_ids = list(answer.prompt_token_ids)
+        return body
 
     def nothing(self, index: int) -> ChatChoiceBody:
         """The empty choice, for a prompt that was only cached."""
@@ -182,12 +201,15 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
         if choice.tool_calls:
             message.content = choice.text or None
             message.tool_calls = [_whole_call(call) for call in choice.tool_calls]
+        if self._returns_ids and choice.message_ids is not None:
+            message.token_ids = choice.message_ids
         return ChatChoiceBody(
             index=choice.index,
             message=message,
             logprobs=self._logprobs(choice.logprobs),
             finish_reason=reason_body(choice.finish_reason),
             stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if self._returns_ids else UNSET,
         )
 
     def opening(self, index: int) -> bytes:
@@ -211,12 +233,22 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
                 if not opened:
                     # Clients number the choices by the order in which they first see them.
                     opened = True
-                    for index in range(answer.num_choices):
+                    yield self._first(answer)
+                    for index in range(1, answer.num_choices):
                         yield self.opening(index)
                 for chunk in self._chunks(delta):
                     yield chunk
         for last in self.end(answer.usage):
             yield last
+
+    def _first(self, answer: ChatAnswer) -> bytes:
+        """The first chunk of all, with the prompt's token ids if they are asked for."""
+        if not self._returns_ids:
+            return self.opening(0)
+        chunk = copy(self._chunk)
+        chunk.prompt_token_ids = list(answer.prompt_token_ids)
+        chunk.choices = [ChunkChoiceBody(index=0, delta=OPENING)]
+        return event(chunk)
 
     def _chunks(self, delta: TextDelta) -> list[bytes]:
         """The chunks of a delta: one for its content, and one for the end."""
@@ -226,9 +258,13 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
         if pieces is not None:
             pieces.hold(delta)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        if content is not None or logprobs:
+        token_ids = delta.token_ids if self._returns_ids and delta.token_ids else UNSET
+        if content is not None or logprobs or token_ids is not UNSET:
             choice = ChunkChoiceBody(
-                index=delta.index, delta=content or DeltaBody(content=""), logprobs=logprobs
+                index=delta.index,
+                delta=content or DeltaBody(content=""),
+                logprobs=logprobs,
+                token_ids=token_ids,
             )
             if pieces is not None:
                 choice.token_sources = pieces.read(delta)
@@ -238,6 +274,8 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
             last = ChunkChoiceBody(index=delta.index, delta=DeltaBody(), finish_reason=reason)
             if delta.stop_reason is not None:
                 last.stop_reason = delta.stop_reason
+            if self._returns_ids and delta.message_ids is not None:
+                last.delta.token_ids = delta.message_ids
             if pieces is not None:
                 last.token_sources = pieces.rest()
             chunks.append(self.chunk(last))

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import cast
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
@@ -113,6 +113,7 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
         self._echoed = echoed
         self._n = body.n or 1
         self._wants_logprobs = body.logprobs is not None
+        self.returns_ids = bool(body.return_token_ids)
 
     def _lead(self, prompt_index: int) -> str | None:
         return None if self._echoed is None else self._echoed[prompt_index]
@@ -153,6 +154,8 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
             logprobs=self._whole_logprobs(completion, choice, echoed),
             finish_reason=reason_body(choice.finish_reason),
             stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if self.returns_ids else UNSET,
+            prompt_token_ids=completion.prompt_token_ids if self.returns_ids else UNSET,
         )
 
     def _whole_logprobs(
@@ -203,6 +206,9 @@ class _ChoiceWriter:
         self._lead: list[TokenLogprob | None] = [] if echoed is None else [None]
         self._echoed = echoed or ""
         self._num_tokens = 0
+        self._prompt_ids: list[int] | UnsetType = UNSET  # told once
+        if writer.returns_ids:
+            self._prompt_ids = list(answer.prompt_token_ids)
 
     def chunks(self, delta: TextDelta) -> Iterator[bytes]:
         """The chunk of a delta; none if the delta is empty."""
@@ -216,7 +222,7 @@ class _ChoiceWriter:
         reason = delta.finish_reason
         if reason is not None:
             self._writer.refuse_aborted(reason, self._num_tokens)
-        if text or logprobs or reason is not None:
+        if text or logprobs or reason is not None or self._writer.returns_ids:
             choice = TextChoiceBody(
                 index=delta.index,
                 text=text,
@@ -225,6 +231,9 @@ class _ChoiceWriter:
             )
             if delta.stop_reason is not None:
                 choice.stop_reason = delta.stop_reason
+            if self._writer.returns_ids:
+                choice.token_ids = delta.token_ids
+                choice.prompt_token_ids, self._prompt_ids = self._prompt_ids, UNSET
             yield self._writer.chunk(choice)
 
     def _logprobs(self, delta: TextDelta) -> TextLogprobs | None:

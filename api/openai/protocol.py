@@ -22,6 +22,7 @@ class PromptDetails(Struct, kw_only=True):
     cached_tokens: int
     loaded_tokens: int  # of the cached ones: from a tier beyond the KV pool
     cache_write_tokens: int
+    spliced_tokens: int  # those of earlier answers, not encoded from text
 
 
 class CompletionDetails(Struct, kw_only=True):
@@ -106,6 +107,7 @@ class MessageBody(Struct, kw_only=True):
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallBody] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # if asked for: sent back, they render the message
 
 
 class DeltaBody(Struct, kw_only=True):
@@ -115,6 +117,7 @@ class DeltaBody(Struct, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[CallBody] | UnsetType = UNSET  # never an empty list: clients count on it
+    token_ids: list[int] | UnsetType = UNSET  # of the whole message, at its end, if asked for
 
 
 class ChatChoiceBody(Struct, kw_only=True):
@@ -125,6 +128,7 @@ class ChatChoiceBody(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET  # all that were generated, if asked for
 
 
 class ChunkChoiceBody(Struct, kw_only=True):
@@ -136,6 +140,7 @@ class ChunkChoiceBody(Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
     token_sources: list[TokenPiece] | UnsetType = UNSET  # of each token, if asked for
+    token_ids: list[int] | UnsetType = UNSET  # generated in this step, if asked for
 
 
 class TextChoiceBody(Struct, kw_only=True):
@@ -146,12 +151,15 @@ class TextChoiceBody(Struct, kw_only=True):
     logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # generated, if asked for
+    prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for; when streamed once
 
 
 class BranchBody(ChatChoiceBody, kw_only=True):
     """One branch with its usage."""
 
     usage: UsageBody
+    prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for
 
 
 class AnswerHead(Struct, kw_only=True):
@@ -176,6 +184,7 @@ class ChatBody(AnswerHead, kw_only=True):
 
     choices: list[ChatChoiceBody]
     usage: UsageBody
+    prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for
 
 
 class ChunkBody(AnswerHead, kw_only=True):
@@ -183,6 +192,7 @@ class ChunkBody(AnswerHead, kw_only=True):
 
     choices: list[ChunkChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first, if asked for
 
 
 class TextBody(AnswerHead, kw_only=True):

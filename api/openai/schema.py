@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -16,9 +17,13 @@ from ..protocol.sampling import (
     Prediction,
     Sampling,
     Stop,
+    TokenIds,
     refuse_unsupported,
 )
+from ..runtime.chat_input import ChatInput, Handle
 from ..runtime.tools import NamedChoice, ResponseFormat, Tools, plain_call
+from ..types.results import Tool
+from ..types.sampling_params import SamplingParams
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -55,6 +60,13 @@ class Message(Struct, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    token_ids: TokenIds | None = None  # an extension: those of an answer, which render it
+
+
+class KeptMessage(Message, kw_only=True):
+    """An answer of ours from the store; its ids render it where the template writes it so."""
+
+    kept_ids: list[int] | None = None
 
 
 class ChatRequest(OpenAISampling, kw_only=True):
@@ -129,12 +141,54 @@ def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
     System messages at the beginning become one: many templates accept only one.
     """
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    others = (index for index, message in enumerate(plain) if message["role"] != "system")
-    num_system = next(others, len(plain))
+    num_system = _num_system(messages)
     if num_system < 2:
         return plain
     text = "\n\n".join(message["content"] for message in plain[:num_system])
     return [{"role": "system", "content": text}, *plain[num_system:]]
+
+
+def plain_chat(
+    messages: list[Message],
+    *,
+    tools: Sequence[Tool] = (),
+    opens: bool,
+    cache_salt: str | None = None,
+) -> ChatInput:
+    """A conversation that is only rendered. ``opens``: with what opens an answer at its end."""
+    return ChatInput(
+        messages=plain_messages(messages),
+        params=SamplingParams(cache_salt=cache_salt),
+        handles=read_handles(messages),
+        tools=tools,
+        template={"add_generation_prompt": opens},
+    )
+
+
+def _num_system(messages: list[Message]) -> int:
+    """System messages at the beginning."""
+    others = (i for i, each in enumerate(messages) if each.role not in ("system", "developer"))
+    return next(others, len(messages))
+
+
+def read_handles(messages: list[Message]) -> list[Handle]:
+    """The messages that are rendered by their ids, as `plain_messages` numbers them.
+
+    Raises `InvalidRequest` for ids of a message that is not the assistant's.
+    """
+    shift = max(0, _num_system(messages) - 1)  # those at the beginning become one
+    handles = []
+    for index, message in enumerate(messages):
+        if isinstance(message, KeptMessage) and message.kept_ids is not None:
+            handles.append(Handle(index - shift, message.kept_ids))
+        if message.token_ids is None:
+            continue
+        param = f"messages[{index}].token_ids"
+        if message.role != "assistant":
+            message_ = f"{param} is for messages of the assistant only, not of {message.role}"
+            raise InvalidRequest(message_, param=param)
+        handles.append(Handle(index - shift, message.token_ids, param))
+    return handles
 
 
 def _plain(message: Message, path: str) -> dict[str, Any]:

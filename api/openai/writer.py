@@ -63,6 +63,7 @@ def usage_body(usage: Usage) -> UsageBody:
             cached_tokens=usage.cached_tokens,
             loaded_tokens=usage.loaded_tokens,
             cache_write_tokens=usage.cache_write_tokens,
+            spliced_tokens=usage.spliced_tokens,
         ),
         completion_tokens_details=CompletionDetails(
             accepted_prediction_tokens=usage.accepted_prediction_tokens,

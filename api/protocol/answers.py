@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ from msgspec import Struct
 
 from ...core.interface.request import Usage
 from ..runtime.chat_input import ChatInput
+from ..runtime.conversation_tokens import PromptTokens
 from ..serving.errors import deadline_exceeded, unavailable
 from ..serving.serving_context import SHUTTING_DOWN, Service
 from ..types.results import Completion
@@ -44,10 +44,10 @@ def speculation_body(usage: Usage) -> SpeculationUsage:
 
 
 async def prewarm(
-    service: Service, chat: ChatInput, *, request_id: str, prompt_ids: Sequence[int] | None = None
+    service: Service, chat: ChatInput, *, request_id: str, prompt: PromptTokens | None = None
 ) -> Usage:
     """Put a conversation into the cache without an answer; raises as `ChatClient.open`."""
-    done = await service.chat.prewarm(chat, request_id=request_id, prompt_ids=prompt_ids)
+    done = await service.chat.prewarm(chat, request_id=request_id, prompt=prompt)
     return warm_usage(service, done)
 
 

@@ -58,6 +58,8 @@ BadWords = Annotated[list[StopText], Meta(max_length=MAX_WORDS)]
 StopIds = Annotated[list[Count], Meta(max_length=MAX_LISTED)]
 AllowedIds = Annotated[list[Count], Meta(min_length=1, max_length=MAX_ALLOWED)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+TokenIds = list[int]
+"""Of an answer, as the message that brought them had them; checked with the message."""
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Guess = Annotated[str, Meta(max_length=MAX_PREDICTION_CHARS)]
 LogitBias = Annotated[
@@ -108,6 +110,7 @@ class Sampling(Struct, kw_only=True):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     explain_cache: bool | None = None
+    return_token_ids: bool | None = None
     # known and refused
     guided_json: Any = None
     guided_regex: Any = None
@@ -116,7 +119,6 @@ class Sampling(Struct, kw_only=True):
     prompt_logprobs: Any = None
     truncate_prompt_tokens: Any = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
     skip_special_tokens: bool | None = None
 
@@ -151,7 +153,7 @@ SAME_NAME = (
 REFUSED = (
     "guided_json", "guided_regex", "guided_grammar", "guided_choice",
     "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output",
-    "return_token_ids", "return_tokens_as_token_ids",
+    "return_tokens_as_token_ids",
     "functions", "function_call", "chat_template", "audio", "suffix",
 )  # fmt: skip
 HARMLESS: tuple[object, ...] = (None, False, "", "none", [])  # an empty object is a schema

@@ -6,18 +6,21 @@ tenant learns of another's prompts. A request may also name the response to comp
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..types.results import Body
-from .prompt_history import Kind, Part, PromptLog, Remembered, common_len
+from .prompt_history import Kind, Part, PromptLog, Remembered, common_len, ids_of
 
 AROUND = 30  # characters that are shown on each side of a difference
 AROUND_TOKENS = 8
+MOST_TOKENS = 4  # times the tokens of an answer that its text is encoded to, at most
 Cause = Literal[
     "hit",  # all there was to read was read; the rest is new
     "changed",  # it differs from the prompt that it is compared with
+    "reencoded",  # the other's answer came back as text, which has other tokens
     "evicted",  # it was cached, and had to make room
     "flushed",  # it was cached, and someone emptied the cache
     "late",  # a tier had it, and computing it took less time
@@ -42,6 +45,24 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChange:
+    """The first token of an answer that the text of the answer does not have."""
+
+    position: int  # in the prompt
+    before_id: int
+    before: str
+    now_id: int
+    now: str
+
+    def body(self) -> Body:
+        """Its part of the body of an explanation."""
+        before, now = (self.before_id, self.before), (self.now_id, self.now)
+        pairs = {"before": before, "now": now}
+        tokens = {name: {"id": each[0], "text": each[1]} for name, each in pairs.items()}
+        return {"position": self.position, **tokens}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """The cached tokens of a prompt, and the reason for those that were not cached."""
 
@@ -52,6 +73,7 @@ class Explanation:
     compared_tokens: int = 0  # of its prompt
     reusable_tokens: int = 0  # at the beginning of both prompts
     first_difference: Difference | None = None
+    first_token: TokenChange | None = None  # where an answer was encoded again
     seconds_ago: float | None = None  # when it was evicted or flushed, if that is known
     model_changed: bool = False
     cache_key_changed: bool = False
@@ -67,6 +89,7 @@ class Explanation:
             "compared_with": self.compared_with,
             "reusable_tokens": self.reusable_tokens,
             "first_difference": shown,
+            "first_token": None if self.first_token is None else self.first_token.body(),
             "seconds_ago": None if self.seconds_ago is None else round(self.seconds_ago, 3),
             "model_changed": self.model_changed,
             "prompt_cache_key_changed": self.cache_key_changed,
@@ -109,12 +132,16 @@ class Explainer:
 
     def _compare(self, found: Explanation, prompt: Remembered, other: Remembered) -> Explanation:
         reusable = prompt.common_len(other)
+        change = self._reencoded(prompt, other) if reusable == other.num_tokens else None
+        if change is not None:
+            reusable = change.position
         return replace(
             found,
             compared_with=other.response_id,
             compared_tokens=other.num_tokens,
             reusable_tokens=reusable,
             first_difference=self._difference(prompt, other, reusable),
+            first_token=change,
             model_changed=prompt.note.model != other.note.model,
             cache_key_changed=prompt.note.cache_key != other.note.cache_key,
         )
@@ -134,7 +161,30 @@ class Explainer:
         common = self._whole(min(found.reusable_tokens, readable))
         if found.cached_tokens < common:
             return "evicted" if _was_written(other, prompt) else "not_written"
+        if found.first_token is not None:
+            return "reencoded"
         return "hit" if _grew(prompt, other, found.reusable_tokens) else "changed"
+
+    def _reencoded(self, prompt: Remembered, other: Remembered) -> TokenChange | None:
+        """The first token in which a prompt differs from an answer whose text it has. O(answer)."""
+        start = other.num_tokens
+        for data in other.answers:
+            answer = ids_of(data)
+            now = prompt.ids(start, start + MOST_TOKENS * len(answer))
+            at = common_len(array("q", answer), array("q", now))
+            said = self._decode(answer).rstrip()
+            if at == len(answer):  # it came back as its tokens
+                return None
+            if at < min(len(answer), len(now)) and said and self._decode(now).startswith(said):
+                before, after = answer[at], now[at]
+                return TokenChange(
+                    position=start + at,
+                    before_id=before,
+                    before=self._decode([before]),
+                    now_id=after,
+                    now=self._decode([after]),
+                )
+        return None
 
     def _whole(self, num_tokens: int) -> int:
         return num_tokens // self._page_size * self._page_size

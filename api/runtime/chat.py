@@ -8,7 +8,7 @@ calls while it arrives. The APIs differ only in how they encode that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
 from typing import Any
@@ -33,24 +33,50 @@ from ..parsing.output_parser import (
 )
 from ..structured.grammar_text import num_chars
 from ..text.chat_template import check_messages
+from ..types.request_context import owner_of
 from ..types.results import CallDelta, Choice, Completion, TextDelta, ToolChoice
 from ..types.sampling_params import SamplingParams
 from .chat_input import ChatInput
+from .conversation_tokens import TAIL_IDS, ConversationTokens, PromptTokens
 from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
 from .preprocess import needs_closing, warm_params
 from .prompt_history import PromptNote
+from .token_history import Place, TokenHistory, said_of
 
 MESSAGE_BYTES = 256  # to note a message takes about as long as to read so many
 PROBE = "foretoken"  # a system text whose place in the prompt is looked for
-TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have been opened
+PROBES: dict[bool, list[dict[str, Any]]] = {  # conversations with calls and without
+    False: [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": PROBE},
+        {"role": "user", "content": "hi"},
+    ],
+    True: [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "id": "call00001",
+                    "type": "function",
+                    "function": {"name": PROBE, "arguments": {}},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call00001", "name": PROBE, "content": "hi"},
+        {"role": "user", "content": "hi"},
+    ],
+}
 
 
 class ChoiceReader:
-    """Parses the text of one choice into reasoning, content and calls."""
+    """Parses the text of one choice into reasoning, content and calls: ``choice`` has all of it."""
 
-    def __init__(self, parser: OutputParser, choice: ToolChoice) -> None:
+    def __init__(self, parser: OutputParser, choice: ToolChoice, *, index: int = 0) -> None:
         self.is_done = False
+        self.choice = Choice(index=index)
         self._parser = parser
         self._is_single = choice.is_single  # the choice ends with its first call
         self._has_text = choice.mode != "required"  # else it is what a cut left of a call's mark
@@ -75,11 +101,27 @@ class ChoiceReader:
                 self.is_done = True
                 break
         self._end(parts[-1], delta)
+        for part in parts:
+            self.choice.add(part)
         return parts
+
+    def _message_ids(self, delta: TextDelta) -> list[int] | None:
+        """The ids of the whole message.
+
+        None where it has none: a stop string may end inside a token, and a choice that ended with
+        its call lacks what would have closed it.
+        """
+        reason = delta.finish_reason
+        if reason is None or isinstance(delta.stop_reason, str):
+            return None
+        ids = [*self.choice.token_ids, *delta.token_ids]
+        return ids[:-1] if reason == "stop" else ids
 
     def _end(self, last: TextDelta, delta: TextDelta) -> None:
         """Set the finish reason, if the choice ended: by its only call or by its text."""
         reason, last.stop_reason = delta.finish_reason, delta.stop_reason
+        if self.is_done or reason is not None:
+            last.message_ids = self._message_ids(delta)
         if self.is_done:
             last.finish_reason = "tool_calls"
         elif reason is not None:
@@ -127,17 +169,34 @@ class ChatAnswer:
     """A running answer. The code that opens one must `close` it in a ``finally``."""
 
     def __init__(
-        self, llm: EngineClient, answer: Answer, chat: ChatInput, parsers: Sequence[OutputParser]
+        self,
+        llm: EngineClient,
+        answer: Answer,
+        chat: ChatInput,
+        make_parser: Callable[[], OutputParser],
+        *,
+        hands_out: Callable[[Choice], bool] = lambda _: False,
+        history: TokenHistory | None = None,
     ) -> None:
         self._answer = answer
         self._llm = llm
         self._chat = chat
-        self._readers = [ChoiceReader(parser, chat.tool_choice) for parser in parsers]
+        self._hands_out = hands_out  # whether a message may come back as its ids
+        self._history = history
+        self._readers = [
+            ChoiceReader(make_parser(), chat.tool_choice, index=index)
+            for index in range(answer.params.n)
+        ]
 
     @property
     def usage(self) -> Usage:
         """The usage so far."""
         return self._answer.usage
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt."""
+        return self._answer.prompt_token_ids
 
     @property
     def num_choices(self) -> int:
@@ -157,7 +216,7 @@ class ChatAnswer:
         try:
             async with aclosing(self._answer.deltas()) as deltas:
                 async for delta in deltas:
-                    for part in self._readers[delta.index].read(delta):
+                    for part in self._parts(delta):
                         yield part
                         if part.finish_reason is not None:
                             self._answer.generations[delta.index].close()
@@ -165,40 +224,70 @@ class ChatAnswer:
             _name_field(error, self._chat)
             raise
 
+    def _parts(self, delta: TextDelta) -> list[TextDelta]:
+        """The parts of a step; the end of a choice is remembered."""
+        reader = self._readers[delta.index]
+        parts = reader.read(delta)
+        if parts and parts[-1].finish_reason is not None:
+            self._remember(reader.choice)
+            if not self._hands_out(reader.choice):
+                parts[-1].message_ids = reader.choice.message_ids = None
+        return parts
+
+    def _remember(self, choice: Choice) -> None:
+        """Remember the ids of a whole message, unless nothing of the request is to be kept."""
+        history, salt, ids = self._history, self._chat.params.cache_salt, choice.message_ids
+        if not ids or not self._chat.cache.write:
+            return
+        self._llm.prompts.add_answer(self._answer.request_id, ids)
+        if history is None:
+            return
+        said = said_of(choice.message)
+        if said is not None:
+            place = Place().behind(self._answer.prompt_token_ids)
+            history.put(owner_of(salt), salt, said, place, ids)
+
     async def collect(self) -> list[Choice]:
         """Read all of it and close it; the first choice that fails raises."""
         pairs = zip(self._readers, self._answer.generations, strict=True)
         try:
-            return await each_of([_read(reader, generation) for reader, generation in pairs])
+            return await each_of([self._read(reader, generation) for reader, generation in pairs])
         except InvalidRequest as error:
             _name_field(error, self._chat)
             raise
         finally:
             self.close()
 
+    async def _read(self, reader: ChoiceReader, generation: Generation) -> Choice:
+        """Read one choice to its end; it is aborted where it ends before its text."""
+        async for delta in generation:
+            self._parts(delta)
+            if reader.is_done:
+                generation.close()
+        return reader.choice
+
     async def completion(self) -> Completion:
         """Read all of it and close it, as one result."""
         return self._answer.completion(await self.collect())
 
 
-async def _read(reader: ChoiceReader, generation: Generation) -> Choice:
-    """Read one choice to its end; it is aborted where it ends before its text."""
-    choice = Choice(index=generation.index)
-    async for delta in generation:
-        for part in reader.read(delta):
-            choice.add(part)
-        if reader.is_done:
-            generation.close()
-    return choice
-
-
 class ChatClient:
-    """Opens chats on a model. ``tool_parser`` and ``reasoning_parser``: see `Syntax.choose`."""
+    """Opens chats on a model. ``tool_parser`` and ``reasoning_parser``: see `Syntax.choose`.
+
+    ``history``: answers that are found again by their text; None: none are remembered.
+    """
 
     def __init__(
-        self, llm: EngineClient, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+        self,
+        llm: EngineClient,
+        *,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        history: TokenHistory | None = None,
     ) -> None:
         self._llm = llm
+        self.history = history
+        self._can_splice: dict[bool, bool] = {}  # messages with calls and without
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
         self._has_system_role: bool | None = None  # of the template; None until a request asks
 
@@ -214,36 +303,65 @@ class ChatClient:
             reasoning_parser=self._reasoning_parser,
         )
 
+    @cached_property
+    def _renderer(self) -> ConversationTokens:
+        built = self._llm.built
+        return ConversationTokens(
+            self._llm.tokenizer,
+            self.syntax,
+            vocab_size=built.vocab_size,
+            end_ids=built.eos_token_ids,
+            history=self.history,
+        )
+
     async def open(
         self,
         chat: ChatInput,
         *,
         request_id: str | None = None,
-        prompt_ids: Sequence[int] | None = None,
+        prompt: PromptTokens | None = None,
+        hands_out: bool = False,
     ) -> ChatAnswer:
         """Render, unless that is done, and submit.
 
-        Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
+        ``hands_out``: the choices get `Choice.message_ids` where the template can write a message
+        by its ids. Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
         """
         self._check_tools(chat)
-        if prompt_ids is None:
-            prompt_ids = await self.render(chat)
-        tools, tail = chat.callable_tools, self._tail(prompt_ids)
+        if prompt is None:
+            prompt = await self.render(chat)
+        tools, tail = chat.callable_tools, self._tail(prompt.token_ids)
+        can_splice = await self._kinds_to_splice(chat) if hands_out else {}
         try:
             answer = await self._llm.open(
-                prompt_ids,
+                prompt.token_ids,
                 self._constrained(chat, tail),
                 request_id=request_id,
                 shown_ids=self.syntax.shown_ids(tools=bool(tools)),
                 cache=chat.cache,
                 note=await self._note(chat),
                 needs_closing=_needs_closing(chat),
+                num_spliced=prompt.num_spliced,
             )
         except InvalidRequest as error:
             _name_field(error, chat)
             raise
-        parsers = [self.syntax.parser(tools=tools, prompt_tail=tail) for _ in range(chat.params.n)]
-        return ChatAnswer(self._llm, answer, chat, parsers)
+        return ChatAnswer(
+            self._llm,
+            answer,
+            chat,
+            partial(self.syntax.parser, tools=tools, prompt_tail=tail),
+            hands_out=lambda choice: can_splice.get(bool(choice.tool_calls), False),
+            history=self.history,
+        )
+
+    async def _kinds_to_splice(self, chat: ChatInput) -> dict[bool, bool]:
+        """Whether the template can write messages with calls and without by their ids."""
+        for has_calls in (False, True) if chat.tools else (False,):
+            if has_calls not in self._can_splice:
+                found = await self._renderer.can_splice(PROBES[has_calls], self._write)
+                self._can_splice[has_calls] = found
+        return self._can_splice
 
     async def check(self, chat: ChatInput, *, is_prewarm: bool = False) -> Sequence[int]:
         """Render and check as `open` does, or as `prewarm`; returns the prompt's token ids.
@@ -251,7 +369,7 @@ class ChatClient:
         Nothing is submitted. Raises `InvalidRequest` and `EngineDead`.
         """
         self._check_tools(chat)
-        prompt_ids = await self.render(chat)
+        prompt_ids = (await self.render(chat)).token_ids
         if is_prewarm:
             return await self._llm.check(prompt_ids, warm_params(chat.params))
         try:
@@ -264,8 +382,20 @@ class ChatClient:
             _name_field(error, chat)
             raise
 
-    async def render(self, chat: ChatInput) -> list[int]:
-        """Token ids of the conversation, tools included, up to where the answer begins."""
+    async def render(self, chat: ChatInput) -> PromptTokens:
+        """Token ids of the conversation, tools included, up to where the answer begins.
+
+        All prompts of conversations come from here. Raises `InvalidRequest`.
+        """
+        try:
+            return await self._renderer.render(chat, self._write)
+        except InvalidRequest as error:
+            if error.param == "prompt":
+                error.param = "messages"
+            raise
+
+    async def _write(self, chat: ChatInput) -> str:
+        """The text of the conversation by the chat template."""
         messages, tools = chat.messages, [tool.body for tool in chat.tools]
         if self.syntax.tool_parser == "mistral":
             messages = with_short_ids(messages)
@@ -277,12 +407,7 @@ class ChatClient:
             check_messages(messages)
             if needs_text(messages, chat.tools):
                 messages, tools = await self._as_text(chat), []
-        try:
-            return await self._llm.render(messages, chat.template, tools=tools)
-        except InvalidRequest as error:
-            if error.param == "prompt":
-                error.param = "messages"
-            raise
+        return await self._llm.render_text(messages, chat.template, tools=tools)
 
     async def _as_text(self, chat: ChatInput) -> Sequence[Mapping[str, Any]]:
         """The conversation for a template that knows nothing of tools."""
@@ -296,10 +421,9 @@ class ChatClient:
         """Whether the template writes what a system message says."""
         probe = [{"role": "system", "content": PROBE}, {"role": "user", "content": "hi"}]
         try:
-            token_ids = await self._llm.render(probe)
+            return PROBE in await self._llm.render_text(probe)
         except InvalidRequest:
             return False
-        return PROBE in self._llm.tokenizer.decode(token_ids)
 
     async def _note(self, chat: ChatInput) -> PromptNote:
         """Compute the note of a prompt; in a thread for a long conversation."""
@@ -336,19 +460,22 @@ class ChatClient:
         chat: ChatInput,
         *,
         request_id: str | None = None,
-        prompt_ids: Sequence[int] | None = None,
+        prompt: PromptTokens | None = None,
     ) -> Completion:
         """Put a conversation into the cache; rendered, unless that is done. Raises as `open`.
 
         What comes of it tells whether it was given up; its one token is not to be told.
         """
         self._check_tools(chat)
+        if prompt is None:
+            prompt = await self.render(chat)
         answer = await self._llm.open(
-            await self.render(chat) if prompt_ids is None else prompt_ids,
+            prompt.token_ids,
             warm_params(chat.params),
             request_id=request_id,
             cache=chat.cache,
             note=await self._note(chat),
+            num_spliced=prompt.num_spliced,
         )
         return await self._llm.finish(answer)
 

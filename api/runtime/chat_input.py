@@ -12,16 +12,32 @@ from ..types.sampling_params import SamplingParams
 from .prompt_history import PromptNote, conversation_parts
 
 
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """The token ids of an assistant's message, which are then rendered in place of its text."""
+
+    index: int  # of the message
+    token_ids: Sequence[int]
+    param: str = ""  # the field of the body; "": from a store, and used only where they fit
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller gave them: ids that cannot stand for the message are an error."""
+        return bool(self.param)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatInput:
     """A chat request.
 
     ``messages`` are in the plain shape of chat templates (`openai.schema.plain_messages`);
+    ``handles``: those that are rendered by their token ids;
     ``params`` hold what asks for structured output (json_schema, regex, grammar, choice).
     """
 
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
+    handles: Sequence[Handle] = ()
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     template: Mapping[str, object] = field(default_factory=dict)  # options of the chat template

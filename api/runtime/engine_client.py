@@ -194,16 +194,19 @@ class EngineClient:
         cache: CacheOptions = DEFAULT_CACHE,
         note: PromptNote = NO_NOTE,
         needs_closing: bool = False,
+        num_spliced: int = 0,
     ) -> Answer:
         """Tokenise and submit. The caller must `forget` the answer in a ``finally``.
 
         ``shown_ids``: special tokens that its text shows. ``needs_closing``: its grammar must be
-        completed within its tokens, as a JSON schema is. Raises `InvalidRequest`, `QueueFull`,
+        completed within its tokens, as a JSON schema is. ``num_spliced``: tokens of the prompt that
+        are those of earlier answers. Raises `InvalidRequest`, `QueueFull`,
         `DeadlineExceeded` and `EngineDead`.
         """
         since = arrival()
         answer = self._register(params, request_id)
         answer.shown_ids, answer.cache = shown_ids, cache
+        answer.num_spliced = num_spliced
         answer.needs_closing |= needs_closing
         try:
             await self._prepare(answer, prompt)
@@ -238,22 +241,21 @@ class EngineClient:
             answer.close()
             self._room.set()  # it may wait for room
 
-    async def render(
+    async def render_text(
         self,
         messages: Conversation,
         options: Mapping[str, Any] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Token ids of a conversation in the model's own format; ``options`` are its template's.
+    ) -> str:
+        """The text of a conversation in the model's own format; ``options`` are its template's.
 
         ``tools`` are functions in OpenAI's shape, which is what templates take.
         """
         if not messages:
             raise InvalidRequest("messages must have at least one message", param="messages")
-        settings = {"add_generation_prompt": add_generation_prompt, **(options or {})}
-        return await self.tokenizer.encode_chat(messages, settings, tools=tools)
+        settings = {"add_generation_prompt": True, **(options or {})}
+        return await self.tokenizer.render_chat(messages, settings, tools=tools)
 
     async def finish(self, answer: Answer) -> Completion:
         """Read all of an answer."""

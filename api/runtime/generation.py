@@ -128,6 +128,7 @@ class Answer:
         self.generations: list[Generation] = []  # until the engine has room
         self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
         self.cache = DEFAULT_CACHE
+        self.num_spliced = 0  # tokens of the prompt that are those of earlier answers
         self.aborted = False  # maybe before there is anything to abort
 
     @property
@@ -143,9 +144,10 @@ class Answer:
     @property
     def usage(self) -> Usage:
         """The prompt counted once, the rest summed."""
-        if len(self.generations) == 1:
-            return self.generations[0].usage
-        return total_usage([generation.usage for generation in self.generations])
+        usages = [generation.usage for generation in self.generations]
+        usage = usages[0] if len(usages) == 1 else total_usage(usages)
+        usage.spliced_tokens = self.num_spliced
+        return usage
 
     def close(self) -> None:
         """Abort generations that have not ended; may be called twice."""

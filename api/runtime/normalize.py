@@ -14,6 +14,7 @@ from typing import Any
 
 from .chat import ChatClient
 from .chat_input import ChatInput
+from .conversation_tokens import PromptTokens
 
 LINE = re.MULTILINE | re.IGNORECASE
 # Marks of a list, a quotation or an emphasis. Bounded and of one line: a pattern that could go on
@@ -65,7 +66,7 @@ RULES = (
 class NormalizingChatClient(ChatClient):
     """`ChatClient` with normalized system prompts, for every API."""
 
-    async def render(self, chat: ChatInput) -> list[int]:
+    async def render(self, chat: ChatInput) -> PromptTokens:
         """Token ids of the normalized conversation."""
         return await super().render(replace(chat, messages=normalized(chat.messages)))
 

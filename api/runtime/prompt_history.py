@@ -106,6 +106,7 @@ class Remembered:
     writes: bool
     serial: int  # order of arrival
     usage: Usage = field(repr=False)
+    answers: list[bytes] = field(default_factory=list, repr=False)  # int32, of those that ended
 
     @property
     def num_tokens(self) -> int:
@@ -116,13 +117,12 @@ class Remembered:
     def num_bytes(self) -> int:
         """Approximate bytes that the entry occupies."""
         names = sys.getsizeof(self.response_id) + sys.getsizeof(self.namespace)
-        return OVERHEAD + len(self.tokens) + self.note.num_bytes + names
+        answers = sum(map(len, self.answers))
+        return OVERHEAD + len(self.tokens) + self.note.num_bytes + names + answers
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Token ids of a span."""
-        piece = self.tokens[max(0, start) * TOKEN_BYTES : stop * TOKEN_BYTES]
-        ids: list[int] = np.frombuffer(piece, np.int32).tolist()
-        return ids
+        return ids_of(self.tokens[max(0, start) * TOKEN_BYTES : stop * TOKEN_BYTES])
 
     def common_len(self, other: Remembered) -> int:
         """Leading tokens that two prompts share. O(tokens), at numpy's speed."""
@@ -197,6 +197,19 @@ class PromptLog:
         if prompt.writes:
             self._by_owner.setdefault(prompt.owner, {})[response_id] = prompt
         self._shares.add(prompt.owner, response_id, prompt.num_bytes)
+        self._shrink()
+
+    def add_answer(self, response_id: str, token_ids: Sequence[int]) -> None:
+        """Remember an answer to a prompt that is still remembered. O(token ids)."""
+        prompt = self._prompts.get(response_id)
+        if prompt is None:
+            return
+        prompt.answers.append(_int32(array("q", token_ids)))
+        self._shares.remove(response_id)
+        self._shares.add(prompt.owner, response_id, prompt.num_bytes)
+        self._shrink()
+
+    def _shrink(self) -> None:
         while (excess := self._shares.excess()) is not None:
             self._forget(excess)
 
@@ -242,6 +255,12 @@ class PromptLog:
         siblings = self._by_owner.get(prompt.owner, {})
         if siblings.pop(response_id, None) is not None and not siblings:
             del self._by_owner[prompt.owner]
+
+
+def ids_of(tokens: bytes) -> list[int]:
+    """Token ids that are kept as int32."""
+    ids: list[int] = np.frombuffer(tokens, np.int32).tolist()
+    return ids
 
 
 def _int32(tokens: array[int]) -> bytes:

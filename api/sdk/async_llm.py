@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar, overload
 
@@ -12,7 +13,7 @@ import msgspec
 
 from ...core.errors import InvalidRequest, QueueFull
 from ..runtime.chat import ChatAnswer, ChatClient
-from ..runtime.chat_input import ChatInput
+from ..runtime.chat_input import ChatInput, Handle
 from ..runtime.engine_client import EngineClient
 from ..runtime.generation import Answer
 from ..runtime.preprocess import (
@@ -56,6 +57,7 @@ class ChatOptions:
         return ChatInput(
             messages=[_plain(message) for message in messages],
             params=params,
+            handles=_handles(messages),
             tools=self._tools,
             tool_choice=self._choice,
         )
@@ -78,12 +80,22 @@ def _choice(given: GivenChoice, tools: Sequence[Tool], *, is_parallel: bool) -> 
 
 
 def _plain(message: Message) -> Message:
-    """Messages with the arguments of earlier calls as objects, as templates expect them."""
-    if not isinstance(message, Mapping) or not message.get("tool_calls"):
-        return message
+    """Messages as templates expect them: arguments of earlier calls are objects."""
+    if not isinstance(message, Mapping):  # what it is instead is named later
+        return message  # type: ignore[unreachable]
+    plain = {name: each for name, each in message.items() if name != "token_ids"}
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [plain_call(call, "messages") for call in message["tool_calls"]]
+    return plain
 
-    calls = [plain_call(call, "messages") for call in message["tool_calls"]]
-    return {**message, "tool_calls": calls}
+
+def _handles(messages: Conversation) -> list[Handle]:
+    """The messages that are rendered by their ids, as `Completion.message` has them."""
+    return [
+        Handle(index, message["token_ids"], f"messages[{index}].token_ids")
+        for index, message in enumerate(messages)
+        if isinstance(message, Mapping) and message.get("token_ids") is not None
+    ]
 
 
 class AsyncLLM(EngineClient):
@@ -212,7 +224,21 @@ class AsyncLLM(EngineClient):
 
     async def _open_chat(self, chat: ChatInput, request_id: str | None) -> ChatAnswer:
         await self.start()
-        return await self._chat_client.open(chat, request_id=request_id)
+        return await self._chat_client.open(chat, request_id=request_id, hands_out=True)
+
+    async def render(
+        self,
+        messages: Conversation,
+        options: Mapping[str, Any] | None = None,
+        *,
+        tools: GivenTools | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation, as `chat` computes it; ``options`` are the template's."""
+        await self.start()
+        chat = ChatOptions(tools, None).chat_input(messages, SamplingParams())
+        template = {"add_generation_prompt": add_generation_prompt, **(options or {})}
+        return [*(await self._chat_client.render(replace(chat, template=template))).token_ids]
 
     @cached_property
     def _chat_client(self) -> ChatClient:

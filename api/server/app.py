@@ -31,7 +31,7 @@ from ..openai.responses.route import (
     ResponsesRoute,
 )
 from ..openai.responses.store import ResponseStore
-from ..openai.schema import DetokenizeRequest, TokenizeRequest, plain_messages
+from ..openai.schema import DetokenizeRequest, TokenizeRequest, plain_chat
 from ..protocol.sampling import decoder
 from ..runtime.engine_client import EngineClient
 from ..serving.errors import ApiError, ClientGone, JsonResponse, logged_api_error, unavailable
@@ -116,8 +116,10 @@ class TokenRoutes:
     async def _token_ids(self, body: TokenizeRequest) -> list[int]:
         llm = self.service.llm
         if body.messages is not None and body.prompt is None:
-            messages = await self.service.apart(partial(plain_messages, body.messages))
-            return await llm.render(messages, add_generation_prompt=body.add_generation_prompt)
+            chat = await self.service.apart(
+                partial(plain_chat, body.messages, opens=body.add_generation_prompt)
+            )
+            return [*(await self.service.chat.render(chat)).token_ids]
         if body.prompt is None or body.messages is not None:
             raise InvalidRequest(
                 "the body needs either prompt or messages, not both", param="prompt"

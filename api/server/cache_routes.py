@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...core.errors import InvalidRequest
-from ..openai.schema import Message, plain_messages
+from ..openai.schema import Message, plain_chat
 from ..protocol.sampling import decoder
 from ..runtime.cache_diagnostics import Explanation
 from ..serving.errors import ApiError, JsonResponse
@@ -54,16 +54,23 @@ class CacheRoutes:
         llm, salt = self.service.llm, body.cache_salt
         if body.prefix is not None:
             async with self.service.wanted(request.receive):
-                tokens = array("q", await self._token_ids(body.prefix))
+                tokens = array("q", await self._token_ids(body.prefix, salt))
             dropped = await llm.engine.flush_prefix(tokens, salt)
             llm.prompts.flush_prefix(tokens, salt)
+            self._flush_history(salt)  # it knows no prefixes
         else:
             salts = () if salt is None else (salt,)
             dropped = await llm.engine.flush_cache(*salts)
             llm.prompts.flush(*salts)
+            self._flush_history(*salts)
         return JsonResponse(Flushed(flushed_pages=dropped))
 
-    async def _token_ids(self, prefix: str | list[int | Message]) -> list[int]:
+    def _flush_history(self, *salts: str | None) -> None:
+        """Forget the token ids of answers under these salts, all when none is named."""
+        if self.service.chat.history is not None:
+            self.service.chat.history.flush(*salts)
+
+    async def _token_ids(self, prefix: str | list[int | Message], salt: str | None) -> list[int]:
         llm = self.service.llm
         if isinstance(prefix, str):
             return await llm.tokenizer.encode(prefix)
@@ -76,8 +83,8 @@ class CacheRoutes:
             message = "prefix must be a text, token ids or messages, not a mixture"
             raise InvalidRequest(message, param="prefix")
         messages = cast("list[Message]", prefix)
-        plain = await self.service.apart(partial(plain_messages, messages))
-        return await llm.render(plain, add_generation_prompt=False)
+        chat = await self.service.apart(partial(plain_chat, messages, opens=False, cache_salt=salt))
+        return [*(await self.service.chat.render(chat)).token_ids]
 
     async def explain(self, request: Request) -> Response:
         """Explain a cache miss; needs the API key and ``cache_salt`` of the request.

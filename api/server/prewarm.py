@@ -17,7 +17,8 @@ from msgspec import Meta, Struct
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import MAX_TTL, CacheOptions, Pin
-from ..openai.schema import Message, plain_messages
+from ..openai.schema import Message, plain_chat
+from ..runtime.chat import ChatClient
 from ..runtime.engine_client import EngineClient
 from ..runtime.tools import WHOLE, Tools, read_tools
 
@@ -77,9 +78,8 @@ async def _prompt(llm: EngineClient, warm: Warm) -> str | list[int]:
     """A conversation without the mark that opens an answer: what comes next is not known."""
     if warm.messages is None:
         return warm.prompt or ""
-    tools = [tool.body for tool in read_tools(warm.tools)]
-    messages = plain_messages(warm.messages)
-    return await llm.render(messages, tools=tools, add_generation_prompt=False)
+    chat = plain_chat(warm.messages, tools=read_tools(warm.tools), opens=False)
+    return [*(await ChatClient(llm).render(chat)).token_ids]
 
 
 def _decode(data: bytes, kind: type[T], where: str) -> T:

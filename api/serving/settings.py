@@ -67,6 +67,14 @@ class Settings:
     normalize: bool = setting(
         False, "remove times and request ids from system prompts, so that they hit the cache"
     )
+    token_history: bool = setting(
+        True,
+        "disable the memory of answers' token ids: earlier answers that clients send back as text "
+        "are then always tokenised again",
+    )
+    token_history_bytes: int = setting(
+        32 * 2**20, "size of the memory of answers' token ids", SIZE, least=1, most=2**40
+    )
     root_path: str = setting(
         "",
         "path under which a proxy has this server, e.g. /llm; requests may have it or not",

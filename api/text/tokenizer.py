@@ -45,6 +45,7 @@ NUM_WORD_LISTS = 4  # lists of bad words whose ids are kept: the prompts of a re
 SECONDS = 30.0  # for one text in a thread
 NUM_CONTEXT_IDS = 4  # prompt tokens that the first output token is decoded behind
 LOSSY = 4  # characters that a normaliser may fold into one
+ANCHOR = "\ue000"  # private use: no vocabulary joins it to what follows
 SPACE_MARK = "\u2581"  # SentencePiece writes a space so
 
 
@@ -91,14 +92,14 @@ class Tokenizer:
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Raises `PromptTooLong` for a text that cannot fit, else `InvalidRequest`."""
         self._check_chars(text)
-        return await self._work(
+        return await self.work(
             len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens)
         )
 
     async def encode_prediction(self, text: str) -> list[int]:
         """Token ids of a prediction, of any length."""
         job = partial(self._encode, text, add_special_tokens=False)
-        return await self._work(len(text), job, "prediction")
+        return await self.work(len(text), job, "prediction")
 
     def encode_word(self, word: str) -> list[int]:
         """Token ids of a short text, as it stands inside a longer one."""
@@ -108,11 +109,29 @@ class Tokenizer:
         """Token ids of short texts, as they stand inside longer ones."""
         if words not in self._word_ids:
             num_chars = sum(map(len, words)) + len(words)
-            ids = await self._work(num_chars, lambda: self._encode_words(words))
+            ids = await self.work(num_chars, lambda: self._encode_words(words))
             if len(self._word_ids) >= NUM_WORD_LISTS:
                 del self._word_ids[next(iter(self._word_ids))]
             self._word_ids[words] = ids
         return self._word_ids[words]
+
+    def encode_behind(self, text: str) -> list[int]:
+        """Token ids of a text that stands behind others: no space is added in front of it."""
+        if not self._adds_prefix:
+            return self._encode(text, add_special_tokens=False)
+        anchor = self._encode(ANCHOR, add_special_tokens=False)
+        ids = self._encode(ANCHOR + text, add_special_tokens=False)
+        if ids[: len(anchor)] != anchor:
+            raise InvalidRequest("the prompt cannot be tokenised in parts", param="prompt")
+        return ids[len(anchor) :]
+
+    @cached_property
+    def _adds_prefix(self) -> bool:
+        """Whether the beginning of a text gets a space, as SentencePiece has it."""
+        alone, anchor, both = (self._encode(each, add_special_tokens=False) for each in (
+            "a", ANCHOR, f"{ANCHOR}a",
+        ))  # fmt: skip
+        return both != [*anchor, *alone]
 
     def _encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         batch = self._backend.encode_batch_fast(list(words), add_special_tokens=False)
@@ -158,8 +177,8 @@ class Tokenizer:
         if message := beyond_vocabulary(param, token_ids, vocab_size):
             raise InvalidRequest(message, param=param)
 
-    async def _work(self, num_chars: int, job: Callable[[], T], param: str = "prompt") -> T:
-        """Short jobs at once, long ones in the thread, so that streams go on.
+    async def work(self, num_chars: int, job: Callable[[], T], param: str = "prompt") -> T:
+        """Do a job on so many characters: a short one at once, a long one in the thread.
 
         Raises `EngineDead` if it is closed meanwhile. Whatever a tokenizer raises fails this
         request alone; what it says may tell too much.
@@ -221,7 +240,18 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format; ``options`` are the template's.
+        """Token ids of the text that `render_chat` returns."""
+        text = await self.render_chat(messages, options, tools=tools)
+        return await self.encode(text, add_special_tokens=False)
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The text of a conversation in the model's own format; ``options`` are the template's.
 
         ``tools`` are functions in OpenAI's shape.
         """
@@ -232,8 +262,7 @@ class Tokenizer:
         settings = {**self._template_options, **options}
         if tools:
             settings["tools"] = list(tools)
-        text = await self._rendered(messages, settings)
-        return await self.encode(text, add_special_tokens=False)
+        return await self._rendered(messages, settings)
 
     async def _rendered(
         self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
@@ -322,6 +351,13 @@ class Tokenizer:
         if all(char in BYTE_OF_CHAR for char in token):
             return bytes(BYTE_OF_CHAR[char] for char in token)
         return token.encode("utf-8", "replace")
+
+    def has_silent(self, token_ids: Sequence[int], shown: frozenset[int]) -> bool:
+        """Whether one of the tokens writes no text: a special one not in ``shown``, or none."""
+        ids = {*token_ids} - shown
+        return not ids.isdisjoint(self.special_ids) or any(
+            not self._backend.id_to_token(each) for each in ids
+        )
 
     # -- the vocabulary -------------------------------------------------------------------------
 

@@ -40,8 +40,13 @@ class ToolCall(Struct, kw_only=True):
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
-def message_of(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """An answer as a message in OpenAI's form, to be appended to its conversation."""
+def message_of(
+    text: str, reasoning: str, calls: Sequence[ToolCall], token_ids: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """An answer as a message in OpenAI's form, to be appended to its conversation.
+
+    With ``token_ids`` it is rendered by them.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -54,6 +59,8 @@ def message_of(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str
             }
             for call in calls
         ]
+    if token_ids is not None:
+        message["token_ids"] = list(token_ids)
     return message
 
 
@@ -86,6 +93,7 @@ class TextDelta(Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprob] = []
     reasoning: str = ""
     tool_calls: list[CallDelta] = []
+    message_ids: list[int] | None = None  # as in `Choice`, in its last delta
 
 
 class Choice(Struct, kw_only=True):
@@ -93,7 +101,9 @@ class Choice(Struct, kw_only=True):
 
     The answer to a conversation is split: ``text`` is its content, ``reasoning`` is the
     text before it, ``tool_calls`` has the calls. ``finish_reason``: "stop", "length", "abort" or
-    "tool_calls".
+    "tool_calls". ``message_ids`` are the tokens of the message itself, without the stop token, by
+    which it can be rendered later; None if there are none: a stop string or a single call cut it,
+    or the chat template cannot.
     """
 
     index: int
@@ -105,6 +115,7 @@ class Choice(Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprob] = []  # of all prompt tokens but the first
     reasoning: str = ""
     tool_calls: list[ToolCall] = []
+    message_ids: list[int] | None = None
 
     def add(self, delta: TextDelta) -> None:
         """Append a delta."""
@@ -122,11 +133,12 @@ class Choice(Struct, kw_only=True):
             self.tool_calls[call.index].arguments += call.arguments
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            self.message_ids = delta.message_ids
 
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message, to be appended to its conversation."""
-        return message_of(self.text, self.reasoning, self.tool_calls)
+        return message_of(self.text, self.reasoning, self.tool_calls, self.message_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +204,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         cached_tokens=first.cached_tokens,
         loaded_tokens=first.loaded_tokens,
         cache_write_tokens=_written(usages),
+        spliced_tokens=first.spliced_tokens,
         cache_loss=first.cache_loss,
         queue_time=first.queue_time,
         time_to_first_token=min(usage.time_to_first_token for usage in usages),
@@ -215,6 +228,7 @@ def batch_usage(usages: Sequence[Usage]) -> Usage:
         cached_tokens=sum(usage.cached_tokens for usage in usages),
         loaded_tokens=sum(usage.loaded_tokens for usage in usages),
         cache_write_tokens=sum(usage.cache_write_tokens for usage in usages),
+        spliced_tokens=sum(usage.spliced_tokens for usage in usages),
     )
     for usage in usages:
         add_counts(total, usage)

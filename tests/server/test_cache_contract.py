@@ -80,6 +80,31 @@ def test_each_turn_of_a_conversation_computes_only_its_new_tokens(client: OpenAI
         messages.append({"role": "assistant", "content": answer})
 
 
+@pytest.mark.parametrize("returns_ids", [False, True])
+def test_each_turn_of_a_sampled_conversation_hits_all_but_a_page(
+    client: OpenAI, returns_ids: bool
+) -> None:
+    messages, known, num_answered = [user("Write a story about a fox.")], 0, 0
+    for turn in range(6):
+        completion = client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            max_tokens=48,
+            temperature=0.7,
+            seed=turn,
+            extra_body={"cache_salt": f"sampled-{returns_ids}", "return_token_ids": True},
+        )
+        usage, choice = completion.usage, completion.choices[0]
+        assert cached(completion) > known - PAGE_SIZE
+        assert usage.prompt_tokens_details.spliced_tokens == num_answered
+        known = usage.prompt_tokens + usage.completion_tokens - 1
+        num_answered += len(choice.message.token_ids)
+        said = choice.message.model_dump(exclude_none=True)
+        if not returns_ids:
+            del said["token_ids"]
+        messages += [said, user(f"Go on, part {turn}.")]
+
+
 def test_read_and_write_are_chosen_by_request(client: OpenAI) -> None:
     prompt = [user("A secret that nobody but the model shall keep, and not even the model.")]
     hidden = chat(client, prompt, "rw", cache={"write": False})

@@ -132,7 +132,11 @@ EXACT: list[tuple[str, dict[str, Any], str]] = [  # a body's fields, and the pat
             ({"chat_template": "x"}, "chat_template"),
             ({"audio": {"voice": "x"}}, "audio"),
             ({"guided_json": {}}, "guided_json"),
-            ({"return_token_ids": True}, "return_token_ids"),
+            ({"return_token_ids": 1}, "return_token_ids"),
+            (
+                {"messages": [*MESSAGES, {"role": "assistant", "content": "x", "token_ids": [0]}]},
+                f"messages[{len(MESSAGES)}].token_ids",
+            ),
         ]
     ),
     *(

@@ -112,6 +112,28 @@ def test_a_later_turn_tells_how_much_of_the_prompt_was_reused(open_page: Open) -
     page.locator("#reused", has_text=f"{found[1]} of {found[2]} tokens reused").wait_for()
 
 
+def test_answers_go_back_by_their_token_ids_and_those_that_are_refused_as_text(
+    open_page: Open,
+) -> None:
+    page = open_page()
+    bodies: list[dict[str, Any]] = []
+    page.on(
+        "request",
+        lambda sent: bodies.append(sent.post_data_json) if sent.method == "POST" else None,
+    )
+    say(page, "One.")
+    say(page, "Two.")
+    (said,) = [each for each in bodies[-1]["messages"] if each["role"] == "assistant"]
+    assert said["content"] == "One."
+    assert said["token_ids"]
+    page.evaluate("chat.messages[1].ids = [0]")
+    say(page, "Three.")
+    refused, taken = [[each.get("token_ids") for each in body["messages"]] for body in bodies[-2:]]
+    assert refused[1] == [0]
+    assert taken == [None] * 5
+    assert told(page) == "Three."
+
+
 def test_reasoning_stands_apart_and_its_marks_are_never_seen(open_page: Open) -> None:
     page = open_page()
     say(page, "<think>\nTwo and two.\n</think>\n\nIt is **4**.")

@@ -10,11 +10,11 @@ from ...runtime.chat_input import ChatInput
 from ...runtime.tools import ANY_OBJECT, allowed_choice, named_choice, read_choice
 from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import SamplingParams
-from ..schema import Message, plain_messages
+from ..schema import Message, plain_messages, read_handles
 from .inputs import to_messages
 from .schema import LOGPROBS, FlatChoice, FlatTool, Item, ResponsesRequest, TextFormat
 
-REFUSED = ("background", "conversation", "prompt")
+REFUSED = ("background", "conversation", "prompt", "return_token_ids")
 FORMAT_NAMES = ("json_schema", "grammar")  # what it has become on the way
 NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
 
@@ -27,6 +27,7 @@ def make_chat_input(
     refuse_unsupported(body)
     return ChatInput(
         messages=plain_messages(messages),
+        handles=read_handles(messages),
         params=_params(body),
         tools=tools,
         tool_choice=_tool_choice(body, tools),

@@ -9,8 +9,8 @@ from uuid import uuid4
 import msgspec
 
 from ....core.errors import InvalidRequest
-from ..schema import Message
-from .schema import TEXT_PARTS, Item, ItemPart
+from ..schema import KeptMessage, Message
+from .schema import TEXT_PARTS, AnswerItem, Item, ItemPart
 
 Lookup = Callable[[str], Item | None]
 """Finds a kept item by its id."""
@@ -77,9 +77,13 @@ class _Thread:
         self.messages: list[Message] = []
         self._reasoning: list[str] = []  # wait for what they led to
         self._open: Message | None = None  # the assistant's, that calls may still join
+        self._ids: list[int] | None = None  # of a stored answer, until its message begins
+        self._kept: KeptMessage | None = None  # the message that has them
 
     def add(self, item: Item, path: str) -> None:
         """Append an item."""
+        if isinstance(item, AnswerItem):
+            self._ids, self._kept = item.answer_ids, None
         match item.type:
             case "message":
                 self._add_message(item, path)
@@ -119,13 +123,22 @@ class _Thread:
     def _begin(self, content: str | None) -> Message:
         """A message of the assistant's."""
         reasoning = "\n".join(self._reasoning)
-        message = Message(role="assistant", content=content, reasoning_content=reasoning or None)
+        message = KeptMessage(
+            role="assistant",
+            content=content,
+            reasoning_content=reasoning or None,
+            kept_ids=self._ids,
+        )
+        if self._kept is not None:  # an answer of two messages: the ids are those of neither
+            self._kept.kept_ids = None
         self._close(message)
+        self._ids, self._kept = None, message
         self._open = message
         return message
 
     def _close(self, message: Message) -> None:
         self._reasoning, self._open = [], None
+        self._ids = self._kept = None
         self.messages.append(message)
 
 

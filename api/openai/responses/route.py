@@ -71,8 +71,8 @@ class ResponsesCount(ResponsesDialect):
     async def open(self, body: ResponsesRequest) -> Reply:
         """Count the tokens of an input."""
         chat, _ = await self.read_chat(body)
-        num_tokens = len(await self.service.chat.render(chat))
-        return ReadyReply(InputTokens(input_tokens=num_tokens))
+        prompt = await self.service.chat.render(chat)
+        return ReadyReply(InputTokens(input_tokens=len(prompt.token_ids)))
 
 
 class ResponsesRender(ResponsesDialect):
@@ -98,17 +98,19 @@ class ResponsesRoute(ResponsesDialect):
         chat, items = await self.read_chat(body)
         params = self.service.llm.built.sampling_defaults.fill(chat.params)
         writer, owner = ResponseWriter(self.service, body, params), owner_of(body.cache_salt)
+        is_stored = body.store is not False
 
         def keep(response: ResponseBody) -> None:
-            if body.store is not False:
-                self.store.put(owner, response, kept_items(items))
+            if is_stored:
+                self.store.put(owner, response, kept_items(items), writer.answer_ids)
 
         if is_prewarm(body):
             usage = await prewarm(self.service, chat, request_id=writer.id)
             response = writer.prewarmed(usage)
             keep(response)
             return ready_reply(writer, response)
-        return ResponseReply(writer, await self.service.chat.open(chat, request_id=writer.id), keep)
+        answer = await self.service.chat.open(chat, request_id=writer.id, hands_out=is_stored)
+        return ResponseReply(writer, answer, keep)
 
 
 class KeptResponses:

@@ -55,6 +55,12 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     summary: list[ItemPart] | None = None
 
 
+class AnswerItem(Item, kw_only=True, omit_defaults=True):
+    """The first item of a stored answer, with the token ids of all of it."""
+
+    answer_ids: list[int]
+
+
 class FlatTool(Struct, kw_only=True):
     """One of ``tools``; only functions are used, others are ignored."""
 

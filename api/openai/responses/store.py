@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from time import monotonic
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import asdict
 
 from ...serving.errors import ApiError
 from ...types.request_context import Owner, Shares
 from .inputs import kept_items
 from .protocol import ResponseBody
-from .schema import Item
+from .schema import AnswerItem, Item
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 2**20
@@ -33,17 +35,26 @@ class Kept:
     response: bytes
     inputs: bytes
     outputs: bytes
+    answer_ids: bytes  # of the tokens of all outputs, int32
     item_ids: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
         """Approximate size in bytes, including its path."""
-        texts = len(self.response) + len(self.inputs) + len(self.outputs)
+        texts = len(self.response) + len(self.inputs) + len(self.outputs) + len(self.answer_ids)
         return OVERHEAD + texts + sum(ITEM_BYTES + len(each) for each in self.item_ids)
 
     def items(self) -> list[Item]:
         """The input items and those of the answer."""
         return _decode_items(self.inputs) + _decode_items(self.outputs)
+
+    def turn(self) -> list[Item]:
+        """The same; the first item of the answer has the answer's token ids."""
+        outputs = _decode_items(self.outputs)
+        if outputs and self.answer_ids:
+            ids = array("i", self.answer_ids).tolist()
+            outputs[0] = AnswerItem(**asdict(outputs[0]), answer_ids=ids)
+        return _decode_items(self.inputs) + outputs
 
 
 class ResponseStore:
@@ -77,10 +88,17 @@ class ResponseStore:
         """Number of stored responses."""
         return len(self._kept)
 
-    def put(self, owner: Owner, response: ResponseBody, inputs: Sequence[Item]) -> None:
+    def put(
+        self,
+        owner: Owner,
+        response: ResponseBody,
+        inputs: Sequence[Item],
+        answer_ids: Sequence[int] = (),
+    ) -> None:
         """Keep a response with the items that it answers. O(items of its conversation).
 
-        An item whose id is there already in the conversation gets one of its own.
+        An item whose id is there already in the conversation gets one of its own. ``answer_ids``:
+        the tokens of its output, if they can stand for it.
         """
         response_id, previous_id = response.id, response.previous_response_id
         inputs = _renamed(inputs, self._item_ids(owner, previous_id))
@@ -90,6 +108,7 @@ class ResponseStore:
             msgspec.json.encode(response),
             msgspec.json.encode(inputs),
             msgspec.json.encode(response.output),
+            array("i", answer_ids).tobytes(),
             tuple(item.id for item in known if item.id is not None),
         )
         self.delete(owner, response_id)
@@ -120,14 +139,14 @@ class ResponseStore:
         return True
 
     def history(self, owner: Owner, response_id: str) -> list[Item]:
-        """The items of all turns up to a response, its output included.
+        """The items of all turns up to a response, its output included, with the answers' tokens.
 
         Raises `ApiError` 400 where one of them is not here.
         """
         self._expire()
         items: list[Item] = []
         for kept in reversed(self._turns(owner, response_id)):
-            items += kept.items()
+            items += kept.turn()
         self._touch(owner, response_id)
         return items
 

@@ -46,6 +46,7 @@ class ResponseWriter:
         self._compare_with = None if options is None else options.comparison_response_id
         self._explains = bool(body.explain_cache)
         self._output = Output(self._spell)
+        self.answer_ids: Sequence[int] = ()  # of the whole answer, where they can stand for it
         self._reason = ""
         self._stop_reason: int | str | None = None
 
@@ -66,6 +67,7 @@ class ResponseWriter:
         events = self._output.add(delta)
         if reason is not None:
             self._reason, self._stop_reason = reason, delta.stop_reason
+            self.answer_ids = delta.message_ids or ()
             events += self._output.end(is_whole=self._is_whole)
         return events
 

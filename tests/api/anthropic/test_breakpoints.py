@@ -111,15 +111,15 @@ def test_usage_adds_up_to_the_prompt(post, say, engine):
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_marks_that_were_met_before_are_not_rendered_again(serve, say, normalize):
-    server = serve(normalize=normalize)
+    server = serve(normalize=normalize, token_history=False)
     rendered = []
-    render = server.llm.render
+    render = server.llm.render_text
 
     async def count(messages, *args, **options):
         rendered.append(messages)
         return await render(messages, *args, **options)
 
-    server.llm.render = count
+    server.llm.render_text = count
     say("ok")
     talk = []
     for words in ("hello", "world"):

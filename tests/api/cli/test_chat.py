@@ -210,6 +210,74 @@ def test_a_message_that_is_refused_is_not_kept(monkeypatch, capsys) -> None:
     assert "prompt is too long" in capsys.readouterr().err
 
 
+# -- token ids ----------------------------------------------------------------------------------
+
+
+class Counting(Partner):
+    """Returns ids with its answers, and refuses those of ``refused``."""
+
+    refused: list[int] = []
+
+    async def answer(self, messages, params, texts) -> list[int]:
+        if self.refused in [each.get("token_ids") for each in messages]:
+            raise InvalidRequest("of another model", param="messages[1].token_ids")
+        await super().answer(messages, params, texts)
+        return [len(self.asked)]
+
+
+def test_answers_go_back_with_their_token_ids_and_are_saved_without(monkeypatch, tmp_path) -> None:
+    file = tmp_path / "talk.json"
+    partner = hold(monkeypatch, ["a", "b", f"/save {file}"], Counting())
+    assert [each.get("token_ids") for each in partner.asked[1][0]] == [None, [1], None]
+    assert "token_ids" not in file.read_text("utf-8")
+
+
+def test_ids_that_a_model_refuses_are_left_out_from_then_on(monkeypatch, capsys) -> None:
+    partner = Counting()
+    partner.refused = [1]
+    hold(monkeypatch, ["a", "b", "c"], partner)
+    assert [[each.get("token_ids") for each in messages] for messages, _ in partner.asked] == [
+        [None], [None, None, None], [None, None, None, [2], None],
+    ]  # fmt: skip
+    assert "another model" not in capsys.readouterr().err
+
+
+def test_a_server_gets_the_ids_back_and_names_those_it_refuses(serve, engine, say) -> None:
+    say("fine")
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+
+    async def run() -> None:
+        partner = await ServerModel.connect(serve(token_history=False).url, None)
+        ids = await partner.answer(talk, SamplingParams(), [])
+        talk.append({"role": "assistant", "content": "fine", "token_ids": ids})
+        await partner.answer([*talk, talk[0]], SamplingParams(), [])
+        talk[1]["content"] = "other"
+        with pytest.raises(InvalidRequest) as caught:
+            await partner.answer([*talk, talk[0]], SamplingParams(), [])
+        assert caught.value.param == "messages[1].token_ids"
+
+    asyncio.run(run())
+    first, second = engine.requests
+    start = [*first.tokens[: first.prompt_len], *talk[1]["token_ids"]]
+    assert list(second.tokens[: len(start)]) == start
+
+
+def test_the_model_of_this_process_returns_ids_unless_a_stop_string_cut_its_answer(
+    run, tokenizer, say, capsys
+) -> None:
+    say("hello world")
+    ids = tokenizer.encode_word("hello world")
+
+    async def body(llm) -> None:
+        partner = chat.LocalModel(llm, None)
+        talk: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+        assert await partner.answer(talk, SamplingParams(), []) == ids
+        assert await partner.answer(talk, SamplingParams(max_tokens=2), []) == ids[:2]
+        assert await partner.answer(talk, SamplingParams(stop="wor"), []) is None
+
+    run(body)
+
+
 # -- a server ---------------------------------------------------------------------------------
 
 

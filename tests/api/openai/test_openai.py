@@ -173,9 +173,7 @@ def test_fields_reach_the_engine(client, engine):
     assert request.sampling.seed == 11
 
 
-@pytest.mark.parametrize(
-    "field", ["guided_json", "return_token_ids", "return_tokens_as_token_ids", "guided_choice"]
-)
+@pytest.mark.parametrize("field", ["guided_json", "return_tokens_as_token_ids", "guided_choice"])
 def test_a_refused_field_that_asks_for_nothing_passes(client, engine, field):
     for value in (None, False):
         chat(client, extra_body={field: value})

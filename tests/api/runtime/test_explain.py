@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from foretoken.api.runtime.cache_diagnostics import (
+    Decode,
     Explainer,
     Explanation,
     anthropic_diagnostics,
@@ -26,7 +27,8 @@ TOOLS = [{"type": "function", "function": {"name": "look"}}]
 class Scene:
     """Prompts that came one after the other, a second apart; tokens are the text's characters."""
 
-    def __init__(self, max_bytes: int = 10**6) -> None:
+    def __init__(self, max_bytes: int = 10**6, decode: Decode | None = None) -> None:
+        self.decode = decode or (lambda ids: "".join(map(chr, ids)))
         self.log = PromptLog(max_bytes=max_bytes)
         self.now = 0.0
 
@@ -71,7 +73,7 @@ class Scene:
         return self.explain(name)
 
     def explain(self, name: str, previous: str | None = None) -> Explanation:
-        explainer = Explainer(self.log, PAGE, lambda ids: "".join(map(chr, ids)))
+        explainer = Explainer(self.log, PAGE, self.decode)
         prompt = self.log.find(name)
         assert prompt is not None
         return explainer.explain(prompt, self.log.find(previous) if previous else None)
@@ -100,6 +102,57 @@ def test_a_conversation_that_grew_is_a_hit_though_its_end_is_new() -> None:
     assert found.first_difference is not None
     assert found.first_difference.path == "messages[2].role"
     assert found.first_difference.before is None
+
+
+def reencoded(decode: Decode, answer: str, text: str, cached: str) -> Explanation:
+    """A conversation whose answer came back as this text; ``cached``: what was found of it."""
+    scene = Scene(decode=decode)
+    scene.say("a", "You help.", "What is new?|")
+    scene.log.add_answer("a", [ord(each) for each in answer])
+    scene.say("b", "You help.", f"What is new?|{text}|Go on.")
+    prompt = scene.log.find("b")
+    assert prompt is not None
+    prompt.usage.cached_tokens = len(f"''|You help.|What is new?|{cached}") // PAGE * PAGE
+    return scene.explain("b")
+
+
+def small(ids) -> str:
+    """Two tokens mean the same letter."""
+    return "".join(map(chr, ids)).lower()
+
+
+def test_an_answer_that_came_back_in_other_tokens_is_named_with_the_first() -> None:
+    found = reencoded(small, "No news AT all.", "No news at all.", "No news ")
+    assert found.cause == "reencoded"
+    before = len("''|You help.|What is new?|No news ")
+    assert found.reusable_tokens == before
+    assert found.body()["first_token"] == {
+        "position": before,
+        "before": {"id": ord("A"), "text": "a"},
+        "now": {"id": ord("a"), "text": "a"},
+    }
+
+
+@pytest.mark.parametrize("text", ["No news AT all.", "No news of it.", "all."])
+def test_an_answer_that_came_back_as_it_was_or_with_another_text_is_not(text) -> None:
+    found = reencoded(small, "No news AT all.", text, "")
+    assert found.cause != "reencoded"
+    assert found.body()["first_token"] is None
+
+
+def test_pages_that_were_lost_before_it_are_the_cause() -> None:
+    found = reencoded(small, "No news AT all.", "No news at all.", "")
+    assert found.cause == "evicted"
+
+
+def test_answers_count_in_the_bytes_of_the_log() -> None:
+    scene = Scene(max_bytes=20_000)
+    scene.say("a", "You help.", "What is new?")
+    scene.log.add_answer("a", [1] * 1000)
+    assert scene.log.find("a") is not None
+    scene.log.add_answer("a", [1] * 10_000)
+    scene.log.add_answer("none", [1])
+    assert scene.log.find("a") is None
 
 
 def test_a_prompt_is_not_compared_with_one_that_came_after_it() -> None:

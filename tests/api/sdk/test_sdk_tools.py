@@ -50,10 +50,10 @@ class Calling(ChatClient):
         self._host = llm
         self.asks: list[ChatInput] = []
 
-    async def open(self, ask, *, request_id=None):
+    async def open(self, ask, *, request_id=None, hands_out=False):
         self.asks.append(ask)
         answer = await self._host.open([5, 6], ask.params, request_id=request_id)
-        return ChatAnswer(self._host, answer, ask, [OnePartAStep() for _ in range(ask.params.n)])
+        return ChatAnswer(self._host, answer, ask, OnePartAStep)
 
 
 @pytest.fixture
@@ -110,7 +110,11 @@ def test_conversations_without_tools_are_words_alone(llm, say):
     say("hello world")
     out = llm.chat(HI, SamplingParams(prompt_logprobs=0, logprobs=1))
     assert (out.text, out.reasoning, out.tool_calls) == ("hello world", "", [])
-    assert out.message == {"role": "assistant", "content": "hello world"}
+    assert out.message == {
+        "role": "assistant",
+        "content": "hello world",
+        "token_ids": out.token_ids[:-1],  # without the stop token
+    }
     assert len(out.logprobs) == len(out.token_ids)
     assert len(out.prompt_logprobs) == len(out.prompt_token_ids)
 
