@@ -260,7 +260,7 @@ def test_a_thought_before_a_call_goes_where_the_template_drops_it(model):
 
 @pytest.mark.parametrize("opening", ["", "<think>\n"])
 def test_an_agent_that_thinks_finds_its_calls_until_their_thoughts_are_dropped(model, opening):
-    """``opening``: what the prompt of an answer ends with; without it the model opens its thoughts."""
+    """``opening``: the end of the prompt, where the model does not open its thoughts itself."""
     end = "{{ '<|im_start|>assistant\n' }}{%- endif -%}"
     own = model(THINKING.replace(end, end.replace("assistant\n", f"assistant\n{opening}")))
     raw = f"<think>\nhm\n</think>\n\n{CALLED}".removeprefix(opening)
