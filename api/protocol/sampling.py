@@ -59,7 +59,7 @@ StopIds = Annotated[list[Count], Meta(max_length=MAX_LISTED)]
 AllowedIds = Annotated[list[Count], Meta(min_length=1, max_length=MAX_ALLOWED)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenIds = list[int]
-"""Of an answer, as the message that brought them had them; checked with the message."""
+"""Token ids of an answer, which are checked together with the message that has them."""
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Guess = Annotated[str, Meta(max_length=MAX_PREDICTION_CHARS)]
 LogitBias = Annotated[

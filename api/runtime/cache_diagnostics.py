@@ -55,7 +55,7 @@ class TokenChange:
     now: str
 
     def body(self) -> Body:
-        """Its part of the body of an explanation."""
+        """The part of the body of an explanation."""
         before, now = (self.before_id, self.before), (self.now_id, self.now)
         pairs = {"before": before, "now": now}
         tokens = {name: {"id": each[0], "text": each[1]} for name, each in pairs.items()}

@@ -468,7 +468,7 @@ def _squashed(text: str) -> str:
 
 
 def _suffix(text: str, count: int) -> int:
-    """Where the last ``count`` characters that are no white space begin."""
+    """The place where the last ``count`` characters begin that are no white space."""
     at = len(text)
     while count:
         at -= 1
@@ -477,14 +477,14 @@ def _suffix(text: str, count: int) -> int:
 
 
 def _opening(written: str, raw: str, count: int) -> str:
-    """What stands before the answer, without white space that the answer begins with."""
+    """The text before the answer, without white space that the answer begins with."""
     opening = written[: _suffix(written, count)]
     space = raw[: len(raw) - len(raw.lstrip())]
     return opening.removesuffix(space) if space else opening
 
 
 def _openings(written: str, thinking: Thinking | None) -> list[str]:
-    """What may have stood at the end of an answer's prompt, beside what stands before it now."""
+    """The texts that the prompt of an answer may have ended with, beside the one before it now."""
     if thinking is None or not written.startswith(thinking.begin):
         return [""]
     begin = thinking.begin + thinking.label

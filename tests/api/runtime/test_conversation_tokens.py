@@ -46,6 +46,17 @@ NEEDING = (  # as some do: a result needs the call that it answers
     "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
     "{{ raise_exception('no call') }}{% endif %}" + CALLING.removeprefix("{% for m in messages %}")
 )
+THINKING = (  # thoughts since the last question are kept, those before it dropped
+    "{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.reasoning_content and loop.index0 > ns.last -%}"
+    "{{ '<think>\n' + m.reasoning_content.strip('\n') + '\n</think>\n\n' }}{%- endif -%}"
+    "{{ m.content }}{%- for c in m.tool_calls or [] -%}"
+    "{{ '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{%- endfor -%}"
+    "{{ '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
 USER = {"role": "user", "content": "Hello world"}
 MORE = {"role": "user", "content": "again, 12 times"}
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
@@ -245,6 +256,23 @@ def test_a_thought_before_a_call_goes_where_the_template_drops_it(model):
     ids = own.ids(f"<think>hm</think>\n{CALLED}")
     talk = [USER, message, {"role": "tool", "content": "1"}]
     assert own.render(talk, given(1, ids)).num_spliced == len(own.ids(CALLED))
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+def test_an_agent_that_thinks_finds_its_calls_until_their_thoughts_are_dropped(model, opening):
+    """``opening``: the end of the prompt, where the model does not open its thoughts itself."""
+    end = "{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    own = model(THINKING.replace(end, end.replace("assistant\n", f"assistant\n{opening}")))
+    raw = f"<think>\nhm\n</think>\n\n{CALLED}".removeprefix(opening)
+    message, ids = said("", reasoning_content="hm\n", tool_calls=[CALL]), own.ids(raw)
+    start = own.render([USER]).token_ids
+    own.remember([USER], message, ids)
+    talk = [USER, message, {"role": "tool", "content": "1"}]
+    assert own.render(talk).token_ids[: len(start) + len(ids)] == [*start, *ids]
+    assert own.render(talk, given(1, ids)) == own.render(talk)
+    later = own.render([*talk, MORE], given(1, ids))
+    assert later.num_spliced == len(own.ids(CALLED))
+    assert "hm" not in own.tokenizer.decode(later.token_ids)
 
 
 def test_a_space_that_an_answer_begins_with_is_there_once(model):
