@@ -255,7 +255,7 @@ def test_a_drain_that_takes_too_long_ends_every_request_once(start) -> None:
 MESSAGE = {"role": "user", "content": "bad"}
 WAYS = {  # a verb of the tokenizer -> a request that uses it, with what breaks it
     "encode": ("/v1/completions", {"prompt": "bad", "max_tokens": 2}),
-    "encode_chat": ("/v1/chat/completions", {"messages": [MESSAGE], "max_tokens": 2}),
+    "render_chat": ("/v1/chat/completions", {"messages": [MESSAGE], "max_tokens": 2}),
     "decode": ("/detokenize", {"tokens": [5, 6]}),
 }
 
