@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,7 @@ class ReplicaPlan:
     gpus: float
     quiet_seconds: float  # of a low load before a replica is taken away
     options: Mapping[str, Any] = field(default_factory=dict)  # engine options
+    most_ever: int = 0
 
     @property
     def is_fixed(self) -> bool:
@@ -72,8 +74,14 @@ class ReplicaPlan:
 
     @property
     def num_shares(self) -> int | None:
-        """Number of replicas that share a disk; None without one."""
-        return None if self.options.get("kv_disk") is None else self.most
+        """Number of replicas that share a disk; None without one. It never becomes less."""
+        return None if self.options.get("kv_disk") is None else max(self.most, self.most_ever)
+
+    @property
+    def version(self) -> str:
+        """Equal for plans whose replicas are alike: Ray replaces those of another version."""
+        alike = (self.model, self.front, sorted(self.options.items()), self.num_shares)
+        return blake2b(repr(alike).encode(), digest_size=8).hexdigest()
 
 
 def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) -> ReplicaPlan:
@@ -199,6 +207,8 @@ def application(plan: ReplicaPlan) -> serve.Application:
             ),
         )
     deployment = serve.deployment(**options)(Replica)
+    # Without a version of ours every change, even of their number, would replace all replicas.
+    deployment = deployment.options(version=plan.version, _internal=True)
     return deployment.bind(plan.model, plan.front, dict(plan.options), plan.num_shares)
 
 
@@ -237,7 +247,8 @@ class RayReplicas:
         async with self._changing:
             plan = self.plan
             if bounds is not None:
-                plan = replace(plan, least=bounds[0], most=bounds[1])
+                ever = max(plan.most, plan.most_ever)
+                plan = replace(plan, least=bounds[0], most=bounds[1], most_ever=ever)
             if options is not None:
                 plan = replace(plan, options={**plan.options, **options})
                 _check_same_model(make_config(self.plan.options), make_config(plan.options))
