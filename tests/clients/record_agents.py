@@ -59,8 +59,10 @@ BY_LEN = {n: [word for word in WORDS if len(word) == n] for n in {len(word) for 
 
 
 def other_word(found: re.Match[str]) -> str:
-    """A word of about the same length, always the same one."""
+    """A word of about the same length or a number of the same, always the same one."""
     word = found[0]
+    if word.isdigit():
+        return str(zlib.crc32(word.encode()) % 9 * 10 ** (len(word) - 1) + 10 ** (len(word) - 1))
     length = min(len(word), max(BY_LEN))
     pool = BY_LEN.get(length) or BY_LEN[max(n for n in BY_LEN if n < length)]
     other = pool[zlib.crc32(word.lower().encode()) % len(pool)]
@@ -73,7 +75,7 @@ def other_text(text: str) -> str:
     """The same lines in other words, but for those that change from request to request."""
     lines = text.split("\n")
     return "\n".join(
-        line if VOLATILE.search(line) else re.sub(r"[^\W\d_]{2,}", other_word, line)
+        line if VOLATILE.search(line) else re.sub(r"[^\W\d_]{2,}|\d{2,}", other_word, line)
         for line in lines
     )
 
