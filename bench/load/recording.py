@@ -11,6 +11,7 @@ from __future__ import annotations
 import lzma
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class Step:
     request: Request
     parent: int | None
     answers: dict[int, int]  # the request that gave the answer, by its place among the items
+    calls: bool = False  # the recorded answer has calls of tools
 
 
 def read_recordings(path: Path) -> dict[str, list[Request]]:
@@ -102,7 +104,9 @@ def steps(requests: Sequence[Request]) -> list[Step]:
         parent = max(earlier)[1] if earlier else None
         answers = {}
         if parent is not None:
-            answers = {**found[parent].answers, len(found[parent].request.items): parent}
+            length = len(found[parent].request.items)
+            answers = {**found[parent].answers, length: parent}
+            found[parent].calls = any(map(_has_call, _answer_at(items, length)))
         found.append(Step(request, parent, answers))
     return found
 
@@ -133,6 +137,24 @@ def is_answer(item: Item) -> bool:
     return item.get("role") == "assistant" or item.get("type") in (*CALLS, "reasoning")
 
 
+def _answer_at(items: Sequence[Item], start: int) -> Sequence[Item]:
+    """The items from a place on that the model has said."""
+    end = start
+    while end < len(items) and is_answer(items[end]):
+        end += 1
+    return items[start:end]
+
+
+def _has_call(item: Item) -> bool:
+    content = item.get("content")
+    blocks = content if isinstance(content, list) else []
+    return (
+        bool(item.get("tool_calls"))
+        or item.get("type") in CALLS
+        or any(block.get("type") == "tool_use" for block in blocks)
+    )
+
+
 # -- bodies with other answers ------------------------------------------------------------------
 
 
@@ -145,23 +167,15 @@ def with_answers(step: Step, said: Mapping[int, Said]) -> list[Item]:
     items, found, at = step.request.items, list[Item](), 0
     dialect = DIALECTS[step.request.path]
     while at < len(items):
-        end = at
-        while end < len(items) and is_answer(items[end]):
-            end += 1
-        if end == at:
+        run = _answer_at(items, at)
+        if not run or at not in step.answers:
             found.append(items[at])
             at += 1
-        elif at not in step.answers:
-            found += items[at:end]
-            at = end
-        else:
-            answer = said[step.answers[at]]
-            found += dialect.answer(items[at:end], answer)
-            at = end
-            while end < len(items) and dialect.is_result(items[end]):
-                end += 1
-            found += dialect.results(items[at:end], answer)
-            at = end
+            continue
+        answer = said[step.answers[at]]
+        results = [*takewhile(dialect.is_result, items[at + len(run) :])]
+        found += [*dialect.answer(run, answer), *dialect.results(results, answer)]
+        at += len(run) + len(results)
     return found
 
 

@@ -126,6 +126,8 @@ class Replay:
         body["input" if path == "/v1/responses" else "messages"] = with_answers(step, said)
         if path == "/v1/chat/completions":
             body["stream_options"] = {"include_usage": True}
+        if step.calls:  # as the recorded model did; a small one would not
+            body["tool_choice"] = {"type": "any"} if path == "/v1/messages" else "required"
         if self._temperature is not None:
             body["temperature"] = self._temperature
         return body

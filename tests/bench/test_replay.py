@@ -20,6 +20,7 @@ from foretoken.bench.load.recording import (
     with_answers,
 )
 from foretoken.bench.load.replay import READERS, Heard
+from support.server_process import running
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 LS = {"name": "ls", "arguments": '{"path":"src"}'}
@@ -84,6 +85,7 @@ def test_a_request_goes_on_from_the_longest_earlier_one_of_its_conversation() ->
     found = steps([main[0], other, main[1], main[2]])
     assert [each.parent for each in found] == [None, None, 0, 2]
     assert found[3].answers == {1: 0, 3: 2}
+    assert [each.calls for each in found] == [True, False, True, False]
 
 
 def test_marks_that_an_agent_moves_make_no_other_conversation() -> None:
@@ -93,6 +95,14 @@ def test_marks_that_an_agent_moves_make_no_other_conversation() -> None:
     first.body["messages"][0] = {"role": "user", "content": [marked]}
     second.body["messages"][0] = {"role": "user", "content": [text]}
     assert steps([first, second])[1].parent == 0
+
+
+@pytest.mark.parametrize("path", SAID)
+def test_what_the_recorded_answer_was_is_known(path: str) -> None:
+    last = {"role": "assistant", "content": "Done."}
+    found = steps(session(path, SAID[path], [last, {"role": "user", "content": "Thanks."}]))
+    assert [each.calls for each in found] == [True, False, False]
+    assert [each.parent for each in found] == [None, 0, 1]
 
 
 # -- answers in the place of the recorded ones --------------------------------------------------
@@ -232,6 +242,33 @@ def test_a_request_that_fails_ends_its_session_and_is_named(server, tmp_path, ca
     printed = capsys.readouterr().out
     assert "request 2: HTTP 400" in printed
     assert "1 of 3" in printed
+
+
+TOOL = {"name": "ls", "description": "List.", "parameters": {"type": "object",
+    "properties": {"path": {"type": "string", "maxLength": 8}}, "required": ["path"]}}  # fmt: skip
+TOOLS: dict[str, Any] = {
+    CHAT: {"type": "function", "function": TOOL},
+    MESSAGES: {"name": "ls", "description": "List.", "input_schema": TOOL["parameters"]},
+    RESPONSES: {"type": "function", **TOOL},
+}
+
+
+def test_sampled_answers_that_come_back_as_text_are_hit_but_for_a_page(tmp_path) -> None:
+    for path, tool in TOOLS.items():
+        requests = session(path, *[SAID[path]] * 4)
+        for request in requests:
+            request.body["tools"] = [tool]
+        write(tmp_path, requests, f"{path.rpartition('/')[2]}.jsonl.xz")
+    out = tmp_path / "out.json"
+    flags = ["--record", str(tmp_path), "--out", str(out), "--temperature", "1"]
+    with running() as server:
+        assert serve.main(["agents", *flags, "--url", server.url]) == 0
+        (found,) = json.loads(out.read_text("utf-8"))["servers"].values()
+    assert [len(each["turns"]) for each in found] == [5, 5, 5]
+    for each in found:
+        for turn in each["turns"][1:]:
+            assert turn["spliced_tokens"] > 0, each["name"]
+            assert turn["possible_tokens"] - turn["cached_tokens"] <= 16, (each["name"], turn)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"path": "/v1/x", "body": {"messages": [1]}}'])
