@@ -64,8 +64,11 @@ class Settings:
         False,
         "refuse temperatures over 2 (OpenAI routes) or 1 (Anthropic routes), as those APIs do",
     )
-    normalize: bool = setting(
-        False, "remove times and request ids from system prompts, so that they hit the cache"
+    normalize: Literal["off", "safe", "all"] = setting(
+        "safe",
+        "what is removed from prompts because it changes with each request, so that they hit the "
+        "cache; safe: headers that are not meant for a model; all: times and request ids in system "
+        "prompts too, and tools are sorted by name",
     )
     token_history: bool = setting(
         True,
