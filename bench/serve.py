@@ -133,7 +133,11 @@ class Bench:
             seed=args.seed,
         )
         await replay.warm_up(args.warmup)
-        return [await replay.session(name, each) for name, each in recordings.items()]
+        found = []
+        for name, each in recordings.items():
+            found.append(await replay.session(name, each))
+            print(f"{name}: {len(found[-1].turns)} of {len(each)} requests", flush=True)
+        return found
 
     async def _prepared(self, args: argparse.Namespace) -> tuple[OpenAIDriver, Scene]:
         is_chat = args.endpoint == "chat"

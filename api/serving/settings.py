@@ -66,9 +66,9 @@ class Settings:
     )
     normalize: Literal["off", "safe", "all"] = setting(
         "safe",
-        "what is removed from prompts because it changes with each request, so that they hit the "
-        "cache; safe: headers that are not meant for a model; all: times and request ids in system "
-        "prompts too, and tools are sorted by name",
+        "parts of prompts to remove because they change with each request, so that prompts hit the "
+        "cache: none (off), headers that are not meant for a model (safe), or also times and "
+        "request ids in system prompts and the order of tools (all)",
     )
     token_history: bool = setting(
         True,

@@ -90,7 +90,7 @@ def _read(path: Path) -> list[Request]:
 def steps(requests: Sequence[Request]) -> list[Step]:
     """The requests of a session, each with what it goes on from.
 
-    That is the longest earlier one that begins with the same message of a user, and behind whose
+    It is the longest earlier one that begins with the same message of a user, and behind whose
     messages this one has an answer. O(requests squared).
     """
     found: list[Step] = []
@@ -240,8 +240,8 @@ class Messages:
         """The answer's message; the marks of the recorded one's last block stay."""
         blocks: list[Item] = [{"type": "text", "text": said.text}] if said.text else []
         for call in said.calls:
-            given = msgspec.json.decode(call.arguments or "{}")
-            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+            block = {"type": "tool_use", "id": call.id, "name": call.name}
+            blocks.append({**block, "input": _arguments(call)})
         recorded = run[-1]["content"]
         if blocks and isinstance(recorded, list) and "cache_control" in recorded[-1]:
             blocks[-1]["cache_control"] = recorded[-1]["cache_control"]
@@ -267,6 +267,14 @@ class Messages:
             content = block.get("content") or ""
             texts += content if isinstance(content, list) else [{"type": "text", "text": content}]
         return [{"role": "user", "content": [*results, *texts, *rest]}] if blocks else []
+
+
+def _arguments(call: Call) -> Item:
+    """Arguments as an object; an empty one where the call was cut."""
+    try:
+        return msgspec.json.decode(call.arguments, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}
 
 
 class Responses:

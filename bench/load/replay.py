@@ -67,10 +67,8 @@ class Session(msgspec.Struct, kw_only=True):
 
     @property
     def hit(self) -> int:
-        """Those of them that were."""
-        return sum(
-            min(turn.cached_tokens, turn.possible_tokens or 0) for turn in self.turns
-        )  # of a turn that goes on from nothing, none
+        """Possible tokens that were."""
+        return sum(min(turn.cached_tokens, turn.possible_tokens or 0) for turn in self.turns)
 
 
 class Replay:
