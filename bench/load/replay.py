@@ -112,7 +112,7 @@ class Replay:
                 break
             said[index] = heard.said
             before = None if step.parent is None else found.turns[step.parent]
-            found.turns.append(_turn(index, step, heard, before))
+            found.turns.append(turn_of(index, step, heard, before))
         _expect(found)
         return found
 
@@ -144,7 +144,8 @@ class Replay:
         return heard
 
 
-def _turn(index: int, step: Step, heard: Heard, before: Turn | None) -> Turn:
+def turn_of(index: int, step: Step, heard: Heard, before: Turn | None) -> Turn:
+    """A request as it was served; ``before``: the turn that it goes on from."""
     possible = None
     if before is not None:
         possible = min(before.prompt_tokens + before.output_tokens - 1, heard.prompt_tokens)

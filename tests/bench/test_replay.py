@@ -19,7 +19,7 @@ from foretoken.bench.load.recording import (
     steps,
     with_answers,
 )
-from foretoken.bench.load.replay import READERS, Heard
+from foretoken.bench.load.replay import READERS, Heard, turn_of
 from support.server_process import running
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -200,6 +200,24 @@ def test_streams_are_read(path: str) -> None:
     assert len(heard.times) == 3
     with pytest.raises(Failure, match="error in the stream"):
         heard.feed(9.0, b'data: {"type": "error", "error": {"message": "no"}}\n\n')
+
+
+def heard(prompt: int, cached: int, output: int) -> Heard:
+    found = Heard(READERS[CHAT])
+    found.sent, found.times = 1.0, [1.5, 1.6, 1.7]
+    found.prompt_tokens, found.cached_tokens, found.output_tokens = prompt, cached, output
+    return found
+
+
+def test_what_could_be_hit_is_the_prompt_before_and_its_answer_but_for_the_last_token() -> None:
+    first, second = steps(session(CHAT, SAID[CHAT]))
+    before = turn_of(0, first, heard(100, 0, 20), None)
+    assert (before.possible_tokens, before.share) == (None, None)
+    assert (before.ttft_ms, round(before.step_ms or 0.0)) == (500, 100)
+    now = turn_of(1, second, heard(200, 119, 20), before)
+    assert (now.goes_on_from, now.possible_tokens, now.share) == (0, 119, 1.0)
+    assert turn_of(1, second, heard(200, 112, 20), before).share == 112 / 119
+    assert turn_of(1, second, heard(90, 80, 20), before).possible_tokens == 90
 
 
 # -- the command --------------------------------------------------------------------------------

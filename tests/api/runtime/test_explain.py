@@ -214,8 +214,13 @@ def test_a_line_that_changes_by_itself_has_a_cause_of_its_own(
     found = scene.say("b", now, "What is new?", "And what is old?", found=True)
     assert (found.cause, found.rule) == (cause, rule)
     assert found.body()["rule"] == rule
-    said = scene.say("c", now, f"What is new? {before}", found=True)
-    assert said.cause != "volatile_line"
+
+
+def test_a_number_that_a_user_changes_is_a_change() -> None:
+    scene = Scene()
+    scene.say("a", "You help with it.", "Count from 7 to 10.", "Go on with it.")
+    found = scene.say("b", "You help with it.", "Count from 8 to 10.", "Go on.", found=True)
+    assert (found.cause, found.rule) == ("changed", None)
 
 
 def test_tools_in_another_order_are_named() -> None:
