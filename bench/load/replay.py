@@ -70,6 +70,12 @@ class Session(msgspec.Struct, kw_only=True):
         """Possible tokens that were."""
         return sum(min(turn.cached_tokens, turn.possible_tokens or 0) for turn in self.turns)
 
+    @property
+    def most_missed(self) -> int:
+        """Possible tokens of one turn that were not; those that a page cuts off are among them."""
+        missed = [(turn.possible_tokens or 0) - turn.cached_tokens for turn in self.turns]
+        return max([0, *missed])
+
 
 class Replay:
     """Sends sessions to one server. ``temperature`` None: as it was recorded."""
@@ -314,7 +320,7 @@ def session_rows(server: str, sessions: Sequence[Session]) -> list[dict[str, obj
             "requests": f"{len(session.turns)} of {session.requests}",
             "longest prompt": max((turn.prompt_tokens for turn in session.turns), default=0),
             "hit of possible": _share(session.hit, session.possible),
-            "lowest turn": _lowest(session),
+            "most missed in a turn": session.most_missed,
             **_times(session),
         }
         for session in sessions
@@ -325,16 +331,12 @@ def summary(session: Session) -> dict[str, object]:
     """A session for the JSON."""
     share = session.hit / session.possible if session.possible else None
     own = {"possible_tokens": session.possible, "hit_tokens": session.hit, "share": share}
+    own["most_missed_tokens"] = session.most_missed
     return {**msgspec.to_builtins(session), **own}
 
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.3f}" if whole else "-"
-
-
-def _lowest(session: Session) -> str:
-    shares = [turn.share for turn in session.turns if turn.share is not None]
-    return f"{min(shares):.3f}" if shares else "-"
 
 
 def _times(session: Session) -> dict[str, object]:
