@@ -1,4 +1,4 @@
-"""What real agents have sent, sent again: a turn hits all that its session has computed before."""
+"""Sessions of real agents, sent again: a turn hits all that its session has computed before."""
 
 from __future__ import annotations
 
