@@ -274,13 +274,15 @@ def read_message(heard: Heard, event: dict[str, Any]) -> bool:
     heard.said.text += delta.get("text") or ""
     if delta.get("partial_json"):
         heard.call(event["index"]).arguments += delta["partial_json"]
-    return event["type"] == "content_block_delta" and delta["type"] != "signature_delta"
+    is_delta: bool = event["type"] == "content_block_delta"
+    return is_delta and delta["type"] != "signature_delta"
 
 
 def read_response(heard: Heard, event: dict[str, Any]) -> bool:
     """An event of Responses; the last one has all that was said."""
     _fail(event)
-    kind, response = event["type"], event.get("response") or {}
+    kind: str = event["type"]
+    response = event.get("response") or {}
     if kind == "response.failed":
         raise Failure("error in the stream", str(response.get("error"))[:200])
     if kind in ("response.completed", "response.incomplete"):
