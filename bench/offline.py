@@ -20,7 +20,7 @@ from ..api.types.sampling_params import SamplingParams
 from ..core.errors import ForetokenError
 from .common.report import Spread, heading, table, write_json
 from .common.roofline import Roofline, measured_roofline
-from .load.cli import parsed, run
+from .load.cli import parsed, recorded, run
 from .load.corpus import TextCorpus, id_corpus
 from .load.figures import Record
 from .load.generator import Content, Job, Load
@@ -266,6 +266,8 @@ async def _main(runs: Sequence[argparse.Namespace]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     runs = parsed("foretoken bench offline", ABOUT, list(argv or []), _own_flags)
+    if recorded(runs[0]) is not None:
+        raise SystemExit("--record is for `foretoken bench serve agents`: bodies go over HTTP")
     print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
     asyncio.run(_main(runs))
 

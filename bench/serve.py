@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ..api.cli.flags import Parser
-from .common.report import heading, write_json
+from .common.report import heading, table, write_json
 from .common.roofline import Roofline, measured_roofline
-from .load.cli import parsed, run
+from .load.cli import parsed, recorded, run
 from .load.corpus import chat_corpus, id_corpus
 from .load.generator import Job, Load, Piece
 from .load.http import Failure, Http
 from .load.openai import PATHS, OpenAIDriver
+from .load.recording import Request, read_recordings
+from .load.replay import Replay, Session, session_rows, summary
 from .load.report import busy_note, out_path, show
 from .load.server import first_model, own_server, sampled, server_encode, wait_healthy
 from .load.workloads import Scene, above_zero, natural, positive
@@ -32,6 +38,8 @@ ABOUT = (
 )
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 HEALTHY_SECONDS = 300.0
+NO_HISTORY = "--no-token-history"
+LONG_CONTEXT = 2**16  # of the built-in model, for sessions of agents
 
 
 def _speculation(text: str) -> str | int:
@@ -113,6 +121,24 @@ class Bench:
         write_json(out_path(args.out, "serve", args.workload), report)
         return bool(figures["served"])
 
+    async def replay(self, recordings: Mapping[str, Sequence[Request]]) -> list[Session]:
+        """Send recorded sessions, one after the other."""
+        args = self.args
+        replay = Replay(
+            self.http,
+            self.model,
+            output_len=args.output_len,
+            temperature=args.temperature,
+            timeout=args.timeout,
+            seed=args.seed,
+        )
+        await replay.warm_up(args.warmup)
+        found = []
+        for name, each in recordings.items():
+            found.append(await replay.session(name, each))
+            print(f"{name}: {len(found[-1].turns)} of {len(each)} requests", flush=True)
+        return found
+
     async def _prepared(self, args: argparse.Namespace) -> tuple[OpenAIDriver, Scene]:
         is_chat = args.endpoint == "chat"
         if is_chat:
@@ -159,6 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     report = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
+    if (folder := recorded(runs[0])) is not None:
+        return _replay(runs[0], server_args, read_recordings(folder))
     roofline = _roofline(runs[0], server_args)
     if runs[0].url is not None:
         return _run(runs[0].url, runs, roofline)
@@ -178,6 +206,71 @@ def _run(url: str, runs: Sequence[argparse.Namespace], roofline: Roofline | None
             bench.http.close()
 
     return asyncio.run(work())
+
+
+# -- recorded sessions --------------------------------------------------------------------------
+
+
+def _replay(
+    args: argparse.Namespace,
+    server_args: Sequence[str],
+    recordings: Mapping[str, Sequence[Request]],
+) -> int:
+    """Recorded sessions on a server; on one of our own also without its token history."""
+    found = dict(_replayed(args, server_args, recordings))
+    rows = [row for name, each in found.items() for row in session_rows(name, each)]
+    errors = [
+        f"{session.name}, {name}: {session.error}"
+        for name, sessions in found.items()
+        for session in sessions
+        if session.error is not None
+    ]
+    print(f"\n{table(rows)}\n", *(f"- {error}" for error in errors), sep="\n", flush=True)
+    servers = {name: [summary(session) for session in each] for name, each in found.items()}
+    report = {**heading(), "workload": args.workload, "servers": servers, "notes": errors}
+    write_json(args.out or out_path(None, "serve", "agents-recorded"), report)
+    return 1 if errors else 0
+
+
+def _replayed(
+    args: argparse.Namespace,
+    server_args: Sequence[str],
+    recordings: Mapping[str, Sequence[Request]],
+) -> Iterator[tuple[str, list[Session]]]:
+    async def work(url: str) -> list[Session]:
+        bench = Bench(url, args, None)
+        await bench.open()
+        try:
+            return await bench.replay(recordings)
+        finally:
+            bench.http.close()
+
+    if args.url is not None:
+        yield args.url, asyncio.run(work(args.url))
+        return
+    flags = [[NO_HISTORY]] if NO_HISTORY in server_args else [[], [NO_HISTORY]]
+    given = [each for each in server_args if each != NO_HISTORY]
+    with long_builtin() if args.model is None else nullcontext(args.model) as model:
+        for more in flags:
+            with own_server([model, "--log-level", "warning", *given, *more]) as url:
+                yield " ".join(more) or "token history", asyncio.run(work(url))
+
+
+@contextmanager
+def long_builtin() -> Iterator[str]:
+    """The folder of the built-in model, with a context that takes the sessions of agents.
+
+    It was not trained for so many tokens. What it says there does not matter.
+    """
+    from ..draft.training import __file__ as training
+
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder) / "builtin-64k"
+        shutil.copytree(Path(training).parent / "builtin" / "target", copied)
+        config = json.loads((copied / "config.json").read_text("utf-8"))
+        config["max_position_embeddings"] = LONG_CONTEXT
+        (copied / "config.json").write_text(json.dumps(config), "utf-8")
+        yield str(copied)
 
 
 def _roofline(args: argparse.Namespace, server_args: Sequence[str]) -> Roofline | None:

@@ -14,7 +14,6 @@ import msgspec
 from ...core.errors import InvalidRequest
 from ..runtime.chat import ChatClient
 from ..runtime.chat_input import ChatInput
-from ..runtime.normalize import normalized
 from .breakpoints import NEXT, Breakpoints, Mark, pins_at
 from .conversation import read_conversation
 
@@ -27,12 +26,11 @@ class BreakpointLocator:
 
     An agent marks the end of each request and continues from there. So all breakpoints but the
     last were rendered for earlier requests, and the last is usually the whole prompt.
-    ``normalizes``: whether ``--normalize`` removes text, which then moves no breakpoint.
+    What ``--normalize`` changes moves no breakpoint.
     """
 
-    def __init__(self, client: ChatClient, *, normalizes: bool = False) -> None:
+    def __init__(self, client: ChatClient) -> None:
         self._client = client
-        self._normalizes = normalizes
         self._heads: OrderedDict[bytes, Ids] = OrderedDict()  # the latest last
 
     async def locate(
@@ -74,9 +72,9 @@ class BreakpointLocator:
             return array("i")  # the template takes no such beginning: it has no place of its own
 
     def _key(self, chat: ChatInput) -> bytes:
-        messages = normalized(chat.messages) if self._normalizes else chat.messages
+        chat, _ = self._client.normalized(chat)
         handles = [(each.index, each.token_ids) for each in chat.handles]
-        rendered = [messages, handles, [tool.body for tool in chat.tools], chat.template]
+        rendered = [chat.messages, handles, [tool.body for tool in chat.tools], chat.template]
         return hashlib.blake2b(msgspec.json.encode(rendered), digest_size=16).digest()
 
 

@@ -180,6 +180,7 @@ class MessageWriter:
             closed_early=usage.closed_early,
             moves=usage.moves,
             spliced_tokens=usage.spliced_tokens,
+            normalized=[*usage.normalized] or UNSET,
             speculation=speculation_body(usage),
             cache_explanation=UNSET if found is None else found.body(),
         )

@@ -79,6 +79,7 @@ class MessageUsage(Struct, kw_only=True):
     closed_early: bool  # as in chat completions
     moves: int  # likewise
     spliced_tokens: int  # of the prompt: those of earlier answers, not encoded from text
+    normalized: list[str] | UnsetType = UNSET  # rules of --normalize that changed the prompt
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
 

@@ -81,7 +81,7 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        self._locator = BreakpointLocator(service.chat, normalizes=service.settings.normalize)
+        self._locator = BreakpointLocator(service.chat)
 
     def decode(self, data: bytes) -> MessagesRequest:
         """A body; raises `ApiError` 400."""

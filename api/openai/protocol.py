@@ -23,6 +23,7 @@ class PromptDetails(Struct, kw_only=True):
     loaded_tokens: int  # of the cached ones: from a tier beyond the KV pool
     cache_write_tokens: int
     spliced_tokens: int  # those of earlier answers, not encoded from text
+    normalized: list[str] | UnsetType = UNSET  # rules of --normalize that changed the prompt
 
 
 class CompletionDetails(Struct, kw_only=True):

@@ -8,7 +8,7 @@ from functools import cached_property
 from time import time
 from typing import Any, ClassVar, Generic, TypeVar
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from ..._version import __version__
 from ...core.interface.output import TokenLogprob
@@ -64,6 +64,7 @@ def usage_body(usage: Usage) -> UsageBody:
             loaded_tokens=usage.loaded_tokens,
             cache_write_tokens=usage.cache_write_tokens,
             spliced_tokens=usage.spliced_tokens,
+            normalized=[*usage.normalized] or UNSET,
         ),
         completion_tokens_details=CompletionDetails(
             accepted_prediction_tokens=usage.accepted_prediction_tokens,

@@ -6,12 +6,17 @@ tenant learns of another's prompts. A request may also name the response to comp
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
 
+import msgspec
+
 from ..types.results import Body
+from .normalize import RULES, TOOL_ORDER, steady
 from .prompt_history import Kind, Part, PromptLog, Remembered, common_len, ids_of
 
 AROUND = 30  # characters that are shown on each side of a difference
@@ -20,6 +25,8 @@ MOST_TOKENS = 4  # times the tokens of an answer that its text is encoded to, at
 Cause = Literal[
     "hit",  # all there was to read was read; the rest is new
     "changed",  # it differs from the prompt that it is compared with
+    "volatile_line",  # it differs in a line of the system prompt that changes by itself
+    "tools_changed",  # it differs in its tools
     "reencoded",  # the other's answer came back as text, which has other tokens
     "evicted",  # it was cached, and had to make room
     "flushed",  # it was cached, and someone emptied the cache
@@ -31,6 +38,8 @@ Cause = Literal[
     "too_short",  # no whole page before the last token
     "first_seen",  # nothing like it is remembered
 ]
+CHANGED: tuple[Cause, ...] = ("changed", "volatile_line", "tools_changed")
+NUMBER = re.compile(r"\w*\d[\w.:+-]*")  # counters, times, ids: a word with a digit
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -74,6 +83,7 @@ class Explanation:
     reusable_tokens: int = 0  # at the beginning of both prompts
     first_difference: Difference | None = None
     first_token: TokenChange | None = None  # where an answer was encoded again
+    rule: str | None = None  # of ``--normalize``, which would have made both prompts one there
     seconds_ago: float | None = None  # when it was evicted or flushed, if that is known
     model_changed: bool = False
     cache_key_changed: bool = False
@@ -90,6 +100,7 @@ class Explanation:
             "reusable_tokens": self.reusable_tokens,
             "first_difference": shown,
             "first_token": None if self.first_token is None else self.first_token.body(),
+            "rule": self.rule,
             "seconds_ago": None if self.seconds_ago is None else round(self.seconds_ago, 3),
             "model_changed": self.model_changed,
             "prompt_cache_key_changed": self.cache_key_changed,
@@ -117,6 +128,9 @@ class Explainer:
         if other is not None:
             found = self._compare(found, prompt, other)
         cause, loss = self._cause(found, prompt, other), prompt.usage.cache_loss
+        if cause == "changed" and other is not None:
+            cause, rule = change_of(other.note.parts, prompt.note.parts)
+            found = replace(found, rule=rule)
         ago = prompt.time - loss.time if loss is not None and cause == loss.cause else None
         return replace(found, cause=cause, seconds_ago=ago if ago is None else max(0.0, ago))
 
@@ -213,21 +227,47 @@ def _grew(now: Remembered, before: Remembered, reusable: int) -> bool:
     )
 
 
+def first_pair(
+    before: Sequence[Part], now: Sequence[Part]
+) -> tuple[Part | None, Part | None] | None:
+    """The first parts that differ, None for one that is missing; None if all are equal."""
+    for old, new in zip_longest(before, now):
+        if old != new:
+            return old, new
+    return None
+
+
+def change_of(before: Sequence[Part], now: Sequence[Part]) -> tuple[Cause, str | None]:
+    """The cause of a prompt that differs, and the rule of ``--normalize`` for it. O(text)."""
+    old, new = first_pair(before, now) or (None, None)
+    if "tools" in {part.kind for part in (old, new) if part is not None}:
+        same = old is not None and new is not None and _sorted(old.text) == _sorted(new.text)
+        return "tools_changed", TOOL_ORDER if same else None
+    if old is None or new is None or old.path != new.path or new.kind != "system":
+        return "changed", None
+    for rule in RULES:
+        if steady(old.text, [rule])[0] == steady(new.text, [rule])[0]:
+            return "volatile_line", rule.name
+    is_steady = NUMBER.sub("0", steady(old.text)[0]) == NUMBER.sub("0", steady(new.text)[0])
+    return ("volatile_line" if is_steady else "changed"), None
+
+
+def _sorted(tools: str) -> list[bytes]:
+    return sorted(msgspec.json.encode(tool) for tool in msgspec.json.decode(tools))
+
+
 def first_difference(before: Sequence[Part], now: Sequence[Part]) -> Difference | None:
     """The first part that differs; None if all are equal."""
-    for old, new in zip(before, now, strict=False):
-        if old.path != new.path:
-            return Difference(new.path, new.kind, _begin(old), _begin(new))
-        if old.text != new.text:
+    match first_pair(before, now):
+        case Part() as old, Part() as new if old.path == new.path:
             at = common_len(old.text, new.text)
             return Difference(new.path, new.kind, _around(old.text, at), _around(new.text, at))
-    if len(now) > len(before):
-        added = now[len(before)]
-        return Difference(added.path, added.kind, None, _begin(added))
-    if len(now) < len(before):
-        gone = before[len(now)]
-        return Difference(gone.path, gone.kind, _begin(gone), None)
-    return None
+        case old, Part() as new:
+            return Difference(new.path, new.kind, old and _begin(old), _begin(new))
+        case Part() as gone, None:
+            return Difference(gone.path, gone.kind, _begin(gone), None)
+        case _:
+            return None
 
 
 def _begin(part: Part) -> str:
@@ -265,7 +305,7 @@ def openai_diagnostics(found: Explanation | None) -> Body:
 def _openai_reason(found: Explanation) -> str | None:
     if found.model_changed:
         return "model_changed"
-    if found.cause != "changed":
+    if found.cause not in CHANGED:
         return None
     kind = found.first_difference.kind if found.first_difference is not None else "prompt"
     return {"tools": "tools_changed", "format": "text_format_changed"}.get(kind, "input_changed")
@@ -280,7 +320,7 @@ def anthropic_diagnostics(found: Explanation | None) -> Body | None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     if found.cause == "hit":
         return None
-    if found.cause != "changed" and not found.model_changed:
+    if found.cause not in CHANGED and not found.model_changed:
         return {"cache_miss_reason": {"type": "unavailable"}}
     missed = max(0, min(found.compared_tokens, found.prompt_tokens) - found.cached_tokens)
     reason = {"type": _anthropic_type(found), "cache_missed_input_tokens": missed}

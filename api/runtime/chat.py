@@ -40,6 +40,7 @@ from .chat_input import ChatInput
 from .conversation_tokens import TAIL_IDS, ConversationTokens, PromptTokens
 from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
+from .normalize import Normalizer
 from .preprocess import needs_closing, warm_params
 from .prompt_history import PromptNote
 from .token_history import Place, TokenHistory, said_of
@@ -275,6 +276,7 @@ class ChatClient:
     """Opens chats on a model. ``tool_parser`` and ``reasoning_parser``: see `Syntax.choose`.
 
     ``history``: answers that are found again by their text; None: none are remembered.
+    ``normalizer`` changes conversations before they are rendered.
     """
 
     def __init__(
@@ -284,9 +286,11 @@ class ChatClient:
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
         history: TokenHistory | None = None,
+        normalizer: Normalizer | None = None,
     ) -> None:
         self._llm = llm
         self.history = history
+        self._normalizer = normalizer
         self._can_splice: dict[bool, bool] = {}  # messages with calls and without
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
         self._has_system_role: bool | None = None  # of the template; None until a request asks
@@ -342,6 +346,7 @@ class ChatClient:
                 note=await self._note(chat),
                 needs_closing=_needs_closing(chat),
                 num_spliced=prompt.num_spliced,
+                normalized=prompt.normalized,
             )
         except InvalidRequest as error:
             _name_field(error, chat)
@@ -387,12 +392,18 @@ class ChatClient:
 
         All prompts of conversations come from here. Raises `InvalidRequest`.
         """
+        chat, names = self.normalized(chat)
         try:
-            return await self._renderer.render(chat, self._write)
+            prompt = await self._renderer.render(chat, self._write)
+            return dataclasses.replace(prompt, normalized=names)
         except InvalidRequest as error:
             if error.param == "prompt":
                 error.param = "messages"
             raise
+
+    def normalized(self, chat: ChatInput) -> tuple[ChatInput, tuple[str, ...]]:
+        """The conversation as it is rendered, and the names of the rules that have changed it."""
+        return (chat, ()) if self._normalizer is None else self._normalizer.apply(chat)
 
     async def _write(self, chat: ChatInput) -> str:
         """The text of the conversation by the chat template."""
@@ -428,7 +439,7 @@ class ChatClient:
     async def _note(self, chat: ChatInput) -> PromptNote:
         """Compute the note of a prompt; in a thread for a long conversation."""
         size = MESSAGE_BYTES * len(chat.messages)
-        return await self._llm.tokenizer.apart(size, lambda: chat.note)
+        return await self._llm.tokenizer.apart(size, lambda: self.normalized(chat)[0].note)
 
     def _check_tools(self, chat: ChatInput) -> None:
         check_tools(chat.tools, chat.tool_choice)
@@ -476,6 +487,7 @@ class ChatClient:
             cache=chat.cache,
             note=await self._note(chat),
             num_spliced=prompt.num_spliced,
+            normalized=prompt.normalized,
         )
         return await self._llm.finish(answer)
 

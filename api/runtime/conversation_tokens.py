@@ -47,10 +47,14 @@ Write = Callable[[ChatInput], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The token ids of a conversation; ``num_spliced`` are ids of earlier answers."""
+    """The token ids of a conversation; ``num_spliced`` are ids of earlier answers.
+
+    ``normalized``: names of the rules of `normalize` that changed it before.
+    """
 
     token_ids: Sequence[int]
     num_spliced: int = 0
+    normalized: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

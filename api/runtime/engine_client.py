@@ -195,18 +195,19 @@ class EngineClient:
         note: PromptNote = NO_NOTE,
         needs_closing: bool = False,
         num_spliced: int = 0,
+        normalized: tuple[str, ...] = (),
     ) -> Answer:
         """Tokenise and submit. The caller must `forget` the answer in a ``finally``.
 
         ``shown_ids``: special tokens that its text shows. ``needs_closing``: its grammar must be
         completed within its tokens, as a JSON schema is. ``num_spliced``: tokens of the prompt that
-        are those of earlier answers. Raises `InvalidRequest`, `QueueFull`,
-        `DeadlineExceeded` and `EngineDead`.
+        are those of earlier answers. ``normalized``: names of the rules that changed it before.
+        Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded` and `EngineDead`.
         """
         since = arrival()
         answer = self._register(params, request_id)
         answer.shown_ids, answer.cache = shown_ids, cache
-        answer.num_spliced = num_spliced
+        answer.num_spliced, answer.normalized = num_spliced, normalized
         answer.needs_closing |= needs_closing
         try:
             await self._prepare(answer, prompt)

@@ -129,6 +129,7 @@ class Answer:
         self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
         self.cache = DEFAULT_CACHE
         self.num_spliced = 0  # tokens of the prompt that are those of earlier answers
+        self.normalized: tuple[str, ...] = ()  # names of the rules that changed the prompt before
         self.aborted = False  # maybe before there is anything to abort
 
     @property
@@ -146,7 +147,7 @@ class Answer:
         """The prompt counted once, the rest summed."""
         usages = [generation.usage for generation in self.generations]
         usage = usages[0] if len(usages) == 1 else total_usage(usages)
-        usage.spliced_tokens = self.num_spliced
+        usage.spliced_tokens, usage.normalized = self.num_spliced, self.normalized
         return usage
 
     def close(self) -> None:

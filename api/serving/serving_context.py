@@ -13,7 +13,7 @@ from starlette.types import Receive
 from ...core.errors import InvalidRequest
 from ..runtime.chat import ChatClient
 from ..runtime.engine_client import EngineClient
-from ..runtime.normalize import NormalizingChatClient
+from ..runtime.normalize import Normalizer
 from ..runtime.token_history import TokenHistory
 from ..types.request_context import arrival, header, note_arrival, origin, seconds_left
 from .errors import ApiError, ClientGone, unavailable, unknown_model
@@ -44,13 +44,13 @@ class Service:
         self.llm = llm
         llm.max_request_seconds = settings.limits.max_request_seconds
         self.metrics = metrics or ServerMetrics()
-        make_client = NormalizingChatClient if settings.normalize else ChatClient
         history = TokenHistory(max_bytes=settings.token_history_bytes)
-        self.chat = make_client(
+        self.chat = ChatClient(
             llm,
             tool_parser=settings.tool_parser,
             reasoning_parser=settings.reasoning_parser,
             history=history if settings.token_history else None,
+            normalizer=Normalizer(settings.normalize),
         )
         self.settings = settings
         seconds = settings.limits.resume_seconds

@@ -64,8 +64,11 @@ class Settings:
         False,
         "refuse temperatures over 2 (OpenAI routes) or 1 (Anthropic routes), as those APIs do",
     )
-    normalize: bool = setting(
-        False, "remove times and request ids from system prompts, so that they hit the cache"
+    normalize: Literal["off", "safe", "all"] = setting(
+        "safe",
+        "parts of prompts to remove because they change with each request, so that prompts hit the "
+        "cache: none (off), headers that are not meant for a model (safe), or also times and "
+        "request ids in system prompts and the order of tools (all)",
     )
     token_history: bool = setting(
         True,

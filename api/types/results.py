@@ -205,6 +205,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         loaded_tokens=first.loaded_tokens,
         cache_write_tokens=_written(usages),
         spliced_tokens=first.spliced_tokens,
+        normalized=first.normalized,
         cache_loss=first.cache_loss,
         queue_time=first.queue_time,
         time_to_first_token=min(usage.time_to_first_token for usage in usages),

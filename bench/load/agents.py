@@ -11,6 +11,7 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 from .generator import Ask, Job, Piece, Reply, Session
@@ -49,6 +50,13 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--branch-every", type=natural, default=2, metavar="K", help="turns; 0: never")
     add("--branches", type=positive, default=2, metavar="M", help="sub-agents of a branching")
     add("--think-time", type=above_zero, metavar="S", help="seconds before a turn; nothing: none")
+    add(
+        "--record",
+        type=Path,
+        metavar="BODIES",
+        help="recorded sessions of real agents to send in place of all this, one after the other: "
+        "a folder or a file, .jsonl or .jsonl.xz (bench serve alone)",
+    )
 
 
 @dataclass(slots=True)

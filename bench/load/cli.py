@@ -63,6 +63,8 @@ def parsed(
     if args.workload != ALL:
         if WORKLOADS[args.workload].has_loop and (args.request_rate or args.concurrency):
             parser.error(f"{args.workload} has a loop of its own: no rate, no concurrency")
+        if recorded(args) is not None and (args.request_rate or args.concurrency):
+            parser.error("--record sends one session after the other: no rate, no concurrency")
         return [_settled(args)]
     if args.out is not None:
         parser.error("--out is for one workload; all write their own file")
@@ -74,11 +76,17 @@ def parsed(
 def _settled(args: argparse.Namespace) -> argparse.Namespace:
     """Complete the options with those that the workload decides."""
     workload = WORKLOADS[args.workload]
-    if args.temperature is None:
+    if args.temperature is None and recorded(args) is None:
         args.temperature = workload.temperature
     if workload.has_loop:
         args.request_rate = args.concurrency = None
     return args
+
+
+def recorded(args: argparse.Namespace) -> Path | None:
+    """Recorded sessions that are to be sent."""
+    found: Path | None = getattr(args, "record", None)
+    return found
 
 
 def _add_common(parser: Parser) -> None:
@@ -116,7 +124,11 @@ def _add_common(parser: Parser) -> None:
         metavar="N",
         help="number of requests before the measurement",
     )
-    add("--temperature", type=float, help="sampling temperature (0; of noisy-neighbour 1)")
+    add(
+        "--temperature",
+        type=float,
+        help="sampling temperature (0; of noisy-neighbour 1; of --record as recorded)",
+    )
     add(
         "--progress",
         action="store_true",

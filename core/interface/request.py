@@ -93,6 +93,7 @@ class Usage:
     loaded_tokens: int = 0  # of the cached ones: their KV came from a tier beyond the pool
     cache_write_tokens: int = 0  # of the prompt: it was the first to put their KV there
     spliced_tokens: int = 0  # of the prompt: they came as ids of earlier answers, not as text
+    normalized: tuple[str, ...] = ()  # names of what was changed in the prompt before it came here
     cache_loss: Eviction | None = None  # why the first missing page was evicted, if known
     completion_tokens: int = 0
     proposed_tokens: int = 0  # draft tokens that were verified

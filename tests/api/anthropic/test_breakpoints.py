@@ -109,7 +109,7 @@ def test_usage_adds_up_to_the_prompt(post, say, engine):
     assert usage["input_tokens"] == engine.requests[0].prompt_len - last
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", ["off", "safe"])
 def test_marks_that_were_met_before_are_not_rendered_again(serve, say, normalize):
     server = serve(normalize=normalize, token_history=False)
     rendered = []
@@ -125,7 +125,7 @@ def test_marks_that_were_met_before_are_not_rendered_again(serve, say, normalize
     for words in ("hello", "world"):
         talk.append({"role": "user", "content": [text(words, HERE)]})
         rendered.clear()
-        nonce = f"x-anthropic-billing-header: cch={words};\n" if normalize else ""
+        nonce = f"x-anthropic-billing-header: cch={words};\n" if normalize == "safe" else ""
         body = {"max_tokens": 9, "messages": talk, "system": [text(f"{nonce}Be good.", HERE)]}
         httpx.post(f"{server.url}/v1/messages", json=body).raise_for_status()
         talk.append({"role": "assistant", "content": "ok"})

@@ -186,11 +186,49 @@ def test_changed_tools_and_a_changed_system_text_are_told_apart() -> None:
     other = [{"type": "function", "function": {"name": "listen"}}]
     tools = scene.say("b", "You help.", "What is new?", tools=other, found=True)
     assert tools.first_difference is not None
-    assert (tools.cause, tools.first_difference.path) == ("changed", "tools")
+    assert (tools.cause, tools.first_difference.path) == ("tools_changed", "tools")
+    assert tools.rule is None
     system = scene.say("c", "You helped.", "What is new?", tools=other, found=True)
     assert system.first_difference is not None
     assert system.first_difference.path == "messages[0].content"
     assert system.first_difference.kind == "system"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "cause", "rule"),
+    [
+        ("Turn 7 of many.", "Turn 8 of many.", "volatile_line", None),
+        ("x-anthropic-billing-header: cch=a1;\nBe good.",
+         "x-anthropic-billing-header: cch=b2;\nBe good.", "volatile_line", "billing-header"),
+        ("Current time: 2026-11-21 13:34", "Current time: 2026-11-21 13:35",
+         "volatile_line", "time-of-day"),
+        ("Today is Monday.", "Today is Friday.", "changed", None),
+        ("Turn 7 of many.", "Turn 8 of few.", "changed", None),
+    ],
+)  # fmt: skip
+def test_a_line_that_changes_by_itself_has_a_cause_of_its_own(
+    before: str, now: str, cause: str, rule: str | None
+) -> None:
+    scene = Scene()
+    scene.say("a", before, "What is new?")
+    found = scene.say("b", now, "What is new?", "And what is old?", found=True)
+    assert (found.cause, found.rule) == (cause, rule)
+    assert found.body()["rule"] == rule
+
+
+def test_a_number_that_a_user_changes_is_a_change() -> None:
+    scene = Scene()
+    scene.say("a", "You help with it.", "Count from 7 to 10.", "Go on with it.")
+    found = scene.say("b", "You help with it.", "Count from 8 to 10.", "Go on.", found=True)
+    assert (found.cause, found.rule) == ("changed", None)
+
+
+def test_tools_in_another_order_are_named() -> None:
+    scene = Scene()
+    two = [*TOOLS, {"type": "function", "function": {"name": "listen"}}]
+    scene.say("a", "You help.", "What is new?", tools=two)
+    found = scene.say("b", "You help.", "What is new?", tools=two[::-1], found=True)
+    assert (found.cause, found.rule) == ("tools_changed", "tool-order")
 
 
 def test_the_most_similar_prompt_is_chosen_and_of_equals_the_latest() -> None:
@@ -209,7 +247,11 @@ def test_a_line_that_is_new_in_every_request_is_found_at_the_very_beginning() ->
     scene.say("a", "x1 " + rules, "Hello.", plain=False, tools=None)
     scene.log.find("a").tokens = b"\1\0\0\0" * 50  # nothing at all in common at the beginning
     found = scene.say("b", "x2 " + rules, "Hello.")
-    assert (found.cause, found.compared_with, found.reusable_tokens) == ("changed", "a", 0)
+    assert (found.cause, found.compared_with, found.reusable_tokens) == (
+        "volatile_line",
+        "a",
+        0,
+    )
     assert found.first_difference is not None
     assert found.first_difference.path == "messages[0].content"
 
@@ -342,10 +384,10 @@ def explanation(cause: str, **fields: object) -> Explanation:
     return Explanation(cause=cause, prompt_tokens=100, cached_tokens=16, **fields)
 
 
-def changed(kind: str) -> Explanation:
+def changed(kind: str, cause: str = "changed") -> Explanation:
     parts = [[Part("p", text, kind)] for text in ("old", "new")]
     return explanation(
-        "changed",
+        cause,
         compared_tokens=80,
         reusable_tokens=20,
         first_difference=first_difference(*parts),
@@ -373,6 +415,13 @@ def test_changes_in_the_words_of_both_apis(kind: str, openai: str, anthropic: st
     assert anthropic_diagnostics(changed(kind)) == {
         "cache_miss_reason": {"type": anthropic, "cache_missed_input_tokens": 64}
     }
+
+
+def test_the_finer_causes_are_changes_in_the_words_of_both_apis() -> None:
+    for kind, cause in (("tools", "tools_changed"), ("system", "volatile_line")):
+        found = changed(kind, cause)
+        assert openai_diagnostics(found)["reason"] == openai_diagnostics(changed(kind))["reason"]
+        assert anthropic_diagnostics(found) == anthropic_diagnostics(changed(kind))
 
 
 def test_hits_and_the_unknown_in_the_words_of_both_apis() -> None:

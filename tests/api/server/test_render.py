@@ -44,7 +44,7 @@ def rendered(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
     return found if path == TEXT else [found]
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", ["off", "all"])
 @pytest.mark.parametrize(("path", "body"), BODIES)
 def test_the_engine_is_given_the_rendered_ids(serve, engine, path, body, normalize):
     with httpx.Client(base_url=serve(normalize=normalize).url, timeout=20) as http:
