@@ -18,7 +18,7 @@ from ...core.ops.kv_pool import KVPool
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile, best_chain
 from ...draft.control.estimators import AcceptanceModel
-from ...draft.control.profiler import TriedProposer, profile_pass, profile_step
+from ...draft.control.profiler import TriedProposer, profile_draft, profile_pass, profile_step
 from ...draft.proposers.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
 from ...draft.sources.oracle import OracleSource
@@ -149,7 +149,7 @@ def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
     """
     pool = target.make_pool(NUM_TRIED_PAGES, page_size=TRIED_PAGE_SIZE)
     forward, _ = profile_pass(target, pool, TRIED_ROWS)
-    draft, _ = profile_pass(copy, pool, TRIED_ROWS[:1])
+    draft = profile_draft(copy, pool)
     return draft[1] / forward[1], best_chain(StepProfile(forward, draft), LIKELY)
 
 

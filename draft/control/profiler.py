@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol
 
 import torch
 
+from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import Segment
 from ...core.ops.device import make_stopwatch
 from ...core.ops.kv_pool import KVPool
+from ...core.sampling.logits_processors import SampleRow
+from ..proposers.tree_growth import NUM_BEST
 from .cost_model import StepProfile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -23,6 +26,7 @@ NEAR, FAR = 32, 1024  # tokens that the requests of a measurement have behind th
 DRAFTED = 8  # rows of a request with drafts
 SECONDS = 0.1  # for one measurement: slow models repeat less
 REPEATS = 6
+TRIED_SAMPLING = SamplingMetadata(params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1)
 
 
 class TriedProposer(Protocol):
@@ -41,7 +45,7 @@ def profile_step(
     forward, key_s = profile_pass(*target)
     if draft is None:
         return StepProfile(forward, {}, key_s)
-    by_draft = profile_pass(*draft)[0] if isinstance(draft, tuple) else profile_head(draft)
+    by_draft = profile_draft(*draft) if isinstance(draft, tuple) else profile_head(draft)
     return StepProfile(forward, by_draft, key_s)
 
 
@@ -66,6 +70,27 @@ def profile_head(head: TriedProposer) -> dict[int, float]:
     return best
 
 
+def profile_draft(decoder: Decoder, pool: KVPool) -> dict[int, float]:
+    """Seconds of a pass of a draft model by its rows, each one request's behind `NEAR` tokens.
+
+    With the choice of the tokens behind them, in one call where the backend has that.
+    """
+    longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
+    near = min(NEAR, longest)
+    batches = [[(near, 1)] * n for n in HEAD_REQUESTS]
+    passes, sampler = decoder.row_passes(pool), decoder.sampler
+
+    def compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
+        rows = [SampleRow(array("q", (0, 0)), TRIED_SAMPLING) for _ in segments]
+        if passes is not None:
+            passes.best(segments, rows, NUM_BEST)
+        else:
+            batch = decoder.batch(segments, page_size=pool.page_size)
+            sampler.best(decoder.forward(batch, pool).logits, rows, NUM_BEST)
+
+    return dict(zip(HEAD_REQUESTS, _measure(decoder, pool, batches, compute), strict=True))
+
+
 def profile_pass(
     decoder: Decoder, pool: KVPool, rows: Sequence[int] | None = None, *, patience: int = 1
 ) -> tuple[dict[int, float], float]:
@@ -84,7 +109,7 @@ def profile_pass(
     has_far = far > 4 * NEAR
     if has_far:
         batches += [[(far, 1)], [(far, DRAFTED)]]
-    seconds = _measure(decoder, pool, batches, patience)
+    seconds = _measure(decoder, pool, batches, _compute, patience)
     by_rows = dict(zip(requested, seconds, strict=False))
     if not has_far:
         return by_rows, 0.0
@@ -114,7 +139,11 @@ def _requests(decoder: Decoder, near: int, num_rows: int) -> list[tuple[int, int
 
 
 def _measure(
-    decoder: Decoder, pool: KVPool, batches: Sequence[Sequence[tuple[int, int]]], patience: int
+    decoder: Decoder,
+    pool: KVPool,
+    batches: Sequence[Sequence[tuple[int, int]]],
+    compute: Callable[[Decoder, KVPool, Sequence[Segment]], None],
+    patience: int = 1,
 ) -> list[float]:
     """Seconds of a pass of each batch, of requests by their (tokens behind, rows): the best of a
     few rounds, at least two where a pass is not slow itself, so that a slow spell of the machine
@@ -125,14 +154,14 @@ def _measure(
     _write_pages(pool, cases)
     watch = make_stopwatch(decoder.device)
     for segments in cases[:1] if decoder.device.type == "cpu" else cases:
-        _compute(decoder, pool, segments)  # a GPU compiles kernels when they are first called
+        compute(decoder, pool, segments)  # a GPU compiles kernels when they are first called
     best, spent = [float("inf")] * len(cases), [0.0] * len(cases)
     for turn in range(patience * REPEATS):
         for index, segments in enumerate(cases):
             if spent[index] > patience * SECONDS and (turn > 1 or min(best) > SECONDS):
                 continue
             watch.start()
-            _compute(decoder, pool, segments)
+            compute(decoder, pool, segments)
             watch.stop()
             seconds = watch.seconds()
             best[index], spent[index] = min(best[index], seconds), spent[index] + seconds

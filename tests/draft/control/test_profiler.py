@@ -14,6 +14,8 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.torch import experts
+from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.verifier import Best
 from foretoken.draft.control import profiler as profiler_module
 from foretoken.draft.control.cost_model import CostModel
 from foretoken.draft.control.profiler import profile_step
@@ -46,6 +48,27 @@ def test_without_a_draft_model_only_the_target_is_measured(pair) -> None:
     profile = profile_step((target, target.make_pool(50, page_size=4)), None)
     assert profile.forward
     assert not profile.draft
+
+
+def test_a_draft_pass_is_timed_as_drafts_compute_it(pair, monkeypatch) -> None:
+    """A row of each request and the choice of what follows it, in one call where there is one."""
+    target, draft = pair
+    pool = draft.make_pool(200, page_size=4)
+    timed: set[tuple[int, ...]] = set()
+
+    class OneCall:
+        def best(
+            self, segments: Sequence[Segment], rows: Sequence[SampleRow], num_best: int
+        ) -> list[Best]:
+            assert len(rows) == len(segments)
+            assert num_best > 1
+            timed.add(tuple(len(segment.token_ids) for segment in segments))
+            return []
+
+    monkeypatch.setattr(draft, "row_passes", lambda _: OneCall())
+    profile = profile_step((target, target.make_pool(200, page_size=4)), (draft, pool))
+    assert timed == {(1,) * num_rows for num_rows in profile.draft}
+    assert len(timed) > 3
 
 
 def test_pages_are_written_before_passes_read_them(pair, monkeypatch) -> None:
