@@ -71,6 +71,7 @@ class DraftSpeculator(Speculator):
         self._clock = clock
         self._states: dict[str, DraftState] = {}  # of requests that may draft
         self._decide_s = Mean()  # seconds of a decision
+        self._num_steps = 0  # observed
         self._proposer_use = _ProposerUse()  # in the step under way
         self._uses_proposer = proposer is not None and depth != "auto"
         self._node_worth = NodeWorth(PROPOSER_NODES, **PROPOSER_PRIORS)
@@ -144,7 +145,8 @@ class DraftSpeculator(Speculator):
         known = NO_DRAFT if tree is None else tree.chain(depth)
         is_sure = bool(known.survival) and known.survival[-1] >= SURE  # as what a grammar forces is
         plan = DraftPlan(known, max_draft=0 if self._proposer is None or is_sure else depth)
-        state.drafted(plan.num_rows, may_back_off=self._lost_proposer and self._overlaps)
+        may_back_off = self._lost_proposer and self._overlaps
+        state.drafted(plan.num_rows, step=self._num_steps, may_back_off=may_back_off)
         return plan if plan.num_rows else NO_DRAFT_PLAN
 
     def _look_up(self, state: DraftState, most: int) -> GuessTree | None:
@@ -238,7 +240,8 @@ class DraftSpeculator(Speculator):
             else:
                 plans.append(NO_DRAFT_PLAN)
             if not state.drafts_nothing(0):
-                state.drafted(plans[-1].num_rows, may_back_off=may_back_off)
+                rows = plans[-1].num_rows
+                state.drafted(rows, step=self._num_steps, may_back_off=may_back_off)
         return plans
 
     def _merged(
@@ -284,6 +287,7 @@ class DraftSpeculator(Speculator):
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Learn the cost of a step that took ``seconds``; drop a proposer that was given up."""
+        self._num_steps += 1
         if output.lost_proposer and self._proposer is not None:
             self._proposer, self._lost_proposer, self._uses_proposer = None, True, False
         decodes = [

@@ -97,10 +97,8 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     if models == [SELF] and config.verify == "rejection":
         message = "draft 'self' draws with the noise of --verify coupled, not of rejection"
         raise InvalidRequest(message, param="draft")
-    if models == [SELF] and config.quantize != "none":
-        message = (
-            f"draft 'self' rounds weights of 16 or 32 bits, not {config.quantize} (--quantize)"
-        )
+    if models == [SELF] and config.quantize == "int4":
+        message = "draft 'self' rounds weights of 8 bits or more, not int4 (--quantize)"
         raise InvalidRequest(message, param="draft")
     return DraftSpec(sources, models[0] if models else None)
 
@@ -135,7 +133,9 @@ def rough_copy(target: Decoder, spec: DraftSpec) -> Decoder | str:
                 "trained head"
             ) from None
     try:
-        copy = rough_decoder(target, least_bytes=LEAST_BYTES, memory_share=MEMORY_SHARE)
+        copy = rough_decoder(
+            target, least_item=2, least_bytes=LEAST_BYTES, memory_share=MEMORY_SHARE
+        )
     except NoRoughCopyError as reason:
         return str(reason)
     pass_s, gain = self_draft_price(target, copy)

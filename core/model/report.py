@@ -92,6 +92,9 @@ def _by_transformers(path: Path) -> ModelReport:
     )
 
 
+_ROUNDED = ("", "Q8_0")  # quantisations of files of which a rough copy can be made
+
+
 def _report(
     path: Literal["own", "transformers"],
     config: DecoderConfig,
@@ -104,7 +107,7 @@ def _report(
 ) -> ModelReport:
     item = getattr(torch, dtype)
     page = bytes_per_mixed_page(shapes, page_size=_PAGE, dtype=item) if shapes else None
-    has_rough_copy = path == "own" and not quantization
+    has_rough_copy = path == "own" and quantization in _ROUNDED
     return ModelReport(
         model_type=config.model_type,
         path=path,

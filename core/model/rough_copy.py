@@ -1,4 +1,4 @@
-"""A decoder in 4 bits beside the one of full precision: the model that drafts for itself.
+"""A decoder in 4 bits beside the one of 8 bits or more: the model that drafts for itself.
 
 Norms, biases, the embedding and routers are shared with the target. The copy of the matrices is
 made from the packed ones, some panels at a time, so nothing else exists twice.
@@ -30,12 +30,13 @@ class NoRoughCopyError(ModelLoadError):
 
 
 def rough_decoder(
-    target: Decoder, *, least_bytes: int = 0, memory_share: float = 1.0
+    target: Decoder, *, least_item: int = 1, least_bytes: int = 0, memory_share: float = 1.0
 ) -> OwnDecoder:
     """Copy a decoder with matrices of 4 bits, for drafts on the same pages.
 
-    Raises `NoRoughCopyError` where the target has no weights to round, they have less than
-    ``least_bytes``, or the copy would take more than ``memory_share`` of the free memory.
+    Raises `NoRoughCopyError` where the target has no weights to round, an item of them has fewer
+    bytes than ``least_item`` or all have less than ``least_bytes``, or the copy would take more
+    than ``memory_share`` of the free memory.
     """
     kind = target.config.model_type
     if not isinstance(target, OwnDecoder):
@@ -50,6 +51,11 @@ def rough_decoder(
             "computes"
         )
     matrices = [each.weight for each in rounded_matrices(target.weights)]
+    if min(each.itemsize for each in matrices) < least_item:
+        raise NoRoughCopyError(
+            "is made by itself for weights of 16 or 32 bits alone: beside fewer it pays where "
+            "nearly all that it drafts is accepted, and then 'self' must be named"
+        )
     num_bytes = sum(each.nbytes for each in matrices)
     if num_bytes < least_bytes:
         raise NoRoughCopyError(
@@ -69,7 +75,7 @@ def rough_decoder(
         copy = OwnDecoder(target.config, _copied(target.weights, ops.rough_copy), ops)
     except ValueError:
         raise NoRoughCopyError(
-            f"rounds weights of 16 or 32 bits, and those of {kind} are quantised already"
+            f"rounds weights of 8 bits or more, and some of {kind} have fewer already"
         ) from None
     size = sum(each.weight.nbytes for each in rounded_matrices(copy.weights))
     logger.info("draft 'self': a copy of the weights in 4 bits, %s", format_size(size))

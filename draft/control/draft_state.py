@@ -18,7 +18,7 @@ from .outcome import DraftOutcome
 
 NO_SURVIVAL: Survival = np.zeros(0)
 FRUITLESS = 2  # steps in a row in which nothing was worth a row, until back-off begins
-MAX_PAUSE = 8  # tokens of an answer for which nothing is looked up
+MAX_PERIOD = 8  # steps from one look-up to the next, at most; a power of two
 
 
 @dataclass(slots=True)
@@ -41,14 +41,19 @@ class DraftState:
         """Whether nothing would be looked up once it has ``num_new_tokens`` more tokens."""
         return len(self.request.tokens) + num_new_tokens < self.paused_until
 
-    def drafted(self, num_rows: int, *, may_back_off: bool) -> None:
-        """Note the rows drafted; after a few steps without any, look-ups pause ever longer."""
+    def drafted(self, num_rows: int, *, step: int, may_back_off: bool) -> None:
+        """Note the rows drafted; after a few steps without any, look-ups pause ever longer.
+
+        ``step``: the number of the step among all. Pauses of all requests end at multiples of
+        their lengths: so the steps in which something is looked up are few, and common to all.
+        """
         if num_rows:
             self.num_fruitless = 0
             return
         self.num_fruitless += 1
         if may_back_off and self.num_fruitless > FRUITLESS:
-            pause = min(MAX_PAUSE, 1 << (self.num_fruitless - FRUITLESS - 1))
+            period = min(MAX_PERIOD, 1 << (self.num_fruitless - FRUITLESS - 1))
+            pause = period - (step + 1) % period
             self.paused_until = len(self.request.tokens) + 1 + pause
 
     def look_up(

@@ -16,7 +16,7 @@ from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingPar
 from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.draft.control.controller import Allocation, Controller, StepCandidates
 from foretoken.draft.control.cost_model import CostCurve, CostModel, StepProfile
-from foretoken.draft.control.draft_state import FRUITLESS, MAX_PAUSE
+from foretoken.draft.control.draft_state import FRUITLESS, MAX_PERIOD
 from foretoken.draft.control.estimators import AcceptanceModel
 from foretoken.draft.sources.merge import common_len
 from foretoken.draft.sources.prediction import PredictionSource
@@ -593,9 +593,8 @@ def pattern(bench: Bench, request: Request, said: Sequence[int]) -> str:
     return "".join(letters)
 
 
-GROWING = (
-    "a" * FRUITLESS + "as" + "ass" + "assss" + "a" + "s" * MAX_PAUSE + "a" + "s" * MAX_PAUSE + "a"
-)
+LONGEST = "a" + "s" * (MAX_PERIOD - 1)
+GROWING = "a" * FRUITLESS + "as" + "as" + "as" + LONGEST + LONGEST + "a"  # from step 0 on
 
 
 def test_look_ups_that_find_nothing_back_off_where_steps_overlap() -> None:
@@ -622,15 +621,34 @@ def test_a_draft_ends_the_back_off() -> None:
     request = bench.request(TEXT)
     assert pattern(bench, request, NEWS[:9]) == GROWING[:9]
     source.token_ids = TEXT
-    assert pattern(bench, request, NEWS[9:14]) == "sssdd", "found when it is looked up again"
+    found = pattern(bench, request, NEWS[9:18])
+    assert found == "s" * (MAX_PERIOD - 1) + "dd", "found when it is looked up again"
     source.token_ids = ()
-    assert pattern(bench, request, NEWS[14:26]) == GROWING[:12]
+    assert pattern(bench, request, NEWS[18:30]) == "aaasasasssas"
+
+
+def test_the_pauses_of_requests_that_joined_at_other_times_end_together() -> None:
+    """Else some request is looked up in most steps, and each such step waits for its decision."""
+    bench = Bench(Says("nothing"), overlaps=True)
+    requests = [bench.request(TEXT)]
+    silent = ""
+    for index, token_id in enumerate(NEWS[:60]):
+        if index in (3, 5, 10):
+            requests.append(bench.request(TEXT))
+        silent += "s" if bench.speculator.drafts_nothing(requests) else "a"
+        bench.plan(*requests)
+        no_pages = array("q")
+        plan = StepPlan(requests=(), newly_allocated_pages=no_pages)
+        bench.speculator.observe_step(plan, StepOutput(requests=()), 1.0)
+        for request in requests:
+            request.tokens.append(token_id)
+    assert 2 * LONGEST + "a" in silent
 
 
 def test_a_request_that_joins_ends_the_silence_of_all() -> None:
     bench = Bench(Says("nothing"), overlaps=True)
     request = bench.request(TEXT)
-    bench_steps = GROWING.index("assss") + 1
+    bench_steps = GROWING.index(LONGEST) + 1
     pattern(bench, request, NEWS[:bench_steps])
     assert bench.speculator.drafts_nothing([request])
     newcomer = bench.request(TEXT)
@@ -652,7 +670,7 @@ def test_a_step_is_silent_where_all_of_its_requests_are() -> None:
 def test_silence_is_counted_in_tokens_so_it_is_known_ahead() -> None:
     bench = Bench(Says("nothing"), overlaps=True)
     request = bench.request(TEXT)
-    pattern(bench, request, NEWS[: GROWING.index("assss") + 1])
+    pattern(bench, request, NEWS[: GROWING.index(LONGEST) + MAX_PERIOD - 4])
     assert [bench.speculator.drafts_nothing([request], num_new_tokens=n) for n in range(6)] == [
         True
     ] * 4 + [False] * 2
@@ -700,10 +718,10 @@ def test_look_ups_that_a_lost_proposer_leaves_alone_back_off_where_steps_overlap
 ) -> None:
     bench = Bench(source := Says("nothing"), depth=4, proposer=MODEL, overlaps=overlaps)
     request = bench.request(TEXT)
-    assert pattern(bench, request, NEWS[:9]) == "d" * 9
-    lose_proposer(bench)
+    assert pattern(bench, request, NEWS[:14]) == "d" * 14
+    lose_proposer(bench)  # two steps
     before = source.num_asked
-    assert pattern(bench, request, NEWS[9 : 9 + len(expected)]) == expected
+    assert pattern(bench, request, NEWS[14 : 14 + len(expected)]) == expected
     assert source.num_asked == before + expected.count("a")
     source.token_ids = TEXT
     assert "d" in pattern(bench, request, NEWS[100:110])

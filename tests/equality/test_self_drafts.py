@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken import LLM
+from foretoken import LLM, SamplingParams
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.model.rough_copy import rough_decoder
 from support.draft_trees import TreeDepth
@@ -71,12 +71,23 @@ def test_models_that_cannot_draft_for_themselves_are_refused_by_reason(tmp_path)
     folder = write_pair(tmp_path, vocab_size=256)[0]
     for options, error, reason in (
         ({"backend": "torch"}, ModelLoadError, "needs the native kernels"),
-        ({"quantize": "int8"}, InvalidRequest, "rounds weights of 16 or 32 bits"),
+        ({"quantize": "int4"}, InvalidRequest, "rounds weights of 8 bits or more"),
         ({"model_impl": "transformers"}, ModelLoadError, "computed by transformers"),
         ({"verify": "rejection", "speculation": 2}, InvalidRequest, "of rejection"),
     ):
         with pytest.raises(error, match=reason):
             LLM(folder, draft="self", device="cpu", **options)  # type: ignore[arg-type]
+
+
+def test_a_model_of_8_bits_drafts_for_itself_where_it_is_named(tmp_path) -> None:
+    folder = write_pair(tmp_path, vocab_size=256)[0]
+    greedy = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    with LLM(folder, draft="none", device="cpu", quantize="int8") as plain:
+        expected = plain.generate([5, 9, 2], greedy)
+    with LLM(folder, draft="self", speculation=3, device="cpu", quantize="int8") as drafting:
+        found = drafting.generate([5, 9, 2], greedy)
+    assert found.token_ids == expected.token_ids
+    assert found.usage.accepted_by_source["self"] > 0
 
 
 def test_a_copy_shares_what_is_small_and_is_a_third_of_the_rest(house: House) -> None:

@@ -76,7 +76,7 @@ void ft_linear_ahead(const ft_linear_weight *next);
 int ft_linear_many(const ft_linear_weight *const *weights, const int64_t *firsts, int64_t count,
                    const void *x, int x_dtype, void *y, int y_dtype);
 
-/* `out`: the values of an INT4_MIN weight made from one of full precision, of any of its kinds. */
+/* `out`: the values of an INT4_MIN weight made from one of 8 bits or more, of any of their kinds. */
 FT_EXPORT void ft_rough_copy(const ft_linear_weight *weight, void *out);
 
 #endif

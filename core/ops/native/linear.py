@@ -31,6 +31,11 @@ _QUANTIZED_KINDS: dict[WeightKind, int] = {
     "int8": 2, "int4": 3, "int4_min": 4, "int8_group": 5, "int4_zero": 7, "int4_k": 8,
     "int5_k": 9, "int6_k": 10, "iq4_nl": 11, "mxfp4": 12, "iq4_xs": 13,
 }  # fmt: skip
+_ROUNDED_KINDS = (
+    *_KINDS.values(),
+    _WIDE_KIND,
+    *(_QUANTIZED_KINDS[k] for k in ("int8", "int8_group")),
+)
 _OFFSETS: dict[WeightKind, int] = {
     "int8_group": 128,
     "int4": 8,
@@ -104,11 +109,10 @@ def pack_linear(
 def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
     """The same weight in 4 bits, for activations of 8 bits: for drafts, which need not be exact.
 
-    Takes float32 and bfloat16 weights; the bias is shared. Raises ValueError for others.
+    Takes weights of 8 bits or more; the bias is shared. Raises ValueError for others.
     """
-    plain = packed.struct.kind in (*_KINDS.values(), _WIDE_KIND)
-    if not plain:
-        raise ValueError("a weight that is quantised already has no rough copy")
+    if packed.struct.kind not in _ROUNDED_KINDS:
+        raise ValueError("a weight of fewer than 8 bits has no rough copy")
     num_groups = -(-packed.in_features // GROUP)
     shape = (len(packed.weight), num_groups, 2 * library.lanes * (GROUP // 2 + 4))
     values = _ARENA.empty_like(torch.empty(shape, dtype=torch.uint8, device="meta"))

@@ -85,7 +85,7 @@ class NativeOps:
         return pack_linear(self.library, weight, bias, quantize, products=self.products)
 
     def rough_copy(self, weight: PackedLinear) -> PackedLinear:
-        """The weight in 4 bits. Raises ValueError where it is quantised already."""
+        """The weight in 4 bits. Raises ValueError where it has fewer than 8."""
         assert isinstance(weight, NativeLinear)
         return rough_copy(self.library, weight)
 

@@ -1,4 +1,4 @@
-/* A weight in 4 bits beside the one of full precision, for drafts, which need not be exact.
+/* A weight in 4 bits beside the one of 8 bits or more, for drafts, which need not be exact.
  *
  * Each group of a row gets 16 levels from its least to its greatest weight. Scale and minimum are
  * rounded to float16 before the values, which make up for that. Narrower ranges of less error were
@@ -11,6 +11,7 @@ enum {
     PANEL = 2 * FT_LANES, /* outputs that lie side by side */
     VALUE_BYTES = FT_GROUP / 2 * PANEL,
     GROUP_BYTES = VALUE_BYTES + 2 * PANEL * (int)sizeof(uint16_t),
+    INT8_GROUP_BYTES = FT_GROUP * PANEL + PANEL * (int)sizeof(uint16_t),
 };
 
 typedef struct {
@@ -35,9 +36,31 @@ static uint16_t to_fp16(float value) {
     return (uint16_t)(sign | (((bits + 0xfffu + (bits >> 13 & 1u)) >> 13) - (112u << 10)));
 }
 
-/* Columns [first, first + FT_GROUP) of a panel, zeros behind the last. */
+static int64_t panel_bytes(const ft_linear_weight *weight) {
+    const int64_t in = weight->in_features;
+    switch (weight->kind) {
+    case FT_LINEAR_FLOAT32: return in * PANEL * (int64_t)sizeof(float);
+    case FT_LINEAR_INT8: return ft_ceil_div(in, 4) * 4 * PANEL;
+    case FT_LINEAR_INT8_GROUP: return ft_ceil_div(in, FT_GROUP) * INT8_GROUP_BYTES;
+    default: return ft_ceil_div(in, 2) * PANEL * 4;
+    }
+}
+
+/* A column of quads of bytes: of each output (byte - 128) times its scale. */
+static void read_bytes(const char *quads, int64_t column, const float *scales, float *out) {
+    const uint8_t *quad = (const uint8_t *)quads + column / 4 * 4 * PANEL + column % 4;
+    for (int n = 0; n < PANEL; n++) out[n] = (float)((int)quad[4 * n] - 128) * scales[n];
+}
+
+/* Columns [first, first + FT_GROUP) of a panel, zeros behind the last. `scales`: of an int8 panel. */
 static void read_group(const ft_linear_weight *weight, const char *panel, int64_t first,
-                       float columns[FT_GROUP][PANEL]) {
+                       const float *scales, float columns[FT_GROUP][PANEL]) {
+    const char *group = panel + first / FT_GROUP * INT8_GROUP_BYTES; /* of the grouped kind */
+    float of_group[PANEL];
+    if (weight->kind == FT_LINEAR_INT8_GROUP)
+        for (int n = 0; n < PANEL; n += FT_LANES)
+            vf_store(of_group + n,
+                     vf_load_fp16((const uint16_t *)(group + FT_GROUP * PANEL) + n));
     for (int k = 0; k < FT_GROUP; k++) {
         const int64_t column = first + k;
         float *out = columns[k];
@@ -45,6 +68,10 @@ static void read_group(const ft_linear_weight *weight, const char *panel, int64_
             memset(out, 0, PANEL * sizeof(float));
         } else if (weight->kind == FT_LINEAR_FLOAT32) {
             memcpy(out, panel + column * PANEL * (int64_t)sizeof(float), PANEL * sizeof(float));
+        } else if (weight->kind == FT_LINEAR_INT8) {
+            read_bytes(panel, column, scales, out);
+        } else if (weight->kind == FT_LINEAR_INT8_GROUP) {
+            read_bytes(group, k, of_group, out);
         } else {
             const char *pairs = panel + column / 2 * PANEL * 4;
             for (int n = 0; n < PANEL; n += FT_LANES) {
@@ -106,14 +133,12 @@ static void copy_panels(void *context, int64_t begin, int64_t end) {
     const copy_job *job = context;
     const ft_linear_weight *weight = job->weight;
     const int64_t groups = ft_ceil_div(weight->in_features, FT_GROUP);
-    const int64_t panel_bytes = weight->kind == FT_LINEAR_FLOAT32
-                                    ? (int64_t)weight->in_features * PANEL * 4
-                                    : ft_ceil_div(weight->in_features, 2) * PANEL * 4;
     float columns[FT_GROUP][PANEL];
     for (int64_t panel = begin; panel < end; panel++)
         for (int64_t group = 0; group < groups; group++) {
-            read_group(weight, (const char *)weight->weight + panel * panel_bytes,
-                       group * FT_GROUP, columns);
+            read_group(weight, (const char *)weight->weight + panel * panel_bytes(weight),
+                       group * FT_GROUP, weight->scale ? weight->scale + panel * PANEL : NULL,
+                       columns);
             round_group(columns, job->out + (panel * groups + group) * GROUP_BYTES);
         }
 }

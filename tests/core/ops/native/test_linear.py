@@ -272,6 +272,22 @@ def test_a_rough_copy_has_the_bytes_of_a_quantised_weight(library, dtype, size):
     assert torch.equal(copy.weight.flatten(), expected.weight.flatten())
 
 
+@pytest.mark.parametrize("kind", ["int8", "int8_group"])
+@pytest.mark.parametrize("shape", [(130, 97), (64, 256)], ids=str)
+def test_so_has_that_of_a_weight_of_8_bits(library, kind, shape):
+    if kind == "int8":
+        weight = quantize_weight(rows(*shape, torch.float32), "int8")
+    else:
+        num_groups = -(-shape[1] // 32)
+        generator = torch.Generator().manual_seed(3)
+        values = torch.randint(-128, 128, (shape[0], 32 * num_groups), generator=generator)
+        scale = torch.rand((shape[0], num_groups), generator=generator)
+        weight = QuantizedWeight("int8_group", values.to(torch.int8), scale.half())
+    copy = rough_copy(library, pack_linear(library, weight, None))
+    expected = pack_linear(library, in_four_bits(weight.dequantize()), None)
+    assert torch.equal(copy.weight.flatten(), expected.weight.flatten())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_rough_copy_is_the_weight_in_four_bits(library, shape, dtype):
@@ -298,14 +314,14 @@ def test_rows_of_a_rough_copy_have_the_same_bits_alone_and_in_any_batch(library,
         assert torch.equal(linear(library, x[-count:], copy, torch.float32), together[-count:])
 
 
-def test_a_rough_copy_errs_little_and_only_for_plain_weights(library):
+def test_a_rough_copy_errs_little_and_is_of_8_bits_or_more(library):
     weight, bias, packed = make(library, (700, 96), ("none", torch.bfloat16, 0.0))
     x = rows(9, 96, torch.bfloat16)
     expected = x.double() @ weight.double().T + bias.double()
     found = linear(library, x, rough_copy(library, packed), torch.float32)
     assert 0.02 < (found - expected).norm() / expected.norm() < 0.1
-    with pytest.raises(ValueError, match="quantised already"):
-        rough_copy(library, pack_linear(library, weight, None, "int8"))
+    with pytest.raises(ValueError, match="fewer than 8 bits"):
+        rough_copy(library, pack_linear(library, weight, None, "int4"))
 
 
 @pytest.mark.parametrize("kind", ["iq4_nl", "iq4_xs", "mxfp4"])
