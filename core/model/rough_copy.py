@@ -53,8 +53,7 @@ def rough_decoder(
     matrices = [each.weight for each in rounded_matrices(target.weights)]
     if min(each.itemsize for each in matrices) < least_item:
         raise NoRoughCopyError(
-            "is made by itself for weights of 16 or 32 bits alone: beside fewer it pays where "
-            "nearly all that it drafts is accepted, and then 'self' must be named"
+            "pays seldom for weights of fewer than 16 bits: --draft self tries it nevertheless"
         )
     num_bytes = sum(each.nbytes for each in matrices)
     if num_bytes < least_bytes:
