@@ -77,7 +77,7 @@ def _by_transformers(path: Path) -> ModelReport:
     from .fallback.transformers_loader import read_text_model
 
     file_format, size = weight_files(path)
-    source = read_text_model(path)
+    source = read_text_model(path, has_weights=file_format != "no weights")
     shapes = kv_shapes(source.probed.sites) if source.probed else []
     config = source.config
     return _report(
