@@ -73,7 +73,7 @@ def _report(config: dict[str, object]) -> ModelReport:
 
 
 def _known_row(name: str, report: ModelReport) -> str:
-    if report.problem is not None:
+    if report.path is None:
         return f"| {name} | refused | | | | | |"
     kv = report.kv_bytes_per_token
     assert kv is not None

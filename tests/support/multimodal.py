@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from support.tiny_models import VOCAB, tiny_config
 
-SPECIAL = VOCAB - 1  # stands for images and sounds; no text has it
+SPECIAL = VOCAB - 1  # stands for images and sounds, and is in no text
 _TOWERS = {
     "depth": 1,
     "embed_dim": 32,
@@ -52,7 +52,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", {"rope_parameters": _MROPE}),
     "qwen3_omni_moe_thinker": (
         "Qwen3OmniMoeThinkerForConditionalGeneration",
-        {"rope_parameters": _MROPE | {"mrope_interleaved": True}, "norm_topk_prob": True},
+        {"rope_parameters": _MROPE | {"mrope_interleaved": True}, "sliding_window": None},
     ),
     "qwen3_vl": (
         "Qwen3VLForConditionalGeneration",
@@ -60,7 +60,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_vl_moe": (
         "Qwen3VLMoeForConditionalGeneration",
-        {"rope_parameters": _MROPE | {"mrope_interleaved": True}},
+        {"rope_parameters": _MROPE | {"mrope_interleaved": True}, "sliding_window": None},
     ),
     "smolvlm": ("SmolVLMForConditionalGeneration", {}),
 }
