@@ -138,8 +138,10 @@ def _is_embedding(checkpoint: SafetensorsCheckpoint) -> bool:
     shapes = checkpoint.shapes
     if shapes.get(EMBEDDING) != shapes[LM_HEAD]:
         return False
-    both = checkpoint.read(EMBEDDING), checkpoint.read(LM_HEAD)
-    return all(isinstance(each, Tensor) for each in both) and torch.equal(*both)
+    table, head = checkpoint.read(EMBEDDING), checkpoint.read(LM_HEAD)
+    if not isinstance(table, Tensor) or not isinstance(head, Tensor):
+        return False
+    return table.dtype == head.dtype and torch.equal(table, head)
 
 
 def _as_stacked(
