@@ -11,11 +11,15 @@ import importlib.metadata
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...core.config import format_size
 from ...core.errors import ModelLoadError
 from ...core.model.formats.files import gguf_file
 from ..types.sampling_params import SamplingDefaults
+
+if TYPE_CHECKING:
+    from ...core.model.report import ModelReport
 
 BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin"
 BUILTIN_NAME = "foretoken-builtin"
@@ -195,7 +199,10 @@ def _rough_copy(num_bytes: int | None) -> str:
 
 
 def check_model(model: str) -> int:
-    """``foretoken models check MODEL``: print its type, memory and path; 1 if it is refused."""
+    """``foretoken models check MODEL``: print its type, memory and path; 1 if it is refused.
+
+    Where only the weights are missing, both are printed: what the config implies, and the reason.
+    """
     from ...core.model.report import inspect_model
 
     try:
@@ -203,9 +210,15 @@ def check_model(model: str) -> int:
     except ModelLoadError as error:
         print(f"refused   {error}")
         return 1
-    if report.problem is not None or report.path is None:
+    if report.path is not None:
+        print(_described(report, _PATHS[report.path]))
+    if report.problem is not None:
         print(f"refused   {report.problem}")
         return 1
+    return 0
+
+
+def _described(report: ModelReport, path: str) -> str:
     kv = report.kv_bytes_per_token
     room = "known when it is loaded"
     if kv is not None:
@@ -216,12 +229,11 @@ def check_model(model: str) -> int:
             f"{format_size(report.weight_bytes)}, {report.file_format}, {report.quantization};"
             f" at most {format_size(report.most_bytes)} in memory, computed in {report.dtype}"
         )
-    print(
+    return (
         f"model     {report.model_type}, {report.num_parameters / 1e9:.2f} billion parameters"
-        f"\npath      {_PATHS[report.path]}"
+        f"\npath      {path}"
         f"\nweights   {weights}"
         f"\nself-draft {_rough_copy(report.rough_copy_bytes)}"
         f"\nKV        {room}"
         f"\ncontext   {report.max_model_len:,} tokens"
     )
-    return 0

@@ -29,7 +29,8 @@ class ExpertNames(NamedTuple):
 
     ``expert`` is the prefix of one, by its number. ``stacked``: all experts are in one tensor of
     each kind: "gpt-oss" transposed, with biases, a row of the gate before each of the factor;
-    "rows" the rows of the gate, then those of the factor. ``factors``: of the output of each.
+    "rows" the rows of the gate, then those of the factor; "columns" these transposed. ``factors``:
+    of the output of each.
     """
 
     router: str = "mlp.gate"
@@ -38,7 +39,7 @@ class ExpertNames(NamedTuple):
     choice_bias: str | None = None
     shared: str = "mlp.shared_experts."
     shared_gate: str | None = None
-    stacked: Literal["none", "gpt-oss", "rows"] = "none"
+    stacked: Literal["none", "gpt-oss", "rows", "columns"] = "none"
     factors: str | None = None
 
 

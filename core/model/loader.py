@@ -139,7 +139,7 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
     # Not at the top: transformers takes a second to import.
     from .fallback.transformers_loader import load_text_model, read_text_model
 
-    source = read_text_model(path)
+    source = read_text_model(path, has_weights=options.load_format != "random")
     chosen = _choose_dtype(options.dtype, source.config.dtype, options.device)
     # Triton's samplers choose tokens on the device, which this path does not wait for.
     if options.device.type != "cpu":
@@ -152,7 +152,6 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
         plain,
         dtype=chosen,
         device=options.device,
-        is_random=options.load_format == "random",
         on_read=options.on_read,
     )
     bits = "the same bits in any batch" if decoder.exact else "bits that depend on the batch"
@@ -423,12 +422,13 @@ class _Assembly:
 
         gpt-oss stores each matrix transposed, with rows of gate and factor in turn.
         """
-        at, is_turned = prefix + spec.names.expert, spec.names.stacked == "gpt-oss"
+        at, stacked = prefix + spec.names.expert, spec.names.stacked
+        is_turned = stacked in ("gpt-oss", "columns")
         first, second = (
             self._stack(at + name, spec.count, is_turned=is_turned)
             for name in ("gate_up_proj", "down_proj")
         )
-        if not is_turned:
+        if stacked != "gpt-oss":
             pack = self._ops.pack_linear
             pairs = zip(first, second, strict=True)
             return tuple(MlpWeights(pack(a), pack(b), spec.activation) for a, b in pairs)

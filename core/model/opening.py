@@ -6,22 +6,35 @@ knows the other: this module joins them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..errors import ModelLoadError
-from .config import DecoderConfig
+from .config import DecoderConfig, ExpertsSpec
 from .families.registry import MODEL_FAMILIES, parse_config
 from .fields import Fields, UnsupportedConfig, read_json
 from .formats.checkpoint import Checkpoint, check_tensors
 from .formats.files import gguf_file
 from .formats.gguf import GgufFile
-from .formats.nested import is_nested
+from .formats.nested import base_names, is_base, text_names
 from .formats.safetensors import SafetensorsCheckpoint
-from .shapes import ignored, tensor_shapes
+from .shapes import (
+    EMBEDDING,
+    LM_HEAD,
+    Shape,
+    ignored,
+    layer_prefix,
+    stacked_shapes,
+    tensor_shapes,
+)
 
-_OUTER = ("quantization_config", "dtype", "torch_dtype", "eos_token_id")  # may be outside
+# Fields of a multimodal config that its text model's may leave out.
+_OUTER = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "is_encoder_decoder")
 
 
 class OpenedModel(NamedTuple):
@@ -34,8 +47,9 @@ class OpenedModel(NamedTuple):
 def open_model(path: str | Path) -> OpenedModel:
     """Open a folder in Hugging Face layout, a GGUF file, or a folder with one.
 
-    Reads headers alone. Raises `ModelLoadError` for files that are missing, damaged or not
-    supported, `UnsupportedConfig` for a model that this engine's own decoder does not compute.
+    Reads headers alone, but for an output matrix beside an embedding that is said to stand for it.
+    Raises `ModelLoadError` for files that are missing, damaged or not supported,
+    `UnsupportedConfig` for a model that this engine's own decoder does not compute.
     """
     file = gguf_file(Path(path))
     checkpoint: Checkpoint
@@ -44,13 +58,9 @@ def open_model(path: str | Path) -> OpenedModel:
         config = _gguf_config(checkpoint)
     else:
         config = _folder_config(Path(path))
-        checkpoint = SafetensorsCheckpoint(Path(path), is_nested=config.is_nested)
-    try:
-        check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
-    except ModelLoadError as error:
-        if config.is_nested:  # transformers may know where its tensors are
-            raise UnsupportedConfig(str(error)) from None
-        raise
+        folder = SafetensorsCheckpoint(Path(path), text_names if config.is_nested else base_names)
+        checkpoint, config = folder, _as_stored(config, folder)
+    check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
     return OpenedModel(config, checkpoint)
 
 
@@ -71,10 +81,8 @@ def _folder_config(folder: Path) -> DecoderConfig:
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is not a folder")
     fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
-    if is_nested(fields) and fields.values.get("model_type") not in MODEL_FAMILIES:
-        config = replace(parse_config(_text_fields(folder, fields)), is_nested=True)
-    else:
-        config = parse_config(fields)
+    is_plain = fields.text("model_type") in MODEL_FAMILIES
+    config = parse_config(fields) if is_plain else _text_config(folder, fields)
     generation = folder / "generation_config.json"
     if not generation.exists():
         return config
@@ -83,8 +91,8 @@ def _folder_config(folder: Path) -> DecoderConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
-def _text_fields(folder: Path, fields: Fields) -> Fields:
-    """The text model's fields, with the defaults of its class, which such files leave out.
+def _text_config(folder: Path, fields: Fields) -> DecoderConfig:
+    """The config of the text model, with the defaults of its class, which the file may leave out.
 
     Raises `UnsupportedConfig` where transformers does not know the model.
     """
@@ -93,10 +101,56 @@ def _text_fields(folder: Path, fields: Fields) -> Fields:
     try:
         text = read_text_config(folder)
     except ModelLoadError as error:
-        raise fields.unsupported("text_config", f"is not supported: {error}") from None
-    values = {name: value for name, value in text.items() if value is not None}
-    tied = values.get("tie_word_embeddings", False)
-    if fields.flag("tie_word_embeddings", tied) != tied:
-        raise fields.unsupported("tie_word_embeddings", "is another outside of text_config")
-    outer = {name: fields.values[name] for name in _OUTER if fields.has(name)}
-    return Fields(outer | values, f"{fields.where}: text_config")
+        raise UnsupportedConfig(str(error)) from None
+    if text["model_type"] == fields.values["model_type"]:
+        return parse_config(Fields(_given(text), fields.where))
+    outer = _given({name: fields.values.get(name) for name in _OUTER})
+    text.pop("is_encoder_decoder", None)
+    return replace(
+        parse_config(Fields(outer | _given(text), f"{fields.where}: text_config")), is_nested=True
+    )
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _as_stored(config: DecoderConfig, checkpoint: SafetensorsCheckpoint) -> DecoderConfig:
+    """The config with what the files decide: the output matrix, and the layout of experts.
+
+    Without an output matrix the embedding is one, if the config says so or the class that was saved
+    has none.
+    """
+    shapes = checkpoint.shapes
+    if LM_HEAD in shapes:
+        is_tied = config.tie_embeddings and _is_embedding(checkpoint)
+    else:
+        is_tied = config.tie_embeddings or is_base(checkpoint.files.shapes)
+    layers = tuple(
+        replace(layer, experts=_as_stacked(layer.experts, layer_prefix(index), config, shapes))
+        for index, layer in enumerate(config.layers)
+    )
+    return replace(config, tie_embeddings=is_tied, layers=layers)
+
+
+def _is_embedding(checkpoint: SafetensorsCheckpoint) -> bool:
+    """Whether the stored output matrix has the values of the embedding."""
+    shapes = checkpoint.shapes
+    if shapes.get(EMBEDDING) != shapes[LM_HEAD]:
+        return False
+    table, head = checkpoint.read(EMBEDDING), checkpoint.read(LM_HEAD)
+    if not isinstance(table, Tensor) or not isinstance(head, Tensor):
+        return False
+    return table.dtype == head.dtype and torch.equal(table, head)
+
+
+def _as_stacked(
+    spec: ExpertsSpec | None, prefix: str, config: DecoderConfig, shapes: Mapping[str, Shape]
+) -> ExpertsSpec | None:
+    """The experts of a layer; Qwen3-VL's are stacked transposed or not, and no field says it."""
+    if spec is None or spec.names.stacked != "rows":
+        return spec
+    turned = replace(spec, names=spec.names._replace(stacked="columns"))
+    expected = stacked_shapes(config.hidden_size, turned)
+    is_turned = all(shapes.get(prefix + name) == shape for name, shape in expected.items())
+    return turned if is_turned else spec

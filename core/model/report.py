@@ -16,6 +16,7 @@ from .fields import Fields, UnsupportedConfig, read_json
 from .formats.files import gguf_file
 from .formats.gguf import GgufFile
 from .formats.quantized import read_scheme
+from .formats.safetensors import TensorFiles
 from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rough_copy import ROUGH_BYTES
@@ -27,7 +28,9 @@ _PAGE = 16  # tokens; the pages of the CPU, which only the rounding of mixed pag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """``problem``: why the model is refused, and what to do instead; None: it is served."""
+    """``problem``: why the model is refused, and what to do instead; None: it is served. Where only
+    its weights are missing, the rest is what its config implies; else only ``problem`` is set.
+    """
 
     model_type: str = ""
     path: Literal["own", "transformers"] | None = None
@@ -68,7 +71,7 @@ def _own(path: Path) -> ModelReport:
     shapes = tensor_shapes(config)
     count = sum(math.prod(shape) for shape in shapes.values())
     kv = PageLayout.of(config).shapes
-    return _report("own", config, count, kv, file_format, size, dtype, _quantization(path))
+    return _report(path, "own", config, count, kv, file_format, size, dtype)
 
 
 def _by_transformers(path: Path) -> ModelReport:
@@ -77,25 +80,18 @@ def _by_transformers(path: Path) -> ModelReport:
     from .fallback.transformers_loader import read_text_model
 
     file_format, size = weight_files(path)
-    source = read_text_model(path)
+    source = read_text_model(path, has_weights=file_format != "no weights")
     shapes = kv_shapes(source.probed.sites) if source.probed else []
     config = source.config
-    return _report(
-        "transformers",
-        config,
-        source.num_parameters,
-        shapes,
-        file_format,
-        size,
-        config.dtype,
-        _quantization(path),
-    )
+    count = source.num_parameters
+    return _report(path, "transformers", config, count, shapes, file_format, size, config.dtype)
 
 
 _ROUNDED = ("", "Q8_0")  # quantisations of files of which a rough copy can be made
 
 
 def _report(
+    folder: Path,
     path: Literal["own", "transformers"],
     config: DecoderConfig,
     num_parameters: int,
@@ -103,9 +99,8 @@ def _report(
     file_format: Format,
     size: int,
     dtype: str,
-    quantization: str,
 ) -> ModelReport:
-    item = getattr(torch, dtype)
+    item, quantization = getattr(torch, dtype), _quantization(folder)
     page = bytes_per_mixed_page(shapes, page_size=_PAGE, dtype=item) if shapes else None
     has_rough_copy = path == "own" and quantization in _ROUNDED
     return ModelReport(
@@ -120,6 +115,7 @@ def _report(
         kv_bytes_per_token=None if page is None else page // _PAGE,
         rough_copy_bytes=int(ROUGH_BYTES * num_parameters) if has_rough_copy else None,
         max_model_len=config.max_model_len,
+        problem=_missing(folder) if file_format == "no weights" else None,
     )
 
 
@@ -131,6 +127,15 @@ def weight_files(path: Path) -> tuple[Format, int]:
     files = list(path.glob("*.safetensors"))
     size = sum(each.stat().st_size for each in files)
     return ("safetensors", size) if files else ("no weights", 0)
+
+
+def _missing(folder: Path) -> str | None:
+    """Why the weights of a folder cannot be opened."""
+    try:
+        TensorFiles(folder)
+    except ModelLoadError as error:
+        return str(error)
+    return None
 
 
 def _quantization(path: Path) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from .config import LLAMA_MLP, DecoderConfig, ExpertsSpec, MlpNames
 
-Shapes = dict[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -29,8 +30,8 @@ def layer_prefix(layer: int) -> str:
 def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
     """Tensors that a checkpoint may hold and nothing reads.
 
-    Some tied checkpoints store the output matrix as well; the embedding stands for both. Layers
-    behind the last predict further tokens (MTP). Layers that read the keys of others may come with
+    Some tied checkpoints store the embedding as the output matrix, too. Layers behind the last
+    predict further tokens (MTP). Layers that read the keys of others may come with
     matrices of keys.
     """
     unread = tuple(
@@ -124,7 +125,7 @@ def _expert_shapes(config: DecoderConfig, spec: ExpertsSpec) -> Shapes:
         shapes |= {f"{name}.weight": (hidden,) for name in norms}
         shapes[spec.beside.router_norm] = (hidden,)
     if names.stacked != "none":
-        return shapes | _stacked_shapes(hidden, spec)
+        return shapes | stacked_shapes(hidden, spec)
     for number in range(spec.count):
         shapes |= _gated(names.expert.format(number), names.mlp, hidden, spec.width)
     if spec.shared_width:
@@ -142,17 +143,22 @@ def _gated(prefix: str, names: MlpNames, hidden: int, width: int) -> Shapes:
     }
 
 
-def _stacked_shapes(hidden: int, spec: ExpertsSpec) -> Shapes:
+def stacked_shapes(hidden: int, spec: ExpertsSpec) -> Shapes:
+    """Experts in one tensor of each kind, by their names behind the layer's prefix."""
     prefix, count, width = spec.names.expert, spec.count, spec.width
     if spec.names.stacked == "rows":
         return {
             f"{prefix}gate_up_proj": (count, 2 * width, hidden),
             f"{prefix}down_proj": (count, hidden, width),
         }
-    return {
+    turned: Shapes = {
         f"{prefix}gate_up_proj": (count, hidden, 2 * width),
-        f"{prefix}gate_up_proj_bias": (count, 2 * width),
         f"{prefix}down_proj": (count, width, hidden),
+    }
+    if spec.names.stacked == "columns":
+        return turned
+    return turned | {
+        f"{prefix}gate_up_proj_bias": (count, 2 * width),
         f"{prefix}down_proj_bias": (count, hidden),
     }
 

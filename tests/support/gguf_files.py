@@ -106,7 +106,7 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
             found |= _gpt_oss(name, values)
         elif name.endswith("e_score_correction_bias"):
             stem = name.removesuffix("_bias").replace("block_sparse_moe", "mlp.gate")
-            found[f"{stem.replace('mlp.moe_statics', 'mlp.gate')}.bias"] = values.reshape(-1)
+            found[f"{stem.replace('mlp.moe_statics', 'mlp.gate')}.bias"] = values
         elif name.endswith("input_linear.weight"):
             for part, rows in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 own = name.replace("input_linear", f"experts.{part}_proj")

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, REFUSED
-from foretoken.core.model.families.registry import MODEL_FAMILIES
+from foretoken.core.model.families.registry import MODEL_FAMILIES, TEXT_FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
 from support.known_models import KNOWN
@@ -41,7 +41,7 @@ def _families() -> str:
     rows = ["| model type | formats | backends | bits in any batch | tested against |", _line(5)]
     rows += [
         f"| `{name}` | {_formats(name)} | {_backends(name)} | the same | transformers |"
-        for name in MODEL_FAMILIES
+        for name in (*MODEL_FAMILIES, *TEXT_FAMILIES)
     ]
     rows += [
         "| all below | safetensors; GGUF of those listed below"
@@ -53,7 +53,8 @@ def _families() -> str:
 
 def _backends(model_type: str) -> str:
     """Triton's kernels take no heads of several sizes; such models are torch's on a GPU."""
-    return "torch, native" if model_type == "gemma4_text" else "torch, native, Triton"
+    is_gemma4 = model_type in ("gemma4_text", "gemma4_unified_text")
+    return "torch, native" if is_gemma4 else "torch, native, Triton"
 
 
 def _formats(model_type: str) -> str:
@@ -73,7 +74,7 @@ def _report(config: dict[str, object]) -> ModelReport:
 
 
 def _known_row(name: str, report: ModelReport) -> str:
-    if report.problem is not None:
+    if report.path is None:
         return f"| {name} | refused | | | | | |"
     kv = report.kv_bytes_per_token
     assert kv is not None

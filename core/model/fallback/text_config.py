@@ -19,9 +19,17 @@ from ..fields import Fields, read_json
 
 def read_text_config(folder: Path) -> dict[str, Any]:
     """The config of a folder's text model, with all defaults. Raises `ModelLoadError`."""
-    text = read_whole_config(folder).get_text_config(decoder=True)
+    text = text_of(read_whole_config(folder))
     found: dict[str, Any] = text.to_dict()
     return found | {"model_type": text.model_type}
+
+
+def text_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The text model's part of a config. Its output may be tied if either of the two says so."""
+    text: PreTrainedConfig = config.get_text_config(decoder=True)
+    flags = (getattr(each, "tie_word_embeddings", None) for each in (config, text))
+    text.tie_word_embeddings = any(flags)
+    return text
 
 
 def read_whole_config(folder: Path) -> PreTrainedConfig:
@@ -57,14 +65,15 @@ def one_line(error: Exception) -> str:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet(*, shows_bar: bool = True) -> Iterator[None]:
     """Silence transformers' advice, which concerns training and its own generation.
 
     A bar of progress is for terminals.
     """
     level = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity(logging.ERROR)
-    hides_bar = not sys.stderr.isatty() and transformers.utils.logging.is_progress_bar_enabled()
+    is_shown = shows_bar and sys.stderr.isatty()
+    hides_bar = not is_shown and transformers.utils.logging.is_progress_bar_enabled()
     if hides_bar:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

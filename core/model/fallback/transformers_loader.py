@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...errors import ModelLoadError
@@ -19,14 +22,14 @@ from ...ops.base import Ops
 from ...ops.batch import Segment
 from ..config import DecoderConfig, DtypeName, LayerSpec
 from ..fields import Fields, read_json
-from ..formats.checkpoint import OnRead
+from ..formats.checkpoint import Checkpoint, OnRead, is_derived, mismatch, refuse_names
 from ..formats.files import gguf_file
 from ..formats.gguf import GgufFile
-from ..formats.nested import TEXT_PREFIXES
+from ..formats.nested import text_names
 from ..formats.quantized import read_scheme
-from ..formats.safetensors import TensorFiles
+from ..formats.safetensors import SafetensorsCheckpoint
 from ..rope import RopeSpec
-from .text_config import make_config, one_line, quiet, read_whole_config
+from .text_config import make_config, one_line, quiet, read_whole_config, text_of
 from .transformers_decoder import TransformersDecoder, pack
 from .transformers_probe import HOOKS, AttentionSite, ProbeResult, probe
 
@@ -79,6 +82,8 @@ REFUSED: dict[str, str] = {
 }
 _TEST_TOKENS = 12
 _TEST_PAGE = 4
+# Fields that count layers behind the last, which predict further tokens.
+_FURTHER = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 # Of the logits' deviation: what transformers and we may differ by, who add up in another order.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
@@ -87,7 +92,8 @@ _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 class TextModel:
     """A checkpoint's text model, as its config describes it; no weight was read.
 
-    ``probed`` is None where only the loaded model shows how it attends.
+    ``probed`` is None where only the loaded model shows how it attends, ``checkpoint`` where the
+    weights are not asked for.
     """
 
     folder: Path
@@ -96,19 +102,19 @@ class TextModel:
     probed: ProbeResult | None
     config: DecoderConfig
     num_parameters: int
-    is_quantized: bool = False  # in its files
-    gguf: GgufFile | None = None
+    checkpoint: Checkpoint | None
 
 
-def read_text_model(folder: Path) -> TextModel:
+def read_text_model(folder: Path, *, has_weights: bool = True) -> TextModel:
     """The text model of a folder in Hugging Face layout or a GGUF file, without its weights.
 
-    Raises `ModelLoadError` for one that cannot be served, and says why.
+    ``has_weights``: the headers of its files are compared with it. Raises `ModelLoadError` for one
+    that cannot be served, and says why.
     """
     file = gguf_file(folder)
     gguf = None if file is None else _read_gguf(file)
     config = read_whole_config(folder) if gguf is None else make_config(gguf.values, gguf.where)
-    text = config.get_text_config(decoder=True)
+    text = text_of(config)
     _refuse(folder, config, text)
     is_quantized = gguf is None and _forget_quantization(folder, config, text)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
@@ -119,6 +125,9 @@ def read_text_model(folder: Path) -> TextModel:
     with quiet():
         twin = _meta_twin(folder, model_class, text)
         probed = _probed(folder, text.model_type, twin)
+    checkpoint = (gguf or _open(folder, config, text)) if has_weights else None
+    if checkpoint is not None:
+        _compare(checkpoint, twin, text)
     found = _decoder_config(folder, config, text, probed.sites if probed else None)
     if is_quantized:  # as for quantised GGUF files
         found = replace(found, dtype="bfloat16")
@@ -130,8 +139,7 @@ def read_text_model(folder: Path) -> TextModel:
         probed=probed,
         config=found,
         num_parameters=count,
-        is_quantized=is_quantized,
-        gguf=gguf,
+        checkpoint=checkpoint,
     )
 
 
@@ -142,18 +150,19 @@ def load_text_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    is_random: bool = False,
     on_read: OnRead | None = None,
 ) -> TransformersDecoder:
-    """Load, pack and test. ``plain`` packs what is never quantised.
+    """Load, pack and test. ``plain`` packs what is never quantised. Weights are random without a
+    checkpoint.
 
     ``on_read`` is called with every parameter and buffer, in ``dtype``, unless they are random.
-    Raises `ModelLoadError` for weights that do not fit the config, and for a model that does not
-    compute in pieces what it computes in one.
+    Raises `ModelLoadError` for weights that cannot be read, and for a model that does not compute
+    in pieces what it computes in one.
     """
+    checkpoint = source.checkpoint
     with quiet():
-        model = _random(source, dtype) if is_random else _load(source, dtype)
-    if on_read is not None and not is_random:
+        model = _random(source, dtype) if checkpoint is None else _load(source, checkpoint, dtype)
+    if on_read is not None and checkpoint is not None:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             on_read(name, tensor)
     model = model.eval().to(device)
@@ -334,44 +343,84 @@ def _random(source: TextModel, dtype: torch.dtype) -> Any:  # noqa: ANN401
         return source.model_class._from_config(source.text, dtype=dtype)
 
 
-def _load(source: TextModel, dtype: torch.dtype) -> Any:  # noqa: ANN401
-    files = source.gguf or (TensorFiles(source.folder) if source.is_quantized else None)
-    values = None if files is None else {name: _LazyTensor(files, name) for name in files.shapes}
+def _load(source: TextModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:  # noqa: ANN401
     try:
-        model, info = source.model_class.from_pretrained(
-            source.folder if files is None else None,
-            state_dict=values,
+        return source.model_class.from_pretrained(
+            None,
+            state_dict={name: _LazyTensor(checkpoint, name) for name in checkpoint.shapes},
             config=source.text,
             dtype=dtype,
-            key_mapping=TEXT_PREFIXES if source.gguf is None and _is_nested(source) else None,
             local_files_only=True,
             use_safetensors=True,
-            output_loading_info=True,
         )
+    except ModelLoadError:
+        raise
     except Exception as error:
         raise ModelLoadError(f"{source.folder} cannot be loaded: {one_line(error)}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelLoadError(f"{source.folder} lacks tensors: {', '.join(missing[:4])}")
-    return model
 
 
 class _LazyTensor:
     """A tensor that transformers reads when it places it, as it does those of its own files."""
 
-    def __init__(self, files: TensorFiles | GgufFile, name: str) -> None:
-        self._files, self._name = files, name
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
 
     def __getitem__(self, index: Any) -> Tensor:  # noqa: ANN401 - as a tensor's
-        value = self._files.read(self._name)
-        whole = value if isinstance(value, Tensor) else value.dequantize()
-        return whole[index]
+        return _plain_value(self._checkpoint, self._name)[index]
 
 
-def _is_nested(source: TextModel) -> bool:
-    """Whether the folder holds more than the text model."""
-    whole = read_json(source.folder / "config.json")["model_type"]
-    return bool(whole != source.text.model_type)
+def _plain_value(checkpoint: Checkpoint, name: str) -> Tensor:
+    value = checkpoint.read(name)
+    return value if isinstance(value, Tensor) else value.dequantize()
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def _open(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> Checkpoint:
+    """The tensors of a folder: the text model's where it holds more."""
+    if config.model_type == text.model_type:
+        return SafetensorsCheckpoint(folder, lambda names: {name: name for name in names})
+    return SafetensorsCheckpoint(folder, text_names)
+
+
+def _compare(checkpoint: Checkpoint, twin: Any, text: PreTrainedConfig) -> None:  # noqa: ANN401
+    """Have transformers load shapes into a model without memory, as it will load values.
+
+    Raises `ModelLoadError` for tensors that are missing, of another shape, or read by nothing.
+    """
+    meta = torch.device("meta")
+    shapes = checkpoint.shapes
+    empty = {name: torch.empty(shape, device=meta) for name, shape in shapes.items()}
+    mapping = get_model_conversion_mapping(twin)
+    options = LoadStateDictConfig(device_map={"": meta}, weight_mapping=mapping)
+    try:
+        with quiet(shows_bar=False):
+            found, _ = twin._load_pretrained_model(twin, empty, None, options)
+            twin.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
+            twin._adjust_missing_and_unexpected_keys(found)
+    except Exception as error:
+        raise ModelLoadError(f"{checkpoint.where} cannot be loaded: {one_line(error)}") from error
+    refuse_names(checkpoint, "lacks", found.missing_keys)
+    for name, stored, expected in sorted(found.mismatched_keys):
+        raise mismatch(checkpoint, name, stored, expected)
+    for name, problem in found.conversion_errors.items():
+        raise ModelLoadError(f"{checkpoint.where}: {name} cannot be loaded: {problem}")
+    unread = {name for name in found.unexpected_keys if not _is_passed_over(name, text)}
+    refuse_names(checkpoint, "has unexpected", unread)
+
+
+def _is_passed_over(name: str, text: PreTrainedConfig) -> bool:
+    """Whether nothing has to read a tensor: what follows from the config, or a layer of MTP."""
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    is_further = layer is not None and int(layer[1]) >= int(text.num_hidden_layers)
+    return is_derived(name) or (is_further and any(getattr(text, each, 0) for each in _FURTHER))
+
+
+def _not_finite(checkpoint: Checkpoint) -> str | None:
+    """The first tensor with a value that is NaN or infinite."""
+    names = checkpoint.shapes
+    return next((n for n in names if not _plain_value(checkpoint, n).isfinite().all()), None)
 
 
 # -- the startup test -----------------------------------------------------------------------------
@@ -381,6 +430,10 @@ def _tested(source: TextModel, decoder: TransformersDecoder) -> bool:
     try:
         return startup_test(decoder)
     except ModelLoadError as error:
+        damaged = None if source.checkpoint is None else _not_finite(source.checkpoint)
+        if damaged is not None:
+            problem = f"{damaged} has values that are NaN or infinite"
+            raise ModelLoadError(f"{source.folder} is damaged: {problem}") from None
         raise _refusal(source.folder, source.text.model_type, str(error)) from None
     except Exception as error:
         problem = f"its first pass failed: {one_line(error)}"
@@ -399,6 +452,8 @@ def startup_test(decoder: TransformersDecoder) -> bool:
     whole = _in_pieces(decoder, ids, other, [_TEST_TOKENS])
     pieces = _in_pieces(decoder, ids, other, [5, 6, _TEST_TOKENS])
     expected = _by_transformers(decoder, ids)
+    if not expected.isfinite().all():
+        raise ModelLoadError(f"its logits are NaN or infinite in {decoder.dtype}")
     spread = float(expected.std())
     for found in (whole, pieces):
         errors = (found - expected).abs().amax(dim=1) / max(spread, 1e-9)

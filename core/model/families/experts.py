@@ -74,7 +74,7 @@ def qwen2_moe(fields: Fields) -> DecoderConfig:
     return base_config(fields, qkv_bias=fields.flag("qkv_bias", True), layers=layers)
 
 
-def qwen3_moe(fields: Fields) -> DecoderConfig:
+def qwen3_moe(fields: Fields, names: ExpertNames = ExpertNames()) -> DecoderConfig:  # noqa: B008 - immutable
     """Qwen 3 with experts (arXiv 2505.09388)."""
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     routing = Routing(_top_k(fields), renorm=_renorm(fields, False))
@@ -82,8 +82,14 @@ def qwen3_moe(fields: Fields) -> DecoderConfig:
         fields,
         head_norm="each",
         attention_bias=False,
-        layers=_with_experts(fields, windowed(fields, window), routing),
+        layers=_with_experts(fields, windowed(fields, window), routing, names=names),
     )
+
+
+def qwen3_vl_moe(fields: Fields) -> DecoderConfig:
+    """Text of Qwen3-VL with experts: `qwen3_moe`, stacked; a row's weights always sum to 1."""
+    fields = Fields({**fields.values, "norm_topk_prob": True}, fields.where)
+    return qwen3_moe(fields, ExpertNames(expert="mlp.experts.", stacked="rows"))
 
 
 def olmoe(fields: Fields) -> DecoderConfig:

@@ -49,6 +49,11 @@ def gemma4(fields: Fields) -> DecoderConfig:
     )
 
 
+def gemma4_unified(fields: Fields) -> DecoderConfig:
+    """Text of the Gemma 4 that sees without a tower: `gemma4` without inputs by layer."""
+    return gemma4(Fields({**fields.values, "hidden_size_per_layer_input": 0}, fields.where))
+
+
 def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     """Layers of full attention have heads of their own, by ``per_layer_config`` where given."""
     own = HeadSpec(

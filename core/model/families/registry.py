@@ -46,11 +46,23 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "starcoder2": dense.starcoder2,
 }
 
+# Text models that transformers has inside of multimodal ones alone. Their fields come with the
+# defaults of transformers' classes, which are other than those of the families.
+TEXT_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
+    "gemma4_unified_text": gemma4.gemma4_unified,
+    "qwen2_5_omni_text": dense.qwen2,
+    "qwen2_5_vl_text": dense.qwen2,
+    "qwen2_vl_text": dense.qwen2,
+    "qwen3_omni_moe_text": experts.qwen3_moe,
+    "qwen3_vl_moe_text": experts.qwen3_vl_moe,
+    "qwen3_vl_text": dense.qwen3,
+}
+
 
 def parse_config(fields: Fields) -> DecoderConfig:
     """The config of one config.json."""
     model_type = fields.text("model_type")
-    family = MODEL_FAMILIES.get(model_type)
+    family = MODEL_FAMILIES.get(model_type) or TEXT_FAMILIES.get(model_type)
     if family is None:
         supported = ", ".join(sorted(MODEL_FAMILIES))
         raise fields.unsupported("model_type", f"{model_type!r} is not supported; {supported} are")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -41,25 +41,36 @@ def check_tensors(
 ) -> None:
     """Compare names and shapes with what a decoder needs. Raises `ModelLoadError`."""
     shapes = checkpoint.shapes
-    found = {name for name in shapes if name not in ignored and not _is_derived(name)}
-    _refuse(checkpoint, "lacks", sorted(set(expected) - found))
-    _refuse(checkpoint, "has unexpected", sorted(found - set(expected)))
+    found = {name for name in shapes if name not in ignored and not is_derived(name)}
+    refuse_names(checkpoint, "lacks", set(expected) - found)
+    refuse_names(checkpoint, "has unexpected", found - set(expected))
     for name, shape in expected.items():
         if shapes[name] != shape:
-            raise ModelLoadError(
-                f"{checkpoint.where}: {name} has shape {list(shapes[name])}, but its config "
-                f"implies {list(shape)}"
-            )
+            raise mismatch(checkpoint, name, shapes[name], shape)
 
 
-def _refuse(checkpoint: Checkpoint, verb: str, names: list[str]) -> None:
-    if not names:
+def refuse_names(checkpoint: Checkpoint, verb: str, names: Iterable[str]) -> None:
+    """Raise `ModelLoadError` if there are names."""
+    found = sorted(names)
+    if not found:
         return
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    shown = ", ".join(found[:_NAMES_SHOWN])
+    more = f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else ""
     raise ModelLoadError(f"{checkpoint.where} {verb} tensors: {shown}{more}")
 
 
-def _is_derived(name: str) -> bool:
-    """Old checkpoints store RoPE's frequencies, which follow from the config."""
+def mismatch(
+    checkpoint: Checkpoint, name: str, stored: Sequence[int], expected: Sequence[int]
+) -> ModelLoadError:
+    """The error to raise about a tensor of another shape than the config's."""
+    return ModelLoadError(
+        f"{checkpoint.where}: {name} has shape {list(stored)}, but its config implies "
+        f"{list(expected)}"
+    )
+
+
+def is_derived(name: str) -> bool:
+    """Whether a tensor is of RoPE's frequencies, which old checkpoints store, and which follow from
+    the config.
+    """
     return name.endswith(".rotary_emb.inv_freq")

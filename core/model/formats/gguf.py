@@ -8,6 +8,7 @@ same file.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -235,7 +236,9 @@ class GgufFile:
     def _plain(self, name: str, tensor: gguf.ReaderTensor) -> _StoredTensor:
         rows = self._order_of(name)
         offset = self._architecture.norm_offset if name.endswith("norm.weight") else 0.0
-        shape = (1, *_shape(tensor)) if name.endswith(_ROW) else _shape(tensor)
+        shape = _shape(tensor)
+        if name.endswith(_ROW):  # converters write the row alone, or the matrix
+            shape = (1, math.prod(shape))
 
         def one(index: int) -> QuantizedWeight:
             value = _value(tensor.data[index], tensor, self.where)

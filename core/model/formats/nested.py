@@ -1,33 +1,53 @@
-"""The text model of a multimodal checkpoint: whether there is one, and its tensors' names."""
+"""Names of a text model's tensors in files that name them otherwise than transformers' text class.
+
+Multimodal checkpoints hold other models beside it. Base models, as those of embeddings, are saved
+without an output matrix, and without the prefix that the class with one adds.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
-from ..fields import Fields
+from ..shapes import EMBEDDING
 
-TEXT_PREFIXES = {  # of the text model's tensors, as regular expressions, and their own names
-    r"^model\.language_model\.": "model.",
-    r"^language_model\.model\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
-}
+_TEXT = "model."
+# Prefixes of the text model in multimodal checkpoints; the first that any tensor has is taken.
+_PREFIXES = (
+    "model.language_model.",
+    "model.text_model.",  # SmolVLM, Idefics 3
+    "thinker.model.",  # Omni models of Qwen's
+    "language_model.model.",
+    "language_model.",  # saved without an output matrix
+    "model.",  # Qwen2-VL, Qwen2.5-VL and thinkers alone, beside `visual.`
+)
+_HEAD = "lm_head."
+_HEADS = (_HEAD, "language_model.lm_head.", "thinker.lm_head.")
 
 
-def is_nested(fields: Fields) -> bool:
-    """Whether a config.json holds that of a text model."""
-    return isinstance(fields.values.get("text_config"), dict)
+def text_names(names: Collection[str]) -> dict[str, str]:
+    """Names of a multimodal checkpoint's text model, as it alone has them, and as they are stored.
 
-
-def text_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of the text model's tensors, as it alone would have them, and as they are stored."""
+    Other models' tensors are left out.
+    """
+    prefix = next((each for each in _PREFIXES if any(n.startswith(each) for n in names)), _TEXT)
     found: dict[str, str] = {}
     for name in names:
-        for prefix, own in TEXT_PREFIXES.items():
-            if re.match(prefix, name):
-                found[re.sub(prefix, own, name)] = name
-                break
-        else:
-            if name == "lm_head.weight":
-                found[name] = name
+        head = next((each for each in _HEADS if name.startswith(each)), None)
+        if head is not None:
+            found[_HEAD + name.removeprefix(head)] = name
+        elif name.startswith(prefix):
+            found[_TEXT + name.removeprefix(prefix)] = name
     return found
+
+
+def base_names(names: Collection[str]) -> dict[str, str]:
+    """Names of a text model's tensors, with a prefix where they have none, and as stored."""
+    if EMBEDDING.removeprefix(_TEXT) not in names:
+        return {name: name for name in names}
+    return {name if name.startswith(_HEAD) else _TEXT + name: name for name in names}
+
+
+def is_base(names: Collection[str]) -> bool:
+    """Whether stored names are those of a class that has no output matrix."""
+    embedding = EMBEDDING.removeprefix(_TEXT)
+    return embedding in names or f"language_model.{embedding}" in names

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -20,7 +20,7 @@ from ...ops.quantize import StoredWeight
 from ..fields import Fields, read_json
 from ..shapes import EMBEDDING
 from .files import TensorEntry
-from .nested import text_names
+from .nested import base_names
 from .quantized import QuantizedTensor, Scheme, Stored, gather, is_passed_over, read_scheme
 
 SINGLE_FILE = "model.safetensors"
@@ -31,21 +31,22 @@ _ITEM_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NO_WEIGHTS = ("I64", "BOOL")
+Rename: TypeAlias = Callable[[Collection[str]], dict[str, str]]
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class SafetensorsCheckpoint:
     """`Checkpoint` of a folder in Hugging Face layout.
 
-    ``is_nested``: the folder holds other models, too; the tensors are those of the text model, by
-    the names that it has alone.
+    ``rename`` maps the stored names to the text model's names, each with its stored one; tensors
+    that it leaves out are not of that model.
     """
 
-    def __init__(self, folder: Path, *, is_nested: bool) -> None:
+    def __init__(self, folder: Path, rename: Rename = base_names) -> None:
         self.where = folder
         self.files = TensorFiles(folder)
-        names = self.files.shapes
-        self._names = text_names(names) if is_nested else {name: name for name in names}
+        self._names = rename(self.files.shapes)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -121,7 +122,20 @@ class TensorFiles:
         absent = sorted(set(names or ()) - set(entries))
         if absent:
             raise ModelLoadError(f"{file} lacks {absent[0]}, which {INDEX_FILE} places there")
-        self.entries |= {n: e for n, e in entries.items() if names is None or n in names}
+        self.entries |= {
+            name: entry
+            for name, entry in entries.items()
+            if (names is None or name in names) and (self.scheme is not None or _counts(entry))
+        }
+
+
+def _counts(entry: TensorEntry) -> bool:
+    """Whether a tensor of a plain checkpoint may be a weight.
+
+    Positions and causal masks ``[1, 1, n, n]``, which old ones store, are made anew.
+    """
+    is_mask = entry.dtype == "U8" and len(entry.shape) == 4 and entry.shape[:2] == (1, 1)
+    return not is_mask and entry.dtype not in _NO_WEIGHTS
 
 
 def _refuse_odd(

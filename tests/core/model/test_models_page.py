@@ -70,6 +70,16 @@ def test_check_says_why_a_model_is_refused(
     assert main(["models", "check", str(tmp_path / "nowhere")]) == 1
 
 
+def test_check_of_a_config_alone_prints_what_it_implies_and_that_weights_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config("stablelm").save_pretrained(tmp_path)
+    assert main(["models", "check", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "context   512 tokens" in printed
+    assert f"refused   {tmp_path} has neither model.safetensors nor model." in printed
+
+
 def test_check_without_a_folder_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["models", "check"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.fallback.transformers_decoder import TransformersDecoder
-from foretoken.core.model.fields import UnsupportedConfig
+from foretoken.core.model.families.registry import MODEL_FAMILIES
 from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.report import inspect_model
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
 from support.checkpoints import ModelDriver, make_checkpoint, save
@@ -273,62 +275,6 @@ def test_scaled_pages_of_several_shapes(kv_dtype: Any, tmp_path: Path) -> None:
     assert 0 < (found[0] - found[1]).abs().mean() / found[0].std() < 0.1
 
 
-# -- multimodal checkpoints -----------------------------------------------------------------------
-
-
-def gemma3_with_vision() -> Any:
-    text = tiny_config("gemma3_text").to_dict()
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=198,
-        boi_token_index=197, eoi_token_index=196,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0.0, 1.2 / parameter.shape[-1] ** 0.5)
-    model.generation_config = transformers.GenerationConfig()
-    return model
-
-
-@pytest.mark.parametrize("impl", ["own", "transformers"])
-def test_a_multimodal_checkpoint_serves_its_text(impl: Any, tmp_path: Path) -> None:
-    reference = gemma3_with_vision()
-    decoder = load_decoder(save(reference, tmp_path), impl=impl)
-    assert decoder.config.model_type == "gemma3_text"
-    assert decoder.path == impl
-    expected = [generate(reference, prompt) for prompt in prompts()]
-    assert len({tuple(tokens) for tokens in expected}) == len(expected)
-    assert greedy(decoder, prompts(), expected) == expected
-
-
-def test_a_text_model_in_doubt_is_left_to_transformers(tmp_path: Path) -> None:
-    """In doubt: the output is tied in the outer config alone, or tensors have other names."""
-    folder = save(gemma3_with_vision(), tmp_path)
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    with pytest.raises(UnsupportedConfig, match="tie_word_embeddings is another"):
-        load_decoder(folder, impl="own")
-    file.write_text(json.dumps(config))
-    stored = folder / "model.safetensors"
-    tensors = {
-        name.replace("language_model", "text"): each for name, each in load_file(stored).items()
-    }
-    save_file(tensors, stored, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedConfig, match="lacks tensors"):
-        load_decoder(folder, impl="own")
-
-
 # -- refusals -------------------------------------------------------------------------------------
 
 
@@ -376,14 +322,110 @@ def test_attention_of_a_models_own_is_refused_before_weights_are_read(
         load_decoder(tmp_path)
 
 
-def test_a_checkpoint_without_some_tensors_is_refused(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, "stablelm")
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"lacks tensors: model\.layers\.1\.mlp\.up_proj"):
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+BAD_FILES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "missing": (
+        "stablelm",
+        lambda f: edit_tensors(f, lambda t: t.pop(UP)),
+        r"lacks tensors: model\.layers\.1\.mlp\.up_proj\.weight$",
+    ),
+    "misshaped": (
+        "stablelm",
+        lambda f: edit_tensors(f, lambda t: t.update({UP: torch.zeros(90, 64)})),
+        r"model\.layers\.1\.mlp\.up_proj\.weight has shape \[90, 64\], but its config implies "
+        r"\[96, 64\]$",
+    ),
+    "unread": (
+        "stablelm",
+        lambda f: edit_tensors(f, lambda t: t.update({"model.adapter.weight": torch.zeros(4)})),
+        r"has unexpected tensors: model\.adapter\.weight$",
+    ),
+    "a layer too many": (
+        "stablelm",
+        lambda f: edit_tensors(f, lambda t: t.update({UP.replace("1", "2"): torch.zeros(96, 64)})),
+        r"has unexpected tensors: model\.layers\.2\.mlp\.up_proj\.weight$",
+    ),
+    "cut": ("stablelm", cut, "do not lie within the file"),
+    "no weights": (
+        "stablelm",
+        lambda f: (f / "model.safetensors").unlink(),
+        "neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "pickles": (
+        "stablelm",
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "pytorch_model.bin, a pickle",
+    ),
+    "an expert": (
+        "deepseek_v3",
+        lambda f: edit_tensors(f, lambda t: t.update({EXPERT: torch.zeros(31, 64)})),
+        r"model\.layers\.1\.mlp\.experts\.gate_up_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_damaged_files_are_refused_before_weights_are_read_and_by_the_check_too(
+    case: str, tmp_path: Path, no_weights: None
+) -> None:
+    model_type, damage, message = BAD_FILES[case]
+    folder = save_tiny(tmp_path, model_type)
+    assert inspect_model(folder).problem is None
+    damage(folder)
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load_decoder(folder, impl="transformers")
+    assert str(folder) in str(caught.value)
+    if model_type not in MODEL_FAMILIES:
+        assert inspect_model(folder).problem == str(caught.value)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "stablelm")
+    edit_tensors(folder, lambda t: t[UP].view(-1)[7].fill_(torch.nan))
+    with pytest.raises(ModelLoadError, match=rf"{UP} has values that are NaN or infinite"):
         load_decoder(folder)
+
+
+def test_logits_that_are_not_finite_are_called_so(tmp_path: Path) -> None:
+    """Finite weights, too large for what is computed with them."""
+    folder = save_tiny(tmp_path, "stablelm")
+    edit_tensors(folder, lambda t: t[UP].mul_(1e38))
+    with pytest.raises(ModelLoadError, match="its logits are NaN or infinite in torch"):
+        load_decoder(folder)
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    further = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}
+    edit_tensors(folder, lambda t: t.update(further))
+    assert load(folder).config.num_layers == 2
+    assert inspect_model(folder).problem is None
+
+
+def test_masks_and_positions_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "gpt_neox")
+    old = {
+        "gpt_neox.layers.0.attention.bias": torch.ones((1, 1, 8, 8), dtype=torch.uint8),
+        "gpt_neox.layers.1.attention.bias": torch.ones((1, 1, 8, 8), dtype=torch.bool),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(8),
+        "gpt_neox.position_ids": torch.arange(8),
+    }
+    edit_tensors(folder, lambda t: t.update(old))
+    assert load(folder).exact
 
 
 def test_longrope_is_served_up_to_its_first_table(tmp_path: Path) -> None:
