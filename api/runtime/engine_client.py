@@ -18,7 +18,7 @@ from ..structured.compiler import Grammars
 from ..text.chat_template import check_options, read_template
 from ..text.detokenizer import AnswerText
 from ..text.tokenizer import Tokenizer
-from ..types.request_context import arrival, note_answer, random_id, seconds_left
+from ..types.request_context import arrival, note_answer, random_id, seconds_left, session_key
 from ..types.results import Body, Completion
 from ..types.sampling_params import SamplingParams
 from .cache_diagnostics import Explainer, Explanation
@@ -206,7 +206,8 @@ class EngineClient:
         """
         since = arrival()
         answer = self._register(params, request_id)
-        answer.shown_ids, answer.cache = shown_ids, cache
+        answer.shown_ids = shown_ids
+        answer.cache = replace(cache, session=session_key(note.cache_key))
         answer.num_spliced, answer.normalized = num_spliced, normalized
         answer.needs_closing |= needs_closing
         try:

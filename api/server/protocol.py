@@ -212,6 +212,7 @@ class CacheBody(Struct, kw_only=True):
     evictable_pages: int
     pinned_pages: int
     num_pins: int
+    num_sessions: int
     pins: list[Free]
     usage: float
     queried_tokens: int
