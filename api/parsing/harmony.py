@@ -15,6 +15,7 @@ from ..structured.grammar_text import lark_text
 from .calls import CallState, attempt, object_text
 from .grammars import Lark, arguments
 from .output_parser import CallArguments, Content, Event, Malformed, Reading, Reasoning, Source
+from .reasoning import Thinking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+HARMONY_THINK = Thinking(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant")
 MAX_HEADER_CHARS = 512
 _ENDS = (END, CALL, RETURN)
 _ALL_BEGIN = "<|"
