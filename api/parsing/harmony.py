@@ -48,6 +48,23 @@ def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
     ]
 
 
+def marked_call(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """The call of a message with a mark for its arguments.
+
+    The template refuses a result without a call before it, and writes the call's name again there.
+    """
+    call = message["tool_calls"][0]
+    function = {**(call.get("function") or call), "arguments": mark}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def without_calls(text: str, marks: Sequence[str]) -> str:
+    """What the template wrote of `marked_call`, with nothing of these calls but their marks."""
+    alone = "|".join(map(re.escape, marks))
+    header = rf" to={re.escape(_FUNCTIONS)}[^<]*<\|channel\|>[^<]*<\|message\|>"
+    return re.sub(rf'{header}"({alone})"', r"\1", text)
+
+
 def read_harmony(source: Source, *, has_tools: bool) -> Reading[None]:
     """Thoughts, calls and words; marks are none of them. Text without marks is words."""
     while (yield from source.peek()):
