@@ -231,14 +231,17 @@ def test_what_could_be_hit_is_whole_pages(prompt: int, possible: int) -> None:
 
 @pytest.mark.parametrize("name", ["foretoken", "vllm"])
 def test_the_size_of_a_page_is_read_from_the_metrics(server, name: str) -> None:
+    async def found() -> int:
+        http = Http(server.url)
+        try:
+            return await page_size(http)
+        finally:
+            http.close()
+
     server.kv_usage = f'{name}:cache_config_info{{a="1",block_size="32",num_gpu_blocks="8"}} 1.0'
-    http = Http(server.url)
-    try:
-        assert asyncio.run(page_size(http)) == 32
-        server.kv_usage = "# of another server"
-        assert asyncio.run(page_size(http)) == 1
-    finally:
-        http.close()
+    assert asyncio.run(found()) == 32
+    server.kv_usage = "# of another server"
+    assert asyncio.run(found()) == 1
 
 
 # -- the command --------------------------------------------------------------------------------
