@@ -59,7 +59,7 @@ def marked_call(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def without_calls(text: str, marks: Sequence[str]) -> str:
-    """What the template wrote of `marked_call`, with nothing of these calls but their marks."""
+    """The text that the template wrote of `marked_call`, of these calls nothing but the marks."""
     alone = "|".join(map(re.escape, marks))
     header = rf" to={re.escape(_FUNCTIONS)}[^<]*<\|channel\|>[^<]*<\|message\|>"
     return re.sub(rf'{header}"({alone})"', r"\1", text)

@@ -167,7 +167,7 @@ class Explainer:
     def _compare(
         self, found: Explanation, prompt: Remembered, other: Remembered
     ) -> tuple[Explanation, Cause | None]:
-        """What they share and the first token that they do not; why, if an answer tells it."""
+        """Note the tokens that they share and the first that differs; the cause, if that tells it."""
         reusable, why, change = prompt.common_len(other), None, None
         if reusable == other.num_tokens:
             why, change = self._of_answers(prompt, other)
@@ -211,9 +211,9 @@ class Explainer:
     def _of_answers(
         self, prompt: Remembered, other: Remembered
     ) -> tuple[Cause | None, TokenChange | None]:
-        """Why a prompt that goes on from another leaves its answer, and where. O(answer).
+        """The cause and the place where a prompt that goes on from another leaves its answer.
 
-        Nothing where the answer is there as its tokens, or is another one.
+        Nothing where the answer is there as its tokens, or is another one. O(answer).
         """
         start = other.num_tokens
         for data in other.answers:

@@ -73,7 +73,7 @@ def test_ids_that_are_not_the_message_s_are_refused(url, ids, tokenizer, path) -
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_ids_are_the_caller_s_own_and_stand_under_any_key_and_salt(url, ids, engine, path) -> None:
-    """They are checked by themselves, and open no memory of another's."""
+    """The check needs nothing but them, and opens no memory of another's."""
     message = {"role": "assistant", "content": WORDS, "token_ids": ids}
     prompts = []
     for key, salt in ((ALICE, "a"), (BOB, "b")):
