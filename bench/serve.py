@@ -29,7 +29,14 @@ from .load.openai import PATHS, OpenAIDriver
 from .load.recording import Request, read_recordings
 from .load.replay import Replay, Session, session_rows, summary
 from .load.report import busy_note, out_path, show
-from .load.server import first_model, own_server, sampled, server_encode, wait_healthy
+from .load.server import (
+    first_model,
+    own_server,
+    page_size,
+    sampled,
+    server_encode,
+    wait_healthy,
+)
 from .load.workloads import Scene, above_zero, natural, positive
 
 ABOUT = (
@@ -131,6 +138,7 @@ class Bench:
             temperature=args.temperature,
             timeout=args.timeout,
             seed=args.seed,
+            page_size=await page_size(self.http),
         )
         await replay.warm_up(args.warmup)
         found = []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import InvalidRequest, shown
+from .interface.request import MAX_TTL
 from .interface.sampling import RECOMMENDED, TokenSamplingParams
 from .interface.settings import SIZE, check_settings, parse_size, setting, settings_of
 from .validation import MAX_PORT, require, tcp_port
@@ -177,6 +178,13 @@ class EngineConfig:
     )
     pin_quota: float = setting(
         0.25, "largest share of the KV pool that one cache_salt may pin", "SHARE", most=1
+    )
+    session_ttl: float = setting(
+        300.0,
+        "pin the last turn of a session (x-session-id, prompt_cache_key) for S seconds, within the "
+        "pin quota; 0: do not pin it",
+        "S",
+        most=MAX_TTL,
     )
     cache_quota: float = setting(
         0.5,

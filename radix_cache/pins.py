@@ -2,18 +2,27 @@
 
 A pin ranks above what is merely cached and below what requests borrow: eviction passes it over,
 and it gives way when a request could not be served otherwise. It never outgrows its quota.
+
+A request may ask for a pin. A *session* has one for the last turn of each of its conversations
+without being asked; those give way before the others do.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TypeAlias
 
 from sortedcontainers import SortedDict
 
 from .node import LockHandle, Match, Node
 from .tree import RadixTree
+
+MAX_CONVERSATIONS = 8  # of one session, that are pinned: its own and those of its sub-agents
+Session: TypeAlias = tuple[str | None, str]
+"""The namespace of a session and its name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +33,8 @@ class PinnedPrefix:
     ttl: float  # seconds from the last hit
     until: float  # on the clock of `PinnedPrefixes.expire`
     serial: int  # distinguishes pins that end at the same time
+    is_asked: bool = False  # whether a request asked for it; else it is there for its sessions
+    sessions: set[Session] = field(default_factory=set)  # of which it is the last turn
 
     @property
     def namespace(self) -> str | None:
@@ -50,12 +61,33 @@ class PinnedPrefixes:
         self._due: SortedDict[tuple[float, int], PinnedPrefix] = SortedDict()
         self._num_pages: Counter[str | None] = Counter()  # pinned pages of each namespace
         self._num_made = 0
+        # each session's pins, the oldest first; the session without a turn for longest first
+        self._sessions: OrderedDict[Session, list[PinnedPrefix]] = OrderedDict()
+        self.num_session_yields = 0  # pins of sessions that gave way before their time
 
     def __len__(self) -> int:
         return len(self._pins)
 
-    def keep(self, match: Match, ttl: float) -> None:
-        """Pin a match of at most ``quota`` pages, or prolong the pin it has. O(depth + pins)."""
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that have a pin. O(1)."""
+        return len(self._sessions)
+
+    def keep(self, match: Match, ttl: float, session: str | None = None) -> None:
+        """Pin a match of at most ``quota`` pages, or prolong the pin it has. O(depth + pins).
+
+        The pin of a ``session`` takes the place of the one of the turn before. It makes no pin
+        that was asked for give way: it goes itself, where the quota has no room beside them.
+        """
+        pinned = self._pinned(match, ttl)
+        if session is None:
+            pinned.is_asked = True
+        else:
+            self._move((match.namespace, session), pinned)
+        self._shrink(pinned)
+
+    def _pinned(self, match: Match, ttl: float) -> PinnedPrefix:
+        """The pin of a match, a new one where it has none."""
         before = self._tree.num_pinned_pages
         lock = self._tree.lock(match, is_pin=True)
         known = self._pins.get(lock.node)
@@ -63,12 +95,36 @@ class PinnedPrefixes:
             self._tree.unlock(lock)
             known.ttl = max(known.ttl, ttl)
             self._renew(known)
-            return
+            return known
         self._num_pages[match.namespace] += self._tree.num_pinned_pages - before
         self._num_made += 1
         pinned = PinnedPrefix(lock, ttl, self.now + ttl, self._num_made)
         self._pins[lock.node] = self._due[pinned.until, pinned.serial] = pinned
-        self._shrink(pinned)
+        return pinned
+
+    def _move(self, session: Session, pinned: PinnedPrefix) -> None:
+        """Make a pin the session's; those that it goes on from are the session's no more.
+
+        There are no more sessions than pages that may be pinned: many may have one prompt.
+        """
+        known = self._sessions.pop(session, [])
+        others = [each for each in known if each is not pinned and not _goes_on(pinned, each)]
+        kept = [*others[1 - MAX_CONVERSATIONS :], pinned]
+        self._sessions[session] = kept
+        pinned.sessions.add(session)
+        for each in known:
+            if each not in kept:
+                self._leave(session, each)
+        while len(self._sessions) > self.total_quota:
+            oldest, pins = self._sessions.popitem(last=False)
+            for each in pins:
+                self._leave(oldest, each)
+
+    def _leave(self, session: Session, pinned: PinnedPrefix) -> None:
+        """Take a session from a pin, which goes where nothing else wants it."""
+        pinned.sessions.discard(session)
+        if not pinned.sessions and not pinned.is_asked:
+            self._drop(pinned)
 
     def touch(self, node: Node) -> None:
         """A request hit the path to ``node``: its pins live on. O(depth) where there are pins."""
@@ -84,8 +140,12 @@ class PinnedPrefixes:
             self._drop(self._due.peekitem(0)[1])
 
     def evict_pin(self) -> None:
-        """Remove the oldest pin that makes pages evictable; there must be one. O(pins)."""
-        self._drop(next(pin for pin in self._pins.values() if pin.lock.node.ref_count == 1))
+        """Remove the oldest pin that makes pages evictable; there must be one. O(pins).
+
+        A pin that was asked for is removed only where sessions have none.
+        """
+        found = (pin for pin in self._pins.values() if pin.lock.node.ref_count == 1)
+        self._give_way(min(found, key=attrgetter("is_asked")))
 
     def drop(self, *namespaces: str | None) -> None:
         """Remove all pins of these namespaces, of all when none is named. O(pins)."""
@@ -121,6 +181,12 @@ class PinnedPrefixes:
             assert pinned.lock.node is last, "a pin is filed under a wrong node"
             assert pinned.lock.is_pin, "a pin holds the lock of a lease"
             assert self._due[pinned.until, pinned.serial] is pinned, "a pin has no end"
+            assert pinned.is_asked or pinned.sessions, "nothing wants a pin that is there"
+        of_sessions = {(name, id(pin)) for name, pins in self._sessions.items() for pin in pins}
+        of_pins = {(name, id(pin)) for pin in self._pins.values() for name in pin.sessions}
+        assert of_sessions == of_pins, "a session and its pins do not know each other"
+        assert all(self._sessions.values()), "a session without a pin is known"
+        assert len(self._sessions) <= self.total_quota, "more sessions than pages are known"
         assert len(self._due) == len(self._pins), "the end of a pin that is gone is still awaited"
         assert +found == +self._num_pages, f"{found} pages are pinned, not {self._num_pages}"
         assert found.total() <= self.total_quota, "more is pinned than may be"
@@ -139,15 +205,29 @@ class PinnedPrefixes:
         if not self._num_pages[pinned.namespace]:
             del self._num_pages[pinned.namespace]
         del self._pins[pinned.lock.node], self._due[pinned.until, pinned.serial]
+        for session in pinned.sessions:
+            self._sessions[session].remove(pinned)
+            if not self._sessions[session]:
+                del self._sessions[session]
+
+    def _give_way(self, pinned: PinnedPrefix) -> None:
+        self.num_session_yields += not pinned.is_asked
+        self._drop(pinned)
 
     def _shrink(self, newest: PinnedPrefix) -> None:
         """Remove older pins until the quotas hold."""
         own = newest.namespace
         while self._num_pages[own] > self.quota:
-            self._drop(next(self._others(own, newest)))
+            self._give_way(self._first_to_go([own], newest))
         while self._tree.num_pinned_pages > self.total_quota:
-            biggest = (name for name, _ in self._num_pages.most_common())
-            self._drop(next(pin for name in biggest for pin in self._others(name, newest)))
+            biggest = [name for name, _ in self._num_pages.most_common()]
+            self._give_way(self._first_to_go(biggest, newest))
+
+    def _first_to_go(self, namespaces: Iterable[str | None], newest: PinnedPrefix) -> PinnedPrefix:
+        """The pin that gives way to the newest: of sessions first, then the oldest."""
+        others = (pin for name in namespaces for pin in self._others(name, newest))
+        found = min(others, key=attrgetter("is_asked"), default=newest)
+        return newest if found.is_asked and not newest.is_asked else found
 
     def _others(self, namespace: str | None, newest: PinnedPrefix) -> Iterator[PinnedPrefix]:
         """Pins of a namespace whose going unpins pages, but for the newest; the oldest first."""
@@ -157,3 +237,13 @@ class PinnedPrefixes:
             if pinned.namespace == namespace and pinned is not newest
             if pinned.lock.node.pins == 1
         )
+
+
+def _goes_on(now: PinnedPrefix, before: PinnedPrefix) -> bool:
+    """Whether a turn has at least half of an earlier one: else it is another conversation's.
+
+    The end of the earlier one may be missing: templates drop thoughts, agents shorten results.
+    """
+    paths = zip(now.lock.node.path(), before.lock.node.path(), strict=False)
+    shared = sum(len(mine.page_ids) for mine, theirs in paths if mine is theirs)
+    return 2 * shared >= before.lock.num_pages

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 
 from . import audit
 from .eviction import EvictionLog
-from .node import KVLease
+from .node import KVLease, Match
 from .pins import PinnedPrefixes
 from .tree import RadixTree
 
 PIN_QUOTA = 0.25  # of the pool
+SESSION_TTL = 300.0  # seconds
 NO_QUOTA = 1.0
 IDLE_AFTER = 3  # times the pool, in evicted pages; see NamespaceQuota
 
@@ -22,7 +23,8 @@ class PrefixCache:
     Four verbs move pages: `acquire` borrows the longest cached prefix, `extend` adds private pages,
     `publish` gives finished ones to the tree, `release` ends the lease. `pin` keeps cached pages
     past pressure for a while, `tick` sets the time. ``pin_quota`` is the share of the pool that
-    one namespace may pin; all together may pin twice as much. What a namespace left in the cache
+    one namespace may pin; all together may pin twice as much. The last turn of a session stays
+    pinned for ``session_ttl`` seconds; 0: it is not pinned. What a namespace left in the cache
     beyond ``cache_quota`` of the pool makes room before anything else does, but for what no request
     came back to while three times the pool was evicted. Raises ValueError for bad sizes.
     """
@@ -33,11 +35,13 @@ class PrefixCache:
         page_size: int,
         *,
         pin_quota: float = PIN_QUOTA,
+        session_ttl: float = SESSION_TTL,
         cache_quota: float = NO_QUOTA,
     ) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self.page_size = page_size  # tokens
+        self.session_ttl = session_ttl
         self.num_total_pages = num_pages
         self.num_queries = 0  # tokens looked up, over all acquires
         self.num_hits = 0  # tokens of those that were cached
@@ -222,11 +226,26 @@ class PrefixCache:
         Whole pages, as far as they are cached and the namespace's quota goes; returns how many
         tokens that is. Then older pins of the namespace give way. O(num_tokens + depth + pins).
         """
-        limit = min(num_tokens, self.pins.quota * self.page_size)
-        match = self.tree.match(tokens, namespace=namespace, limit=limit)
+        match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens:
             self.pins.keep(match, ttl)
         return match.num_tokens
+
+    def pin_session(
+        self, tokens: array[int], num_tokens: int, *, session: str, namespace: str | None = None
+    ) -> None:
+        """Keep the first ``num_tokens`` as the last turn of a session, for `session_ttl` seconds.
+
+        The pin of the turn before is over, even before its time. As `pin` else, but it makes no pin
+        give way that was asked for. O(num_tokens + depth + pins).
+        """
+        match = self._pinnable(tokens, num_tokens, namespace)
+        if match.num_tokens and self.session_ttl:
+            self.pins.keep(match, self.session_ttl, session)
+
+    def _pinnable(self, tokens: array[int], num_tokens: int, namespace: str | None) -> Match:
+        limit = min(num_tokens, self.pins.quota * self.page_size)
+        return self.tree.match(tokens, namespace=namespace, limit=limit)
 
     def tick(self, now: float) -> None:
         """Set the time in seconds; remove the pins that have expired.

@@ -12,6 +12,7 @@ from ..runtime.chat_input import ChatInput, Handle
 from ..runtime.tools import named_choice
 from ..types.results import Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
+from .blocks import INVALID
 from .schema import (
     AnyBlock,
     Block,
@@ -206,7 +207,9 @@ def _assistant(blocks: Sequence[AnyBlock], names: dict[str, str]) -> Plain:
 
 
 def _call(block: ToolUseBlock) -> Plain:
-    function = {"name": block.name, "arguments": block.input}
+    """A call; arguments that were no object are again the text that they were."""
+    text = block.input.get(INVALID) if len(block.input) == 1 else None
+    function = {"name": block.name, "arguments": text if isinstance(text, str) else block.input}
     return {"id": block.id, "type": "function", "function": function}
 
 

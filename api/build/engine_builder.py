@@ -395,5 +395,9 @@ def _limits(config: EngineConfig, sizes: Sizes, target: Decoder) -> SchedulerLim
 
 def _prefix_cache(config: EngineConfig, pool: KVPool) -> PrefixCache:
     return PrefixCache(
-        pool.num_pages, pool.page_size, pin_quota=config.pin_quota, cache_quota=config.cache_quota
+        pool.num_pages,
+        pool.page_size,
+        pin_quota=config.pin_quota,
+        session_ttl=config.session_ttl,
+        cache_quota=config.cache_quota,
     )

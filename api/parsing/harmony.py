@@ -15,6 +15,7 @@ from ..structured.grammar_text import lark_text
 from .calls import CallState, attempt, object_text
 from .grammars import Lark, arguments
 from .output_parser import CallArguments, Content, Event, Malformed, Reading, Reasoning, Source
+from .reasoning import Thinking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+HARMONY_THINK = Thinking(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant")
 MAX_HEADER_CHARS = 512
 _ENDS = (END, CALL, RETURN)
 _ALL_BEGIN = "<|"
@@ -44,6 +46,23 @@ def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
         else message
         for message in messages
     ]
+
+
+def marked_call(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """The call of a message with a mark for its arguments.
+
+    The template refuses a result without a call before it, and writes the call's name again there.
+    """
+    call = message["tool_calls"][0]
+    function = {**(call.get("function") or call), "arguments": mark}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def without_calls(text: str, marks: Sequence[str]) -> str:
+    """The text that the template wrote of `marked_call`, of these calls nothing but the marks."""
+    alone = "|".join(map(re.escape, marks))
+    header = rf" to={re.escape(_FUNCTIONS)}[^<]*<\|channel\|>[^<]*<\|message\|>"
+    return re.sub(rf'{header}"({alone})"', r"\1", text)
 
 
 def read_harmony(source: Source, *, has_tools: bool) -> Reading[None]:

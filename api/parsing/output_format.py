@@ -11,7 +11,7 @@ from ...core.errors import InvalidRequest, shown
 from ..structured.grammar_text import lark_text
 from .families import FAMILIES, family_of
 from .grammars import Lark
-from .harmony import HARMONY
+from .harmony import HARMONY, HARMONY_THINK
 from .output_parser import OutputParser, PlainParser, ReaderParser
 from .reasoning import (
     COHERE_THINK,
@@ -78,6 +78,11 @@ class Syntax:
     def has_tools(self) -> bool:
         """Whether the model has a way to call tools; without one, calls can not be asked for."""
         return self.tool_parser != "none"
+
+    @property
+    def thought_marks(self) -> Thinking | None:
+        """The text around a thought, also where the reader of calls reads thoughts, too."""
+        return HARMONY_THINK if self._reads_thoughts else self.thinking
 
     def parser(self, *, tools: Sequence[Tool] = (), prompt_tail: str = "") -> OutputParser:
         """A fresh reader of one answer.

@@ -11,16 +11,18 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
+from ..parsing.reasoning import Thinking
 from ..types.results import Body
 from .normalize import RULES, TOOL_ORDER, steady
-from .prompt_history import Kind, Part, PromptLog, Remembered, common_len, ids_of
+from .prompt_history import Kind, Part, PromptLog, Remembered, common_len, ids_of, most_similar
 
 AROUND = 30  # characters that are shown on each side of a difference
 AROUND_TOKENS = 8
+TAIL_TOKENS = 32  # around the place where an answer and its thought begin
 MOST_TOKENS = 4  # times the tokens of an answer that its text is encoded to, at most
 Cause = Literal[
     "hit",  # all there was to read was read; the rest is new
@@ -28,6 +30,7 @@ Cause = Literal[
     "volatile_line",  # it differs in a line of the system prompt that changes by itself
     "tools_changed",  # it differs in its tools
     "reencoded",  # the other's answer came back as text, which has other tokens
+    "thinking_stripped",  # a thought of an answer before is not in it any more
     "evicted",  # it was cached, and had to make room
     "flushed",  # it was cached, and someone emptied the cache
     "late",  # a tier had it, and computing it took less time
@@ -38,6 +41,7 @@ Cause = Literal[
     "too_short",  # no whole page before the last token
     "first_seen",  # nothing like it is remembered
 ]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 CHANGED: tuple[Cause, ...] = ("changed", "volatile_line", "tools_changed")
 NUMBER = re.compile(r"\w*\d[\w.:+-]*")  # counters, times, ids: a word with a digit
 Decode = Callable[[Sequence[int]], str]
@@ -55,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChange:
-    """The first token of an answer that the text of the answer does not have."""
+    """The first token in which a prompt differs from another one and its answer."""
 
     position: int  # in the prompt
     before_id: int
@@ -82,11 +86,16 @@ class Explanation:
     compared_tokens: int = 0  # of its prompt
     reusable_tokens: int = 0  # at the beginning of both prompts
     first_difference: Difference | None = None
-    first_token: TokenChange | None = None  # where an answer was encoded again
+    first_token: TokenChange | None = None  # in which they differ
     rule: str | None = None  # of ``--normalize``, which would have made both prompts one there
     seconds_ago: float | None = None  # when it was evicted or flushed, if that is known
     model_changed: bool = False
     cache_key_changed: bool = False
+
+    @property
+    def missed_tokens(self) -> int:
+        """Tokens behind the first difference, which no cache can have; 0 without a comparison."""
+        return 0 if self.compared_with is None else self.prompt_tokens - self.reusable_tokens
 
     def body(self) -> Body:
         """The body of ``usage.cache_explanation`` and ``GET /cache/explain``."""
@@ -98,6 +107,7 @@ class Explanation:
             "cached_tokens": self.cached_tokens,
             "compared_with": self.compared_with,
             "reusable_tokens": self.reusable_tokens,
+            "missed_tokens": self.missed_tokens,
             "first_difference": shown,
             "first_token": None if self.first_token is None else self.first_token.body(),
             "rule": self.rule,
@@ -117,17 +127,27 @@ class Explainer:
 
     def explain(self, prompt: Remembered, previous: Remembered | None = None) -> Explanation:
         """Explain an admitted prompt, compared with ``previous`` or the most similar one."""
-        found = Explanation(
-            cause="first_seen",
-            prompt_tokens=prompt.num_tokens,
-            cached_tokens=prompt.usage.cached_tokens,
-        )
         if previous is not None and previous.namespace != prompt.namespace:
+            found = _unexplained(prompt)
             return replace(found, cause="other_salt", compared_with=previous.response_id)
-        other = previous or self._log.most_similar(prompt, self._page_size)
+        return self.explain_among(prompt, [] if previous else self._log.earlier(prompt), previous)
+
+    def explain_among(
+        self,
+        prompt: Remembered,
+        earlier: Sequence[Remembered],
+        previous: Remembered | None = None,
+    ) -> Explanation:
+        """`explain` with the ``earlier`` prompts of its owner; any thread may do so.
+
+        O(prompts + prompt), and O(its text) for each of a few prompts where none begins as it does.
+        """
+        found = _unexplained(prompt)
+        other = previous or most_similar(prompt, earlier, self._page_size)
+        why: Cause | None = None
         if other is not None:
-            found = self._compare(found, prompt, other)
-        cause, loss = self._cause(found, prompt, other), prompt.usage.cache_loss
+            found, why = self._compare(found, prompt, other)
+        cause, loss = self._cause(found, why, prompt, other), prompt.usage.cache_loss
         if cause == "changed" and other is not None:
             cause, rule = change_of(other.note.parts, prompt.note.parts)
             found = replace(found, rule=rule)
@@ -144,9 +164,16 @@ class Explainer:
             return None
         return self.explain(prompt, previous)
 
-    def _compare(self, found: Explanation, prompt: Remembered, other: Remembered) -> Explanation:
-        reusable = prompt.common_len(other)
-        change = self._reencoded(prompt, other) if reusable == other.num_tokens else None
+    def _compare(
+        self, found: Explanation, prompt: Remembered, other: Remembered
+    ) -> tuple[Explanation, Cause | None]:
+        """Note the tokens that they share and the first that differs; the cause, if that tells it."""
+        reusable, why, change = prompt.common_len(other), None, None
+        if reusable == other.num_tokens:
+            why, change = self._of_answers(prompt, other)
+        elif reusable < prompt.num_tokens:
+            before = other.ids(reusable, reusable + TAIL_TOKENS)
+            why, change = self._departure(prompt, reusable, before)
         if change is not None:
             reusable = change.position
         return replace(
@@ -158,9 +185,11 @@ class Explainer:
             first_token=change,
             model_changed=prompt.note.model != other.note.model,
             cache_key_changed=prompt.note.cache_key != other.note.cache_key,
-        )
+        ), why
 
-    def _cause(self, found: Explanation, prompt: Remembered, other: Remembered | None) -> Cause:
+    def _cause(
+        self, found: Explanation, why: Cause | None, prompt: Remembered, other: Remembered | None
+    ) -> Cause:
         readable = self._whole(prompt.num_tokens - 1)
         if not readable:
             return "too_short"
@@ -175,39 +204,63 @@ class Explainer:
         common = self._whole(min(found.reusable_tokens, readable))
         if found.cached_tokens < common:
             return "evicted" if _was_written(other, prompt) else "not_written"
-        if found.first_token is not None:
-            return "reencoded"
+        if why is not None:
+            return why
         return "hit" if _grew(prompt, other, found.reusable_tokens) else "changed"
 
-    def _reencoded(self, prompt: Remembered, other: Remembered) -> TokenChange | None:
-        """The first token in which a prompt differs from an answer whose text it has. O(answer)."""
+    def _of_answers(
+        self, prompt: Remembered, other: Remembered
+    ) -> tuple[Cause | None, TokenChange | None]:
+        """The cause and the place where a prompt that goes on from another leaves its answer.
+
+        Nothing where the answer is there as its tokens, or is another one. O(answer).
+        """
         start = other.num_tokens
         for data in other.answers:
             answer = ids_of(data)
             now = prompt.ids(start, start + MOST_TOKENS * len(answer))
             at = common_len(array("q", answer), array("q", now))
+            if at >= min(len(answer), len(now)):
+                return None, None
+            why, change = self._departure(prompt, start + at, answer[at:])
             said = self._decode(answer).rstrip()
-            if at == len(answer):  # it came back as its tokens
-                return None
-            if at < min(len(answer), len(now)) and said and self._decode(now).startswith(said):
-                before, after = answer[at], now[at]
-                return TokenChange(
-                    position=start + at,
-                    before_id=before,
-                    before=self._decode([before]),
-                    now_id=after,
-                    now=self._decode([after]),
-                )
-        return None
+            if why is not None or (said and self._decode(now).startswith(said)):
+                return why or "reencoded", change
+        return None, None
+
+    def _departure(
+        self, prompt: Remembered, position: int, before: Sequence[int]
+    ) -> tuple[Cause | None, TokenChange]:
+        """The tokens where a prompt differs from another, and why, if it lost a thought there.
+
+        ``before``: tokens of the other from there on.
+        """
+        now = prompt.ids(position, position + TAIL_TOKENS)
+        change = TokenChange(
+            position=position,
+            before_id=before[0],
+            before=self._decode(before[:1]),
+            now_id=now[0],
+            now=self._decode(now[:1]),
+        )
+        marks = prompt.note.thinking
+        if marks is None:
+            return None, change
+        head = prompt.ids(position - TAIL_TOKENS, position)
+        texts = [self._decode([*head, *ids]) for ids in (before[:TAIL_TOKENS], now)]
+        is_lost = _loses_thought(marks, self._decode(head), *texts)
+        return ("thinking_stripped" if is_lost else None), change
 
     def _whole(self, num_tokens: int) -> int:
         return num_tokens // self._page_size * self._page_size
 
     def _difference(self, now: Remembered, before: Remembered, at: int) -> Difference | None:
         """The difference of the parts, or else of the tokens."""
-        found = first_difference(before.note.parts, now.note.parts)
-        if found is not None or at == now.num_tokens == before.num_tokens:
-            return found
+        is_same_talk = _extends(now.note.parts, before.note.parts)
+        if not (is_same_talk and at < before.num_tokens - TAIL_TOKENS):
+            found = first_difference(before.note.parts, now.note.parts)
+            if found is not None or at == now.num_tokens == before.num_tokens:
+                return found
         first, last = at - AROUND_TOKENS, at + AROUND_TOKENS
         texts = [self._decode(each.ids(first, last))[: 2 * AROUND] for each in (before, now)]
         return Difference("prompt", "prompt", *texts)
@@ -220,11 +273,36 @@ def _was_written(other: Remembered, prompt: Remembered) -> bool:
 
 
 def _grew(now: Remembered, before: Remembered, reusable: int) -> bool:
-    """Whether one prompt extends the other, as conversations do."""
-    parts = before.note.parts
+    """Whether one prompt extends the other, as conversations do, but for how its answer opens."""
     return reusable == before.num_tokens or (
-        bool(parts) and list(now.note.parts[: len(parts)]) == list(parts)
+        reusable >= before.num_tokens - TAIL_TOKENS and _extends(now.note.parts, before.note.parts)
     )
+
+
+def _extends(now: Sequence[Part], before: Sequence[Part]) -> bool:
+    return bool(before) and list(now[: len(before)]) == list(before)
+
+
+def _loses_thought(marks: Thinking, head: str, before: str, now: str) -> bool:
+    """Whether a thought begins behind ``head`` in the text before, and not in the one now.
+
+    Both texts have the head. A template that opened the thought may write an empty one now.
+    """
+    if _begins(marks.begin, head, before):
+        return not _begins(marks.begin, head, now)
+    is_open = head.rstrip().endswith(marks.begin + marks.label)
+    return is_open and _begins(marks.end, head, now) and not _begins(marks.end, head, before)
+
+
+def _begins(mark: str, head: str, text: str) -> bool:
+    """Whether a mark is the next text behind ``head``, which may have the beginning of it."""
+    at = text.find(mark, max(0, len(head) - len(mark) + 1))
+    return at >= 0 and not text[len(head) : at].strip()
+
+
+def _unexplained(prompt: Remembered) -> Explanation:
+    cached = prompt.usage.cached_tokens
+    return Explanation(cause="first_seen", prompt_tokens=prompt.num_tokens, cached_tokens=cached)
 
 
 def first_pair(

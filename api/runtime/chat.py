@@ -79,7 +79,7 @@ class ChoiceReader:
         self.is_done = False
         self.choice = Choice(index=index)
         self._parser = parser
-        self._is_single = choice.is_single  # the choice ends with its first call
+        self._is_single = choice.is_single  # the choice ends behind its first call
         self._has_text = choice.mode != "required"  # else it is what a cut left of a call's mark
         self._num_calls = 0
         self._is_called = False  # whether the last call is whole
@@ -87,7 +87,8 @@ class ChoiceReader:
     def read(self, delta: TextDelta) -> list[TextDelta]:
         """The deltas of a step: one, or more where content or reasoning follows a call.
 
-        None once the choice has ended, even if the engine still generates.
+        None once the choice has ended, even if the engine still generates. Behind its only call it
+        goes on to the end of the message, or to the next part, which it does not have.
         """
         if self.is_done:
             return []
@@ -96,11 +97,14 @@ class ChoiceReader:
             events = [*events, *self._parser.end()]
         parts = [replace(delta, text="", finish_reason=None, stop_reason=None)]
         for event in events:
-            if isinstance(event, Content | Reasoning) and not _keeps_order(event, parts[-1]):
-                parts.append(TextDelta(index=delta.index))
-            if self._take(event, parts[-1]):
+            if self._is_single and self._is_called:
+                if isinstance(event, Content) and not event.text.strip():
+                    continue
                 self.is_done = True
                 break
+            if isinstance(event, Content | Reasoning) and not _keeps_order(event, parts[-1]):
+                parts.append(TextDelta(index=delta.index))
+            self._take(event, parts[-1])
         self._end(parts[-1], delta)
         for part in parts:
             self.choice.add(part)
@@ -109,17 +113,17 @@ class ChoiceReader:
     def _message_ids(self, delta: TextDelta) -> list[int] | None:
         """The ids of the whole message.
 
-        None where it has none: a stop string may end inside a token, and a choice that ended with
-        its call lacks what would have closed it.
+        None where it has none: a stop string may end inside a token, and a choice that ended where
+        something came behind its only call may have the beginning of it.
         """
         reason = delta.finish_reason
-        if reason is None or isinstance(delta.stop_reason, str):
+        if reason is None or self.is_done or isinstance(delta.stop_reason, str):
             return None
         ids = [*self.choice.token_ids, *delta.token_ids]
         return ids[:-1] if reason == "stop" else ids
 
     def _end(self, last: TextDelta, delta: TextDelta) -> None:
-        """Set the finish reason, if the choice ended: by its only call or by its text."""
+        """Set the finish reason, if the choice ended: behind its only call or by its text."""
         reason, last.stop_reason = delta.finish_reason, delta.stop_reason
         if self.is_done or reason is not None:
             last.message_ids = self._message_ids(delta)
@@ -131,11 +135,13 @@ class ChoiceReader:
 
     def _ends_called(self, delta: TextDelta) -> bool:
         """Whether the finish reason is tool_calls: not for a call that a stop string has cut."""
+        if self._is_single and self._is_called:
+            return True
         was_cut = isinstance(delta.stop_reason, str) and not self._is_called
         return delta.finish_reason == "stop" and self._num_calls > 0 and not was_cut
 
-    def _take(self, event: Event, part: TextDelta) -> bool:
-        """Add a parsed event; returns whether the choice ends with it."""
+    def _take(self, event: Event, part: TextDelta) -> None:
+        """Add a parsed event."""
         match event:
             case Reasoning(text):
                 part.reasoning += text
@@ -150,8 +156,6 @@ class ChoiceReader:
                 self._call(part).arguments += text
             case CallEnd():
                 self._call(part).is_done = self._is_called = True
-                return self._is_single
-        return False
 
     def _call(self, part: TextDelta) -> CallDelta:
         """The delta of the present call."""
@@ -439,7 +443,8 @@ class ChatClient:
     async def _note(self, chat: ChatInput) -> PromptNote:
         """Compute the note of a prompt; in a thread for a long conversation."""
         size = MESSAGE_BYTES * len(chat.messages)
-        return await self._llm.tokenizer.apart(size, lambda: self.normalized(chat)[0].note)
+        marks = self.syntax.thought_marks
+        return await self._llm.tokenizer.apart(size, lambda: self.normalized(chat)[0].note(marks))
 
     def _check_tools(self, chat: ChatInput) -> None:
         check_tools(chat.tools, chat.tool_choice)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions
+from ..parsing.reasoning import Thinking
 from ..types.results import Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
 from .prompt_history import PromptNote, conversation_parts
@@ -44,11 +45,10 @@ class ChatInput:
     cache: CacheOptions = DEFAULT_CACHE
     cache_key: str | None = None  # ``prompt_cache_key``: reported when a cache miss is explained
 
-    @property
-    def note(self) -> PromptNote:
-        """The record for explanations of later cache misses."""
+    def note(self, thinking: Thinking | None = None) -> PromptNote:
+        """The record for explanations of later cache misses; ``thinking``: the model's marks."""
         parts = conversation_parts(self.messages, [tool.body for tool in self.tools])
-        return PromptNote(parts=parts, cache_key=self.cache_key)
+        return PromptNote(parts=parts, cache_key=self.cache_key, thinking=thinking)
 
     @property
     def callable_tools(self) -> Sequence[Tool]:

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from ...core.errors import InvalidRequest
+from ..parsing.harmony import HARMONY_THINK, marked_call, without_calls
 from ..parsing.output_format import Syntax
 from ..parsing.output_parser import (
     CallArguments,
@@ -101,7 +102,7 @@ class ConversationTokens:
         while slots:
             splicer = Splicer(self, chat, text, slots)
             try:
-                marked = await write(_marked(chat, slots))
+                marked = await self._write_marked(chat, slots, write)
             except InvalidRequest:  # the template wants the calls before their results
                 failed: Slot | None = next((each for each in slots if each.has_calls), slots[0])
             else:
@@ -119,11 +120,18 @@ class ConversationTokens:
         chat = ChatInput(messages=messages, params=SamplingParams())
         slot = Slot(1, messages[1], b"")
         try:
-            text, marked = await write(chat), await write(_marked(chat, [slot]))
+            text, marked = await write(chat), await self._write_marked(chat, [slot], write)
         except InvalidRequest:
             return False
         pieces = _split(marked, [slot])
         return isinstance(pieces, list) and _fits_around(text, *pieces)
+
+    async def _write_marked(self, chat: ChatInput, slots: Sequence[Slot], write: Write) -> str:
+        """The conversation with a mark in place of each message whose ids are known."""
+        if self.syntax.tool_parser != "harmony":
+            return await write(_marked(chat, slots))
+        text = await write(_marked(chat, slots, marked_call))
+        return without_calls(text, [slot.mark for slot in slots])
 
     def _touch(self, key: Key) -> None:
         if self._history is not None:
@@ -225,7 +233,7 @@ class Splicer:
         if raw is None:
             return None
         for text in texts:
-            found = stand(text, raw, slot.message, self._model.syntax.thinking)
+            found = stand(text, raw, slot.message, self._model.syntax.thought_marks)
             if found is not None and (kept := self._from(ids, found.start, slot)) is not None:
                 self._pending += found.opening
                 self._put(kept)
@@ -257,7 +265,7 @@ class Splicer:
         raw = self._raw(ids, tools=slot.has_calls or bool(self._chat.tools))
         if raw is None:
             return None
-        found = stand(text, raw, slot.message, self._model.syntax.thinking)
+        found = stand(text, raw, slot.message, self._model.syntax.thought_marks)
         if found is None or found.opening != opening:
             return None
         kept = self._from(ids, found.start, slot)
@@ -359,11 +367,21 @@ class Splicer:
 # -- texts ------------------------------------------------------------------------------------
 
 
-def _marked(chat: ChatInput, slots: Sequence[Slot]) -> ChatInput:
-    """The conversation with a mark in place of each message whose ids are known."""
+def _marked(
+    chat: ChatInput,
+    slots: Sequence[Slot],
+    mark_call: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
+) -> ChatInput:
+    """The conversation with a mark in place of each message whose ids are known.
+
+    ``mark_call``: makes a message with a call of one, where a text cannot stand for it.
+    """
     nonce, messages = random_id(), list(chat.messages)  # no text of a caller has it
     for slot in slots:
         slot.mark = f"\ue000{nonce}.{slot.index}\ue001"
+        if mark_call is not None and slot.has_calls:
+            messages[slot.index] = mark_call(slot.message, slot.mark)
+            continue
         kept = {name: each for name, each in slot.message.items() if name == "name"}
         messages[slot.index] = {"role": "assistant", "content": slot.mark, **kept}
     return replace(chat, messages=messages)
@@ -456,6 +474,8 @@ def _stand_of_calls(
     end = raw.find(thinking.end) if thinking is not None else -1
     if thinking is None or end < 0:
         return Stand()
+    if thinking is HARMONY_THINK and not raw.startswith(thinking.begin):
+        return Stand()  # words before the call: no prompt opens a thought
     if thinking.end not in written:
         rest = raw[end + len(thinking.end) :]
         return Stand(len(raw) - len(rest.lstrip("\n")))

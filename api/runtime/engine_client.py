@@ -6,11 +6,12 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from ...core.config import TEMPLATE_KWARGS, EngineConfig
-from ...core.errors import EngineDead, InvalidRequest
+from ...core.errors import EngineDead, ForetokenError, InvalidRequest
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.ops.host_memory import keep_freed_memory
 from ..build.built import Built
@@ -18,10 +19,10 @@ from ..structured.compiler import Grammars
 from ..text.chat_template import check_options, read_template
 from ..text.detokenizer import AnswerText
 from ..text.tokenizer import Tokenizer
-from ..types.request_context import arrival, note_answer, random_id, seconds_left
+from ..types.request_context import arrival, note_answer, random_id, seconds_left, session_key
 from ..types.results import Body, Completion
 from ..types.sampling_params import SamplingParams
-from .cache_diagnostics import Explainer, Explanation
+from .cache_diagnostics import CAUSES, Explainer, Explanation
 from .generation import Answer, Generation
 from .preprocess import (
     Conversation,
@@ -36,7 +37,7 @@ from .preprocess import (
     submit,
     warm_params,
 )
-from .prompt_history import NO_NOTE, PromptLog, PromptNote
+from .prompt_history import NO_NOTE, PromptLog, PromptNote, Remembered
 from .serving_engine import ServingEngine
 
 
@@ -58,6 +59,9 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first `start`
         self.max_request_seconds: float | None = None  # a deadline for those without an earlier one
         self.prompts = PromptLog()  # of late, to tell why later ones miss the cache
+        self.causes = dict.fromkeys(CAUSES, 0)  # of misses and hits, of prompts that were computed
+        self.counts_causes = False  # which costs a comparison with earlier prompts for each
+        self._counting: set[asyncio.Task[None]] = set()
         self._answers: dict[str, Answer] = {}  # until the caller is done with them
         self._room = asyncio.Event()  # set when an answer ends
 
@@ -98,6 +102,8 @@ class EngineClient:
     async def close(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for a time, abort the rest; idempotent."""
         self._closed = True
+        for task in self._counting:
+            task.cancel()
         async with self._starting:
             if self._built is not None:
                 await self._built.engine.close(drain_seconds=drain_seconds)
@@ -206,7 +212,8 @@ class EngineClient:
         """
         since = arrival()
         answer = self._register(params, request_id)
-        answer.shown_ids, answer.cache = shown_ids, cache
+        answer.shown_ids = shown_ids
+        answer.cache = replace(cache, session=session_key(note.cache_key))
         answer.num_spliced, answer.normalized = num_spliced, normalized
         answer.needs_closing |= needs_closing
         try:
@@ -285,15 +292,41 @@ class EngineClient:
 
         Prompts of other callers are unknown, too.
         """
-        explainer = Explainer(self.prompts, self.page_size, self.tokenizer.decode)
-        return explainer.find(response_id, previous_id)
+        return self._explainer.find(response_id, previous_id)
+
+    @property
+    def _explainer(self) -> Explainer:
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False)
+        return Explainer(self.prompts, self.page_size, decode)
 
     def forget(self, answer: Answer) -> None:
         """Abort the rest of an answer and free its id; may be called twice."""
         answer.close()
         if self._answers.get(answer.request_id) is answer:
             del self._answers[answer.request_id]
+            self._count_cause(answer)
         self._room.set()
+
+    def _count_cause(self, answer: Answer) -> None:
+        """Count why the prompt missed the cache, behind the answer."""
+        prompt = self.prompts.find(answer.request_id) if self.counts_causes else None
+        if prompt is not None and prompt.usage.completion_tokens and not self._closed:
+            task = asyncio.create_task(self._count_cause_of(prompt))
+            self._counting.add(task)
+            task.add_done_callback(self._counting.discard)
+
+    async def _count_cause_of(self, prompt: Remembered) -> None:
+        """Count it; not where the server has no time for the comparison, or ends."""
+        explain = partial(self._explainer.explain_among, prompt, self.prompts.earlier(prompt))
+        try:
+            found = await self.tokenizer.apart(prompt.note.num_bytes, explain)
+        except ForetokenError:
+            return
+        is_new = found.cause == "first_seen"
+        if is_new and self.prompts.has_in_other_salt(prompt, self.page_size):
+            self.causes["other_salt"] += 1
+        else:
+            self.causes[found.cause] += 1
 
     def _register(self, params: SamplingParams, request_id: str | None) -> Answer:
         """Register the id before anything is awaited, so that `abort` finds it from the start.

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ...core.interface.request import Request, Usage
+from ..parsing.reasoning import Thinking
 from ..types.request_context import Owner, Shares, caller, owner_of
 
 MAX_BYTES = 32 * 2**20
@@ -36,12 +37,14 @@ class PromptNote:
     """The parts of a prompt that are remembered besides its tokens.
 
     ``parts`` in the order of the prompt; without them differences are shown in the decoded tokens.
-    ``cache_key`` is ``prompt_cache_key``: it is compared, but isolates nothing.
+    ``cache_key`` is ``prompt_cache_key``: it is compared, but isolates nothing. ``thinking``: the
+    marks of the model's thoughts.
     """
 
     parts: Sequence[Part] = ()
     model: str = ""
     cache_key: str | None = None
+    thinking: Thinking | None = None
     num_bytes: int = field(init=False, repr=False, compare=False)  # about
 
     def __post_init__(self) -> None:
@@ -217,22 +220,24 @@ class PromptLog:
         """The prompt of a response, unless it is forgotten. The caller checks who owns it."""
         return self._prompts.get(response_id)
 
-    def most_similar(self, prompt: Remembered, at_least: int) -> Remembered | None:
-        """Find the owner's earlier prompt with the longest common prefix, the latest of equals.
-
-        When none has the first ``at_least`` tokens, the latest whose texts are mostly the same.
-        O(prompts), for most differ at once, and O(prompt) for each that is nearer than the last.
-        """
+    def earlier(self, prompt: Remembered) -> list[Remembered]:
+        """The owner's prompts that came before this one, the latest first. O(prompts)."""
         siblings = reversed(self._by_owner.get(prompt.owner, {}).values())
-        earlier = [other for other in siblings if other.serial < prompt.serial]
-        best, probe = None, prompt.tokens[: at_least * TOKEN_BYTES]
-        for other in earlier:
-            if other.tokens.startswith(probe):
-                best, length = other, prompt.common_len(other)
-                probe = prompt.tokens[: (length + 1) * TOKEN_BYTES]
-                if length == prompt.num_tokens:
-                    break
-        return best or next((o for o in earlier[:MAX_ALIKE] if prompt.is_like(o)), None)
+        return [other for other in siblings if other.serial < prompt.serial]
+
+    def has_in_other_salt(self, prompt: Remembered, num_tokens: int) -> bool:
+        """Whether the caller has an earlier prompt under another salt that begins so. O(prompts).
+
+        It is for counts only: a caller may be a gateway, whose salts keep its tenants apart.
+        """
+        probe = prompt.tokens[: num_tokens * TOKEN_BYTES]
+        return any(
+            other.caller == prompt.caller
+            and other.namespace != prompt.namespace
+            and other.serial < prompt.serial
+            and other.tokens.startswith(probe)
+            for other in self._prompts.values()
+        )
 
     def flush(self, *namespaces: str | None) -> None:
         """Forget the prompts of these cache salts, of all when none is named. O(prompts)."""
@@ -255,6 +260,24 @@ class PromptLog:
         siblings = self._by_owner.get(prompt.owner, {})
         if siblings.pop(response_id, None) is not None and not siblings:
             del self._by_owner[prompt.owner]
+
+
+def most_similar(
+    prompt: Remembered, earlier: Sequence[Remembered], at_least: int
+) -> Remembered | None:
+    """The earlier prompt with the longest common prefix, the latest of equals.
+
+    When none has the first ``at_least`` tokens, the latest whose texts are mostly the same.
+    O(prompts), for most differ at once, and O(prompt) for each that is nearer than the last.
+    """
+    best, probe = None, prompt.tokens[: at_least * TOKEN_BYTES]
+    for other in earlier:
+        if other.tokens.startswith(probe):
+            best, length = other, prompt.common_len(other)
+            probe = prompt.tokens[: (length + 1) * TOKEN_BYTES]
+            if length == prompt.num_tokens:
+                break
+    return best or next((o for o in earlier[:MAX_ALIKE] if prompt.is_like(o)), None)
 
 
 def ids_of(tokens: bytes) -> list[int]:

@@ -41,9 +41,10 @@ class CacheRoutes:
         self.service = service
 
     async def show(self, request: Request) -> Response:
-        """Occupancy, and the pins of ``cache_salt`` or of the shared default."""
+        """Occupancy, why prompts missed, and the pins of ``cache_salt`` or of the default."""
         salt = request.query_params.get("cache_salt")
-        return JsonResponse(await self.service.llm.engine.cache_info(salt))
+        llm = self.service.llm
+        return JsonResponse({**await llm.engine.cache_info(salt), "causes": llm.causes})
 
     async def flush(self, request: Request) -> Response:
         """Drop cached prefixes: of one salt, below one prefix, or all."""

@@ -150,6 +150,7 @@ class Dashboard:
             llm = self.service.llm
             sampling = llm.built.sampling_defaults.in_force
             about = {"time": now, "model": self.service.model, "sampling": sampling}
+            about["causes"] = llm.causes
             body = {**about, **await llm.engine.overview(watched.finished)}
             self._latest = (now, event(body))
         return self._latest[1]

@@ -53,11 +53,11 @@ def read_prewarm(path: str) -> list[Warm]:
     return [_decode(line, Warm, f"{path}, line {number}") for number, line in lines]
 
 
-async def prewarm(llm: EngineClient, warms: Sequence[Warm]) -> int:
+async def prewarm(llm: EngineClient, chat: ChatClient, warms: Sequence[Warm]) -> int:
     """Compute the prompts one by one; returns the number of tokens written.
 
-    Each prompt reuses the pages that it has in common with those before it. Raises as
-    `EngineClient.open` does.
+    ``chat`` renders conversations as it renders those of requests. Each prompt reuses the pages
+    that it has in common with those before it. Raises as `EngineClient.open` does.
     """
     written = 0
     if warms:
@@ -66,7 +66,7 @@ async def prewarm(llm: EngineClient, warms: Sequence[Warm]) -> int:
         if llm.draining:
             break
         usage = await llm.prewarm(
-            await _prompt(llm, warm), cache=_options(warm), cache_salt=warm.cache_salt
+            await _prompt(chat, warm), cache=_options(warm), cache_salt=warm.cache_salt
         )
         written += usage.cache_write_tokens
     if warms:
@@ -74,12 +74,12 @@ async def prewarm(llm: EngineClient, warms: Sequence[Warm]) -> int:
     return written
 
 
-async def _prompt(llm: EngineClient, warm: Warm) -> str | list[int]:
+async def _prompt(client: ChatClient, warm: Warm) -> str | list[int]:
     """A conversation without the mark that opens an answer: what comes next is not known."""
     if warm.messages is None:
         return warm.prompt or ""
     chat = plain_chat(warm.messages, tools=read_tools(warm.tools), opens=False)
-    return [*(await ChatClient(llm).render(chat)).token_ids]
+    return [*(await client.render(chat)).token_ids]
 
 
 def _decode(data: bytes, kind: type[T], where: str) -> T:

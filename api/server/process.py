@@ -14,7 +14,8 @@ import socket
 import ssl
 import stat
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ import uvicorn
 from ..._version import __version__
 from ...core.errors import InvalidRequest
 from ..runtime.engine_client import EngineClient
+from ..serving.serving_context import chat_client
 from ..serving.settings import Listen
 from .app import create_app
 from .connection import connection_class, reserve_files
 from .lifecycle import STUCK, Supervisor
 from .logs import announcement
 from .observability import Observing
-from .prewarm import Warm, prewarm, read_prewarm
+from .prewarm import prewarm, read_prewarm
 
 logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 5  # for answers that are complete but not all sent
@@ -91,7 +93,8 @@ async def _serve(
         async with observing.serving(llm, _name(llm, listen)):
             server = _Server(config, lambda address: _announce(llm, listen, address))
             observing.metrics.num_connections = lambda: len(server.server_state.connections)
-            await _serve_on(sock, server, llm, warms, supervisor)
+            warm_up = partial(prewarm, llm, chat_client(llm, listen.settings), warms)
+            await _serve_on(sock, server, llm, warm_up, supervisor)
             return supervisor.exit_code
     finally:
         _unbind(sock, listen.uds)
@@ -147,12 +150,12 @@ async def _serve_on(
     sock: socket.socket,
     server: _Server,
     llm: EngineClient,
-    warms: Sequence[Warm],
+    warm_up: Callable[[], Awaitable[int]],
     supervisor: Supervisor,
 ) -> None:
     try:
         with supervisor.watching(server.stop):
-            await prewarm(llm, warms)
+            await warm_up()
             await server.serve([sock])
     finally:
         await supervisor.end()

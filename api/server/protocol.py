@@ -204,7 +204,10 @@ class Version(Struct, kw_only=True):
 
 
 class CacheBody(Struct, kw_only=True):
-    """Answer of /cache. Pages are of ``page_size`` tokens."""
+    """Answer of /cache. Pages are of ``page_size`` tokens.
+
+    ``causes``: prompts that were computed, by why they missed the cache, since the start.
+    """
 
     page_size: int
     total_pages: int
@@ -212,6 +215,8 @@ class CacheBody(Struct, kw_only=True):
     evictable_pages: int
     pinned_pages: int
     num_pins: int
+    num_sessions: int
+    causes: dict[str, int]
     pins: list[Free]
     usage: float
     queried_tokens: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -38,6 +38,7 @@ class ServerMetrics(Collector):
         self.is_ready: Callable[[], bool] = lambda: False
         self.is_draining: Callable[[], bool] = lambda: False
         self.num_connections: Callable[[], int] = lambda: 0
+        self.causes: Mapping[str, float] = {}  # of cache misses; the server sets it
         self._num_open = self._num_streams = 0
         self._requests: Counter[tuple[str, str, str]] = Counter()  # route, method, status
         self._refusals: dict[str, float] = dict.fromkeys(
@@ -94,6 +95,12 @@ class ServerMetrics(Collector):
         yield gauge("http_streams", "Event streams in progress", self._num_streams)
         yield counters(
             "request_refusals", "HTTP requests refused without work", "reason", self._refusals
+        )
+        yield counters(
+            "prefix_cache_prompts",
+            "Prompts that were computed, by why they missed the prefix cache",
+            "cause",
+            self.causes,
         )
         yield self._by_route()
 

@@ -35,6 +35,18 @@ EXCESS: Mapping[Excess, str] = {
 SHUTTING_DOWN = "the server is shutting down"
 
 
+def chat_client(llm: EngineClient, settings: Settings) -> ChatClient:
+    """A client that renders and reads conversations as the settings say."""
+    history = TokenHistory(max_bytes=settings.token_history_bytes)
+    return ChatClient(
+        llm,
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
+        history=history if settings.token_history else None,
+        normalizer=Normalizer(settings.normalize),
+    )
+
+
 class Service:
     """The model behind the routes."""
 
@@ -44,14 +56,8 @@ class Service:
         self.llm = llm
         llm.max_request_seconds = settings.limits.max_request_seconds
         self.metrics = metrics or ServerMetrics()
-        history = TokenHistory(max_bytes=settings.token_history_bytes)
-        self.chat = ChatClient(
-            llm,
-            tool_parser=settings.tool_parser,
-            reasoning_parser=settings.reasoning_parser,
-            history=history if settings.token_history else None,
-            normalizer=Normalizer(settings.normalize),
-        )
+        llm.counts_causes, self.metrics.causes = True, llm.causes
+        self.chat = chat_client(llm, settings)
         self.settings = settings
         seconds = settings.limits.resume_seconds
         self.streams = ResumableStreams(seconds) if seconds else None

@@ -138,6 +138,17 @@ def session_id() -> str | None:
     return None if context is None else header(context.scope, SESSION_ID) or None
 
 
+def session_key(name: str | None) -> str | None:
+    """The caller's session: of the present request's header, else of this name; None without.
+
+    Callers that choose the same name have sessions of their own.
+    """
+    named = session_id() or name
+    if not named:
+        return None
+    return hashlib.sha256(caller() + named.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
 def note_arrival(num_bytes: int) -> None:
     """The body of this request has arrived; its deadlines count from here."""
     context = CONTEXT.get()

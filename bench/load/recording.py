@@ -270,11 +270,11 @@ class Messages:
 
 
 def _arguments(call: Call) -> Item:
-    """Arguments as an object; an empty one where the call was cut."""
+    """Arguments as an object; where the call was cut as this API has such text in one."""
     try:
         return msgspec.json.decode(call.arguments, type=dict[str, Any])
     except msgspec.DecodeError:
-        return {}
+        return {"INVALID_JSON": call.arguments}
 
 
 class Responses:

@@ -1,11 +1,12 @@
 """Recorded sessions of agents, sent again: which tokens of each turn a server computes again.
 
 *Possible* are the tokens of a turn's prompt that the session has computed before: the prompt of the
-turn that it goes on from, and that turn's answer but for its last token. The *share* of them that
-the server read from its cache is 1 where nothing that was said is computed again, but for what a
-page cuts off. A first token is *expected* after the time that the other tokens of its prompt take
-at the session's prefill rate, and one step; the rate is that of the session's first request, which
-nothing precedes: each session has a cache salt of its own.
+turn that it goes on from, and that turn's answer but for its last token, both in whole pages of the
+server's cache, which can read no part of one. The *share* of them that the server read from its
+cache is 1 where nothing that was said is computed again. A first token is *expected* after the time
+that the other tokens of its prompt take at the session's prefill rate, and one step; the rate is
+that of the session's first request, which nothing precedes: each session has a cache salt of its
+own.
 """
 
 from __future__ import annotations
@@ -72,13 +73,16 @@ class Session(msgspec.Struct, kw_only=True):
 
     @property
     def most_missed(self) -> int:
-        """Possible tokens of one turn that were not; those that a page cuts off are among them."""
+        """Possible tokens of one turn that were not."""
         missed = [(turn.possible_tokens or 0) - turn.cached_tokens for turn in self.turns]
         return max([0, *missed])
 
 
 class Replay:
-    """Sends sessions to one server. ``temperature`` None: as it was recorded."""
+    """Sends sessions to one server. ``temperature`` None: as it was recorded.
+
+    ``page_size``: tokens of a page of its cache.
+    """
 
     def __init__(
         self,
@@ -89,8 +93,9 @@ class Replay:
         temperature: float | None,
         timeout: float,
         seed: int,
+        page_size: int,
     ) -> None:
-        self._http, self._model = http, model
+        self._http, self._model, self._page_size = http, model, page_size
         self._output_len, self._temperature = output_len, temperature
         self._timeout, self._seed = timeout, seed
 
@@ -118,7 +123,7 @@ class Replay:
                 break
             said[index] = heard.said
             before = None if step.parent is None else found.turns[step.parent]
-            found.turns.append(turn_of(index, step, heard, before))
+            found.turns.append(turn_of(index, step, heard, before, self._page_size))
         _expect(found)
         return found
 
@@ -150,11 +155,12 @@ class Replay:
         return heard
 
 
-def turn_of(index: int, step: Step, heard: Heard, before: Turn | None) -> Turn:
+def turn_of(index: int, step: Step, heard: Heard, before: Turn | None, page_size: int) -> Turn:
     """A request as it was served; ``before``: the turn that it goes on from."""
     possible = None
-    if before is not None:
-        possible = min(before.prompt_tokens + before.output_tokens - 1, heard.prompt_tokens)
+    if before is not None:  # the last token of each has no KV, or needs its logits
+        known = min(before.prompt_tokens + before.output_tokens, heard.prompt_tokens) - 1
+        possible = known // page_size * page_size
     gaps = [later - earlier for earlier, later in zip(heard.times, heard.times[1:], strict=False)]
     return Turn(
         request=index,

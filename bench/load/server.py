@@ -23,6 +23,7 @@ START_SECONDS = 300.0
 STOP_SECONDS = 30.0
 SAMPLE_SECONDS = 0.5
 _URL = re.compile(r"http://[^\s/]+:\d+(?=\s|$)")
+_PAGE = re.compile(rb'^\w+:cache_config_info\{[^}]*\bblock_size="(\d+)"', re.MULTILINE)
 _USAGE = re.compile(rb"^(\w+):kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.eE+-]+)", re.MULTILINE)
 
 
@@ -129,6 +130,12 @@ async def first_model(http: Http, wanted: str | None) -> tuple[str, int | None]:
     if wanted is not None:
         return wanted, None
     raise SystemExit(f"/v1/models names no model (status {status}): give --model")
+
+
+async def page_size(http: Http) -> int:
+    """Tokens of a page of the server's prefix cache, as foretoken and vLLM report them, else 1."""
+    found = _PAGE.search((await http.get("/metrics"))[1])
+    return int(found[1]) if found is not None else 1
 
 
 async def server_encode(http: Http, model: str) -> Encode | None:

@@ -52,12 +52,15 @@ class CacheOptions:
 
     Without ``read`` it uses no cached pages, and drafts come from the request alone. Without
     ``write`` its pages are not published and its tokens not kept for later drafts; pins then have
-    no effect.
+    no effect. ``session`` names the conversation that it is a turn of, or several of one agent:
+    the last turn stays pinned, as long as the engine is set to. Requests of other namespaces with
+    the same name are of another session.
     """
 
     read: bool = True
     write: bool = True
     pins: tuple[Pin, ...] = ()
+    session: str | None = None
 
     @property
     def is_private(self) -> bool:

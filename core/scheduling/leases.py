@@ -124,6 +124,17 @@ def pin_prompt(cache: PrefixCache, request: Request) -> None:
         )
 
 
+def pin_session(cache: PrefixCache, request: Request, num_computed: int) -> None:
+    """Pin a request that ended, its prompt and its answer, as the last turn of its session."""
+    if request.cache.write and request.cache.session is not None:
+        cache.pin_session(
+            request.tokens,
+            num_computed,
+            session=request.cache.session,
+            namespace=request.namespace,
+        )
+
+
 def allocate_draft_pages(
     cache: PrefixCache, lease: KVLease, num_tokens: int, plan: DraftPlan
 ) -> tuple[DraftPlan, array[int]]:

@@ -29,6 +29,7 @@ from .leases import (
     allocate_draft_pages,
     num_uncached_tokens,
     pin_prompt,
+    pin_session,
     publish,
     release_kv,
 )
@@ -434,7 +435,10 @@ class Scheduler:
 
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:
         if request.status is RequestStatus.RUNNING:
+            num_computed = request.num_computed
             self._release(request, keep=keep)
+            if keep:
+                pin_session(self.cache, request, num_computed)
         elif self.page_loads is not None:
             self.page_loads.forget(request)
         self.request_table.discard(request)

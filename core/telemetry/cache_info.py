@@ -19,9 +19,11 @@ def describe_cache(
         "evictable_pages": cache.num_evictable_pages,
         "pinned_pages": cache.num_pinned_pages,
         "num_pins": len(cache.pins),
+        "num_sessions": cache.pins.num_sessions,
         "pins": [
             {
                 "tokens": pinned.lock.num_pages * cache.page_size,
+                "num_sessions": len(pinned.sessions),
                 "ttl_seconds": pinned.ttl,
                 "expires_in_seconds": round(pinned.until - cache.pins.now, 3),
             }

@@ -190,6 +190,12 @@ def read_pool(cache: PrefixCache) -> Iterator[Metric]:
     yield gauge("kv_cache_evictable_pages", "Cached KV pages that can be evicted", evictable)
     yield gauge("kv_cache_held_pages", "KV pages that running requests and pins hold", held)
     yield gauge("kv_cache_pinned_pages", "KV pages that pins hold", cache.num_pinned_pages)
+    yield gauge("kv_cache_sessions", "Sessions whose last turn is pinned", cache.pins.num_sessions)
+    yield counter(
+        "kv_cache_session_yields",
+        "Pins of sessions that gave way before their time: to a request or to the quota",
+        cache.pins.num_session_yields,
+    )
     yield gauge("kv_cache_page_tokens", "Tokens in one KV page", cache.page_size)
     yield _pool_config(cache)
     yield counters("kv_cache_evicted_pages", "Cached KV pages that were evicted", "cause", {

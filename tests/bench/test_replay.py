@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import lzma
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from foretoken.bench import offline, serve
-from foretoken.bench.load.http import Failure
+from foretoken.bench.load.http import Failure, Http
 from foretoken.bench.load.recording import (
     Call,
     Request,
@@ -20,6 +21,7 @@ from foretoken.bench.load.recording import (
     with_answers,
 )
 from foretoken.bench.load.replay import READERS, Heard, turn_of
+from foretoken.bench.load.server import page_size
 from support.server_process import running
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -211,13 +213,35 @@ def heard(prompt: int, cached: int, output: int) -> Heard:
 
 def test_what_could_be_hit_is_the_prompt_before_and_its_answer_but_for_the_last_token() -> None:
     first, second = steps(session(CHAT, SAID[CHAT]))
-    before = turn_of(0, first, heard(100, 0, 20), None)
+    before = turn_of(0, first, heard(100, 0, 20), None, 1)
     assert (before.possible_tokens, before.share) == (None, None)
     assert (before.ttft_ms, round(before.step_ms or 0.0)) == (500, 100)
-    now = turn_of(1, second, heard(200, 119, 20), before)
+    now = turn_of(1, second, heard(200, 119, 20), before, 1)
     assert (now.goes_on_from, now.possible_tokens, now.share) == (0, 119, 1.0)
-    assert turn_of(1, second, heard(200, 112, 20), before).share == 112 / 119
-    assert turn_of(1, second, heard(90, 80, 20), before).possible_tokens == 90
+    assert turn_of(1, second, heard(200, 112, 20), before, 1).share == 112 / 119
+    assert turn_of(1, second, heard(90, 80, 20), before, 1).possible_tokens == 89
+
+
+@pytest.mark.parametrize(("prompt", "possible"), [(200, 112), (113, 112), (112, 96)])
+def test_what_could_be_hit_is_whole_pages(prompt: int, possible: int) -> None:
+    first, second = steps(session(CHAT, SAID[CHAT]))
+    before = turn_of(0, first, heard(100, 0, 20), None, 16)
+    assert turn_of(1, second, heard(prompt, 96, 20), before, 16).possible_tokens == possible
+
+
+@pytest.mark.parametrize("name", ["foretoken", "vllm"])
+def test_the_size_of_a_page_is_read_from_the_metrics(server, name: str) -> None:
+    async def found() -> int:
+        http = Http(server.url)
+        try:
+            return await page_size(http)
+        finally:
+            http.close()
+
+    server.kv_usage = f'{name}:cache_config_info{{a="1",block_size="32",num_gpu_blocks="8"}} 1.0'
+    assert asyncio.run(found()) == 32
+    server.kv_usage = "# of another server"
+    assert asyncio.run(found()) == 1
 
 
 # -- the command --------------------------------------------------------------------------------
@@ -244,8 +268,8 @@ def test_a_session_is_sent_with_the_servers_own_answers(server, tmp_path) -> Non
     (found,) = json.loads(out.read_text("utf-8"))["servers"][server.url]
     turns = found["turns"]
     assert turns[0]["possible_tokens"] is turns[0]["share"] is None
-    before = turns[0]["prompt_tokens"] + turns[0]["output_tokens"] - 1
-    assert turns[1]["possible_tokens"] == min(before, turns[1]["prompt_tokens"])
+    before = turns[0]["prompt_tokens"] + turns[0]["output_tokens"]
+    assert turns[1]["possible_tokens"] == min(before, turns[1]["prompt_tokens"]) - 1
     hit = sum(min(9, turn["possible_tokens"]) for turn in turns[1:])
     assert found["share"] == hit / sum(turn["possible_tokens"] for turn in turns[1:])
 
@@ -286,7 +310,7 @@ def test_sampled_answers_that_come_back_as_text_are_hit_but_for_a_page(tmp_path)
     for each in found:
         for turn in each["turns"][1:]:
             assert turn["spliced_tokens"] > 0, each["name"]
-            assert turn["possible_tokens"] - turn["cached_tokens"] <= 16, (each["name"], turn)
+            assert turn["share"] == 1, (each["name"], turn)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"path": "/v1/x", "body": {"messages": [1]}}'])

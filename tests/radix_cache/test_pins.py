@@ -334,6 +334,9 @@ class Tenants:
         if self.random.random() < 0.7:
             ttl = self.random.uniform(0.1, 9)
             self.cache.pin(tokens, self.random.randrange(1, 40), ttl=ttl, namespace=namespace)
+        if self.random.random() < 0.7:
+            session = self.random.choice("xyz")
+            self.cache.pin_session(tokens, num_computed, session=session, namespace=namespace)
 
     def borrow(self) -> None:
         tokens, namespace = self.draw()

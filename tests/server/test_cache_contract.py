@@ -134,6 +134,25 @@ def test_prompts_of_the_prewarm_file_are_cached_and_pinned_from_the_start(
     assert pinned in metrics(url)
 
 
+def test_a_session_pins_its_last_turn_alone(client: OpenAI, url: str) -> None:
+    def pins() -> list[dict[str, Any]]:
+        return httpx.get(f"{url}/cache", params={"cache_salt": "session"}).json()["pins"]
+
+    messages = [user("Tell me of the sea.")]
+    for turn in range(3):
+        completion = chat(client, messages, "session", prompt_cache_key="mine")
+        usage = completion.usage
+        (pin,) = pins()
+        assert usage.prompt_tokens < pin["tokens"] + PAGE_SIZE
+        assert (pin["ttl_seconds"], pin["num_sessions"]) == (300, 1)
+        said = {"role": "assistant", "content": completion.choices[0].message.content}
+        messages += [said, user(f"Go on, part {turn}.")]
+    chat(client, messages, "session", prompt_cache_key="another")
+    assert sorted(pin["num_sessions"] for pin in pins()) == [1, 1]
+    assert httpx.get(f"{url}/cache").json()["num_sessions"] == 2
+    assert "foretoken:kv_cache_sessions 2.0" in metrics(url)
+
+
 def test_retention_pins_a_prompt(client: OpenAI, url: str) -> None:
     chat(
         client,

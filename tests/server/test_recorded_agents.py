@@ -36,12 +36,12 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, di
 
 
 @pytest.mark.parametrize("agent", ["claude", "codex", "openai-agents", "pydantic-ai"])
-def test_each_turn_hits_all_that_was_computed_but_for_a_page(replayed, agent: str) -> None:
+def test_each_turn_hits_all_whole_pages_that_were_computed(replayed, agent: str) -> None:
     turns = replayed[""][agent]["turns"]
     assert len(turns) == TURNS
     assert [turn["goes_on_from"] for turn in turns[1:]] == list(range(TURNS - 1))
     for turn in turns[1:]:
-        assert turn["possible_tokens"] - turn["cached_tokens"] < PAGE, turn
+        assert turn["share"] == 1, turn
     assert turns[-1]["spliced_tokens"] > 500
 
 

@@ -9,8 +9,8 @@ from ...types.results import Body
 
 Bodies = Sequence[Mapping[str, Any]]
 SUMMED_IN_CACHE = (
-    "total_pages", "free_pages", "evictable_pages", "pinned_pages", "num_pins", "queried_tokens",
-    "hit_tokens",
+    "total_pages", "free_pages", "evictable_pages", "pinned_pages", "num_pins", "num_sessions",
+    "queried_tokens", "hit_tokens",
 )  # fmt: skip
 SUMMED_IN_OVERVIEW = (
     "running", "max_running", "waiting", "tokens", "steps", "drafts", "trees", "num_proposed",

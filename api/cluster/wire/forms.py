@@ -173,19 +173,20 @@ class CacheForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     read: bool = True
     write: bool = True
     pins: list[tuple[int, float]] = []
+    session: str | None = None
 
 
 def cache_form(options: CacheOptions) -> CacheForm:
     """The options of a request."""
     pins = [(pin.num_tokens, pin.ttl) for pin in options.pins]
-    return CacheForm(read=options.read, write=options.write, pins=pins)
+    return CacheForm(read=options.read, write=options.write, pins=pins, session=options.session)
 
 
 def cache_of(form: CacheForm) -> CacheOptions:
     """Raises `WireError` for what `Pin` refuses."""
     with meaningful("cache options"):
         pins = tuple(Pin(num_tokens, ttl) for num_tokens, ttl in form.pins)
-    return CacheOptions(read=form.read, write=form.write, pins=pins)
+    return CacheOptions(read=form.read, write=form.write, pins=pins, session=form.session)
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -82,6 +82,9 @@ class _Thread:
 
     def add(self, item: Item, path: str) -> None:
         """Append an item."""
+        if item.token_ids is not None:
+            message = f"{path}.token_ids: previous_response_id brings the ids of an answer here"
+            raise InvalidRequest(message, param=f"{path}.token_ids")
         if isinstance(item, AnswerItem):
             self._ids, self._kept = item.answer_ids, None
         match item.type:

@@ -53,6 +53,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     input: str | None = None  # of a custom tool's call, as models elsewhere make them
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
+    token_ids: Any = None  # of other APIs' messages: refused
 
 
 class AnswerItem(Item, kw_only=True, omit_defaults=True):

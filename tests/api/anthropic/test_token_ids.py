@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 HI = {"role": "user", "content": "hi"}
@@ -74,6 +75,24 @@ def test_a_text_that_comes_back_is_found_and_counted(post, engine, say_oddly):
     counted = post("/v1/messages/count_tokens", messages=talk, cache_salt="a", max_tokens=...)
     assert counted.json()["input_tokens"] == engine.requests[-1].prompt_len
     assert post(messages=talk, cache_salt="b").json()["usage"]["spliced_tokens"] == 0
+
+
+def test_a_call_that_was_cut_comes_back_as_the_text_that_it_was(serve, engine, say_oddly):
+    url = serve(tool_parser="hermes").url + "/v1/messages"
+    ids = say_oddly('<tool_call>\n{"name": "f", "arguments": {"a": "b')
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+
+    def ask(*messages):
+        body = {"messages": messages, "max_tokens": len(ids), "tools": [tool]}
+        return httpx.post(url, json=body, timeout=20).raise_for_status().json()
+
+    said = ask(HI)
+    (block,) = said["content"]
+    assert block["input"] == {"INVALID_JSON": '{"a": "b'}
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "it was cut"}
+    talk = [HI, {"role": "assistant", "content": said["content"]}]
+    found = ask(*talk, {"role": "user", "content": [result]})
+    assert found["usage"]["spliced_tokens"] == len(ids)
 
 
 def test_breakpoints_are_behind_answers_that_are_spliced(post, engine, say_oddly):

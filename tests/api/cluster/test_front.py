@@ -467,8 +467,8 @@ def test_what_a_drain_leaves_is_aborted() -> None:
 
 CACHE = {
     "page_size": 16, "total_pages": 10, "free_pages": 4, "evictable_pages": 3, "pinned_pages": 1,
-    "num_pins": 1, "pins": [{"tokens": 16}], "usage": 0.2, "queried_tokens": 100, "hit_tokens": 40,
-    "tiers": [],
+    "num_pins": 1, "num_sessions": 1, "pins": [{"tokens": 16}], "usage": 0.2,
+    "queried_tokens": 100, "hit_tokens": 40, "tiers": [],
 }  # fmt: skip
 VIEW = {
     "running": 1, "max_running": 8, "waiting": 2, "tokens": 10, "steps": 5, "drafts": 4, "trees": 0,

@@ -16,6 +16,7 @@ import pytest
 
 from foretoken.api.cli import commands
 from foretoken.api.cluster.front.front_client import FrontClient, Launcher
+from foretoken.api.runtime.chat import ChatClient
 from foretoken.api.server.prewarm import Warm, prewarm
 from foretoken.api.serving.settings import FrontOptions
 from foretoken.api.text.tokenizer import Tokenizer
@@ -143,7 +144,7 @@ def test_a_front_with_another_tokenizer_than_its_replica_does_not_start(
 def test_prompts_that_are_put_into_the_cache_first_wait_for_all_replicas(folder: Path) -> None:
     async def body() -> None:
         async with client_of(folder, wanted=2) as (llm, replica):
-            warming = asyncio.create_task(prewarm(llm, [Warm(prompt="Hello")]))
+            warming = asyncio.create_task(prewarm(llm, ChatClient(llm), [Warm(prompt="Hello")]))
             await asyncio.sleep(0)
             assert not warming.done()
             assert llm._replicas is not None
@@ -159,7 +160,7 @@ def test_prompts_that_are_put_into_the_cache_first_wait_for_all_replicas(folder:
 def test_a_front_that_ends_waits_for_no_replica(folder: Path) -> None:
     async def body() -> None:
         async with client_of(folder, wanted=2) as (llm, _replica):
-            warming = asyncio.create_task(prewarm(llm, [Warm(prompt="Hello")]))
+            warming = asyncio.create_task(prewarm(llm, ChatClient(llm), [Warm(prompt="Hello")]))
             await asyncio.sleep(0)
             await llm.close()
             assert await warming == 0

@@ -147,10 +147,61 @@ def test_a_message_with_a_call_comes_back_by_its_ids(serve, engine, tokenizer):
     usage = caller.ask(messages=[HI, message, result], max_tokens=1, **options)["usage"]
     assert caller.prompt[: len(start) + len(ids)] == [*start, *ids]
     assert usage["prompt_tokens_details"]["spliced_tokens"] == len(ids)
-    single = caller.ask(return_token_ids=True, parallel_tool_calls=False, max_tokens=99, **options)
-    (choice,) = single["choices"]
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        {"parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+    ],
+)
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 99])
+def test_a_message_with_its_only_call_has_the_ids_of_all_of_it(
+    serve, engine, tokenizer, only, tokens_per_step
+):
+    caller = Caller(serve(tool_parser="hermes"), engine)
+    ids = tokenizer.encode_word(CALL)
+    engine.answers = lambda request: [*ids, tokenizer.vocab["<|im_end|>"]]
+    engine.tokens_per_step = tokens_per_step
+    body = caller.ask(return_token_ids=True, max_tokens=99, tools=[TOOL], **only)
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["token_ids"] == ids
+    start, message = caller.prompt, choice["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}
+    caller.ask(messages=[HI, message, result], max_tokens=1, tools=[TOOL])
+    assert caller.prompt[: len(start) + len(ids)] == [*start, *ids]
+
+
+@pytest.mark.parametrize("behind", [" And so on.", f"\n{CALL}"])
+def test_a_message_that_goes_on_behind_its_only_call_is_cut_there_and_has_no_ids(
+    serve, engine, tokenizer, behind
+):
+    caller = Caller(serve(tool_parser="hermes"), engine)
+    ids = tokenizer.encode_word(CALL + behind)
+    engine.answers = lambda request: [*ids, *ids, tokenizer.vocab["<|im_end|>"]]
+    options = {"return_token_ids": True, "parallel_tool_calls": False, "tools": [TOOL]}
+    (choice,) = caller.ask(max_tokens=999, **options)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert not choice["message"]["content"]
+    assert "token_ids" not in choice["message"]
+    assert len(choice["token_ids"]) <= len(ids)
+
+
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_an_only_call_that_the_limit_cuts_behind_its_end_is_whole(
+    serve, engine, tokenizer, num_left
+):
+    caller = Caller(serve(tool_parser="hermes"), engine)
+    ids = tokenizer.encode_word(CALL + "\n\n\n\n")
+    engine.answers = lambda request: ids
+    fields = {"parallel_tool_calls": False, "tools": [TOOL]}
+    limit = len(tokenizer.encode_word(CALL)) + num_left
+    (choice,) = caller.ask(max_tokens=limit, **fields)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["tool_calls"]
-    assert "token_ids" not in choice["message"], "it was cut before the end of its call"
 
 
 def test_responses_refuse_to_return_them(caller):

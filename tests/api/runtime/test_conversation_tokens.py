@@ -12,6 +12,7 @@ import pytest
 
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.parsing.output_format import Syntax
+from foretoken.api.runtime.chat import PROBES
 from foretoken.api.runtime.chat_input import ChatInput, Handle
 from foretoken.api.runtime.conversation_tokens import ConversationTokens, PromptTokens, stand
 from foretoken.api.runtime.token_history import OVERHEAD, Place, TokenHistory, said_of
@@ -57,6 +58,27 @@ THINKING = (  # thoughts since the last question are kept, those before it dropp
     "{{ '<|im_end|>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
+HARMONY = (  # as gpt-oss's: a result is refused without a call, a final answer ends the thoughts
+    "{%- set last = namespace(name='') -%}{%- for m in messages -%}"
+    "{%- if m.role == 'assistant' and m.tool_calls -%}{%- set later = namespace(final=false) -%}"
+    "{%- for o in messages[loop.index:] -%}{%- if o.role == 'assistant' and not o.tool_calls -%}"
+    "{%- set later.final = true -%}{%- endif -%}{%- endfor -%}"
+    "{%- if m.thinking and not later.final -%}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{%- endif -%}"
+    "{%- set f = m.tool_calls[0].function -%}{%- set last.name = f.name -%}"
+    "{{ '<|start|>assistant to=functions.' + f.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ f.arguments | tojson }}{{ '<|call|>' }}"
+    "{%- elif m.role == 'assistant' -%}{%- set last.name = '' -%}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}"
+    "{%- elif m.role == 'tool' -%}"
+    "{%- if not last.name -%}{{ raise_exception('a result without its call') }}{%- endif -%}"
+    "{{ '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}"
+    "{{ m.content + '<|end|>' }}"
+    "{%- else -%}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif -%}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}"
+)
+ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+HARMONY_CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a":1}'
 USER = {"role": "user", "content": "Hello world"}
 MORE = {"role": "user", "content": "again, 12 times"}
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
@@ -256,6 +278,57 @@ def test_a_thought_before_a_call_goes_where_the_template_drops_it(model):
     ids = own.ids(f"<think>hm</think>\n{CALLED}")
     talk = [USER, message, {"role": "tool", "content": "1"}]
     assert own.render(talk, given(1, ids)).num_spliced == len(own.ids(CALLED))
+
+
+@pytest.mark.parametrize("has_handle", [True, False])
+@pytest.mark.parametrize(
+    ("raw", "fields"),
+    [
+        (HARMONY_CALL, {}),
+        (ANALYSIS + HARMONY_CALL, {"reasoning_content": "hm"}),
+    ],
+)
+def test_a_call_of_harmony_stands_as_it_was_generated_until_its_thought_is_dropped(
+    model, raw, fields, has_handle
+):
+    own = model(HARMONY, tools="harmony")
+    message, ids = said("", tool_calls=[CALL], **fields), own.ids(raw)
+    start = own.render([USER]).token_ids
+    handles = [given(1, ids)] if has_handle else []
+    if not has_handle:
+        own.remember([USER], message, ids)
+    talk = [USER, message, {"role": "tool", "content": "1"}]
+    spliced = own.render(talk, *handles)
+    assert spliced.token_ids[: len(start) + len(ids)] == [*start, *ids]
+    rest = own.tokenizer.decode(spliced.token_ids[len(start) + len(ids) :])
+    result = "<|call|><|start|>functions.add to=assistant<|channel|>commentary<|message|>1<|end|>"
+    assert rest == f"{result}<|start|>assistant"
+    later = own.render([*talk, said("Stop"), MORE], *handles)
+    assert later.num_spliced == len(own.ids(HARMONY_CALL))
+    assert later.token_ids[: len(start)] == start
+    assert "hm" not in own.tokenizer.decode(later.token_ids)
+
+
+def test_words_before_a_call_of_harmony_are_no_thought(model):
+    raw = f"<|channel|>commentary<|message|>Stop<|end|><|start|>assistant{HARMONY_CALL}"
+    own = model(
+        HARMONY.replace(
+            "{%- if m.thinking",
+            "{%- if m.content -%}{{ '<|start|>assistant"
+            "<|channel|>commentary<|message|>' + m.content + '<|end|>' }}{%- elif m.thinking",
+        ),
+        tools="harmony",
+    )
+    start, ids = own.render([USER]).token_ids, own.ids(raw)
+    talk = [USER, said("Stop", tool_calls=[CALL]), {"role": "tool", "content": "1"}]
+    spliced = own.render(talk, given(1, ids))
+    assert spliced.token_ids[: len(start) + len(ids)] == [*start, *ids]
+
+
+def test_messages_with_calls_of_harmony_and_without_can_be_spliced(model):
+    own = model(HARMONY, tools="harmony")
+    for messages in PROBES.values():
+        assert asyncio.run(own.renderer.can_splice(messages, own.write))
 
 
 @pytest.mark.parametrize("opening", ["", "<think>\n"])

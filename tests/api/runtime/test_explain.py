@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import pytest
 
+from foretoken.api.parsing.reasoning import Thinking
 from foretoken.api.runtime.cache_diagnostics import (
     Decode,
     Explainer,
@@ -14,7 +16,13 @@ from foretoken.api.runtime.cache_diagnostics import (
     first_difference,
     openai_diagnostics,
 )
-from foretoken.api.runtime.prompt_history import Part, PromptLog, PromptNote, conversation_parts
+from foretoken.api.runtime.prompt_history import (
+    Part,
+    PromptLog,
+    PromptNote,
+    conversation_parts,
+    most_similar,
+)
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.request import CacheOptions, Request
 from foretoken.core.interface.sampling import SamplingMetadata
@@ -41,17 +49,22 @@ class Scene:
         loss: Eviction | None = None,
         tools: list[dict[str, object]] | None = None,
         plain: bool = False,
+        written: Sequence[str] = (),
+        thinking: Thinking | None = None,
         cache_key: str | None = None,
         model: str = "m",
         **options: bool,
     ) -> Explanation:
-        """Serve a prompt and explain it; ``found``: the pages of the most similar were cached."""
+        """Serve a prompt and explain it; ``found``: the pages of the most similar were cached.
+
+        ``written``: what the template writes of the messages, where it writes something else.
+        """
         said = [
             {"role": "user" if index else "system", "content": text}
             for index, text in enumerate(messages)
         ]
         parts = [] if plain else conversation_parts(said, tools or [])
-        text = "|".join([repr(tools or ""), *messages])
+        text = "|".join([repr(tools or ""), *(written or messages)])
         tokens = array("q", [ord(character) for character in text])
         params = SamplingParams(cache_salt=salt)
         request = Request(
@@ -62,10 +75,14 @@ class Scene:
             cache=CacheOptions(**options),
         )
         self.now += 1.0
-        note = PromptNote(parts=parts, model=model, cache_key=cache_key)
+        note = PromptNote(parts=parts, model=model, cache_key=cache_key, thinking=thinking)
         self.log.record(name, request, note, self.now)
         prompt = self.log.find(name)
-        if prompt is not None and found and (other := self.log.most_similar(prompt, PAGE)):
+        if (
+            prompt is not None
+            and found
+            and (other := most_similar(prompt, self.log.earlier(prompt), PAGE))
+        ):
             readable = min(prompt.common_len(other), len(tokens) - 1)
             request.usage.cached_tokens = readable // PAGE * PAGE
         request.usage.cache_loss = loss
@@ -138,6 +155,98 @@ def test_an_answer_that_came_back_as_it_was_or_with_another_text_is_not(text) ->
     found = reencoded(small, "No news AT all.", text, "")
     assert found.cause != "reencoded"
     assert found.body()["first_token"] is None
+
+
+THINK = Thinking("<think>", "</think>")
+
+
+def thought(
+    asked: str, answer: str, text: str, *, opened: str = "", marks: Thinking | None = THINK
+) -> Explanation:
+    """A conversation whose answer, with a thought, came back as this text; all before it is hit.
+
+    ``opened``: the end of the first prompt, which the second has no more.
+    """
+    scene = Scene()
+    scene.say("a", "You help.", asked + opened, thinking=marks)
+    scene.log.add_answer("a", [ord(each) for each in answer])
+    scene.say("b", "You help.", asked + text, "Go on.", thinking=marks)
+    prompt = scene.log.find("b")
+    assert prompt is not None
+    prompt.usage.cached_tokens = scene.explain("b").reusable_tokens // PAGE * PAGE
+    return scene.explain("b")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "opened"),
+    [
+        ("<think>Hm, hm.</think>No news.", "No news.", ""),
+        ("<think>Hm, hm.</think><tool_call>f", "<tool_call>f", ""),
+        ("\n<think>Hm, hm.</think>\n\nNo news.", "No news.", ""),
+        ("Hm, hm.</think>No news.", "No news.", "<think>\n"),
+        ("Hm, hm.</think>\nNo news.", "<think>\n\n</think>\nNo news.", "<think>\n"),
+    ],
+)
+def test_a_thought_that_is_not_in_the_prompt_any_more_is_the_cause(answer, text, opened) -> None:
+    found = thought("What is new?|", answer, text, opened=opened)
+    assert found.cause == "thinking_stripped"
+    change = found.first_token
+    assert change is not None
+    assert change.position == found.reusable_tokens
+    assert (change.before, change.now) == (chr(change.before_id), chr(change.now_id))
+    assert found.missed_tokens == found.prompt_tokens - found.reusable_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("<think>Hm, hm.</think>No news.", "<think>Hm, hm.</think>No news."),
+        ("<think>Hm, hm.</think>No news.", "<think>Oh, no.</think>No news."),
+        ("No news.", "Some news."),
+    ],
+)
+def test_a_thought_that_is_there_or_was_never_had_is_not(answer, text) -> None:
+    assert thought("What is new?|", answer, text).cause == "hit"
+
+
+def test_marks_are_those_of_the_model_alone() -> None:
+    found = thought("What is new?|", "<think>Hm, hm.</think>No news.", "No news.", marks=None)
+    assert found.cause == "hit"
+
+
+def test_thoughts_of_earlier_answers_that_a_new_question_drops_are_the_cause() -> None:
+    scene = Scene()
+    asked = "x" * 40 + "|<think>Hm.</think><call>|result " + "y" * 60
+    scene.say("a", "You help.", asked, thinking=THINK)
+    scene.say("b", "You help.", asked.replace("<think>Hm.</think>", ""), found=True, thinking=THINK)
+    found = scene.explain("b")
+    assert found.cause == "thinking_stripped"
+    assert found.reusable_tokens == len(repr("") + "|You help.|" + "x" * 40 + "|<")
+
+
+def test_a_text_that_the_template_writes_anew_is_a_change_that_is_shown_in_the_tokens() -> None:
+    """The messages are equal: a date of the template's own, say."""
+    scene = Scene()
+    talk = ["You help.", "What is new?" + "x" * 60]
+    scene.say("a", *talk)
+    scene.say("b", *talk, "Go on.", written=["You hope.", *talk[1:], "Go on."], found=True)
+    found = scene.explain("b")
+    assert found.cause == "changed"
+    assert found.first_difference is not None
+    assert (found.first_difference.path, found.first_token and found.first_token.now) == (
+        "prompt",
+        "o",
+    )
+
+
+def test_other_salts_of_the_caller_are_found_for_the_count() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?", salt="s")
+    for name, talk, expected in (("b", "What is new?", True), ("c", "Another.", False)):
+        scene.say(name, "You help." if expected else "You do.", talk, salt="t")
+        prompt = scene.log.find(name)
+        assert prompt is not None
+        assert scene.log.has_in_other_salt(prompt, 3 * PAGE) is expected
 
 
 def test_pages_that_were_lost_before_it_are_the_cause() -> None:

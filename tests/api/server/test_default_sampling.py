@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from foretoken import AsyncLLM, SamplingParams
+from foretoken.api.runtime.chat import ChatClient
 from foretoken.api.server.prewarm import Warm, prewarm
 from foretoken.api.types.sampling_params import NO_DEFAULTS, SamplingDefaults
 from foretoken.core.interface.sampling import RECOMMENDED
@@ -155,7 +156,7 @@ def test_the_sdk_without_parameters_has_them(llm, used, say):
 def test_prewarming_works_with_them(built, engine):
     async def body() -> None:
         async with AsyncLLM.from_built(built) as llm:
-            await prewarm(llm, [Warm(prompt="hi")])
+            await prewarm(llm, ChatClient(llm), [Warm(prompt="hi")])
 
     asyncio.run(body())
     assert engine.requests[-1].sampling.params.max_tokens == 1

@@ -9,7 +9,10 @@ import pytest
 
 from foretoken import InvalidRequest
 from foretoken.api.cli import commands
+from foretoken.api.runtime.chat import ChatClient
 from foretoken.api.server.prewarm import prewarm, read_prewarm
+from foretoken.api.serving.serving_context import chat_client
+from foretoken.api.serving.settings import Settings
 
 TALK = {"messages": [{"role": "system", "content": "Be brief."}], "ttl": 60}
 TEXT = {"prompt": "once", "cache_salt": "a"}
@@ -59,7 +62,7 @@ def test_prompts_are_computed_one_by_one_with_their_salt_and_pin(run, engine, to
     warms = read_prewarm(write(tmp_path, f"{json.dumps(TALK)}\n{json.dumps(TEXT)}"))
 
     async def body(llm):
-        await prewarm(llm, warms)
+        await prewarm(llm, ChatClient(llm), warms)
 
     run(body)
     talk, text = engine.requests
@@ -68,6 +71,24 @@ def test_prompts_are_computed_one_by_one_with_their_salt_and_pin(run, engine, to
     assert [(pin.num_tokens > 10**6, pin.ttl) for pin in talk.cache.pins] == [(True, 60)]
     assert (text.namespace, text.cache.pins) == ("a", ())
     assert [request.sampling.params.max_tokens for request in engine.requests] == [1, 1]
+
+
+def test_conversations_are_normalized_as_those_of_requests(run, engine, tokenizer, tmp_path):
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=a1b2c3;\n"
+    talk = {"messages": [{"role": "system", "content": f"{line}Be brief."}]}
+    warms = read_prewarm(write(tmp_path, json.dumps(talk)))
+
+    async def body(llm):
+        for mode in ("safe", "off"):
+            await prewarm(llm, chat_client(llm, Settings(normalize=mode)), warms)
+
+    run(body)
+    safe, plain = (
+        tokenizer.decode(each.tokens[: each.prompt_len], skip_special_tokens=False)
+        for each in engine.requests
+    )
+    assert safe == "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert line in plain
 
 
 def test_a_warmed_prompt_is_told_as_an_answer_of_no_tokens(run, engine):
@@ -85,7 +106,7 @@ def test_a_server_that_is_told_to_end_warms_no_more(run, engine, tmp_path):
 
     async def body(llm):
         await llm.close()
-        return await prewarm(llm, warms)
+        return await prewarm(llm, ChatClient(llm), warms)
 
     assert run(body) == 0
     assert engine.requests == []

@@ -175,6 +175,27 @@ def test_a_failed_request_pins_nothing() -> None:
     driver.scheduler.audit()
 
 
+def test_a_session_pins_its_last_turn_with_the_answer() -> None:
+    driver = drive(page_size=4, num_pages=64)
+    session, cache = CacheOptions(session="s"), driver.scheduler.cache
+    serve(driver, ask("a", prompt_of(16), session, max_tokens=5))
+    assert cache.num_pinned_pages == 5, "all but the last token, whose KV is not computed"
+    turn = [*prompt_of(16), *driver.served["a"], *prompt_of(8, 1)]
+    serve(driver, again := ask("b", turn, session))
+    assert again.usage.cached_tokens == 20
+    assert [p.lock.num_pages for p in cache.pins.of(None)] == [8]
+
+
+def test_a_session_of_a_request_that_fails_or_does_not_write_pins_nothing() -> None:
+    driver = drive()
+    serve(driver, ask("a", prompt_of(16), CacheOptions(write=False, session="s")))
+    driver.add(ask("b", prompt_of(8), CacheOptions(session="s")))
+    plan = driver.scheduler.schedule(0.0)
+    failed = StepOutput(requests=[RequestOutput(request_id="b", error="NaN")])
+    driver.scheduler.commit(plan, failed, 0.0)
+    assert driver.scheduler.cache.pins.num_sessions == 0
+
+
 def test_a_pin_survives_a_crowd_and_the_scheduler_ends_it_in_time() -> None:
     driver = drive(num_pages=24, page_size=4, max_batch_tokens=64)
     serve(driver, ask("a", prompt_of(16), CacheOptions(pins=(Pin(16, 1e6),))))

@@ -7,11 +7,35 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "pins-shorten-each-other",
-        "PinnedPrefixes.keep",
+        "PinnedPrefixes._pinned",
         "known.ttl = max(known.ttl, ttl)",
         "known.ttl = ttl",
         ("test_pinning_again_prolongs_and_never_shortens",),
         "pinning again never shortens",
+    ),
+    Mutation(
+        "pins-of-sessions-push-others-out",
+        "PinnedPrefixes._first_to_go",
+        "return newest if found.is_asked and not newest.is_asked else found",
+        "return found",
+        ("test_a_session_makes_no_pin_give_way_that_was_asked_for",),
+        "a session displaces no pin that was asked for",
+    ),
+    Mutation(
+        "pins-of-sessions-are-without-number",
+        "PinnedPrefixes._move",
+        "while len(self._sessions) > self.total_quota:",
+        "while False:",
+        ("test_a_flood_of_sessions_pins_and_remembers_no_more_than_the_quota",),
+        "a flood of sessions is bounded",
+    ),
+    Mutation(
+        "pins-of-sessions-stay-behind",
+        "_goes_on",
+        "return 2 * shared >= before.lock.num_pages",
+        "return shared == before.lock.num_pages",
+        ("test_a_new_turn_moves_the_pin",),
+        "a new turn moves the pin, also where a thought is gone",
     ),
     Mutation(
         "pages-ignore-the-wish-not-to-write",
