@@ -171,6 +171,29 @@ def test_a_killed_replica_costs_no_answer_and_is_replaced(server: Server) -> Non
     until(lambda: len(pids(server)) == 2 and pids(server) != before)
 
 
+def outcome(server: Server) -> tuple[dict[str, Any], int]:
+    """The end of an update, and the fewest replicas until then."""
+    found: list[dict[str, Any]] = []
+
+    def has_ended() -> bool:
+        found.append(asked(server, "/replicas"))
+        return bool(found[-1]["update"]["state"] != "running")
+
+    until(has_ended)
+    return found[-1]["update"], min(len(each["replicas"]) for each in found)
+
+
+def test_options_with_which_no_replica_starts_leave_all_as_they_were(server: Server) -> None:
+    before = pids(server)
+    update = asked(server, "/replicas", {"options": {"draft": "/nowhere"}})["update"]
+    assert update == {"state": "running", "reason": None}
+    undone, fewest = outcome(server)
+    assert (undone["state"], fewest) == ("undone", 2)
+    assert undone["reason"].startswith("--draft /nowhere")
+    assert "\n" not in undone["reason"]
+    assert pids(server) == before
+
+
 def test_options_replace_all_replicas_under_load_and_no_request_fails(server: Server) -> None:
     wanted = completion(server, list(range(60, 90)), max_tokens=64)["choices"]
     before, ended, answers = pids(server), threading.Event(), list[Any]()
@@ -183,12 +206,13 @@ def test_options_replace_all_replicas_under_load_and_no_request_fails(server: Se
     for thread in threads:
         thread.start()
     asked(server, "/replicas", {"options": {"kv_tokens": 8192}})
-    until(lambda: len(pids(server)) == 2 and not before & pids(server))
+    assert outcome(server) == ({"state": "done", "reason": None}, 2)
     ended.set()
     for thread in threads:
         thread.join(SECONDS)
     assert answers
     assert all(each == wanted for each in answers)
+    assert not before & pids(server)
     assert {each["total_pages"] for each in asked(server, "/replicas")["replicas"]} == {512}
 
 
