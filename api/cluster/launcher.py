@@ -25,6 +25,7 @@ from ..types.results import Body
 logger = logging.getLogger(__name__)
 QUIET_SECONDS = 30.0  # of a low load before a replica is taken away
 UPDATE_SECONDS = 600.0  # within which a new replica must come, from one to the next
+SETTLE_SECONDS = 30.0  # for replicas that start before an update
 LOOK_SECONDS = 0.5  # between looks at an update
 
 
@@ -162,19 +163,31 @@ class PlannedReplicas:
         """Change the fewest and most; with options replace all, one after the other.
 
         Returns when the cluster has taken note; `update` has the outcome for replicas that are
-        replaced. Raises `InvalidRequest` for an option that is none, or that the front holds to,
-        and `LauncherError`, as long as an update is under way, too.
+        replaced. They are replaced once all are there or cannot be: one that starts would be lost.
+        Raises `InvalidRequest` for an option that is none, or that the front holds to, and
+        `LauncherError`, as long as an update is under way, too.
         """
         async with self._changing:
             if self._is_updating:
                 raise LauncherError("an update is under way: ask again when /replicas has its end")
             before, plan = self.plan, _changed(self.plan, bounds, options)
-            is_update = plan.version != before.version
+            if is_update := plan.version != before.version:
+                await self._settle()
             await asyncio.to_thread(self._cluster.deploy, plan, is_update=is_update)
             self.plan = plan
             if is_update:
                 self._note("running")
                 self._updating = asyncio.create_task(self._follow(before))
+
+    async def _settle(self) -> None:
+        """Wait until no replica starts. Raises `LauncherError` if that takes too long."""
+        since = self._clock()
+        while not (rollout := await asyncio.to_thread(self._cluster.rollout)).is_complete:
+            if rollout.failure is not None:
+                return
+            is_closed = await self._closes_within(self._look_seconds)
+            if is_closed or self._clock() - since >= SETTLE_SECONDS:
+                raise LauncherError("replicas are starting: ask again when they are there")
 
     @property
     def _is_updating(self) -> bool:

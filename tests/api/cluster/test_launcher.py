@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from foretoken.api.cluster.launcher import (
+    SETTLE_SECONDS,
     UPDATE_SECONDS,
     LauncherError,
     PlannedReplicas,
@@ -250,7 +251,6 @@ def test_a_failure_is_told_but_for_that_of_an_update() -> None:
     async def test(replicas: PlannedReplicas) -> None:
         cluster._failure = "too little memory"
         assert await replicas.failure() == "too little memory"
-        cluster._failure = None
         await replicas.change(None, BAD)
         assert replicas.update == {"state": "running", "reason": None}
         cluster._failure = "draft: /nowhere is not there"
@@ -259,6 +259,25 @@ def test_a_failure_is_told_but_for_that_of_an_update() -> None:
         assert await replicas.failure() is None
 
     run(test, cluster, plan())
+
+
+def test_an_update_waits_for_replicas_that_start() -> None:
+    """A cluster stops those at once whose version is the earlier one."""
+    cluster = RollingCluster()
+
+    async def test(replicas: PlannedReplicas) -> None:
+        await replicas.change((3, 3), None)
+        await replicas.change(None, GOOD)
+        assert cluster.versions == {cluster.deployed[1].version: 3}
+        await ended(replicas)
+        cluster.start_seconds = SETTLE_SECONDS + 2
+        await replicas.change((4, 4), None)
+        with pytest.raises(LauncherError, match="replicas are starting"):
+            await replicas.change(None, {"kv_tokens": 64})
+        assert cluster.deployed[-1] == replicas.plan
+
+    run(test, cluster, plan())
+    assert cluster.fewest == 2
 
 
 def test_a_cluster_that_ends_during_an_update_is_told() -> None:
