@@ -163,7 +163,7 @@ class PlannedReplicas:
         """Change the fewest and most; with options replace all, one after the other.
 
         Returns when the cluster has taken note; `update` has the outcome for replicas that are
-        replaced. They are replaced once all are there or cannot be: one that starts would be lost.
+        replaced. Waits for those that start, but no longer than `SETTLE_SECONDS`.
         Raises `InvalidRequest` for an option that is none, or that the front holds to, and
         `LauncherError`, as long as an update is under way, too.
         """
@@ -180,14 +180,12 @@ class PlannedReplicas:
                 self._updating = asyncio.create_task(self._follow(before))
 
     async def _settle(self) -> None:
-        """Wait until no replica starts. Raises `LauncherError` if that takes too long."""
+        """Wait for replicas that start: an update would end them at once, others go one by one."""
         since = self._clock()
-        while not (rollout := await asyncio.to_thread(self._cluster.rollout)).is_complete:
-            if rollout.failure is not None:
-                return
+        while not (await asyncio.to_thread(self._cluster.rollout)).is_complete:
             is_closed = await self._closes_within(self._look_seconds)
             if is_closed or self._clock() - since >= SETTLE_SECONDS:
-                raise LauncherError("replicas are starting: ask again when they are there")
+                return
 
     @property
     def _is_updating(self) -> bool:

@@ -270,11 +270,10 @@ def test_an_update_waits_for_replicas_that_start() -> None:
         await replicas.change(None, GOOD)
         assert cluster.versions == {cluster.deployed[1].version: 3}
         await ended(replicas)
-        cluster.start_seconds = SETTLE_SECONDS + 2
+        cluster.start_seconds, since = 1e9, cluster.now
         await replicas.change((4, 4), None)
-        with pytest.raises(LauncherError, match="replicas are starting"):
-            await replicas.change(None, {"kv_tokens": 64})
-        assert cluster.deployed[-1] == replicas.plan
+        await replicas.change(None, {"kv_tokens": 64})  # it may be what helps them to start
+        assert SETTLE_SECONDS <= cluster.now - since < SETTLE_SECONDS + 5
 
     run(test, cluster, plan())
     assert cluster.fewest == 2
