@@ -253,9 +253,10 @@ def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any
         message = "--ray needs the extra ray: pip install 'foretoken[ray,events]'"
         raise InvalidRequest(message, param="ray")
     ray_environment.prepare()
-    from ..cluster.ray_app import RayReplicas, plan_of
+    from ..cluster.launcher import PlannedReplicas, plan_of
+    from ..cluster.ray_app import RayCluster
 
-    return RayReplicas(plan_of(model, front, options), owns_ray=not is_joined)
+    return PlannedReplicas(plan_of(model, front, options), RayCluster(owns_ray=not is_joined))
 
 
 def _replica(parsed: argparse.Namespace) -> int:

@@ -9,26 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, DeploymentStatus
 
 from ...core.config import EngineConfig
-from ...core.errors import ForetokenError, InvalidRequest
-from ..runtime.preprocess import make_config
-from ..serving.settings import FrontOptions
+from .launcher import QUIET_SECONDS, LauncherError, ReplicaPlan, Rollout, num_cpus
 from .ray_environment import RAY_ADDRESS
 from .scaling import ReplicaLoad, replica_load, want
 from .wire.transport import CLUSTER_KEY, cluster_key
@@ -43,70 +41,14 @@ APP, DEPLOYMENT = "foretoken", "Replica"
 HEALTH_SECONDS = 2.0  # between checks of a replica
 STOP_SECONDS = 30.0  # for a replica to hand over its streams and to write out its tiers
 STATS_SECONDS = 0.5  # between reports of loads
-QUIET_SECONDS = 30.0  # of a low load before a replica is taken away
 REACH_SECONDS = 5.0  # for a connection to Ray's head
 OBJECT_STORE = 2**27  # bytes; nothing of ours goes through it
 NO_RAY_WILL_RESTART = "Ray is gone: replicas and front go on, and nothing will be restarted"
+GONE = Rollout(failure=NO_RAY_WILL_RESTART, is_gone=True)
 
 
-class RayError(ForetokenError):
+class RayError(LauncherError):
     """Ray cannot start, or has not what the replicas need."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaPlan:
-    """Replicas that are wanted: how many, of what model, with what resources each."""
-
-    model: str | None
-    front: str  # address that they dial
-    least: int
-    most: int
-    cpus: float
-    gpus: float
-    quiet_seconds: float  # of a low load before a replica is taken away
-    options: Mapping[str, Any] = field(default_factory=dict)  # engine options
-    most_ever: int = 0
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether their number does not follow the load."""
-        return self.least == self.most
-
-    @property
-    def num_shares(self) -> int | None:
-        """Number of replicas that share a disk; None without one. It never becomes less."""
-        return None if self.options.get("kv_disk") is None else max(self.most, self.most_ever)
-
-    @property
-    def version(self) -> str:
-        """Equal for plans whose replicas are alike: Ray replaces those of another version."""
-        alike = (self.model, self.front, sorted(self.options.items()), self.num_shares)
-        return blake2b(repr(alike).encode(), digest_size=8).hexdigest()
-
-
-def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) -> ReplicaPlan:
-    """The plan that the flags of a front ask for; its address is known when it listens.
-
-    The CPUs of this machine are shared out unless they are named, and are the replicas' threads.
-    """
-    least, most = front.bounds
-    threads = options.get("threads")
-    cpus = front.replica_cpus
-    if cpus is None:
-        cpus = threads or max(1, len(os.sched_getaffinity(0)) // most)
-    on_cuda = options.get("device") == "cuda"
-    return ReplicaPlan(
-        model=model,
-        front="",
-        least=least,
-        most=most,
-        cpus=cpus,
-        gpus=(1.0 if on_cuda else 0.0) if front.replica_gpus is None else front.replica_gpus,
-        quiet_seconds=(
-            QUIET_SECONDS if front.scale_down_seconds is None else front.scale_down_seconds
-        ),
-        options={"threads": max(1, int(cpus)), **options},
-    )
 
 
 class Replica:
@@ -133,6 +75,15 @@ class Replica:
         await self._host.start()
         self._max_running = self._host.engine.limits.max_running
         self._serving = asyncio.create_task(self._host.run())
+        await self._join()
+
+    async def _join(self) -> None:
+        """Wait for the front: only then may Ray stop another replica. Raises `RefusedError`."""
+        joined = asyncio.create_task(self._host.joined.wait())
+        await asyncio.wait((joined, self._serving), return_when=asyncio.FIRST_COMPLETED)
+        joined.cancel()
+        if self._serving.done():
+            self._serving.result()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load by which Ray scales."""
@@ -190,6 +141,8 @@ def application(plan: ReplicaPlan) -> serve.Application:
         "ray_actor_options": {"num_cpus": plan.cpus, "num_gpus": plan.gpus},
         "health_check_period_s": HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": STOP_SECONDS,
+        "max_surge_percent": 1,  # rounded up: one new replica comes before an old one leaves
+        "max_constructor_retry_count": 1,  # an update fails with its first new replica
     }
     if plan.is_fixed:
         options["num_replicas"] = plan.least
@@ -212,80 +165,43 @@ def application(plan: ReplicaPlan) -> serve.Application:
     return deployment.bind(plan.model, plan.front, dict(plan.options), plan.num_shares)
 
 
-class RayReplicas:
-    """Keeps as many replicas as a plan says. Belongs to one event loop.
+class RayCluster:
+    """Ray Serve: the `Cluster` of a front.
 
     ``owns_ray``: a Ray is started, which ends with `close`; else that of ``RAY_ADDRESS`` is joined,
     which loses our application alone.
     """
 
-    def __init__(self, plan: ReplicaPlan, *, owns_ray: bool) -> None:
-        self.plan, self._owns_ray = plan, owns_ray
-        self._changing = asyncio.Lock()
+    def __init__(self, *, owns_ray: bool) -> None:
+        self._owns_ray = owns_ray
         self._folder: Path | None = None
         self._head = ""  # HOST:PORT of Ray's head
         self._has_serve = False
 
-    async def start(self, address: str) -> None:
-        """Start Ray, or join it, and ask for replicas that dial ``address``. Raises `RayError`."""
-        await asyncio.to_thread(self._join)
+    def open(self, plan: ReplicaPlan) -> None:
+        """Start Ray, or join it. Raises `RayError`, also if it has too little for the plan."""
         try:
-            self.plan = replace(self.plan, front=address)
-            await self.change(None, None)
-        except BaseException:
-            await self.close()
-            raise
-
-    async def change(
-        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
-    ) -> None:
-        """Change the fewest and most; with options replace all, one after the other.
-
-        Returns when Ray has taken note of it. Raises `InvalidRequest` for an option that is none,
-        or that the front holds to, and `RayError`.
-        """
-        async with self._changing:
-            plan = self.plan
-            if bounds is not None:
-                ever = max(plan.most, plan.most_ever)
-                plan = replace(plan, least=bounds[0], most=bounds[1], most_ever=ever)
-            if options is not None:
-                plan = replace(plan, options={**plan.options, **options})
-                _check_same_model(make_config(self.plan.options), make_config(plan.options))
-            await asyncio.to_thread(_require_resources, plan)
-            await asyncio.to_thread(_deploy, plan)
-            self.plan = plan
-
-    async def failure(self) -> str | None:
-        """Why replicas cannot be started, or that Ray is gone; None if all is well."""
-        return await asyncio.to_thread(self._failure)
-
-    async def close(self) -> None:
-        """Stop the replicas, and the Ray that we started."""
-        await asyncio.to_thread(self._leave)
-
-    def _join(self) -> None:
-        try:
-            ray.init(**self._ray_options())
+            ray.init(**self._ray_options(plan))
             self._head = ray.get_runtime_context().gcs_address
-            _require_resources(self.plan)
+            self._require_room(plan)
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
             serve.start(http_options={"location": "NoServer"})
             self._has_serve = True
         except RayError:
-            self._leave()
+            self.close()
             raise
         except Exception as error:
-            self._leave()
+            self.close()
             raise RayError(f"Ray cannot start: {_first_line(error)}") from error
 
-    def _ray_options(self) -> dict[str, Any]:
+    def _ray_options(self, plan: ReplicaPlan) -> dict[str, Any]:
         """Arguments of `ray.init`; makes the folder of a Ray that we start."""
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         if self._owns_ray:
             self._folder = Path(tempfile.mkdtemp(prefix="foretoken-ray-"))
             options |= {
                 "include_dashboard": False,
+                "num_cpus": num_cpus() + ceil(plan.cpus),  # it only counts them: one more of ours
                 "object_store_memory": OBJECT_STORE,
                 "_node_ip_address": "127.0.0.1",
                 "_temp_dir": str(self._folder),
@@ -297,10 +213,54 @@ class RayReplicas:
             options["runtime_env"] = {"env_vars": {CLUSTER_KEY: key}}
         return options
 
-    def _failure(self) -> str | None:
-        return _failure() if _is_reachable(self._head) else NO_RAY_WILL_RESTART
+    def _require_room(self, plan: ReplicaPlan, *, is_update: bool = False) -> None:
+        """Refuse a plan that would wait for ever. Raises `RayError`."""
+        there = ray.cluster_resources()
+        if self._owns_ray:
+            there["CPU"] = num_cpus() + (plan.cpus if is_update else 0)
+        for name, each in (("CPU", plan.cpus), ("GPU", plan.gpus)):
+            needed, found = (plan.least + is_update) * each, there.get(name, 0.0)
+            if needed <= found:
+                continue
+            if is_update:
+                raise RayError(
+                    f"an update starts one replica before another leaves, which needs {needed:g} "
+                    f"{name}s, and Ray has {found:g}: ask for fewer replicas first"
+                )
+            raise RayError(
+                f"{plan.least} replicas need {needed:g} {name}s, and Ray has {found:g}: fewer "
+                f"--replicas, or a smaller --replica-{name.lower()}s"
+            )
 
-    def _leave(self) -> None:
+    def deploy(self, plan: ReplicaPlan, *, is_update: bool = False) -> None:
+        """Deploy the application of a plan; returns when Ray has taken note. Raises `RayError`."""
+        if not _is_reachable(self._head):
+            raise RayError(NO_RAY_WILL_RESTART)
+        self._require_room(plan, is_update=is_update)
+        try:
+            target = serve.RunTarget(application(plan), name=APP, route_prefix=None)
+            serve.run_many([target], wait_for_applications_running=False)
+        except Exception as error:
+            raise RayError(f"Ray refuses the replicas: {_first_line(error)}") from error
+
+    def rollout(self) -> Rollout:
+        """How far Ray is; that it is gone is a failure, too."""
+        if not _is_reachable(self._head):
+            return GONE
+        try:
+            status = serve.status().applications.get(APP)
+        except Exception:
+            return GONE
+        if status is None:
+            return GONE
+        deployment = status.deployments.get(DEPLOYMENT)
+        if status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            message = (deployment.message if deployment else "") or status.message
+            return Rollout(failure=_last_line(message) or status.status.value)
+        is_healthy = deployment is not None and deployment.status is DeploymentStatus.HEALTHY
+        return Rollout(is_complete=is_healthy and status.status is ApplicationStatus.RUNNING)
+
+    def close(self) -> None:
         """Delete the application, if Ray's head is there to do it, and end the Ray that we own."""
         if self._has_serve and _is_reachable(self._head):
             try:
@@ -325,47 +285,11 @@ def _is_reachable(address: str) -> bool:
     return True
 
 
-def _check_same_model(now: EngineConfig, wanted: EngineConfig) -> None:
-    """Refuse replicas that the front would not take. Raises `InvalidRequest`."""
-    for name in ("max_model_len", "page_size"):
-        if getattr(now, name) != getattr(wanted, name):
-            message = f"{name} cannot change while this front serves: start another one"
-            raise InvalidRequest(message, param=f"options.{name}")
-
-
-def _require_resources(plan: ReplicaPlan) -> None:
-    """Refuse a plan that would wait for ever. Raises `RayError`."""
-    there = ray.cluster_resources()
-    for name, each in (("CPU", plan.cpus), ("GPU", plan.gpus)):
-        needed, found = plan.least * each, there.get(name, 0.0)
-        if needed > found:
-            raise RayError(
-                f"{plan.least} replicas need {needed:g} {name}s, and Ray has {found:g}: fewer "
-                f"--replicas, or a smaller --replica-{name.lower()}s"
-            )
-
-
-def _deploy(plan: ReplicaPlan) -> None:
-    try:
-        target = serve.RunTarget(application(plan), name=APP, route_prefix=None)
-        serve.run_many([target], wait_for_applications_running=False)
-    except Exception as error:
-        raise RayError(f"Ray refuses the replicas: {_first_line(error)}") from error
-
-
-def _failure() -> str | None:
-    try:
-        status = serve.status().applications.get(APP)
-    except Exception:
-        return NO_RAY_WILL_RESTART
-    if status is None:
-        return NO_RAY_WILL_RESTART
-    if status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-        deployment = status.deployments.get(DEPLOYMENT)
-        message = (deployment.message if deployment else status.message) or status.status.value
-        return str(message)
-    return None
-
-
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _last_line(message: str) -> str:
+    """The error at the end of a traceback, without the name of its class."""
+    line = message.strip().rpartition("\n")[2]
+    return re.sub(r"^[\w.]+: ", "", line)

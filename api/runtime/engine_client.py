@@ -164,9 +164,12 @@ class EngineClient:
     async def when_complete(self) -> None:
         """Wait, after `start`, until all that is to serve is there; here it is."""
 
-    def replicas(self) -> list[Body]:
-        """The engines in other processes that serve its requests; none where it has its own."""
-        return []
+    def replicas(self) -> Body:
+        """The engines in other processes that serve its requests; none where it has its own.
+
+        ``update`` is the last replacement of all of them, null where there was none.
+        """
+        return {"replicas": [], "update": None}
 
     async def change_replicas(
         self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None

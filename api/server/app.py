@@ -165,7 +165,7 @@ class OperatorRoutes:
 
     async def replicas(self, _request: Request) -> Response:
         """The replicas that serve, each with its load; none where this process computes."""
-        return JsonResponse({"replicas": self.service.llm.replicas()})
+        return JsonResponse(self.service.llm.replicas())
 
     async def change_replicas(self, request: Request) -> Response:
         """Change how many replicas there are, or replace them by some with other options."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -119,7 +119,8 @@ class Replica(Struct, kw_only=True):
 class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Body of POST /replicas: one number, or bounds within which it follows the load, or options.
 
-    ``options``: engine options, as in `EngineConfig`, beside those that the replicas have.
+    ``options``: engine options, as in `EngineConfig`, beside those that the replicas have. All are
+    replaced, each after a new one has come; if one does not come, the replicas keep their options.
     """
 
     replicas: int | None = None
@@ -146,10 +147,21 @@ class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defau
         return least, most
 
 
+class ReplicaUpdate(Struct, kw_only=True):
+    """The last replacement of all replicas.
+
+    ``reason``: why a new replica did not come, where the update was undone.
+    """
+
+    state: Literal["running", "done", "undone"]
+    reason: str | None
+
+
 class ReplicaList(Struct, kw_only=True):
     """Answer of GET /replicas: none where the server itself computes."""
 
     replicas: list[Replica]
+    update: ReplicaUpdate | None
 
 
 class ModelFacts(Struct, kw_only=True):

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from foretoken.api.cluster.launcher import LauncherError, ReplicaPlan
 from support.plain_http import metrics
 from support.server_process import Server, free_port, running
 
@@ -171,6 +172,29 @@ def test_a_killed_replica_costs_no_answer_and_is_replaced(server: Server) -> Non
     until(lambda: len(pids(server)) == 2 and pids(server) != before)
 
 
+def outcome(server: Server) -> tuple[dict[str, Any], int]:
+    """The end of an update, and the fewest replicas until then."""
+    found: list[dict[str, Any]] = []
+
+    def has_ended() -> bool:
+        found.append(asked(server, "/replicas"))
+        return bool(found[-1]["update"]["state"] != "running")
+
+    until(has_ended)
+    return found[-1]["update"], min(len(each["replicas"]) for each in found)
+
+
+def test_options_with_which_no_replica_starts_leave_all_as_they_were(server: Server) -> None:
+    before = pids(server)
+    update = asked(server, "/replicas", {"options": {"draft": "/nowhere"}})["update"]
+    assert update == {"state": "running", "reason": None}
+    undone, fewest = outcome(server)
+    assert (undone["state"], fewest) == ("undone", 2)
+    assert undone["reason"].startswith("--draft /nowhere")
+    assert "\n" not in undone["reason"]
+    assert pids(server) == before
+
+
 def test_options_replace_all_replicas_under_load_and_no_request_fails(server: Server) -> None:
     wanted = completion(server, list(range(60, 90)), max_tokens=64)["choices"]
     before, ended, answers = pids(server), threading.Event(), list[Any]()
@@ -182,13 +206,16 @@ def test_options_replace_all_replicas_under_load_and_no_request_fails(server: Se
     threads = [threading.Thread(target=load) for _ in range(2)]
     for thread in threads:
         thread.start()
-    asked(server, "/replicas", {"options": {"kv_tokens": 8192}})
-    until(lambda: len(pids(server)) == 2 and not before & pids(server))
-    ended.set()
-    for thread in threads:
-        thread.join(SECONDS)
+    try:
+        asked(server, "/replicas", {"options": {"kv_tokens": 8192}})
+        assert outcome(server) == ({"state": "done", "reason": None}, 2)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(SECONDS)
     assert answers
     assert all(each == wanted for each in answers)
+    assert not before & pids(server)
     assert {each["total_pages"] for each in asked(server, "/replicas")["replicas"]} == {512}
 
 
@@ -220,9 +247,12 @@ def test_bad_changes_are_refused(server: Server, body: dict[str, Any], status: i
 def test_as_many_folders_of_the_disk_are_used_as_there_were_replicas_at_once(
     server: Server, disk: Path
 ) -> None:
-    """Each replica that was killed or replaced has left its folder to the next one."""
+    """Each replica that was killed or replaced has left its folder to the next one.
+
+    An update had one more than usual.
+    """
     assert completion(server, [50, 51, 52], max_tokens=4)["choices"]
-    assert sorted(each.name for each in disk.iterdir() if each.is_dir()) == ["0", "1"]
+    assert sorted(each.name for each in disk.iterdir() if each.is_dir()) == ["0", "1", "2"]
     (held,) = asked(server, "/cache")["tiers"]
     assert held["medium"] == "disk"
 
@@ -251,11 +281,13 @@ def test_ray_refuses_those_who_do_not_have_its_token(server: Server, tmp_path: P
     words = Path(f"/proc/{raylet}/cmdline").read_text().split("\0")
     (address,) = [each.partition("=")[2] for each in words if each.startswith("--gcs-address=")]
     ours = variables_of(raylet)["RAY_AUTH_TOKEN"]
-    assert connected(address, with_token(ours), tmp_path).stdout == "2.0\n"
-    for variables in (with_token(TOKEN), {"RAY_AUTH_MODE": "disabled"}):
-        refused = connected(address, variables, tmp_path)
-        assert (refused.returncode, refused.stdout) == (1, "")
-        assert "Failed to connect to Ray" in refused.stderr.splitlines()[-1]
+    tokens = [with_token(ours), with_token(TOKEN), {"RAY_AUTH_MODE": "disabled"}]
+    with ThreadPoolExecutor(len(tokens)) as pool:
+        taken, *refused = pool.map(lambda token: connected(address, token, tmp_path), tokens)
+    assert float(taken.stdout) > 2.0  # it counts those of one more replica, for updates
+    for each in refused:
+        assert (each.returncode, each.stdout) == (1, "")
+        assert "Failed to connect to Ray" in each.stderr.splitlines()[-1]
 
 
 def connected(
@@ -325,18 +357,48 @@ def line_of_failure(*flags: str, variables: Mapping[str, str]) -> str:
     return line
 
 
+@pytest.mark.filterwarnings("ignore")  # of Ray
 @pytest.mark.parametrize(
-    ("flags", "reason"),
+    ("owns_ray", "is_update", "needs", "reason"),
     [
-        (["--replica-gpus", "1"], "2 replicas need 2 GPUs, and Ray has 0: fewer --replicas, or a"),
-        (["--replica-cpus", "64"], "2 replicas need 128 CPUs, and Ray has 2: fewer --replicas, or"),
+        (True, False, {"gpus": 1}, "2 replicas need 2 GPUs, and Ray has 0: fewer --replicas, or a"),
+        (False, False, {"cpus": 8}, "2 replicas need 16 CPUs, and Ray has 6: fewer --replicas, or"),
+        (
+            False,
+            True,
+            {"cpus": 3},
+            "one replica before another leaves, which needs 9 CPUs, and Ray ",
+        ),
+        (True, True, {"gpus": 0.5}, "needs 1.5 GPUs, and Ray has 0: ask for fewer replicas first"),
+        (False, True, {"cpus": 2}, None),
+        (True, True, {"cpus": 0.5 * os.cpu_count()}, None),  # such a Ray lends an update some
     ],
 )
 def test_too_few_of_what_replicas_need_is_named(
-    cluster: Cluster, flags: list[str], reason: str
+    owns_ray: bool,
+    is_update: bool,
+    needs: dict[str, float],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from foretoken.api.cluster import ray_app
+
+    monkeypatch.setattr(ray_app.ray, "cluster_resources", lambda: {"CPU": 6.0})
+    monkeypatch.setattr(ray_app, "num_cpus", os.cpu_count)
+    plan = ReplicaPlan(
+        model=None, front="", least=2, most=2, quiet_seconds=1, **({"cpus": 0.5, "gpus": 0} | needs)
+    )
+    refuses = contextlib.nullcontext()
+    if reason is not None:
+        refuses = pytest.raises(LauncherError, match=re.escape(reason))
+    with refuses:
+        ray_app.RayCluster(owns_ray=owns_ray)._require_room(plan, is_update=is_update)
+
+
+def test_a_cluster_with_too_little_is_named_and_left_alone(cluster: Cluster) -> None:
     front = ["--front", f"tcp://127.0.0.1:{free_port()}", "--replicas", "2"]
-    assert reason in line_of_failure(*front, *flags, variables=cluster.variables)
+    line = line_of_failure(*front, "--replica-cpus", "64", variables=cluster.variables)
+    assert "2 replicas need 128 CPUs, and Ray has 2: fewer --replicas, or" in line
     assert cluster.applications() == "[]"
 
 

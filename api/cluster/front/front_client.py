@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,8 +30,15 @@ CHECK_SECONDS = 2.0  # between looks at what starts replicas
 class Launcher(Protocol):
     """Starts replicas, and changes how many there are and what they are."""
 
-    async def start(self, address: str) -> None:
-        """Ask for replicas that dial in at an address. Raises `ForetokenError`."""
+    @property
+    def update(self) -> Body | None:
+        """The last update of all replicas: its ``state``, and the ``reason`` if it was undone."""
+
+    async def start(self, address: str, num_joined: Callable[[], int]) -> None:
+        """Ask for replicas that dial in at an address. Raises `ForetokenError`.
+
+        ``num_joined`` returns how many have ever joined there.
+        """
 
     async def failure(self) -> str | None:
         """Why replicas cannot be started; None if all is well."""
@@ -41,8 +48,8 @@ class Launcher(Protocol):
     ) -> None:
         """Change the fewest and most; with options replace all, one after the other.
 
-        ``options``: of the engine, beside those that they have. Returns when it is asked for.
-        Raises `InvalidRequest` and `ForetokenError`.
+        ``options``: of the engine, beside those that they have. Returns when it is asked for;
+        `update` has the outcome. Raises `InvalidRequest` and `ForetokenError`.
         """
 
     async def close(self) -> None:
@@ -73,9 +80,10 @@ class FrontClient(EngineClient):
         self._watch: asyncio.Task[None] | None = None
         self._replicas: Replicas | None = None
 
-    def replicas(self) -> list[Body]:
-        """The replicas that are there."""
-        return [] if self._replicas is None else self._replicas.describe()
+    def replicas(self) -> Body:
+        """The replicas that are there, and how the last update of all of them goes on."""
+        rows = [] if self._replicas is None else self._replicas.describe()
+        return {"replicas": rows, "update": self._launcher and self._launcher.update}
 
     async def change_replicas(
         self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
@@ -115,7 +123,7 @@ class FrontClient(EngineClient):
             await replicas.start()
             first = asyncio.ensure_future(replicas.first())
             if self._launcher is not None:
-                await self._launcher.start(replicas.address)
+                await self._launcher.start(replicas.address, lambda: replicas.num_joined)
                 await self._while_launching(self._launcher, first)
                 self._watch = asyncio.create_task(self._watch_launcher(self._launcher, replicas))
             return built_of(await first, replicas, path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from copy import deepcopy
 from dataclasses import fields
+from typing import TypeVar
 
 from ....core.engine.inbox import TokenStream
 from ....core.errors import ForetokenError
@@ -18,6 +19,7 @@ from ..wire.forms import UsageForm, usage_of
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 3  # replicas that a request may lose: it may be what ends them
+K = TypeVar("K")
 
 
 class LiveRequest:
@@ -123,22 +125,22 @@ class LiveRequest:
 
 
 def _count(usage: Usage, delta: Delta) -> None:
-    """Count a step by its delta, until the replica sends its own counts."""
+    """Count a step by its delta, until the replica sends its own counts. O(tokens)."""
     if not delta.token_ids:
         return
-    run = Usage(
-        verify_steps=1,
-        proposed_tokens=delta.num_proposed,
-        accepted_tokens=len(delta.accepted_sources),
-        steps_by_accepted={len(delta.accepted_sources): 1},
-    )
-    for counts, sources in (
-        (run.proposed_by_source, delta.proposed_sources),
-        (run.accepted_by_source, delta.accepted_sources),
-    ):
-        for source in sources:
-            counts[source] = counts.get(source, 0) + 1
-    add_counts(usage, run)
+    num_accepted = len(delta.accepted_sources)
+    usage.verify_steps += 1
+    usage.proposed_tokens += delta.num_proposed
+    usage.accepted_tokens += num_accepted
+    _add_one(usage.steps_by_accepted, num_accepted)
+    for source in delta.proposed_sources:
+        _add_one(usage.proposed_by_source, source)
+    for source in delta.accepted_sources:
+        _add_one(usage.accepted_by_source, source)
+
+
+def _add_one(counts: dict[K, int], key: K) -> None:
+    counts[key] = counts.get(key, 0) + 1
 
 
 def aborted() -> Delta:

@@ -87,13 +87,11 @@ class ReplicaLink:
     def check_tokens(self, form: DeltaForm, live: LiveRequest) -> None:
         """Raise `WireError` for a delta that no engine makes."""
         num_tokens, vocab = len(form.token_ids), self.hello.vocab_size
-        if num_tokens and max(form.token_ids) >= vocab:
+        logprobs = (*form.logprobs, *form.prompt_logprobs)
+        if max((*form.token_ids, *map(_highest, logprobs)), default=0) >= vocab:
             raise WireError(f"a token beyond the vocabulary of {vocab}")
         if len(live.request.tokens) + num_tokens > live.request.max_len:
             raise WireError("more tokens than a request may have")
-        for logprobs in (form.logprobs, form.prompt_logprobs):
-            if any(_highest(each) >= vocab for each in logprobs):
-                raise WireError(f"a token beyond the vocabulary of {vocab}")
         asked = live.request.sampling.params.logprobs is not None
         if len(form.logprobs) != num_tokens * asked or len(form.token_sources) != num_tokens:
             raise WireError("log-probabilities or sources that do not belong to its tokens")

@@ -61,12 +61,12 @@ class Roster:
         self.links: dict[bytes, ReplicaLink] = {}  # by peer, in the order of arrival
         self.room = RequestRoom(0, 0)  # of the last replicas that were there
         self.max_priority = math.inf
+        self.num_joined = 0  # ever
         self.complete = asyncio.Event()  # the wanted ones were all there once
         self.first: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
         self._on_joined, self._on_lost = on_joined, on_lost
         self._tokenizer, self._wanted, self._clock = tokenizer, wanted, clock
         self._logged_refusal, self._refused_at = "", -math.inf  # the last one that was logged
-        self._num_joined = 0
         self._has_warned = False
         self._socket: FrontSocket | None = None
 
@@ -187,8 +187,8 @@ class Roster:
             self.max_priority = most if isinstance(most, int) else math.inf
 
     def _join(self, peer: bytes, hello: Hello) -> None:
-        self._num_joined += 1
-        link = self.links[peer] = ReplicaLink(peer, self._num_joined, hello, self._clock())
+        self.num_joined += 1
+        link = self.links[peer] = ReplicaLink(peer, self.num_joined, hello, self._clock())
         self._count_room()
         num_there = len(self.links)
         if num_there >= self._wanted:

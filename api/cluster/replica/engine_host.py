@@ -44,6 +44,7 @@ class EngineHost:
     ) -> None:
         self.config = config
         self.draining = False
+        self.joined = asyncio.Event()  # a front, at least once
         self._dial, self._address = dial, address
         self._hosted = HostedEngine(
             built=built,
@@ -53,7 +54,6 @@ class EngineHost:
         )
         self._session: FrontSession | None = None
         self._stopped = asyncio.Event()
-        self._has_joined = False  # a front, at least once
         self._refusal: str | None = None  # of a later front, as it was logged
         self._has_warned = False  # that the front takes no replica
 
@@ -79,9 +79,10 @@ class EngineHost:
         loaded model and its cache.
         """
         while not self._stopped.is_set():
-            joined_before = self._has_joined
+            joined_before = self.joined.is_set()
             ended, was_taken = await self._talk()
-            self._has_joined = self._has_joined or was_taken
+            if was_taken:
+                self.joined.set()
             if ended.ending is Ending.LEFT:
                 return
             if ended.ending is Ending.REFUSED and (was_taken or not joined_before):
@@ -136,7 +137,8 @@ class EngineHost:
 
     async def _say_joined(self, session: FrontSession) -> None:
         await session.is_joined.wait()
-        news = "is back" if self._has_joined else "has this replica"
+        news = "is back" if self.joined.is_set() else "has this replica"
+        self.joined.set()
         self._refusal, self._has_warned = None, False
         logger.info("the front at %s %s", self._address, news)
 

@@ -93,9 +93,9 @@ class FrontSession:
         """Greet, and serve until the connection ends. It is closed then, and requests aborted."""
         self._greet()
         tasks: list[asyncio.Future[Ended]] = [
+            self._left,  # first: the front's answer to that may be there already
             asyncio.create_task(self._read()),
             asyncio.create_task(self._beat()),
-            self._left,
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -18,11 +18,10 @@ import os
 import socket as sockets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import zmq
-import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
@@ -85,10 +84,10 @@ def _front_keys(key: str) -> tuple[bytes, bytes]:
 
 
 class _Link(Generic[M]):
-    """A socket, and news of closed connections, as one stream."""
+    """A socket, and news of closed connections, as one stream. Belongs to one event loop."""
 
     def __init__(self, kind: int, decode: Callable[[bytes], M], max_unread: int) -> None:
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._decode = decode
         self.socket = self._context.socket(kind)
         for option, value in (
@@ -99,19 +98,33 @@ class _Link(Generic[M]):
         ):
             self.socket.setsockopt(option, value)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
+        for each in (self.socket, self._monitor):
+            self._loop.add_reader(each.fileno(), self._news.set)
 
-    def send(self, frames: Iterable[bytes]) -> bool:
+    def send(self, frames: Sequence[bytes]) -> bool:
         """Send at once; False if that is not possible."""
-        sent = self.socket.send_multipart(list(frames), flags=zmq.NOBLOCK)  # done already
-        return cast("asyncio.Future[object]", sent).exception() is None
+        try:
+            self.socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        finally:
+            if self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                self._news.set()  # to send may take the sign that there is something to read
+        return True
 
-    def receive(self) -> asyncio.Future[list[bytes]]:
-        """The frames of the next message."""
-        return cast("asyncio.Future[list[bytes]]", self.socket.recv_multipart())
+    def read(self) -> list[zmq.Frame] | int | None:
+        """The frames of the next message, else the descriptor of a closed connection, if any."""
+        with contextlib.suppress(zmq.Again):
+            return self.socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+        with contextlib.suppress(zmq.Again):
+            return int(recv_monitor_message(self._monitor, flags=zmq.NOBLOCK)["value"])
+        return None
 
-    async def closed_connection(self) -> int:
-        """The descriptor of the next connection that is closed."""
-        return int((await recv_monitor_message(self._monitor))["value"])
+    async def when_readable(self) -> None:
+        """Wait for what `read` returns, once it has returned None. Nothing may be there yet."""
+        await self._news.wait()
+        self._news.clear()
 
     def decoded(self, data: bytes) -> M | WireError:
         """A message, or why it is none."""
@@ -122,6 +135,8 @@ class _Link(Generic[M]):
 
     def close(self) -> None:
         """Close; what was sent last has half a second to leave."""
+        for each in (self.socket, self._monitor):
+            self._loop.remove_reader(each.fileno())
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self._context.destroy(linger=LINGER_MS)
@@ -163,7 +178,6 @@ class FrontSocket:
         self._parted: set[bytes] = set()  # connected peers that are not heard any more
         self._closed: deque[bytes] = deque()  # peers to be reported as closed
         self._reused: Counter[int] = Counter()  # descriptors whose next news of a close is known
-        self._pending: tuple[asyncio.Future[list[zmq.Frame]], asyncio.Future[int]] | None = None
         socket = self._link.socket
         socket.router_mandatory = True
         try:
@@ -186,29 +200,14 @@ class FrontSocket:
             await asyncio.sleep(0)  # others have a turn, however much comes in
             if self._closed:
                 return self._forget(self._closed.popleft()), None
-            frames, descriptor = await self._next()
-            if descriptor is not None:
-                self._note_closed(descriptor)
-            elif (heard := self._heard(frames)) is not None:
-                return heard
-
-    async def _next(self) -> tuple[Sequence[zmq.Frame], int | None]:
-        """The frames of the next message, or the descriptor of a closed connection."""
-        if self._pending is None:
-            first = asyncio.ensure_future(self._link.closed_connection())
-            self._pending = self._receive(), first
-        message, closed = self._pending
-        if not message.done():
-            await asyncio.wait((message, closed), return_when=asyncio.FIRST_COMPLETED)
-        if message.done():
-            self._pending = self._receive(), closed
-            return message.result(), None
-        self._pending = message, asyncio.ensure_future(self._link.closed_connection())
-        return (), closed.result()
-
-    def _receive(self) -> asyncio.Future[list[zmq.Frame]]:
-        found = self._link.socket.recv_multipart(copy=False)
-        return cast("asyncio.Future[list[zmq.Frame]]", found)
+            match self._link.read():
+                case None:
+                    await self._link.when_readable()
+                case int(descriptor):
+                    self._note_closed(descriptor)
+                case frames:
+                    if (heard := self._heard(frames)) is not None:
+                        return heard
 
     def _heard(
         self, frames: Sequence[zmq.Frame]
@@ -265,8 +264,6 @@ class FrontSocket:
     def close(self) -> None:
         """Close the connections."""
         self._peers.clear()  # their descriptors will be those of others
-        for each in self._pending or ():
-            each.cancel()
         self._link.close()
 
 
@@ -281,20 +278,12 @@ class ReplicaSocket:
             socket.curve_serverkey = _front_keys(key)[0]
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.connect(address)
-        self._pending: tuple[asyncio.Future[list[bytes]], asyncio.Task[int]] | None = None
 
     async def receive(self) -> FromFront | WireError | None:
         """The next message; an error if it is none; None: the front closed the connection."""
-        if self._pending is None:
-            closed = asyncio.ensure_future(self._link.closed_connection())
-            self._pending = (self._link.receive(), closed)
-        message, closed = self._pending
-        await asyncio.wait((message, closed), return_when=asyncio.FIRST_COMPLETED)
-        if message.done():
-            self._pending = (self._link.receive(), closed)
-            return self._link.decoded(message.result()[-1])
-        self._pending = (message, asyncio.ensure_future(self._link.closed_connection()))
-        return None
+        while (found := self._link.read()) is None:
+            await self._link.when_readable()
+        return None if isinstance(found, int) else self._link.decoded(found[-1].bytes)
 
     def send(self, message: FromReplica) -> bool:
         """Send to the front; False if it is gone or does not read."""
@@ -302,6 +291,4 @@ class ReplicaSocket:
 
     def close(self) -> None:
         """Close the connection."""
-        for each in self._pending or ():
-            each.cancel()
         self._link.close()

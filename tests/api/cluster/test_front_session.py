@@ -348,6 +348,17 @@ def test_a_request_that_has_ended_is_not_aborted_with_its_connection(within) -> 
     within(test)
 
 
+def test_a_replica_that_leaves_is_not_refused_by_the_answer_to_it(within) -> None:
+    async def test(replica: Replica, task: asyncio.Task[None]) -> None:
+        await replica.joined()
+        await replica.host.joined.wait()
+        replica.host.stop()
+        replica.fronts[-1].say(Leaving(reason="it leaves"))
+        await task
+
+    within(test)
+
+
 def test_a_silent_front_is_lost(within, quick) -> None:
     async def test(replica: Replica, _task: object) -> None:
         front = await replica.joined()

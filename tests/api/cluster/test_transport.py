@@ -319,7 +319,7 @@ def test_a_replica_that_dials_anew_is_not_taken_for_the_one_that_was_closed() ->
 
 async def let_connect(front: FrontSocket) -> None:
     """Wait until a message is there to be read; the loop is held up meanwhile."""
-    while not front._link.socket.get(zmq.EVENTS) & zmq.POLLIN:
+    while not front._link.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
         pass
 
 

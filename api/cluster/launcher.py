@@ -1,0 +1,266 @@
+"""PlannedReplicas: as many replicas as a plan says, and updates that prove themselves.
+
+A `Cluster` starts the replicas. It replaces those of an earlier plan one after the other, each new
+one before an old one leaves. If one does not come, the earlier plan is deployed again: replicas
+that are still there stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError, InvalidRequest
+from ..runtime.preprocess import make_config
+from ..serving.settings import FrontOptions
+from ..types.results import Body
+
+logger = logging.getLogger(__name__)
+QUIET_SECONDS = 30.0  # of a low load before a replica is taken away
+UPDATE_SECONDS = 600.0  # within which a new replica must come, from one to the next
+SETTLE_SECONDS = 30.0  # for replicas that start before an update
+LOOK_SECONDS = 0.5  # between looks at an update
+
+
+class LauncherError(ForetokenError):
+    """Replicas cannot be started, or not now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """Replicas that are wanted: how many, of what model, with what resources each."""
+
+    model: str | None
+    front: str  # address that they dial
+    least: int
+    most: int
+    cpus: float
+    gpus: float
+    quiet_seconds: float  # of a low load before a replica is taken away
+    options: Mapping[str, Any] = field(default_factory=dict)  # engine options
+    most_ever: int = 0
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether their number does not follow the load."""
+        return self.least == self.most
+
+    @property
+    def num_shares(self) -> int | None:
+        """Number of shares of a disk; None without one. It never becomes less.
+
+        One more than there may be replicas: a new one comes before an old one leaves.
+        """
+        return None if self.options.get("kv_disk") is None else max(self.most, self.most_ever) + 1
+
+    @property
+    def version(self) -> str:
+        """Equal for plans whose replicas are alike: those of another version are replaced."""
+        alike = (self.model, self.front, sorted(self.options.items()), self.num_shares)
+        return blake2b(repr(alike).encode(), digest_size=8).hexdigest()
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) -> ReplicaPlan:
+    """The plan that the flags of a front ask for; its address is known when it listens.
+
+    The CPUs of this machine are shared out unless they are named, and are the replicas' threads.
+    """
+    least, most = front.bounds
+    threads = options.get("threads")
+    cpus = front.replica_cpus
+    if cpus is None:
+        cpus = threads or max(1, num_cpus() // most)
+    on_cuda = options.get("device") == "cuda"
+    return ReplicaPlan(
+        model=model,
+        front="",
+        least=least,
+        most=most,
+        cpus=cpus,
+        gpus=(1.0 if on_cuda else 0.0) if front.replica_gpus is None else front.replica_gpus,
+        quiet_seconds=(
+            QUIET_SECONDS if front.scale_down_seconds is None else front.scale_down_seconds
+        ),
+        options={"threads": max(1, int(cpus)), **options},
+    )
+
+
+class Rollout(NamedTuple):
+    """How far a cluster is with the plan that was deployed last."""
+
+    failure: str | None = None  # in one line: why its replicas cannot be started
+    is_complete: bool = False  # all of them are there, and none of an earlier plan
+    is_gone: bool = False  # nothing starts replicas any longer
+
+
+class Cluster(Protocol):
+    """Starts the replicas of a plan. Calls block; all raise `LauncherError`."""
+
+    def open(self, plan: ReplicaPlan) -> None:
+        """Get ready to start replicas, or refuse a plan that would wait for ever."""
+
+    def deploy(self, plan: ReplicaPlan, *, is_update: bool = False) -> None:
+        """Ask for the replicas of a plan, in place of an earlier one's.
+
+        ``is_update``: each of them is replaced, so there must be room for one more.
+        """
+
+    def rollout(self) -> Rollout:
+        """How far it is."""
+
+    def close(self) -> None:
+        """End the replicas."""
+
+
+class PlannedReplicas:
+    """Keeps as many replicas as a plan says. A `Launcher`; belongs to one event loop."""
+
+    def __init__(
+        self,
+        plan: ReplicaPlan,
+        cluster: Cluster,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
+        self.plan = plan
+        self.update: Body | None = None  # the last one: its state, and why it was undone
+        self._cluster, self._clock, self._look_seconds = cluster, clock, look_seconds
+        self._num_joined: Callable[[], int] = int
+        self._changing = asyncio.Lock()
+        self._closed = asyncio.Event()
+        self._updating: asyncio.Task[None] | None = None
+
+    async def start(self, address: str, num_joined: Callable[[], int]) -> None:
+        """Ask for replicas that dial ``address``. Raises `LauncherError`.
+
+        ``num_joined`` returns how many have ever joined there.
+        """
+        self._num_joined = num_joined
+        await asyncio.to_thread(self._cluster.open, self.plan)
+        self.plan = replace(self.plan, front=address)
+        try:
+            await asyncio.to_thread(self._cluster.deploy, self.plan)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def change(
+        self, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
+    ) -> None:
+        """Change the fewest and most; with options replace all, one after the other.
+
+        Returns when the cluster has taken note; `update` has the outcome for replicas that are
+        replaced. Waits for those that start, but no longer than `SETTLE_SECONDS`.
+        Raises `InvalidRequest` for an option that is none, or that the front holds to, and
+        `LauncherError`, as long as an update is under way, too.
+        """
+        async with self._changing:
+            if self._is_updating:
+                raise LauncherError("an update is under way: ask again when /replicas has its end")
+            before, plan = self.plan, _changed(self.plan, bounds, options)
+            if is_update := plan.version != before.version:
+                await self._settle()
+            await asyncio.to_thread(self._cluster.deploy, plan, is_update=is_update)
+            self.plan = plan
+            if is_update:
+                self._note("running")
+                self._updating = asyncio.create_task(self._follow(before))
+
+    async def _settle(self) -> None:
+        """Wait for replicas that start: an update would end them at once, others go one by one."""
+        since = self._clock()
+        while not (await asyncio.to_thread(self._cluster.rollout)).is_complete:
+            is_closed = await self._closes_within(self._look_seconds)
+            if is_closed or self._clock() - since >= SETTLE_SECONDS:
+                return
+
+    @property
+    def _is_updating(self) -> bool:
+        return self._updating is not None and not self._updating.done()
+
+    def _note(self, state: str, reason: str | None = None) -> None:
+        self.update = {"state": state, "reason": reason}
+
+    async def _follow(self, before: ReplicaPlan) -> None:
+        """Wait until all replicas are new; undo the update if one of them does not come."""
+        num_joined, since = self._num_joined(), self._clock()
+        while not (rollout := await asyncio.to_thread(self._cluster.rollout)).is_complete:
+            if rollout.failure is not None:
+                return await self._undo(before, rollout.failure)
+            if self._num_joined() > num_joined:
+                num_joined, since = self._num_joined(), self._clock()
+            elif self._clock() - since >= UPDATE_SECONDS:
+                return await self._undo(before, f"no new replica came in {UPDATE_SECONDS:g} s")
+            if await self._closes_within(self._look_seconds):
+                return None
+        logger.info("all replicas are new")
+        return self._note("done")
+
+    async def _closes_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._closed.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _undo(self, before: ReplicaPlan, reason: str) -> None:
+        """Ask for the replicas of the earlier plan: those of it that are there stay."""
+        self.plan = before
+        try:
+            await asyncio.to_thread(self._cluster.deploy, before)
+        except LauncherError as error:
+            reason = f"{reason}; {error}"
+        logger.warning(
+            "the replicas keep their options, because a new one did not come: %s", reason
+        )
+        self._note("undone", reason)
+
+    async def failure(self) -> str | None:
+        """Why replicas cannot be started, or that nothing starts them; None if all is well.
+
+        An update that fails is undone instead.
+        """
+        rollout = await asyncio.to_thread(self._cluster.rollout)
+        return rollout.failure if rollout.is_gone or not self._is_updating else None
+
+    async def close(self) -> None:
+        """End the replicas."""
+        self._closed.set()
+        if self._updating is not None:
+            await self._updating
+        await asyncio.to_thread(self._cluster.close)
+
+
+def _changed(
+    plan: ReplicaPlan, bounds: tuple[int, int] | None, options: Mapping[str, Any] | None
+) -> ReplicaPlan:
+    """Return a plan with other bounds and further options. Raises `InvalidRequest`."""
+    wanted = plan
+    if bounds is not None:
+        ever = max(plan.most, plan.most_ever)
+        wanted = replace(wanted, least=bounds[0], most=bounds[1], most_ever=ever)
+    if options is not None:
+        wanted = replace(wanted, options={**plan.options, **options})
+        _check_same_model(make_config(plan.options), make_config(wanted.options))
+    return wanted
+
+
+def _check_same_model(now: EngineConfig, wanted: EngineConfig) -> None:
+    """Refuse replicas that the front would not take. Raises `InvalidRequest`."""
+    for name in ("max_model_len", "page_size"):
+        if getattr(now, name) != getattr(wanted, name):
+            message = f"{name} cannot change while this front serves: start another one"
+            raise InvalidRequest(message, param=f"options.{name}")
