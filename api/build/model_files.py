@@ -221,7 +221,8 @@ def check_model(model: str) -> int:
         f"\npath      {_PATHS[report.path]}"
         f"\nweights   {weights}"
         f"\nself-draft {_rough_copy(report.rough_copy_bytes)}"
-        f"\nKV        {room}"
+        + (f"\nMTP       {report.mtp}" if report.mtp else "")
+        + f"\nKV        {room}"
         f"\ncontext   {report.max_model_len:,} tokens"
     )
     return 0
