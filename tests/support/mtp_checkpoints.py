@@ -23,7 +23,14 @@ SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the mod
 def save_mtp(folder: Path, *, seed: int = 0, **more: Any) -> Path:
     """A checkpoint as the hub has GLM-4.5: the layer lies behind the last one."""
     save_tiny(folder, "glm4_moe", num_nextn_predict_layers=1, **more)
-    add_layer(folder, random_layer(tensors_of(folder), seed))
+    add_tensors(folder, random_layer(tensors_of(folder), seed))
+    return folder
+
+
+def save_copied(folder: Path) -> Path:
+    """The same with a layer that is the last one again."""
+    save_tiny(folder, "glm4_moe", num_nextn_predict_layers=1)
+    add_tensors(folder, copied_layer(tensors_of(folder)))
     return folder
 
 
@@ -32,7 +39,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def add_layer(folder: Path, tensors: dict[str, Tensor]) -> None:
+def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors to a checkpoint besides those that it has."""
     save_file(tensors_of(folder) | tensors, folder / "model.safetensors", {"format": "pt"})
 
@@ -72,6 +79,22 @@ def copied_layer(model: dict[str, Tensor]) -> dict[str, Tensor]:
         BEHIND + SHARED[0]: embedding.clone(),
         BEHIND + SHARED[1]: model["lm_head.weight"].clone(),
     }
+
+
+def drop_tensor(folder: Path, name: str) -> None:
+    """Write a checkpoint without one of its tensors."""
+    tensors = tensors_of(folder)
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def rename_tensors(folder: Path, names: dict[str, str]) -> None:
+    """Write a checkpoint whose tensors have other names, by their beginnings."""
+    renamed = {}
+    for name, tensor in tensors_of(folder).items():
+        old = next((old for old in names if name.startswith(old)), "")
+        renamed[names.get(old, "") + name.removeprefix(old)] = tensor
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
 
 
 class MtpReference:
