@@ -24,7 +24,6 @@ from ...draft.control.cost_model import CostModel, StepProfile, best_chain
 from ...draft.control.estimators import AcceptanceModel
 from ...draft.control.profiler import TriedProposer, profile_pass, profile_step
 from ...draft.heads.joined import JoinedHead
-from ...draft.heads.mtp import SOURCE as MTP
 from ...draft.heads.mtp import load_mtp
 from ...draft.proposers.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
@@ -44,6 +43,7 @@ FREE: dict[str, Callable[[], Source]] = {
     "ngram": partial(SuffixSource, own_only=True),
 }
 SELF = "self"  # the target in 4 bits
+MTP = "mtp"  # its layer that predicts a further token
 NAMED = (SELF, MTP)  # proposers without a path
 LEAST_BYTES = 64 << 20  # of weights: fewer stay in caches, and 4 bits are read as fast as 16
 MEMORY_SHARE = 0.2  # of the free memory, that `auto` may take for a rough copy

@@ -166,5 +166,11 @@ def load_mtp_layer(
         one, lambda name: read(names.get(name, name)), ops, target.dtype, target.device,
         keeps_packed=keeps_packed,
     )  # fmt: skip
-    weights, *rest = assembly.mtp(target.weights, draft_ids)
-    return MtpLayer(OwnDecoder(one, weights, ops), *rest, draft_ids)
+    found = assembly.mtp(target.weights, draft_ids)
+    return MtpLayer(
+        OwnDecoder(one, found.decoder, ops),
+        found.embedding_norm,
+        found.hidden_norm,
+        found.projection,
+        draft_ids,
+    )

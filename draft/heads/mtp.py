@@ -30,7 +30,6 @@ from .layers import MOST_PASSES, Head, TapConfig
 from .packing import PassLayout, PassRows, filled
 
 logger = logging.getLogger(__name__)
-SOURCE = "mtp"
 # Of a vocabulary of more than twice as many ids so many are drafted: the first ones, which in the
 # order of a tokenizer are the most frequent, and the last ones, where chat templates have theirs.
 NUM_DRAFT_IDS, NUM_LAST_IDS = 32768, 1024
@@ -40,7 +39,7 @@ NUM_DRAFT_IDS, NUM_LAST_IDS = 32768, 1024
 class MtpConfig(TapConfig):
     """Shape of an MTP layer as a head."""
 
-    kind: ClassVar[str] = SOURCE
+    kind: ClassVar[str] = "mtp"
     first_position: ClassVar[int] = 1  # position 0 has no column
     keeps_page_features: ClassVar[bool] = True
 

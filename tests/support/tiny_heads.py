@@ -240,8 +240,9 @@ class PlainMtp(Head):
         assembly = Assembly(
             one, tensors.__getitem__, target.ops, target.dtype, target.device, keeps_packed=False
         )
-        weights, *rest = assembly.mtp(target.weights, None)
-        return MtpLayer(OwnDecoder(one, weights, target.ops), *rest, None)
+        found = assembly.mtp(target.weights, None)
+        decoder = OwnDecoder(one, found.decoder, target.ops)
+        return MtpLayer(decoder, found.embedding_norm, found.hidden_norm, found.projection, None)
 
     def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
         """What the layer reads of tokens ``[n]`` and the states before them ``[n, hidden]``."""
