@@ -52,7 +52,8 @@ class EngineConfig:
     draft: str = setting(
         "auto",
         "drafters: auto, none, or a comma list of auto, radix, suffix, ngram, oracle:P and one of "
-        "self (the model itself in 4 bits) and the PATH of a draft model or trained head",
+        "mtp (a layer of the checkpoint that predicts a further token), self (the model itself in "
+        "4 bits) and the PATH of a draft model or trained head",
         "SPEC",
         group="speculation",
         is_basic=True,

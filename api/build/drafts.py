@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +13,18 @@ from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.execution.proposer import Proposer
 from ...core.interface.protocols import NO_SPECULATION, Speculator
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.formats.checkpoint import OnRead
+from ...core.model.mtp import count_mtp_layers
+from ...core.model.opening import open_model
 from ...core.model.rough_copy import NoRoughCopyError, rough_decoder
 from ...core.ops.kv_pool import KVPool
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile, best_chain
 from ...draft.control.estimators import AcceptanceModel
 from ...draft.control.profiler import TriedProposer, profile_draft, profile_pass, profile_step
+from ...draft.heads.joined import JoinedHead
+from ...draft.heads.mtp import load_mtp
 from ...draft.proposers.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
 from ...draft.sources.oracle import OracleSource
@@ -30,13 +36,15 @@ from ...draft.speculator import DraftSpeculator
 from ..text.tokenizer_cache import load_tokenizer
 from .model_files import find_model
 
+logger = logging.getLogger(__name__)
 FREE: dict[str, Callable[[], Source]] = {
     "radix": PrefixSource,
     "suffix": SuffixSource,
     "ngram": partial(SuffixSource, own_only=True),
 }
 SELF = "self"  # the target in 4 bits
-NAMED = (SELF,)  # proposers without a path
+MTP = "mtp"  # its layer that predicts a further token
+NAMED = (SELF, MTP)  # proposers without a path
 LEAST_BYTES = 64 << 20  # of weights: fewer stay in caches, and 4 bits are read as fast as 16
 MEMORY_SHARE = 0.2  # of the free memory, that `auto` may take for a rough copy
 LIKELY = 0.7  # odds of its tokens: less than any model is known to have
@@ -64,7 +72,7 @@ class DraftSpec:
 
 def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     """Parse ``draft``; "auto": all model-free sources, and the draft model beside the target, else
-    `SELF` where that pays.
+    `MTP` where the checkpoint has it (`has_mtp`), else `SELF` where that pays.
 
     In a list "auto" means all model-free sources; the draft model is the one listed. Raises
     `InvalidRequest` for an empty name, a source named twice, or two draft models.
@@ -151,6 +159,31 @@ def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
     forward, _ = profile_pass(target, pool, TRIED_ROWS)
     draft = profile_draft(copy, pool)
     return draft[1] / forward[1], best_chain(StepProfile(forward, draft), LIKELY)
+
+
+def has_mtp(path: Path, target: Decoder) -> bool:
+    """Whether `auto` can draft with an MTP layer of the target's checkpoint.
+
+    A layer that is not whole is named in the log.
+    """
+    if not isinstance(target, OwnDecoder) or target.config.mtp is None:
+        return False
+    try:
+        return count_mtp_layers(*open_model(path)) > 0
+    except ModelLoadError as problem:
+        logger.warning("auto drafts without '%s': %s", MTP, problem)
+        return False
+
+
+def mtp_head(
+    path: Path, target: Decoder, config: EngineConfig, on_read: OnRead | None
+) -> JoinedHead:
+    """The MTP layer of a target's checkpoint. Raises `ModelLoadError` where it has none."""
+    keeps_packed = config.dtype == "auto" and config.quantize == "none"
+    try:
+        return load_mtp(path, target, keeps_packed=keeps_packed, on_read=on_read)
+    except ModelLoadError as problem:
+        raise ModelLoadError(f"draft '{MTP}': {problem}") from None
 
 
 def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:

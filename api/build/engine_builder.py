@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -39,19 +39,23 @@ from ...draft.control.cost_model import CostModel
 from ...draft.control.profiler import TriedProposer
 from ...draft.heads.joined import JoinedHead, load_head
 from ...draft.heads.kinds import head_kind
+from ...draft.heads.proposer import HeadProposer
 from ...draft.proposers.lm_proposer import LmProposer
 from ...draft.proposers.self_draft import SelfProposer
 from ...draft.proposers.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
 from .built import Built
 from .drafts import (
+    MTP,
     NAMED,
     SELF,
     DraftSpec,
     check_compatible,
     find_draft,
+    has_mtp,
     make_speculator,
     measure_costs,
+    mtp_head,
     parse_draft,
     rough_copy,
 )
@@ -106,6 +110,8 @@ def _build(
     target = _load(source.path, config, device, None if digests is None else digests.target)
     set_threads = _thread_setter(config.threads, target.ops)
     set_threads()
+    if spec.may_lack_model and config.load_format == "auto" and has_mtp(source.path, target):
+        spec = replace(spec, model=MTP, may_lack_model=False)
     draft, no_self_draft = _load_draft(
         source.path, spec, draft_path, config, target, None if digests is None else digests.head
     )
@@ -297,7 +303,8 @@ def _load_draft(
 ) -> tuple[Decoder | JoinedHead | None, str]:
     """The model that drafts, on the target's device; and why `auto` leaves out the self-draft.
 
-    ``found``: where a draft model or head is. ``on_read`` is called with the tensors of a head.
+    ``found``: where a draft model or head is. ``on_read`` is called with the tensors of a head, or
+    of an MTP layer.
     """
     if spec.model == SELF:
         copy = rough_copy(target, spec)
@@ -305,6 +312,8 @@ def _load_draft(
             return copy, ""
         logger.info("auto drafts without '%s': it %s", SELF, copy)
         return None, copy
+    if spec.model == MTP:
+        return mtp_head(path, target, config, on_read), ""
     if found is None:
         return None, ""
     if head_kind(found) is not None:
@@ -355,6 +364,8 @@ def _warm_up(
                     taps=taps if is_target else (),
                     num_best=0 if is_target else NUM_BEST,
                 )
+        if isinstance(draft, HeadProposer) and draft.device.type != "cpu":
+            draft.warm_up(limits.max_model_len)
         if costs is not None:
             measure_costs(costs, target, draft)
 

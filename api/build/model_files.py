@@ -234,6 +234,7 @@ def _described(report: ModelReport, path: str) -> str:
         f"\npath      {path}"
         f"\nweights   {weights}"
         f"\nself-draft {_rough_copy(report.rough_copy_bytes)}"
-        f"\nKV        {room}"
+        + (f"\nMTP       {report.mtp}" if report.mtp else "")
+        + f"\nKV        {room}"
         f"\ncontext   {report.max_model_len:,} tokens"
     )

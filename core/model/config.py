@@ -105,6 +105,30 @@ class NormNames(NamedTuple):
 LLAMA_NORMS = NormNames()
 
 
+class MtpNames(NamedTuple):
+    """Tensors of a layer that predicts one token more than the model does, as they are named.
+
+    ``layer`` is the prefix of its own parts, which are those of the model's last layer;
+    ``projection`` has no ending. ``{}``: the number of the layer behind the model's last.
+    """
+
+    layer: str = "model.layers.{}."
+    embedding_norm: str = "model.layers.{}.enorm.weight"
+    hidden_norm: str = "model.layers.{}.hnorm.weight"
+    projection: str = "model.layers.{}.eh_proj"
+    final_norm: str = "model.layers.{}.shared_head.norm.weight"
+
+
+BEHIND_THE_LAST = MtpNames()  # GLM-4.5, DeepSeek V3
+BESIDE_THE_MODEL = MtpNames(  # Qwen3-Next and Qwen3.5
+    layer="mtp.layers.0.",
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    projection="mtp.fc",
+    final_norm="mtp.norm.weight",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """Shape and declared differences of a decoder. Lengths and windows are in tokens."""
@@ -143,7 +167,7 @@ class DecoderConfig:
     token_input_size: int = 0  # of what each layer is given of a token besides the stream; 0: none
     layer_factor: str | None = None  # the tensor of what the stream behind a layer is multiplied by
     is_nested: bool = False  # the text model of a checkpoint that holds other models, too
-    has_further_layers: bool = False  # checkpoints may hold layers that predict further tokens
+    mtp: MtpNames | None = None  # of a layer that checkpoints may have besides; None: unknown
     fold: Fold = NO_FOLD
 
     def heads_of(self, layer: int) -> HeadSpec:

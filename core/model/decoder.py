@@ -75,7 +75,8 @@ class Decoder(Protocol):
     ) -> ForwardOutput:
         """Compute KV of every row into the pool, and what is wanted besides.
 
-        The output holds until the next pass. Raises ValueError for taps that there are not.
+        The output holds until the next pass. Raises ValueError for taps that there are not, and
+        for inputs of another shape than the batch's.
         """
 
     def row_passes(self, pool: KVPool) -> RowPasses | None:
@@ -156,14 +157,17 @@ class OwnDecoder(PagedDecoder):
         )
 
     @torch.inference_mode()
-    def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
+    def warm_up(
+        self, pool: KVPool, max_len: int, taps: Taps = (), *, is_given: bool = False
+    ) -> None:
         """Compute RoPE's tables; on a GPU also capture the graphs, which takes seconds and memory
-        beside the pool's.
+        beside the pool's. ``is_given``: of passes with `Wanted.inputs`.
         """
         for rope in (rope for ropes in self._ropes for rope in ropes):
             rope.table(max_len)
         if self._compiled is not None and len(pool.parts) == 1:
-            self._compiled.warm_up(pool, self._layout.parts[0].heads, self._ropes[0], taps)
+            heads, ropes = self._layout.parts[0].heads, self._ropes[0]
+            self._compiled.warm_up(pool, heads, ropes, taps, is_given=is_given)
 
     @torch.inference_mode()
     def forward(
@@ -171,11 +175,14 @@ class OwnDecoder(PagedDecoder):
     ) -> ForwardOutput:
         """Compute KV of every row into the pool, and what is wanted besides."""
         check_taps(wanted.taps, self.config.num_layers)
+        check_inputs(wanted.inputs, (batch.num_rows, self.config.hidden_size))
         plans = self.plans(batch, pool)
         if wanted.on_kernels_started is not None:
             wanted.on_kernels_started()
         if self._compiled is None:
-            found = run_layers(self.ops, self.weights, batch.token_ids, plans, wanted.taps)
+            found = run_layers(
+                self.ops, self.weights, batch.token_ids, plans, wanted.taps, given=wanted.inputs
+            )
         else:
             found = self._compiled(batch.token_ids, plans, wanted)
         logits = self._logits(batch, found) if found.logits is None else found.logits
@@ -204,6 +211,12 @@ class OwnDecoder(PagedDecoder):
             hidden = hidden.index_select(0, rows)
         weights = self.weights
         return self.ops.logits(hidden, weights.lm_head, weights.logit_cap)[: batch.num_logits]
+
+
+def check_inputs(inputs: Tensor | None, shape: tuple[int, int]) -> None:
+    """Raise ValueError for vectors of another shape than the rows of a batch."""
+    if inputs is not None and inputs.shape != shape:
+        raise ValueError(f"inputs {list(inputs.shape)}: must be {list(shape)}, as the batch's rows")
 
 
 def check_taps(taps: Taps, num_layers: int) -> None:

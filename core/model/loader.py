@@ -46,6 +46,9 @@ from .shapes import (
     FINAL_NORM,
     FUSED_GATE_UP,
     LM_HEAD,
+    MTP_EMBEDDING_NORM,
+    MTP_HIDDEN_NORM,
+    MTP_PROJECTION,
     TOKEN_GATE,
     TOKEN_NORM,
     TOKEN_OUT,
@@ -174,14 +177,15 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
     else:
         config, checkpoint = open_model(path)
         chosen = _choose_dtype(dtype, checkpoint.stored_dtype, device)
-        read = checkpoint.read if on_read is None else _observed(checkpoint.read, on_read)
+        read = checkpoint.read if on_read is None else observed(checkpoint.read, on_read)
     layout = PageLayout.of(config)
     ops = options.ops(chosen, [part.heads for part in layout.parts])
     keeps_packed = dtype == "auto" and quantize == "none"
-    return _Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()
+    return Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()
 
 
-def _observed(read: _Read, on_read: OnRead) -> _Read:
+def observed(read: _Read, on_read: OnRead) -> _Read:
+    """Reads tensors, and calls ``on_read`` with each."""
     return lambda name: on_read(name, read(name))
 
 
@@ -242,7 +246,16 @@ def _in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | Quant
     return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
 
 
-class _Assembly:
+class MtpWeights(NamedTuple):
+    """A layer that predicts a further token: its decoder's weights, and what makes its input."""
+
+    decoder: DecoderWeights
+    embedding_norm: Norm
+    hidden_norm: Norm
+    projection: PackedLinear
+
+
+class Assembly:
     """Reads, casts and packs layer by layer, so that at most one layer exists twice.
 
     ``keeps_packed``: quantised weights stay as they are stored where the ops have kernels for them.
@@ -287,6 +300,34 @@ class _Assembly:
             logit_cap=config.logit_cap,
         )
         return OwnDecoder(config, weights, self._ops)
+
+    def mtp(self, model: DecoderWeights, draft_ids: Tensor | None) -> MtpWeights:
+        """A layer beside the ``model`` that it predicts a further token of; see mtp.py.
+
+        ``draft_ids``: those that its output has; None: the model's output serves.
+        """
+        weights = DecoderWeights(
+            embedding=model.embedding,
+            layers=(self._layer(0),),
+            final_norm=self._norm(FINAL_NORM),
+            lm_head=model.lm_head if draft_ids is None else self._output_of(draft_ids),
+            logit_cap=model.logit_cap,
+        )
+        return MtpWeights(
+            weights,
+            self._norm(MTP_EMBEDDING_NORM),
+            self._norm(MTP_HIDDEN_NORM),
+            self._linear([MTP_PROJECTION], bias=False),
+        )
+
+    def _output_of(self, token_ids: Tensor) -> PackedLinear:
+        """The rows of the output for some ids."""
+        scale = self._config.fold.logit_scale
+        stored = self._read(EMBEDDING if self._config.tie_embeddings else LM_HEAD)
+        if isinstance(stored, QuantizedWeight) and self._keeps(stored) and scale == 1.0:
+            return self._ops.pack_linear(stored.rows(token_ids))
+        rows = stored[token_ids] if isinstance(stored, Tensor) else stored.dequantize()[token_ids]
+        return self._ops.pack_linear(scaled(self._cast(rows), scale))
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms

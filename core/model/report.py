@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -13,10 +13,12 @@ from ..errors import ModelLoadError
 from ..ops.kv_pool import KvShape, bytes_per_mixed_page
 from .config import DecoderConfig
 from .fields import Fields, UnsupportedConfig, read_json
+from .formats.checkpoint import Checkpoint
 from .formats.files import gguf_file
 from .formats.gguf import GgufFile
 from .formats.quantized import read_scheme
 from .formats.safetensors import TensorFiles
+from .mtp import count_mtp_layers
 from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rough_copy import ROUGH_BYTES
@@ -43,6 +45,7 @@ class ModelReport:
     kv_bytes_per_token: int | None = None  # in the model's dtype; None: known when it is loaded
     rough_copy_bytes: int | None = None  # of its matrices in 4 bits; None: it cannot have these
     max_model_len: int = 0  # tokens
+    mtp: str = ""  # layers that predict further tokens, or what they lack; "": there are none
     problem: str | None = None
 
 
@@ -62,16 +65,28 @@ def inspect_model(path: Path) -> ModelReport:
 def _own(path: Path) -> ModelReport:
     file_format, size = weight_files(path)
     dtype: str
+    mtp = ""
     if file_format == "no weights":
         config = read_config(path)
         dtype = config.dtype
     else:
         config, checkpoint = open_model(path)
         dtype = checkpoint.stored_dtype
+        mtp = _mtp_layers(config, checkpoint)
     shapes = tensor_shapes(config)
     count = sum(math.prod(shape) for shape in shapes.values())
     kv = PageLayout.of(config).shapes
-    return _report(path, "own", config, count, kv, file_format, size, dtype)
+    report = _report(path, "own", config, count, kv, file_format, size, dtype)
+    return replace(report, mtp=mtp)
+
+
+def _mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> str:
+    """How many layers predict further tokens, or what the first one lacks."""
+    try:
+        count = count_mtp_layers(config, checkpoint)
+    except ModelLoadError as problem:
+        return str(problem)
+    return f"{count} layer{'s' * (count > 1)}" if count else ""
 
 
 def _by_transformers(path: Path) -> ModelReport:

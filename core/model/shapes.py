@@ -19,6 +19,9 @@ TOKEN_NORM = "model.per_layer_projection_norm.weight"
 # Of a layer.
 TOKEN_GATE, TOKEN_OUT = "per_layer_input_gate", "per_layer_projection"
 TOKEN_OUT_NORM = "post_per_layer_input_norm"
+# Of a layer that predicts a further token, beside the layer's own.
+MTP_EMBEDDING_NORM, MTP_HIDDEN_NORM = "model.mtp.enorm.weight", "model.mtp.hnorm.weight"
+MTP_PROJECTION = "model.mtp.eh_proj"
 _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
@@ -30,9 +33,9 @@ def layer_prefix(layer: int) -> str:
 def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
     """Tensors that a checkpoint may hold and nothing reads.
 
-    Some tied checkpoints store the embedding as the output matrix, too. Layers behind the last
-    predict further tokens (MTP). Layers that read the keys of others may come with
-    matrices of keys.
+    Some tied checkpoints store the embedding as the output matrix, too. Layers behind the last,
+    or beside the model, predict further tokens: mtp.py reads them. Layers that read the keys of
+    others may come with matrices of keys.
     """
     unread = tuple(
         f"{layer_prefix(layer)}self_attn.{name}."
@@ -40,13 +43,22 @@ def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
         if spec.kv_of is not None
         for name in _OF_KEYS
     )
+    names = list(names)
+    further = set(further_tensors(config, names))
     return tuple(
         name
         for name in names
-        if (name == LM_HEAD and config.tie_embeddings)
-        or (config.has_further_layers and _layer_of(name) >= config.num_layers)
-        or name.startswith(unread)
+        if (name == LM_HEAD and config.tie_embeddings) or name in further or name.startswith(unread)
     )
+
+
+def further_tensors(config: DecoderConfig, names: Iterable[str]) -> list[str]:
+    """The tensors of layers that predict further tokens, in checkpoints that may have such."""
+    if config.mtp is None:
+        return []
+    return [
+        name for name in names if name.startswith("mtp.") or _layer_of(name) >= config.num_layers
+    ]
 
 
 def _layer_of(name: str) -> int:

@@ -161,10 +161,19 @@ class CompiledForward(Protocol):
     ) -> RowPasses | None:
         """Passes over a pool, with heads and tables of each part; None: the backend has none."""
 
-    def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
+    def warm_up(
+        self,
+        pool: KVPool,
+        heads: HeadLayout,
+        ropes: tuple[Rope, ...],
+        taps: Taps,
+        *,
+        is_given: bool = False,
+    ) -> None:
         """Do what the first passes over a pool would else wait for; writes none of it.
 
-        ``taps``: the boundaries that those passes will want.
+        ``taps``: the boundaries that those passes will want. ``is_given``: they have
+        `Wanted.inputs`.
         """
 
 

@@ -83,11 +83,14 @@ class Wanted(NamedTuple):
     along with the pass; other backends do not look at them. ``taps``: boundaries of the residual
     stream, each at most once: 0 is the embedding, ``b`` lies behind ``b`` layers, and the number of
     layers before the final norm. ``on_kernels_started`` is called just before the kernels begin.
+    ``inputs`` [rows of the batch, hidden]: where a token id is below 0, the row begins with its
+    vector in place of an embedding; other vectors are not read.
     """
 
     draws: SamplingPlan | None = None
     taps: Taps = ()
     on_kernels_started: Callable[[], None] | None = None
+    inputs: Tensor | None = None
 
 
 NOTHING_MORE = Wanted()
@@ -109,7 +112,8 @@ class RaggedBatch:
     Host arrays describe the segments, tensors the rows. Nothing changes once it is made.
 
     A row attends to as many places of its segment's pages and tail as ``starts`` says. RoPE turns
-    it by ``positions``: the same, but where a segment leaves out what its rows do not see.
+    it by ``positions``: the same, but where a segment leaves out what its rows do not see; then
+    ``turned_until`` is the first position behind all rows.
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -127,6 +131,7 @@ class RaggedBatch:
     tails: IntArray  # [sum of tail_lens] slots, segment after segment
     # for a `DeviceSampler`'s backend; others have every token here
     device_tokens: DeviceTokens | None = None
+    turned_until: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -137,6 +142,11 @@ class RaggedBatch:
     def stops(self) -> IntArray:
         """First position after each segment, [num_segments]."""
         return self.starts + self.lens
+
+    @cached_property
+    def turn_stop(self) -> int:
+        """First position behind those that RoPE turns."""
+        return max(self.turned_until, int(self.stops.max()))
 
     @cached_property
     def tail_from(self) -> IntArray:

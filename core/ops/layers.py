@@ -29,13 +29,18 @@ def run_layers(
     taps: Taps = (),
     *,
     tapped: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> LayersOutput:
     """Compute token ids ``[T]``; writes KV to the pool. ``plans``: of each of its parts.
 
-    ``tapped`` [T, num_taps * hidden]: where the taps go; a new tensor if None.
+    ``tapped`` [T, num_taps * hidden]: where the taps go; a new tensor if None. ``given``: as
+    `Wanted.inputs`.
     """
-    residual = ops.embedding(token_ids, weights.embedding)
-    inputs = token_inputs(ops, weights, token_ids, residual)
+    known_ids = token_ids if given is None else token_ids.clamp(min=0)
+    residual = ops.embedding(known_ids, weights.embedding)
+    if given is not None:
+        residual = torch.where((token_ids < 0).unsqueeze(-1), given, residual)
+    inputs = token_inputs(ops, weights, known_ids, residual)
     if taps and tapped is None:
         tapped = residual.new_empty((len(residual), len(taps) * residual.shape[1]))
     _tap(tapped, taps, 0, residual)
@@ -88,6 +93,13 @@ def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
         rows = torch.cat((rows, rows[-1:].expand(ops.min_rows - count, -1)))
     out = ops.linear(rows, weight)[:count]
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def write_kv(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> None:
+    """Write a layer's keys and values of rows ``[T, hidden]`` of the stream, and no more."""
+    x = x if layer.attention_norm is None else ops.norm(x, layer.attention_norm)
+    qkv = ops.linear(x, layer.qkv)
+    ops.rope_write(qkv, layer.place.layer, plan, layer.head_norm, layer.tables)
 
 
 def _attend(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Tensor:

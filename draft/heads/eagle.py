@@ -1,8 +1,6 @@
-"""EAGLE-3 heads: their files, and how they draft. The network is in eagle_network.py.
+"""EAGLE-3 heads: their files, and how they draft (`ColumnProposer`).
 
-The column of feature ``p - 1`` and token ``p`` lies at position ``p``: it depends on tokens up to
-``p``, as the target's KV there does. Position 0 has none. A prefix hit needs the feature of its
-last position: it is kept for every page.
+The network is in eagle_network.py.
 """
 
 from __future__ import annotations
@@ -12,11 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.execution.step_layout import table_slots
 from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
 from ...core.model.fields import Fields
@@ -24,6 +20,7 @@ from ...core.ops.batch import Taps
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.layers import run_mlp
 from .base import HeadKind, PackedHead, ParsedHead, Tensors
+from .columns import ColumnProposer, Columns
 from .eagle_network import EagleConfig, EagleFrame, EagleHead
 from .files import (
     OWN_KEY,
@@ -44,9 +41,7 @@ from .packing import (
     pack_mlp,
     pack_qkv,
     plain_norm,
-    seen_kv,
 )
-from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
 
 _NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LEAST_LAYERS = 8  # of a target; with fewer the default boundaries coincide
@@ -147,11 +142,10 @@ def _pack(head: EagleHead, target: OwnDecoder) -> PackedHead:
     return PackedHead(partial(EagleProposer, frame, layers))
 
 
-class EagleProposer(HeadProposer):
-    """Drafts token by token with the layer of a head as a pass, and its frame."""
+class EagleProposer(ColumnProposer):
+    """Drafts with the layer of a head as a pass, and its frame."""
 
     head: EagleFrame
-    keeps_node_kv = True
 
     def __init__(
         self,
@@ -165,59 +159,19 @@ class EagleProposer(HeadProposer):
         super().__init__(frame, pool, target, independent=independent)
         self._layers = layers
 
-    def write_head_kv(self, written: Written) -> Tensor:
-        """Write columns from the features of the positions before; 0 where one is unknown."""
-        features = self.head.features(written.taps)
-        before = features.roll(1, dims=0)
-        for first, feature in zip(written.firsts.tolist(), written.before, strict=True):
-            before[first] = 0.0 if feature is None else feature
+    def features(self, taps: Tensor) -> Tensor:
+        """``fc`` of the taps."""
+        return self.head.features(taps)
+
+    def write_columns(self, before: Tensor, written: Written) -> None:
+        """Write columns; ``before`` [n, hidden]: features of the positions before."""
         self._layers.write_context(self.pool, before, written)
-        return features
 
-    def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """A pass for each token."""
-        del num_drafted
-        return _EagleDrafting(self.head, self._layers, self.pool, starts)
-
-
-class _EagleDrafting(Drafting):
-    """Each query of a level is a column of its own.
-
-    The columns of a draft lie where its tokens' KV would: the first path in the slots of its
-    positions, the others in spare slots. They are written again behind verification, from the
-    target's features.
-    """
-
-    def __init__(
-        self, frame: EagleFrame, layers: EaglePass, pool: KVPool, starts: Sequence[DraftStart]
-    ) -> None:
-        self._frame, self._layers, self._pool = frame, layers, pool
-        self._features = features_of(starts)  # [queries of the call before, hidden]
-        page_size = pool.page_size
-        self._anchors = [len(start.scheduled.tokens) - 1 for start in starts]
-        self._seen = [seen_kv(start.scheduled, start.first, page_size) for start in starts]
-        self._roots = [
-            table_slots(start.scheduled, anchor, 1, page_size)
-            for start, anchor in zip(starts, self._anchors, strict=True)
-        ]
-
-    def logits(self, queries: Sequence[Query]) -> Tensor:
-        """Compute the column of each query's token."""
-        features = self._features
-        if queries[0].level:
-            parents = torch.tensor([each.parent for each in queries], device=features.device)
-            features = features[parents]
-        rows = [self._row(each) for each in queries]
-        normed, hidden = self._layers.hidden(self._pool, features, rows)
-        self._features = normed if self._frame.config.norm_output else hidden
-        return self._frame.project(normed)
-
-    def _row(self, query: Query) -> PassRows:
-        request = query.request
-        path = [*self._roots[request], *query.slots]
-        position = self._anchors[request] + len(path) - 1
-        seen, beside = self._seen[request], np.array(path)
-        return PassRows((query.token_id,), position, path[-1:], seen, beside)
+    def compute(self, features: Tensor, rows: Sequence[PassRows]) -> Columns:
+        """A pass of the layer; the next features are normed in EAGLE-3.1 alone."""
+        normed, hidden = self._layers.hidden(self.pool, features, rows)
+        following = normed if self.head.config.norm_output else hidden
+        return Columns(self.head.project(normed), following)
 
 
 # -- the layer as a pass --------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .layers import (
     HIDDEN,
+    MOST_PASSES,
     HeadConfig,
     KeysValues,
     Mlp,
@@ -27,8 +28,6 @@ from .layers import (
     init_weights,
     without,
 )
-
-MOST_PASSES = 64  # tokens of a draft
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,9 @@ from ...core.ops.batch import Segment, Taps, Wanted
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
 from ...core.sampling.logits_processors import SampleRow
 from ..proposers.gap_model import GapNumbers
+from .base import PackedHead
 from .kinds import HeadFolder, kind_of, open_head
-from .layers import Head
+from .layers import Head, TapConfig
 from .packing import by_kernel
 from .proposer import HeadProposer
 
@@ -37,12 +38,15 @@ class JoinedHead:
     """
 
     def __init__(
-        self, head: Head, target: OwnDecoder, gaps: Mapping[bool, GapNumbers] | None = None
+        self,
+        config: TapConfig,
+        target: OwnDecoder,
+        packed: PackedHead,
+        gaps: Mapping[bool, GapNumbers] | None = None,
     ) -> None:
-        """The head was lent what it lacks (`lend`). It is for inference only from now on."""
-        self.config, self.target = head.config, target
+        self.config, self.target = config, target
         self._gaps = {} if gaps is None else gaps
-        self._packed = kind_of(head).pack(head, target)
+        self._packed = packed
         self.device = target.device
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
@@ -72,6 +76,13 @@ class JoinedHead:
         made = self._packed.make_proposer(pool, self.target, independent=independent)
         made.begin_with(self._gaps)
         return made
+
+
+def join(
+    head: Head, target: OwnDecoder, gaps: Mapping[bool, GapNumbers] | None = None
+) -> JoinedHead:
+    """Pack a head that was lent what it lacks (`lend`). It is for inference only from now on."""
+    return JoinedHead(head.config, target, kind_of(head).pack(head, target), gaps)
 
 
 def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> None:
@@ -125,7 +136,7 @@ def load_head(
         "head %s: %s, taps %s, drafts %d of %d token ids",
         path, type(head).__name__, list(config.taps), config.draft_vocab_size, config.vocab_size,
     )  # fmt: skip
-    return JoinedHead(head, target, folder.gaps)
+    return join(head, target, folder.gaps)
 
 
 def _choose_taps(folder: HeadFolder, head: Head, others: Taps, target: OwnDecoder) -> None:

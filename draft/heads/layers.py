@@ -22,6 +22,7 @@ from ...core.ops.kv_pool import KvShape
 
 KeysValues: TypeAlias = tuple[Tensor, Tensor]
 Rotary: TypeAlias = tuple[Tensor, Tensor]
+MOST_PASSES = 64  # of a draft, by heads that go on from their own output
 HIDDEN = -1e30  # a score that is not seen; finite, so that a row that sees nothing is no NaN
 
 

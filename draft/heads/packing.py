@@ -167,14 +167,7 @@ class PassRows(NamedTuple):
 
 
 class HeadPass:
-    """Layers of a head by the operations of its target's backend, its KV read where it lies.
-
-    Each row is a segment of its own, which stands at the last place of all that it sees. The page
-    table of a segment begins with the first whole page that the row sees; its tail lists what it
-    sees of the page before, then rows of the draft. Keys keep the rotation of their positions, and
-    a softmax does not ask for their order. So operations that know causal attention alone compute
-    trees, and blocks whose rows see each other.
-    """
+    """Layers of a head by the operations of its target's backend, its KV read where it lies."""
 
     def __init__(self, config: HeadConfig, target: OwnDecoder) -> None:
         self._heads = head_layout(config)
@@ -183,16 +176,11 @@ class HeadPass:
             logger.warning("torch computes the layers of the head: %s", problem)
             self._ops = TorchOps()
         self._rope = RopeTable(config.rope, config.head_dim, target.device)
+        self._layout = PassLayout(self._ops, target.device)
 
     def _plan_writing(self, pool: KVPool, written: Written) -> ForwardPlan:
         """Prepare writing keys and values of positions that the target has computed."""
-        count, positions = len(written.lens), written.positions
-        token_ids = np.zeros_like(positions)  # not looked up
-        batch = self._batch(
-            pool, token_ids, positions, written.slots, positions[written.firsts], written.lens,
-            (np.ones(count, np.int64), np.zeros(count, np.int64)),  # no page is read
-            (np.zeros(count, np.int64), _NONE),
-        )  # fmt: skip
+        batch = self._layout.writing(pool.page_size, written)
         return self._ops.plan(batch, pool, self._heads, self._rope)
 
     def _plan_rows(self, pool: KVPool, rows: Sequence[PassRows]) -> tuple[Tensor, ForwardPlan]:
@@ -200,6 +188,38 @@ class HeadPass:
 
         Rows may have been filled up to `Ops.min_rows`: as many as there are token ids.
         """
+        batch = self._layout.rows(pool.page_size, rows)
+        plan = self._ops.plan(batch, pool, self._heads, self._rope)
+        return batch.token_ids.to(self._device), plan
+
+
+class PassLayout:
+    """Lays out the rows of a head's passes as batches, for operations and a device.
+
+    Each row is a segment of its own, which stands at the last place of all that it sees. The page
+    table of a segment begins with the first whole page that the row sees; its tail lists what it
+    sees of the page before, then rows of the draft. Keys keep the rotation of their positions, and
+    a softmax does not ask for their order. So operations that know causal attention alone compute
+    trees, and blocks whose rows see each other.
+    """
+
+    def __init__(self, ops: Ops, device: torch.device) -> None:
+        self._device, self._least = ops.batch_device or device, ops.min_rows
+
+    def writing(self, page_size: int, written: Written) -> RaggedBatch:
+        """Rows that keys and values are written of, which look up no token."""
+        count, positions = len(written.lens), written.positions
+        return self._batch(
+            page_size, np.zeros_like(positions), positions, written.slots,
+            positions[written.firsts], written.lens,
+            (np.ones(count, np.int64), np.zeros(count, np.int64)),  # no page is read
+            (np.zeros(count, np.int64), _NONE),
+        )  # fmt: skip
+
+    def rows(
+        self, page_size: int, rows: Sequence[PassRows], *, wants_logits: bool = False
+    ) -> RaggedBatch:
+        """Rows that see head KV and each other. ``wants_logits``: of all of them."""
         counts = [len(each.token_ids) for each in rows]
         sizes = [
             (each.seen.num_in_pages, len(each.seen.pages), len(each.seen.edge) + len(each.beside))
@@ -208,8 +228,8 @@ class HeadPass:
         in_pages, page_counts, tail_lens = np.array(sizes).repeat(counts, axis=0).T
         pages = [(each.seen.pages,) * len(each.token_ids) for each in rows]
         tails = [(each.seen.edge, each.beside) * len(each.token_ids) for each in rows]
-        batch = self._batch(
-            pool,
+        return self._batch(
+            page_size,
             np.array([token_id for each in rows for token_id in each.token_ids]),
             np.array([each.position + at for each in rows for at in range(len(each.token_ids))]),
             np.array([slot for each in rows for slot in each.slots]),
@@ -217,13 +237,12 @@ class HeadPass:
             np.ones(len(tail_lens), dtype=np.int64),
             (page_counts, np.concatenate(list(chain.from_iterable(pages)))),
             (tail_lens, np.concatenate(list(chain.from_iterable(tails)))),
+            num_logits=len(tail_lens) if wants_logits else 0,
         )
-        plan = self._ops.plan(batch, pool, self._heads, self._rope)
-        return batch.token_ids.to(self._device), plan
 
     def _batch(
         self,
-        pool: KVPool,
+        page_size: int,
         token_ids: IntArray,
         positions: IntArray,
         slots: IntArray,
@@ -231,16 +250,16 @@ class HeadPass:
         lens: IntArray,
         pages: tuple[IntArray, IntArray],  # how many of each segment, and all of them
         tails: tuple[IntArray, IntArray],
+        num_logits: int = 0,
     ) -> RaggedBatch:
-        self._rope.table(int(positions.max()) + 1)  # beyond `stops`: pages are left out
-        device, least = self._ops.batch_device or self._device, self._ops.min_rows
+        device, least = self._device, self._least
         return RaggedBatch(
             token_ids=padded_rows(token_ids, least, device),
             positions=padded_rows(positions, least, device),
             slots=padded_rows(slots, least, device),
-            logit_rows=torch.empty(0, dtype=torch.int64),
-            num_logits=0,
-            page_size=pool.page_size,
+            logit_rows=padded_rows(np.arange(num_logits), least, device),
+            num_logits=num_logits,
+            page_size=page_size,
             starts=starts,
             lens=lens,
             first_rows=np.cumsum(lens) - lens,
@@ -248,4 +267,5 @@ class HeadPass:
             pages=pages[1],
             tail_lens=tails[0],
             tails=tails[1],
+            turned_until=int(positions.max()) + 1,
         )

@@ -121,6 +121,10 @@ class HeadProposer(ABC):
             weighs=not self._independent,
         )
 
+    def warm_up(self, max_len: int) -> None:
+        """Be ready for passes over texts of up to ``max_len`` tokens; most kinds always are."""
+        del max_len
+
     # -- what kinds of heads do -----------------------------------------------------------------
 
     @abstractmethod

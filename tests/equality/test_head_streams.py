@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.draft.heads.kinds import KINDS
 from support.draft_trees import TreeDepth
 from support.equality_harness import HEADS, House, shuffled, tiny_house
+from support.tiny_heads import TINY
 
 
 @pytest.fixture(
@@ -41,7 +41,7 @@ def test_a_hit_with_a_head_changes_no_token(house: House, drafter, page_size) ->
 
 @pytest.mark.parametrize(
     ("drafter", "page_size"),
-    [("lm", 1), ("lm", 16), ("block", 1), *((kind, 16) for kind in KINDS), ("reduced", 4)],
+    [("lm", 1), ("lm", 16), ("block", 1), *((kind, 16) for kind in TINY), ("reduced", 4)],
 )
 def test_trees_of_a_model_or_a_head_change_no_token(house: House, drafter, page_size) -> None:
     """Every parameter; void slots of the target's pool hold NaN, and branches win."""

@@ -33,7 +33,6 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
 from foretoken.draft.control.estimators import AcceptanceModel
-from foretoken.draft.heads.kinds import KINDS
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.draft.proposers.self_draft import SelfProposer
 from foretoken.draft.sources.oracle import OracleSource
@@ -48,7 +47,7 @@ from support.draft_trees import TreeProposer
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
 from support.proposers import BareProposer
-from support.tiny_heads import join_random, tiny
+from support.tiny_heads import TINY, join_random, tiny
 from support.tiny_pair import write_pair
 
 NUM_TOKENS = 16
@@ -188,10 +187,10 @@ CHEAP = StepProfile(  # drafts cost next to nothing: the controller drafts, and 
 )
 DEPTHS: dict[str, int | Literal["auto"]] = dict.fromkeys(SOURCES, 4)
 DEPTHS |= {"auto": "auto", "auto+lm": "auto", "fixed+lm": 4, "fixed+block": 4}
-DEPTHS |= {f"auto+{kind}": "auto" for kind in KINDS}
+DEPTHS |= {f"auto+{kind}": "auto" for kind in TINY}
 # drafters with a head of `join_random`: each kind alone, and beside the free sources
-HEADS = {name: name for name in (*KINDS, "reduced")}
-HEADS |= {f"auto+{kind}": kind for kind in KINDS} | {"fixed+block": "block"}
+HEADS = {name: name for name in (*TINY, "reduced")}
+HEADS |= {f"auto+{kind}": kind for kind in TINY} | {"fixed+block": "block"}
 
 
 class Forgetful(SelfProposer):

@@ -61,7 +61,7 @@ def write_gguf(
     for name, (method, value) in more.items():
         getattr(writer, method)(name.replace("__", "."), value)
     model_arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names = gguf.get_tensor_name_map(model_arch, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(model_arch, config["num_hidden_layers"] + _further(config))
     for name, values in _tensors(folder, config).items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert own is not None, name
@@ -155,12 +155,10 @@ def _metadata(writer: Any, config: dict[str, Any], arch: str) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    further = config.get("num_nextn_predict_layers") or 0
+    further = _further(config)
     writer.add_block_count(config["num_hidden_layers"] + further)
     if further:
         writer.add_nextn_predict_layers(further)
-        name = f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight"
-        writer.add_tensor(name, np.ones((2, 32), np.float32))
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
@@ -182,6 +180,11 @@ def _metadata(writer: Any, config: dict[str, Any], arch: str) -> None:
     writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
     writer.add_array("tokenizer.ggml.token_type", [1] * config["vocab_size"])
     _MORE.get(config["model_type"], _nothing)(writer, config)
+
+
+def _further(config: dict[str, Any]) -> int:
+    """Layers behind the last one."""
+    return config.get("num_nextn_predict_layers") or 0
 
 
 def _nothing(writer: Any, config: dict[str, Any]) -> None:

@@ -15,17 +15,37 @@ from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foretoken.core.model.config import DecoderConfig, LayerSpec
-from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.decoder import Decoder, OwnDecoder
+from foretoken.core.model.loader import Assembly
+from foretoken.core.model.mtp import MtpLayer, mtp_config
 from foretoken.core.model.rope import RopeSpec
+from foretoken.core.model.shapes import (
+    FINAL_NORM,
+    MTP_EMBEDDING_NORM,
+    MTP_HIDDEN_NORM,
+    MTP_PROJECTION,
+    layer_prefix,
+)
+from foretoken.core.ops.kv_pool import KvShape
 from foretoken.draft.heads.block_network import BlockConfig, BlockHead
 from foretoken.draft.heads.eagle_network import EagleConfig, EagleHead
 from foretoken.draft.heads.joined import JoinedHead, lend
-from foretoken.draft.heads.kinds import KINDS, save_head
-from foretoken.draft.heads.layers import Head, KeysValues
+from foretoken.draft.heads.joined import join as pack
+from foretoken.draft.heads.kinds import save_head
+from foretoken.draft.heads.layers import (
+    Head,
+    KeysValues,
+    Mlp,
+    Projections,
+    RmsNorm,
+    RotaryTable,
+)
 from foretoken.draft.heads.medusa import MedusaConfig, MedusaHead
+from foretoken.draft.heads.mtp import MtpConfig, join_mtp
 
 TARGET = DecoderConfig(
     model_type="qwen3",
@@ -179,6 +199,106 @@ class TinyEagle(TinyHead):
         return [head.context(before, ids, torch.arange(first, text.last))]
 
 
+class PlainMtp(Head):
+    """An MTP layer of a Qwen3 model in plain torch, computed over whole texts."""
+
+    def __init__(self, target: DecoderConfig) -> None:
+        kv = KvShape(1, target.num_kv_heads, target.head_dim)
+        hidden, eps = target.hidden_size, target.norm_eps
+        super().__init__(
+            MtpConfig(
+                vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size,
+                target_hidden_size=hidden, hidden_size=hidden, taps=(target.num_layers,), kv=kv,
+            )
+        )  # fmt: skip
+        width = {"intermediate_size": target.intermediate_size, "num_layers": 1}
+        shape = eagle_config(target, **width)
+        self.enorm, self.hnorm, self.input_layernorm, self.post_attention_layernorm, self.norm = (
+            RmsNorm(hidden, eps) for _ in range(5)
+        )
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        self.self_attn = Projections(shape, hidden, qk_norm=True)
+        self.mlp = Mlp(shape)
+        self.rotary = RotaryTable(target.rope, target.head_dim)
+
+    def borrow(self, embedding: Any = None, output: Any = None) -> None:
+        self.table = embedding
+
+    def layer(self, target: OwnDecoder) -> MtpLayer:
+        """The same layer by the kernels of its target."""
+        own = {
+            "norm.weight": FINAL_NORM,
+            "enorm.weight": MTP_EMBEDDING_NORM,
+            "hnorm.weight": MTP_HIDDEN_NORM,
+            "eh_proj.weight": f"{MTP_PROJECTION}.weight",
+        }
+        tensors = {
+            own.get(name, layer_prefix(0) + name): tensor
+            for name, tensor in self.state_dict().items()
+        }
+        one = mtp_config(target.config)
+        assembly = Assembly(
+            one, tensors.__getitem__, target.ops, target.dtype, target.device, keeps_packed=False
+        )
+        found = assembly.mtp(target.weights, None)
+        decoder = OwnDecoder(one, found.decoder, target.ops)
+        return MtpLayer(decoder, found.embedding_norm, found.hidden_norm, found.projection, None)
+
+    def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        """What the layer reads of tokens ``[n]`` and the states before them ``[n, hidden]``."""
+        embedded = F.embedding(token_ids, self.table)
+        return self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), dim=-1))
+
+    def keys_values(self, x: Tensor, first: int) -> KeysValues:
+        """``[n, num_kv_heads, head_dim]`` of inputs at positions from ``first`` on."""
+        rotary = self.rotary(torch.arange(first, first + len(x)))
+        return self.self_attn.keys_values(self.input_layernorm(x), rotary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inputs ``[n, hidden]`` from position 1 on to what the final norm makes of them."""
+        rotary = self.rotary(torch.arange(1, 1 + len(x)))
+        q = self.self_attn.queries(self.input_layernorm(x), rotary).transpose(0, 1)
+        k, v = (each.transpose(0, 1) for each in self.keys_values(x, 1))
+        group = len(q) // len(k)
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        x = x + self.self_attn.o_proj(attended.transpose(0, 1).flatten(1))
+        return self.norm(x + self.mlp(self.post_attention_layernorm(x)))
+
+
+class TinyMtp(TinyHead):
+    """A layer of the target's own kind."""
+
+    tokens_per_pass = 1
+
+    def make(self, target: DecoderConfig) -> PlainMtp:
+        return PlainMtp(target)
+
+    def behind(self, head: PlainMtp, text: Text) -> Behind:
+        states = _final_states(text)
+
+        def logits(drafted: Sequence[int]) -> Tensor:
+            x = head.inputs(torch.tensor(text.token_ids[1:]), states)
+            out = head(x)
+            for token_id in drafted:
+                x = torch.cat((x, head.inputs(torch.tensor([token_id]), out[-1:])))
+                out = head(x)
+            return F.linear(out[-1], head.table)
+
+        return logits
+
+    def head_kv(self, head: PlainMtp, text: Text, first: int) -> list[KeysValues]:
+        states, ids = _final_states(text), torch.tensor(text.token_ids[1 : text.last])
+        k, v = head.keys_values(head.inputs(ids, states[:-1]), 1)
+        return [(k[first - 1 :], v[first - 1 :])]
+
+
+def _final_states(text: Text) -> Tensor:
+    """What the target's final norm makes of all tokens but the last."""
+    norm, ops = text.target.weights.final_norm, text.target.ops
+    return ops.norm(text.taps[: text.last].contiguous(), norm)
+
+
 class TinyMedusa(TinyHead):
     """Medusa heads."""
 
@@ -188,26 +308,27 @@ class TinyMedusa(TinyHead):
         return MedusaHead(medusa_config(target))
 
     def behind(self, head: MedusaHead, text: Text) -> Behind:
-        norm, ops = text.target.weights.final_norm, text.target.ops
-        states = ops.norm(text.taps[: text.last].contiguous(), norm)
-        return lambda drafted: head.logits(states[-1], len(drafted))
+        state = _final_states(text)[-1]
+        return lambda drafted: head.logits(state, len(drafted))
 
     def save(self, head: MedusaHead, folder: Path) -> None:
         save_medusa(head, folder)
 
 
-# Tests of all kinds of heads take them from here: one of each kind in `KINDS`, by its name there.
+# Tests of all kinds of heads take them from here: one of each kind in `KINDS`, by its name there,
+# and the target's own layer.
 TINY: dict[str, TinyHead] = {
     "block": TinyBlock(5, block_size=5),
     "eagle3": TinyEagle(),
     "medusa": TinyMedusa(),
+    "mtp": TinyMtp(),
 }
 VARIANTS: dict[str, TinyHead] = {
     "dflash": TinyBlock(block_size=5, predicts_at_anchor=False, markov_rank=0, windows=(None, 12)),
     "rnn": TinyBlock(markov_kind="rnn"),
     "reduced": TinyReduced(),
 }
-MANY = (*KINDS, *VARIANTS)  # all kinds, and dialects that draft in a way of their own
+MANY = (*TINY, *VARIANTS)  # all kinds, and dialects that draft in a way of their own
 
 
 def tiny(name: str) -> TinyHead:
@@ -220,7 +341,7 @@ def tiny(name: str) -> TinyHead:
 
 def kinds_with_kv() -> list[str]:
     """Names of the kinds that keep KV of their own."""
-    return [name for name in KINDS if tiny(name).make(TARGET).config.kv_shape.num_layers]
+    return [name for name in TINY if tiny(name).make(TARGET).config.kv_shape.num_layers]
 
 
 def random_head(name: str, target: Decoder) -> Head:
@@ -245,7 +366,9 @@ def join(head: Head, target: Decoder) -> JoinedHead:
     twin.to(target.dtype).eval().requires_grad_(False)
     twin.borrow(target.weights.embedding, target.weights.embedding)
     lend(head, target, target.weights.embedding.clone)
-    joined = JoinedHead(head, target)
+    joined = (
+        join_mtp(head.layer(target), target) if isinstance(head, PlainMtp) else pack(head, target)
+    )
     _PLAIN[joined] = twin
     return joined
 

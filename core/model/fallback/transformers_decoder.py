@@ -354,9 +354,11 @@ class TransformersDecoder(PagedDecoder):
     ) -> ForwardOutput:
         """Compute KV of every row into the pool, and what is wanted besides.
 
-        Raises ValueError for taps that there are not.
+        Raises ValueError for taps that there are not, and for inputs: it takes token ids alone.
         """
         check_taps(wanted.taps, self.config.num_layers)
+        if wanted.inputs is not None:
+            raise ValueError("transformers' modules take token ids, no vectors")
         if wanted.on_kernels_started is not None:
             wanted.on_kernels_started()
         rows = {

@@ -6,7 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from ...ops.base import Activation, Routing
-from ..config import DecoderConfig, ExpertNames, ExpertsSpec, LayerSpec, MlpNames
+from ..config import (
+    BEHIND_THE_LAST,
+    DecoderConfig,
+    ExpertNames,
+    ExpertsSpec,
+    LayerSpec,
+    MlpNames,
+)
 from ..fields import Fields
 from ..rope import RopeSpec
 from .dense import hunyuan
@@ -53,7 +60,7 @@ def minimax_m2(fields: Fields) -> DecoderConfig:
         partial=fields.positive("rotary_dim", head_dim) / head_dim,
         head_dim=head_dim,
         head_norm="whole",
-        has_further_layers=True,
+        mtp=BEHIND_THE_LAST,
         layers=_with_experts(fields, layers, routing, names=names, width="intermediate_size"),
     )
 
@@ -115,7 +122,7 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
         partial=0.5,
         head_norm="each" if fields.flag("use_qk_norm", False) else "none",
         qkv_bias=fields.flag("attention_bias", False),
-        has_further_layers=True,
+        mtp=BEHIND_THE_LAST,
         layers=_like_deepseek(fields, windowed(fields, None), renorms=True, num_default=1),
     )
 

@@ -27,6 +27,7 @@ from .gguf_architectures import (
     ARCHITECTURES,
     LAYER_NAMES,
     MODEL_NAMES,
+    NEXTN_NAMES,
     REFUSED,
     STACKED,
     Architecture,
@@ -82,6 +83,11 @@ class GgufFile:
             for name, tensor in self._tensors.items()
             if name not in used and name not in _NOT_WEIGHTS and not self._is_further(name)
         }
+
+    @property
+    def _has_further_layers(self) -> bool:
+        """Whether layers behind the last, which predict further tokens, are known by name."""
+        return NEXTN_NAMES.items() <= self._architecture.names.items()
 
     def _is_further(self, name: str) -> bool:
         """Whether a tensor is of a layer behind the last, which predicts further tokens."""
@@ -212,7 +218,7 @@ class GgufFile:
             target = names.get(leaf if ending != "scale" else f"{leaf}.scale")
             if target is None:
                 continue
-            if int(number) >= self.values["num_hidden_layers"]:  # predicts further tokens
+            if int(number) >= self.values["num_hidden_layers"] and not self._has_further_layers:
                 continue
             name = f"model.layers.{number}.{target}"
             if "{}" in name:

@@ -70,6 +70,13 @@ _HUNYUAN = {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
 }
+# Of a layer that predicts a further token, besides those that all layers have.
+NEXTN_NAMES = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
 _CHOICE_BIAS = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
 _PHI = {
     "attn_output": "self_attn.dense",
@@ -461,6 +468,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         names=_EXPERTS
         | _SHARED_EXPERTS
         | _CHOICE_BIAS
+        | NEXTN_NAMES
         | {"post_attention_norm": "post_attention_layernorm"},
         experts="each",
     ),

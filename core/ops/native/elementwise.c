@@ -392,9 +392,11 @@ FT_EXPORT void ft_rope_write(const void *qkv, void *q, const ft_batch *batch, co
     ft_rope_rows(qkv, q, batch, kv, heads, layer, turn);
 }
 
-/* Rows `ids` [rows] of a table whose rows are `bytes` long, to out. */
+/* Rows `ids` [rows] of a table whose rows are `bytes` long, to out; for an id below 0 the first. */
 FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, int64_t rows,
                             int64_t bytes) {
-    for (int64_t row = 0; row < rows; row++)
-        memcpy((char *)out + row * bytes, (const char *)table + ids[row] * bytes, (size_t)bytes);
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t id = ft_max(ids[row], 0);
+        memcpy((char *)out + row * bytes, (const char *)table + id * bytes, (size_t)bytes);
+    }
 }

@@ -134,8 +134,8 @@ class NativeOps:
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> NativePlan:
         """The structs that the kernels read."""
-        stop = int(batch.stops.max())
-        return NativePlan(batch, pool, heads, [rope.rows(batch.positions, stop) for rope in ropes])
+        turns = [rope.rows(batch.positions, batch.turn_stop) for rope in ropes]
+        return NativePlan(batch, pool, heads, turns)
 
     def rope_write(
         self,

@@ -265,12 +265,23 @@ static void tap(const ft_taps *taps, int64_t boundary, const char *residual, int
     }
 }
 
+/* The stream before the layers: the rows of the embedding, and those of `given` [num_rows, hidden]
+ * in the place of ids below 0. */
+static void embed(const step_job *step, const int64_t *ids, const char *given, int64_t row_bytes) {
+    char *residual = step->space.residual;
+    ft_embedding(ids, step->decoder->embedding, residual, step->rows, row_bytes);
+    for (int64_t row = 0; given && row < step->rows; row++)
+        if (ids[row] < 0)
+            memcpy(residual + row * row_bytes, given + row * row_bytes, (size_t)row_bytes);
+}
+
 /* Token ids [num_rows] to the final norm's output [num_rows, hidden]; writes KV into the pool.
+ * `given`: see `embed`; NULL where there are no such ids.
  * `tapped` [num_rows, num_taps, hidden] gets the residual stream at the boundaries `tapped_at`:
  * 0 is the embedding, b lies behind b layers. Returns 0, or -1 when there is no memory. */
-FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft_part *parts,
-                         int64_t num_parts, void *out, int64_t num_taps, const int64_t *tapped_at,
-                         void *tapped) {
+FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const void *given,
+                         const ft_part *parts, int64_t num_parts, void *out, int64_t num_taps,
+                         const int64_t *tapped_at, void *tapped) {
     ft_attend_plan plans[FT_MAX_PARTS];
     int64_t last = decoder->num_layers - 1;
     step_job step = {decoder, parts, plans, .rows = parts->batch->num_rows,
@@ -280,7 +291,7 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft
     if (ft_plan_attention(parts, num_parts, plans)) return -1;
     int64_t row_bytes = decoder->hidden * (step.dtype == FT_BFLOAT16 ? 2 : 4);
     ft_taps taps = {num_taps, tapped_at, tapped};
-    ft_embedding(ids, decoder->embedding, space->residual, step.rows, row_bytes);
+    embed(&step, ids, given, row_bytes);
     tap(&taps, 0, space->residual, step.rows, row_bytes);
     if (decoder->token_inputs.table && make_inputs(&step, ids)) return -1;
     const ft_norm *first = decoder->layers[0].attention_norm;
@@ -405,7 +416,7 @@ FT_EXPORT int ft_row_pass(const ft_decoder *decoder, const ft_linear_weight *hea
                                 space.turns[i], space.turns[i] + sin_at};
         of_batch[i] = (ft_part){&batches[i], parts[i].kv, parts[i].heads};
     }
-    if (ft_forward(decoder, space.ids, of_batch, num_parts, space.hidden, 0, NULL, NULL) ||
+    if (ft_forward(decoder, space.ids, NULL, of_batch, num_parts, space.hidden, 0, NULL, NULL) ||
         ft_linear(head, space.hidden, (int)dtype, rows, space.logits, FT_FLOAT32))
         return -1;
     float *to_cap[] = {space.logits, &cap};

@@ -190,9 +190,10 @@ class NativeStep:
         if num_taps:
             at = (_I64 * num_taps)(*wanted.taps)
             tapped = torch.empty((plan.num_rows, num_taps * self._struct.hidden), dtype=plan.dtype)
+        given = None if wanted.inputs is None else wanted.inputs.contiguous()
         failed = self._library.c.ft_forward(
-            ctypes.byref(self._struct), token_ids.data_ptr(), parts, len(parts), out.data_ptr(),
-            num_taps, at, None if tapped is None else tapped.data_ptr(),
+            ctypes.byref(self._struct), token_ids.data_ptr(), _address(given), parts, len(parts),
+            out.data_ptr(), num_taps, at, _address(tapped),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the activations of a step")
@@ -205,13 +206,25 @@ class NativeStep:
         head, cap = _native(self._weights.lm_head).struct, self._weights.logit_cap or 0.0
         return NativeRowPasses(self._library, self._struct, head, pool, parts, cap=cap)
 
-    def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
+    def warm_up(
+        self,
+        pool: KVPool,
+        heads: HeadLayout,
+        ropes: tuple[Rope, ...],
+        taps: Taps,
+        *,
+        is_given: bool = False,
+    ) -> None:
         """Do nothing: the first call is as fast as any."""
 
 
 def _writes(layer: LayerWeights) -> bool:
     """Whether the layer has keys and values of its own: rows of QKV beyond the queries."""
     return _native(layer.qkv).out_features > _native(layer.o).in_features
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _pointer(weight: PackedLinear) -> ctypes._Pointer[LinearStruct]:

@@ -128,8 +128,7 @@ class TorchOps:
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> TorchPlan:
         """Row indices of every gather and scatter of the pass."""
-        stop = int(batch.stops.max())
-        tables = [rope.rows(batch.positions, stop) for rope in ropes]
+        tables = [rope.rows(batch.positions, batch.turn_stop) for rope in ropes]
         return TorchPlan(batch, pool, heads, tables, pad_rows=self.exact != "off")
 
     def rope_write(

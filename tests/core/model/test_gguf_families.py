@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from foretoken.core.ops.native import native_library
 from support.checkpoints import ModelDriver, save
 from support.gguf_files import ARCHS, rounded, write_gguf
 from support.greedy_streams import generate, greedy
+from support.mtp_checkpoints import save_mtp
 from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -237,12 +237,9 @@ def test_a_file_of_another_name_for_the_same_model_is_read(
 def test_layers_that_predict_further_tokens_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, file = made("glm4_moe", tmp_path)
-    path = tmp_path / "plain" / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    write_gguf(tmp_path / "plain", file)
-    check(logits_of(file), expected_of(model))
+    folder = save_mtp(tmp_path / "plain", n_group=1)
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    assert torch.equal(logits_of(file), logits_of(folder))
 
 
 def test_unknown_tensors_are_refused_by_name(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from foretoken.draft.heads.block import BlockPass
 from foretoken.draft.heads.block_network import BlockHead
 from foretoken.draft.heads.head_kv import Written
 from foretoken.draft.heads.joined import JoinedHead, lend
-from foretoken.draft.heads.kinds import KINDS
+from foretoken.draft.heads.joined import join as pack
 from foretoken.draft.heads.layers import Head
 from foretoken.draft.heads.packing import PassRows
 from foretoken.draft.heads.proposer import HeadProposer
@@ -49,6 +49,7 @@ from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
 from support.tiny_heads import (
     MANY,
+    TINY,
     Text,
     block_config,
     join,
@@ -282,7 +283,7 @@ def native(folder) -> Decoder:
 def test_a_proposer_begins_with_the_gap_models_that_training_fitted(native) -> None:
     head = random_head("block", native)
     lend(head, native, native.weights.embedding.clone)
-    joined = JoinedHead(head, native, {True: (0.7, 1.9, 0.6)})
+    joined = pack(head, native, {True: (0.7, 1.9, 0.6)})
     models = joined.proposer(joined.make_pool(8, page_size=PAGE_SIZE))._gap_models
     assert (models[True].falloff, models[True].rest, models[True].slope) == (0.7, 1.9, 0.6)
     assert models[False].falloff == default_gap_models()[False].falloff
@@ -304,7 +305,7 @@ def test_the_layers_of_a_packed_head_are_freed_with_it(native, kind, layers) -> 
     head = random_head(kind, native)
     layer = weakref.ref(getattr(head, layers))
     lend(head, native, native.weights.embedding.clone)
-    joined = JoinedHead(head, native)
+    joined = pack(head, native)
     assert layer() is not None, "the module itself stays whole"
     del head
     gc.collect()
@@ -349,7 +350,7 @@ def test_a_wrong_parent_in_a_tree_would_show(target, kind, monkeypatch) -> None:
     assert unit.compared.num_right < 0.98 * unit.compared.num_compared
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TINY)
 def test_drafts_are_the_reference_after_preemption(target, kind) -> None:
     unit = Unit(target, make_proposer(kind, target), num_pages=40)
     for i in range(4):
@@ -428,7 +429,7 @@ def test_a_hole_in_the_heads_kv_hides_what_lies_before_it(target, kind) -> None:
     assert unit.driver.served["b"] == unit.driver.served["a"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TINY)
 def test_taps_of_the_next_boundary_would_show(target, kind) -> None:
     """The negative control: the comparison sees taps that are off by one."""
     proposer = make_proposer(kind, target)

@@ -29,4 +29,12 @@ MUTATIONS = (
         ("test_a_health_check_leaves_nothing_behind",),
         "a dummy step leaves nothing behind",
     ),
+    Mutation(
+        "mtp-reads-the-stream-before-the-norm",
+        "MtpProposer.features",
+        "return self._final_norm(taps.contiguous())",
+        "return taps.contiguous()",
+        ("test_the_logits_of_each_level_are_those_of_transformers",),
+        "an MTP layer reads the output of the final norm",
+    ),
 )

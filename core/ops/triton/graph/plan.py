@@ -147,7 +147,7 @@ class TritonPlan:
     @property
     def last_stop(self) -> int:
         """First position behind all rows."""
-        return int(self.batch.stops.max())
+        return self.batch.turn_stop
 
     @property
     def has_wide(self) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...base import DecoderWeights, ForwardPlan, HeadLayout, LayersOutput, Ops, Rope
-from ...batch import SamplingPlan, Taps, Wanted
+from ...batch import Taps, Wanted
 from ...kv_pool import KVPool
 from ...layers import run_layers
 from ..attention.tile_schedule import NARROW_LEN, SPLIT, TileSchedule
@@ -38,7 +39,19 @@ from .plan import (
 logger = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows
 MAX_WORDS = 2**20 - 2**13  # of a graph's inputs: with the other fields four mebibytes
-_Shape: TypeAlias = tuple[int, bool, Taps]  # rows; whether they may be of long chunks; taps
+
+
+class _Shape(NamedTuple):
+    """What a graph computes.
+
+    ``has_wide``: whether rows may be of long chunks. ``is_given``: whether they may begin with
+    vectors of the pass (`Wanted.inputs`).
+    """
+
+    bucket: int  # rows
+    has_wide: bool
+    taps: Taps
+    is_given: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +64,7 @@ class _Captured:
     outcome: GraphOutputs
     num_positions: int  # of the RoPE tables
     num_places: int  # of partial sums
+    given: Tensor | None = None  # [bucket, hidden] the vectors with which rows may begin
 
     def fits(self, plan: TritonPlan, works: list[TileSchedule]) -> bool:
         """Whether the buffers have room for a pass."""
@@ -60,9 +74,7 @@ class _Captured:
             and words_needed(plan.batch, works) <= len(self.graph_inputs.device["words"])
         )
 
-    def run(
-        self, plan: TritonPlan, works: list[TileSchedule], draws: SamplingPlan | None
-    ) -> LayersOutput:
+    def run(self, plan: TritonPlan, works: list[TileSchedule], wanted: Wanted) -> LayersOutput:
         """Replay for a pass that fits; its rows hold until the next.
 
         Buffers of the device serve two launches in turn without a mark: the copy, the tokens taken
@@ -71,8 +83,10 @@ class _Captured:
         """
         batch, to = plan.batch, self.graph_inputs.open()
         num_words = fill(to, batch, works)
-        has_chosen = self.head is not None and self.head.fill(to, draws, batch.num_logits)
+        has_chosen = self.head is not None and self.head.fill(to, wanted.draws, batch.num_logits)
         self.graph_inputs.upload(num_words)
+        if self.given is not None and wanted.inputs is not None:
+            self.given[: len(wanted.inputs)].copy_(wanted.inputs)
         take_device_tokens(batch, self.graph_inputs.device)
         self.graph.replay()
         logit_rows = self.graph_inputs.device["logit_rows"][: len(batch.logit_rows)]
@@ -91,6 +105,13 @@ class _PoolGraphs:
         self.partial_sums = PartialSums.of(num_places, heads, pool.data.device)
         self.captured: dict[_Shape, _Captured] = {}
         self._taps: dict[Taps, Tensor] = {}
+        self._given: Tensor | None = None
+
+    def given(self, bucket: int, embedding: Tensor) -> Tensor:
+        """Buffer for the vectors with which rows begin, [bucket, hidden]; of all graphs in turn."""
+        if self._given is None:
+            self._given = embedding.new_zeros((BUCKETS[-1], embedding.shape[1]))
+        return self._given[:bucket]
 
     def tapped(self, taps: Taps, bucket: int, embedding: Tensor) -> Tensor | None:
         """Buffer for the taps of graphs of ``bucket`` rows, [bucket, num_taps * hidden].
@@ -154,22 +175,34 @@ class TritonStep:
         num_rows = len(token_ids)
         bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
         if bucket is not None:
-            captured = self._captured(plan.geometry, (bucket, plan.has_wide, wanted.taps))
+            shape = _Shape(bucket, plan.has_wide, wanted.taps, wanted.inputs is not None)
+            captured = self._captured(plan.geometry, shape)
             if captured is not None and captured.fits(plan, works):
-                return captured.run(plan, works, wanted.draws)
+                return captured.run(plan, works, wanted)
             if captured is not None:
                 self._say(plan)
         shared = self._graphs.get(plan.geometry.pool)
         partial_sums = None if shared is None else shared.partial_sums
         device = plan.on_device(self._windows, bucket or num_rows, partial_sums)
-        found = GraphOutputs.of(self._layers(device, wanted.taps))
+        given = wanted.inputs
+        if given is not None:  # the plan may have more rows, which are not there
+            given = F.pad(given, (0, 0, 0, len(device.token_ids) - len(given)))
+        found = GraphOutputs.of(self._layers(device, wanted.taps, given=given))
         logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
         return found.of_pass(num_rows, logit_rows, has_chosen=False)
 
     def row_passes(self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]) -> None:
         """None: a chain of passes waits for the device once."""
 
-    def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
+    def warm_up(
+        self,
+        pool: KVPool,
+        heads: HeadLayout,
+        ropes: tuple[Rope, ...],
+        taps: Taps,
+        *,
+        is_given: bool = False,
+    ) -> None:
         """Capture every graph over a pool, the largest first: the others fit in its memory."""
         warm_up_device_tokens(len(self._weights.embedding), pool.data.device)
         geometry = Geometry(pool, heads, ropes, self._one_tile)
@@ -178,7 +211,7 @@ class TritonStep:
             del self._graphs[pool]  # they read tables that have become too short
         for bucket in reversed(BUCKETS):
             for has_wide in (True, False) if bucket > NARROW_LEN else (False,):
-                self._captured(geometry, (bucket, has_wide, taps))
+                self._captured(geometry, _Shape(bucket, has_wide, taps, is_given))
 
     def _say(self, plan: TritonPlan) -> None:
         """Once: such passes take longer."""
@@ -203,7 +236,7 @@ class TritonStep:
         except Exception:
             logger.exception(
                 "a CUDA graph of %d rows could not be captured: no further graphs are used",
-                shape[0],
+                shape.bucket,
             )
             self._make_graph = None
             return None
@@ -214,14 +247,18 @@ class TritonStep:
     def _capture(
         self, make_graph: MakeGraph, geometry: Geometry, shared: _PoolGraphs, shape: _Shape
     ) -> _Captured:
-        """Capture a graph; with the output layer if rows are few and memory suffices for logits."""
-        bucket, has_wide, _ = shape
-        if bucket <= MAX_ROWS and not has_wide:
+        """Capture a graph; with the output layer if rows are few and memory suffices for logits.
+
+        Who gives vectors chooses tokens himself.
+        """
+        if shape.bucket <= MAX_ROWS and not (shape.has_wide or shape.is_given):
             try:
                 head = FusedLmHead(self._ops, self._weights, self._sampler)
                 return self._record(make_graph(), geometry, shared, shape, head)
             except Exception:
-                logger.warning("no CUDA graph of %d rows with sampling", bucket, exc_info=True)
+                logger.warning(
+                    "no CUDA graph of %d rows with sampling", shape.bucket, exc_info=True
+                )
         return self._record(make_graph(), geometry, shared, shape, None)
 
     def _record(
@@ -232,22 +269,32 @@ class TritonStep:
         shape: _Shape,
         head: FusedLmHead | None,
     ) -> _Captured:
-        pool, windows, (bucket, has_wide, taps) = geometry.pool, self._windows, shape
+        pool, windows, (bucket, has_wide, taps, is_given) = geometry.pool, self._windows, shape
         num_words = shared.num_words(bucket, pool.page_size, len(windows))
         room = fields(bucket, len(windows), num_words, bucket if head else 0)
         graph_inputs = GraphInputs(room, pool.data.device, num_hosts=NUM_BUFFERS)
         graph_inputs.upload(fill_idle(graph_inputs.open()))
         kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, partial_sums=True),))
         plan = device_plan(geometry, graph_inputs, kinds, shared.partial_sums, shared.turns)
-        tapped = shared.tapped(taps, bucket, self._weights.embedding)
+        embedding = self._weights.embedding
+        tapped = shared.tapped(taps, bucket, embedding)
+        given = shared.given(bucket, embedding) if is_given else None
 
         def work() -> GraphOutputs:
-            found = self._layers(plan, taps, tapped)
+            found = self._layers(plan, taps, tapped, given)
             return GraphOutputs.of(found) if head is None else head.compute(found, graph_inputs)
 
         outcome = graph.capture(work)
         positions, places = shared.num_positions, shared.partial_sums.num_places
-        return _Captured(graph, graph_inputs, head, outcome, positions, places)
+        return _Captured(graph, graph_inputs, head, outcome, positions, places, given)
 
-    def _layers(self, plan: DevicePlan, taps: Taps, tapped: Tensor | None = None) -> LayersOutput:
-        return run_layers(self._ops, self._weights, plan.token_ids, (plan,), taps, tapped=tapped)
+    def _layers(
+        self,
+        plan: DevicePlan,
+        taps: Taps,
+        tapped: Tensor | None = None,
+        given: Tensor | None = None,
+    ) -> LayersOutput:
+        return run_layers(
+            self._ops, self._weights, plan.token_ids, (plan,), taps, tapped=tapped, given=given
+        )

@@ -122,6 +122,26 @@ def test_a_graph_has_room_for_whatever_experts_its_rows_choose() -> None:
     assert twins.graphs.num_replayed == 3
 
 
+def test_rows_given_as_vectors_are_those_of_kernels_launched_one_by_one() -> None:
+    """Also in a second pass of fewer rows, and beside graphs whose rows are all of tokens."""
+    twins = Twins()
+    names = ("decode", "fewer rows on other pages", "decode again")
+    for number, name in enumerate(names):
+        twins.check(PASSES[name])
+        found = []
+        for decoder, pool in zip((twins.graphed, twins.eager), twins.pools, strict=True):
+            batch = decoder.batch(PASSES[name], page_size=PAGE_SIZE)
+            ids = batch.token_ids.clone()
+            ids[number % 2 :: 2] = -1
+            torch.manual_seed(number)
+            vectors = torch.randn(batch.num_rows, SIZE)
+            output = decoder.forward(replace(batch, token_ids=ids), pool, Wanted(inputs=vectors))
+            found.append((output.hidden.clone(), output.logits))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+    assert twins.graphs.num_replayed == 2 * len(names)
+
+
 def test_taps_of_graphs_are_those_of_kernels_launched_one_by_one_and_outlive_other_graphs() -> None:
     twins, taps = Twins(), (2, 0)
     found = [
@@ -184,9 +204,9 @@ def test_positions_beyond_the_table_that_a_graph_reads_are_computed_without_and_
     twins.check([segment(5, 1, [40])])
     (shared,) = graphs_of(twins.graphed).values()
     assert shared.num_positions == NUM_PAGES * PAGE_SIZE, "no pool has more"
-    (captured,) = shared.captured.values()
+    ((shape, captured),) = shared.captured.items()
     short = replace(captured, num_positions=6, num_places=100)
-    monkeypatch.setitem(shared.captured, (1, False, ()), short)
+    monkeypatch.setitem(shared.captured, shape, short)
     for _ in range(2):
         twins.check([segment(6, 1, [40])])
     assert twins.graphs.num_replayed == 1

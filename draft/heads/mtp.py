@@ -1,0 +1,147 @@
+"""MTP layers as drafters: the layer of core/model/mtp.py as columns (`ColumnProposer`).
+
+A feature is the output of the target's final norm, which the next column's layer reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...core.config import format_size
+from ...core.errors import ModelLoadError
+from ...core.model.config import DecoderConfig
+from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.formats.checkpoint import OnRead
+from ...core.model.mtp import MtpLayer, load_mtp_layer
+from ...core.ops.kv_pool import KVPool, KvShape
+from .base import PackedHead
+from .columns import ColumnProposer, Columns
+from .head_kv import Written
+from .joined import JoinedHead
+from .layers import MOST_PASSES, Head, TapConfig
+from .packing import PassLayout, PassRows, filled
+
+logger = logging.getLogger(__name__)
+# Of a vocabulary of more than twice as many ids so many are drafted: the first ones, which in the
+# order of a tokenizer are the most frequent, and the last ones, where chat templates have theirs.
+NUM_DRAFT_IDS, NUM_LAST_IDS = 32768, 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(TapConfig):
+    """Shape of an MTP layer as a head."""
+
+    kind: ClassVar[str] = "mtp"
+    first_position: ClassVar[int] = 1  # position 0 has no column
+    keeps_page_features: ClassVar[bool] = True
+
+    kv: KvShape
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def longest(self) -> int:
+        """Passes of one draft at most."""
+        return MOST_PASSES
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """Keys and values of the one layer."""
+        return self.kv
+
+
+class MtpProposer(ColumnProposer):
+    """Drafts with the target's own MTP layer, which goes on from its own output."""
+
+    def __init__(
+        self, layer: MtpLayer, head: Head, pool: KVPool, target: OwnDecoder, *, independent: bool
+    ) -> None:
+        super().__init__(head, pool, target, independent=independent)
+        self._layer = layer
+        self._layout = PassLayout(target.ops, target.device)
+        self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
+        self._min_rows = target.ops.min_rows
+
+    def warm_up(self, max_len: int) -> None:
+        """Be ready for passes over texts of up to ``max_len`` tokens."""
+        self._layer.decoder.warm_up(self.pool, max_len, is_given=True)
+
+    def features(self, taps: Tensor) -> Tensor:
+        """The last layer's output behind the target's final norm."""
+        return self._final_norm(taps.contiguous())
+
+    def write_columns(self, before: Tensor, written: Written) -> None:
+        """Write keys and values of columns; nothing else of them is computed."""
+        batch = self._layout.writing(self.pool.page_size, written)
+        token_ids = filled(written.token_ids, self._min_rows)
+        inputs = self._layer.inputs(token_ids, filled(before, self._min_rows))
+        self._layer.write_kv(batch, self.pool, inputs)
+
+    def compute(self, features: Tensor, rows: Sequence[PassRows]) -> Columns:
+        """A pass of the layer and the output."""
+        batch = self._layout.rows(self.pool.page_size, rows, wants_logits=True)
+        found = self._layer.forward(batch, self.pool, filled(features, batch.num_rows))
+        return Columns(found.logits, found.hidden[: len(rows)])
+
+
+def load_mtp(
+    path: Path, target: Decoder, *, keeps_packed: bool, on_read: OnRead | None = None
+) -> JoinedHead:
+    """The MTP layer of a target's checkpoint; see `load_mtp_layer`.
+
+    Raises `ModelLoadError` where the checkpoint has none, or the target is not an own decoder.
+    """
+    if not isinstance(target, OwnDecoder):
+        raise ModelLoadError(
+            f"{path}: MTP layers are computed beside a decoder of this engine's, and "
+            f"{target.config.model_type} is computed by transformers' modules"
+        )
+    draft_ids = frequent_ids(target.config)
+    if draft_ids is not None:
+        draft_ids = draft_ids.to(target.device)
+    layer = load_mtp_layer(
+        path, target, keeps_packed=keeps_packed, draft_ids=draft_ids, on_read=on_read
+    )
+    joined = join_mtp(layer, target)
+    logger.info(
+        "MTP: 1 layer of %s drafts %d of %d token ids, with %s of weights and %d bytes of KV a "
+        "token", path.name, joined.config.draft_vocab_size, target.config.vocab_size,
+        format_size(layer.num_bytes), joined.bytes_per_page(page_size=1),
+    )  # fmt: skip
+    return joined
+
+
+def join_mtp(layer: MtpLayer, target: OwnDecoder) -> JoinedHead:
+    """An MTP layer as a head that was joined to its target."""
+    config, (kv,) = target.config, layer.decoder.shapes
+    head = Head(
+        MtpConfig(
+            vocab_size=config.vocab_size,
+            draft_vocab_size=config.vocab_size if layer.draft_ids is None else len(layer.draft_ids),
+            target_hidden_size=config.hidden_size,
+            hidden_size=config.hidden_size,
+            taps=(config.num_layers,),
+            kv=kv,
+        )
+    )
+    head.draft_ids = layer.draft_ids
+    return JoinedHead(head.config, target, PackedHead(partial(MtpProposer, layer, head)))
+
+
+def frequent_ids(config: DecoderConfig) -> Tensor | None:
+    """The ids that are drafted, ``[NUM_DRAFT_IDS]``; None: all, of a small vocabulary."""
+    if config.vocab_size <= 2 * NUM_DRAFT_IDS:
+        return None
+    first = torch.arange(NUM_DRAFT_IDS - NUM_LAST_IDS)
+    return torch.cat((first, torch.arange(config.vocab_size - NUM_LAST_IDS, config.vocab_size)))

@@ -1,0 +1,312 @@
+"""MTP layers: their logits are those of transformers, wherever a checkpoint has them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.plan import ScheduledRequest
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.model.config import BESIDE_THE_MODEL
+from foretoken.core.model.decoder import OwnDecoder
+from foretoken.core.model.families.experts import glm4_moe
+from foretoken.core.model.families.registry import MODEL_FAMILIES
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.mtp import count_mtp_layers
+from foretoken.core.model.opening import open_model
+from foretoken.core.ops.batch import Segment, Wanted
+from foretoken.core.ops.native import native_library
+from foretoken.core.scheduling.request_table import SchedulerLimits
+from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.draft.heads import mtp
+from foretoken.draft.heads.head_kv import Written
+from foretoken.draft.heads.mtp import MtpProposer, frequent_ids, load_mtp
+from foretoken.draft.heads.proposer import DraftStart, HeadProposer, Query
+from foretoken.radix_cache import PrefixCache
+from support.fake_model import Driver
+from support.fixed_depth import FixedDepth
+from support.gguf_files import write_gguf
+from support.mtp_checkpoints import (
+    BEHIND,
+    NUM_LAYERS,
+    SHARED,
+    MtpReference,
+    add_tensors,
+    drop_tensor,
+    rename_tensors,
+    save_copied,
+    save_mtp,
+    tensors_of,
+)
+from support.quick_interpreter import quicken
+from support.tiny_models import VOCAB
+
+PAGE_SIZE, NUM_PAGES = 4, 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_mtp(tmp_path_factory.mktemp("glm"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> MtpReference:
+    return MtpReference(folder)
+
+
+def load(folder: Path, backend: str) -> OwnDecoder:
+    if backend == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    if backend == "triton":  # under its interpreter
+        pytest.importorskip("triton")
+        quicken()
+    found = load_decoder(folder, backend=backend, device="cpu", dtype="float32")  # type: ignore[arg-type]
+    assert isinstance(found, OwnDecoder)
+    return found
+
+
+def prompt_of(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    ids: list[int] = torch.randint(1, VOCAB, (length,), generator=generator).tolist()
+    return ids
+
+
+class Levels:
+    """The layer's logits behind a text and behind each token of a chain, level by level."""
+
+    def __init__(self, folder: Path, target: OwnDecoder) -> None:
+        joined = load_mtp(folder, target, keeps_packed=False)
+        pool = joined.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
+        pool.data.fill_(float("nan"))
+        proposer = joined.proposer(pool)
+        assert isinstance(proposer, MtpProposer)
+        self.proposer, self.target = proposer, target
+        self.draft_ids = proposer.head.draft_ids
+
+    @torch.inference_mode()
+    def of(self, token_ids: list[int], drafted: list[int]) -> list[Tensor]:
+        last, pages = len(token_ids) - 1, array("q", reversed(range(NUM_PAGES)))
+        features = self._write(token_ids[:-1], pages)
+        sampling = SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=last + 1)
+        scheduled = ScheduledRequest(
+            request_id="a", tokens=array("q", token_ids), start=last, stop=last + 1,
+            page_ids=pages, sampling=sampling, draft_plan=DraftPlan(max_draft=len(drafted) + 1),
+        )  # fmt: skip
+        drafting = self.proposer.begin([DraftStart(scheduled, 1, features[-1])], 1)
+        found, slots = [], list[int]()
+        for level, token_id in enumerate([token_ids[-1], *drafted]):
+            if level:
+                at = last + level
+                slots.append(pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)
+            query = Query(0, level, level - 1 if not level else 0, token_id, tuple(slots))
+            found.append(drafting.logits([query])[0])
+        return found
+
+    def _write(self, token_ids: list[int], pages: array[int]) -> Tensor:
+        num_pages = -(-len(token_ids) // PAGE_SIZE)
+        pool = self.target.make_pool(num_pages, page_size=PAGE_SIZE)
+        segment = Segment(array("q", token_ids), 0, array("q", range(num_pages)), 0)
+        batch = self.target.batch([segment], page_size=PAGE_SIZE)
+        taps = self.target.forward(batch, pool, Wanted(taps=self.proposer.taps)).taps
+        assert taps is not None
+        positions = np.arange(len(token_ids))
+        slots = np.asarray(pages)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        written = Written(
+            taps[: len(token_ids)], torch.tensor(token_ids), positions, slots,
+            np.zeros(1, dtype=np.int64), np.array([len(token_ids)]), [None],
+        )  # fmt: skip
+        return self.proposer.write_head_kv(written)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize("backend", ["torch", "native", "triton"])
+def test_the_logits_of_each_level_are_those_of_transformers(
+    folder: Path, reference: MtpReference, backend: str
+) -> None:
+    levels = Levels(folder, load(folder, backend))
+    for length in (2, 9, 30):
+        drafted = [5, 7, 11]
+        found = levels.of(prompt_of(length), drafted)
+        expected = reference.levels(prompt_of(length), drafted)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def same_levels(folder: Path, target: OwnDecoder, expected: list[Tensor]) -> None:
+    for ours, theirs in zip(Levels(folder, target).of(prompt_of(9), [5, 7]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_in_a_gguf_file_is_the_same(tmp_path: Path) -> None:
+    folder = save_mtp(tmp_path, n_group=1)
+    expected = Levels(folder, load(folder, "torch")).of(prompt_of(9), [5, 7])
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    same_levels(file, load(file, "torch"), expected)
+
+
+def test_a_layer_beside_the_model_is_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the names that Qwen's checkpoints give it; a family declares them and nothing more."""
+    expected = Levels(folder, load(folder, "torch")).of(prompt_of(9), [5, 7])
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for copied in SHARED:
+        drop_tensor(tmp_path, BEHIND + copied)
+    rename_tensors(
+        tmp_path,
+        {
+            f"{BEHIND}enorm.": "mtp.pre_fc_norm_embedding.",
+            f"{BEHIND}hnorm.": "mtp.pre_fc_norm_hidden.",
+            f"{BEHIND}eh_proj.": "mtp.fc.",
+            f"{BEHIND}shared_head.norm.": "mtp.norm.",
+            BEHIND: "mtp.layers.0.",
+        },
+    )
+    monkeypatch.setitem(
+        MODEL_FAMILIES, "glm4_moe", lambda fields: replace(glm4_moe(fields), mtp=BESIDE_THE_MODEL)
+    )
+    same_levels(tmp_path, load(tmp_path, "torch"), expected)
+
+
+def test_of_a_large_vocabulary_the_frequent_ids_alone_are_drafted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load(folder, "torch")
+    whole = Levels(folder, target).of(prompt_of(9), [5, 7])
+    monkeypatch.setattr(mtp, "NUM_DRAFT_IDS", 40)
+    monkeypatch.setattr(mtp, "NUM_LAST_IDS", 10)
+    levels = Levels(folder, target)
+    ids = torch.tensor([*range(30), *range(VOCAB - 10, VOCAB)])
+    assert torch.equal(levels.draft_ids, ids)
+    for ours, theirs in zip(levels.of(prompt_of(9), [5, 7]), whole, strict=True):
+        torch.testing.assert_close(ours, theirs[ids], atol=1e-5, rtol=1e-5)
+
+
+def test_a_small_vocabulary_is_drafted_whole(folder: Path) -> None:
+    target = load(folder, "torch")
+    assert Levels(folder, target).draft_ids is None
+    assert frequent_ids(replace(target.config, vocab_size=65536)) is None
+    assert len(frequent_ids(replace(target.config, vocab_size=65537))) == 32768
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_layers_are_counted_and_the_first_one_must_be_whole(
+    folder: Path, tmp_path: Path, number: int
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    second = {
+        name.replace(BEHIND, f"model.layers.{NUM_LAYERS + 1}."): tensor
+        for name, tensor in tensors_of(folder).items()
+        if name.startswith(BEHIND)
+    }
+    add_tensors(tmp_path, second)
+    assert count_mtp_layers(*open_model(tmp_path)) == 2
+    drop_tensor(tmp_path, f"model.layers.{NUM_LAYERS + number}.eh_proj.weight")
+    if number:  # the others are not read
+        assert count_mtp_layers(*open_model(tmp_path)) == 2
+        return
+    with pytest.raises(ModelLoadError, match=rf"lacks tensors: {re.escape(BEHIND)}eh_proj.weight$"):
+        count_mtp_layers(*open_model(tmp_path))
+
+
+def test_a_layer_of_another_shape_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    add_tensors(tmp_path, {f"{BEHIND}hnorm.weight": torch.ones(3)})
+    with pytest.raises(ModelLoadError, match=r"hnorm\.weight has shape \[3\], .*implies \[64\]"):
+        count_mtp_layers(*open_model(tmp_path))
+
+
+# -- the engine without its loop ------------------------------------------------------------------
+
+
+class Recorded:
+    """A proposer whose drafts are kept, with the tokens behind which they were made."""
+
+    def __init__(self, proposer: HeadProposer) -> None:
+        self.observe, self.forget = proposer.observe, proposer.forget
+        self.traits, self.taps, self._propose = proposer.traits, proposer.taps, proposer.propose
+        self.found: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
+        drafts = self._propose(rows)
+        pairs = zip(rows, drafts, strict=True)
+        self.found += [(list(row.tokens), list(draft.token_ids)) for row, draft in pairs]
+        return drafts
+
+
+def run(
+    target: OwnDecoder, proposer: Recorded | None, temperature: float, num_requests: int
+) -> list[Request]:
+    """Serve prompts of several chunks, some of which share a beginning, twice."""
+    limits = SchedulerLimits(
+        max_batch_tokens=32, max_running=4, max_queued=20, max_model_len=300, vocab_size=VOCAB
+    )
+    runner = ModelRunner(target, target.make_pool(NUM_PAGES, page_size=PAGE_SIZE), proposer)  # type: ignore[arg-type]
+    cache = PrefixCache(NUM_PAGES, PAGE_SIZE)
+    speculator = FixedDepth(0 if proposer is None else 3)
+    driver = Driver(Scheduler(cache, limits, speculator), runner)  # type: ignore[arg-type]
+    made = []
+    for turn in range(2):
+        for index in range(num_requests):
+            prompt = [*prompt_of(21), *prompt_of(3 + index)] if index % 2 else prompt_of(5 + index)
+            params = TokenSamplingParams(temperature=temperature, max_tokens=16)
+            sampling = SamplingMetadata(params=params, seed=index, prompt_len=len(prompt))
+            name = f"{turn} {index}"
+            made.append(Request(request_id=name, tokens=array("q", prompt), sampling=sampling))
+            driver.add(made[-1])
+        driver.run()
+    return made
+
+
+def recorded(folder: Path, target: OwnDecoder) -> Recorded:
+    joined = load_mtp(folder, target, keeps_packed=False)
+    pool = joined.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
+    pool.data.fill_(float("nan"))
+    return Recorded(joined.proposer(pool))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_requests", [1, 5])
+def test_drafts_of_the_layer_change_no_token(
+    folder: Path, temperature: float, num_requests: int
+) -> None:
+    target = load(folder, "native" if native_library() is not None else "torch")
+    proposer = recorded(folder, target)
+    plain = run(target, None, temperature, num_requests)
+    drafted = run(target, proposer, temperature, num_requests)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    assert sum(each.usage.proposed_tokens for each in drafted) > 10 * num_requests
+
+
+def test_a_copy_of_the_last_layer_is_accepted_as_often_as_it_is_right(tmp_path: Path) -> None:
+    """The layer of transformers drafts the same chains, and their right tokens are counted."""
+    folder = save_copied(tmp_path)
+    target, reference = load(folder, "torch"), MtpReference(folder)
+    proposer = recorded(folder, target)
+    requests = run(target, proposer, 0.0, 5)
+    texts = [list(each.tokens) for each in requests]
+    num_right = 0
+    for before, draft in proposer.found:
+        drafted: list[int] = []
+        for _ in draft:
+            drafted.append(int(reference.levels(before, drafted)[-1].argmax()))
+        assert draft == drafted
+        text = next(text for text in texts if text[: len(before)] == before)
+        pairs = zip(draft, text[len(before) :], strict=False)
+        num_right += len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    assert num_right == sum(each.usage.accepted_tokens for each in requests) > 0
