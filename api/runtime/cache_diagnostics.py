@@ -167,7 +167,7 @@ class Explainer:
     def _compare(
         self, found: Explanation, prompt: Remembered, other: Remembered
     ) -> tuple[Explanation, Cause | None]:
-        """Note the tokens that they share and the first other; the cause, if that tells it."""
+        """Note the tokens that they share and the first that differs; also its cause, if known."""
         reusable, why, change = prompt.common_len(other), None, None
         if reusable == other.num_tokens:
             why, change = self._of_answers(prompt, other)

@@ -59,7 +59,8 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first `start`
         self.max_request_seconds: float | None = None  # a deadline for those without an earlier one
         self.prompts = PromptLog()  # of late, to tell why later ones miss the cache
-        self.causes = dict.fromkeys(CAUSES, 0)  # of misses and hits, of prompts that were computed
+        # prompts that were computed, by why they missed the cache
+        self.causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self.counts_causes = False  # which costs a comparison with earlier prompts for each
         self._counting: set[asyncio.Task[None]] = set()
         self._answers: dict[str, Answer] = {}  # until the caller is done with them

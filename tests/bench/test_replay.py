@@ -295,7 +295,7 @@ TOOLS: dict[str, Any] = {
 }
 
 
-def test_sampled_answers_that_come_back_as_text_are_hit_but_for_a_page(tmp_path) -> None:
+def test_sampled_answers_that_come_back_as_text_are_hit(tmp_path) -> None:
     for path, tool in TOOLS.items():
         requests = session(path, *[SAID[path]] * 4)
         for request in requests:

@@ -112,6 +112,16 @@ def test_a_later_turn_tells_how_much_of_the_prompt_was_reused(open_page: Open) -
     page.locator("#reused", has_text=f"{found[1]} of {found[2]} tokens reused").wait_for()
 
 
+def test_an_answer_and_the_cache_tell_why_reuse_of_the_prompt_ended(open_page: Open) -> None:
+    page = open_page()
+    say(page, "<think>\nThe user wants a greeting, which may be short.\n</think>\nHello to you.")
+    assert page.locator(".cost .miss").count() == 0
+    say(page, "Goodbye. " * 8)
+    told = page.locator(".cost").last.locator(".miss").inner_text()
+    assert re.search(r"the chat template left a thought out \(token \d+: \".+\" for \"<", told)
+    page.locator("#causes", has_text="left a thought out").wait_for()
+
+
 def test_answers_go_back_by_their_token_ids_and_those_that_are_refused_as_text(
     open_page: Open,
 ) -> None:

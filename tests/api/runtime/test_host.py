@@ -68,7 +68,7 @@ def test_a_conversation_that_is_no_list_of_objects_is_an_invalid_request(llm, me
 
 def test_a_deadline_counts_from_when_the_request_arrived(run, engine):
     async def body(llm):
-        CONTEXT.set(RequestContext({}, arrived=time.monotonic() - 5))
+        CONTEXT.set(RequestContext({"headers": []}, arrived=time.monotonic() - 5))
         llm.forget(await llm.open([5], SamplingParams(deadline=100)))
         llm.max_request_seconds = 50
         llm.forget(await llm.open([5], SamplingParams(deadline=100)))
