@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from array import array
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ..formats.nested import text_names
 from ..formats.quantized import read_scheme
 from ..formats.safetensors import SafetensorsCheckpoint
 from ..rope import RopeSpec
+from ..shapes import Shape
 from .text_config import make_config, one_line, quiet, read_whole_config, text_of
 from .transformers_decoder import TransformersDecoder, pack
 from .transformers_probe import HOOKS, AttentionSite, ProbeResult, probe
@@ -152,9 +154,9 @@ def load_text_model(
     device: torch.device,
     on_read: OnRead | None = None,
 ) -> TransformersDecoder:
-    """Load, pack and test. ``plain`` packs what is never quantised. Weights are random without a
-    checkpoint.
+    """Load, pack and test. ``plain`` packs what is never quantised.
 
+    Weights are random without a checkpoint.
     ``on_read`` is called with every parameter and buffer, in ``dtype``, unless they are random.
     Raises `ModelLoadError` for weights that cannot be read, and for a model that does not compute
     in pieces what it computes in one.
@@ -392,7 +394,7 @@ def _compare(checkpoint: Checkpoint, twin: Any, text: PreTrainedConfig) -> None:
     meta = torch.device("meta")
     shapes = checkpoint.shapes
     empty = {name: torch.empty(shape, device=meta) for name, shape in shapes.items()}
-    mapping = get_model_conversion_mapping(twin)
+    mapping: Any = get_model_conversion_mapping(twin)
     options = LoadStateDictConfig(device_map={"": meta}, weight_mapping=mapping)
     try:
         with quiet(shows_bar=False):
@@ -401,13 +403,26 @@ def _compare(checkpoint: Checkpoint, twin: Any, text: PreTrainedConfig) -> None:
             twin._adjust_missing_and_unexpected_keys(found)
     except Exception as error:
         raise ModelLoadError(f"{checkpoint.where} cannot be loaded: {one_line(error)}") from error
+    for name in found.conversion_errors:  # which count as missing, too
+        _refuse_odd_experts(checkpoint)
+        raise ModelLoadError(f"{checkpoint.where}: {name} cannot be made of its tensors")
     refuse_names(checkpoint, "lacks", found.missing_keys)
     for name, stored, expected in sorted(found.mismatched_keys):
         raise mismatch(checkpoint, name, stored, expected)
-    for name, problem in found.conversion_errors.items():
-        raise ModelLoadError(f"{checkpoint.where}: {name} cannot be loaded: {problem}")
     unread = {name for name in found.unexpected_keys if not _is_passed_over(name, text)}
     refuse_names(checkpoint, "has unexpected", unread)
+
+
+def _refuse_odd_experts(checkpoint: Checkpoint) -> None:
+    """Raise `ModelLoadError` for an expert of another shape than most of its layer."""
+    alike: dict[str, dict[str, Shape]] = {}
+    for name, shape in checkpoint.shapes.items():
+        alike.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), {})[name] = shape
+    for stack in alike.values():
+        common, _ = Counter(stack.values()).most_common(1)[0]
+        for name, shape in stack.items():
+            if shape != common:
+                raise mismatch(checkpoint, name, shape, common)
 
 
 def _is_passed_over(name: str, text: PreTrainedConfig) -> bool:

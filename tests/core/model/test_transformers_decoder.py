@@ -372,7 +372,8 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "an expert": (
         "deepseek_v3",
         lambda f: edit_tensors(f, lambda t: t.update({EXPERT: torch.zeros(31, 64)})),
-        r"model\.layers\.1\.mlp\.experts\.gate_up_proj",
+        r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight has shape \[31, 64\], but its config "
+        r"implies \[32, 64\]$",
     ),
 }
 
