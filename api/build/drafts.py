@@ -178,12 +178,12 @@ def has_mtp(path: Path, target: Decoder) -> bool:
 def mtp_head(
     path: Path, target: Decoder, config: EngineConfig, on_read: OnRead | None
 ) -> JoinedHead:
-    """The MTP layer of a target's checkpoint. Raises `ModelLoadError` where it has none."""
+    """The MTP layer of a target's checkpoint. Raises `InvalidRequest` where it has none."""
     keeps_packed = config.dtype == "auto" and config.quantize == "none"
     try:
         return load_mtp(path, target, keeps_packed=keeps_packed, on_read=on_read)
     except ModelLoadError as problem:
-        raise ModelLoadError(f"draft '{MTP}': {problem}") from None
+        raise InvalidRequest(f"draft '{MTP}': {problem}", param="draft") from None
 
 
 def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:

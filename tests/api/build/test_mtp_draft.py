@@ -10,8 +10,9 @@ import pytest
 from foretoken.api.build.drafts import parse_draft
 from foretoken.api.build.engine_builder import LocalBuilt, build
 from foretoken.api.build.model_files import check_model
+from foretoken.api.cli.commands import main
 from foretoken.core.config import EngineConfig
-from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.errors import InvalidRequest
 from support.mtp_checkpoints import BEHIND, drop_tensor, save_mtp
 from support.tiny_models import save_tiny
 
@@ -56,7 +57,7 @@ def test_the_layers_pages_are_paid_for_out_of_the_same_memory(folder: Path) -> N
 
 def test_without_a_layer_mtp_is_refused_and_auto_goes_on(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
-    with pytest.raises(ModelLoadError, match=r"^draft 'mtp': .* has no layers that predict"):
+    with pytest.raises(InvalidRequest, match=r"^draft 'mtp': .* has no layers that predict"):
         built(folder, draft="mtp")
     assert built(folder).drafters == LOOK_UPS
 
@@ -66,7 +67,7 @@ def test_a_layer_that_is_not_whole_is_named_and_auto_goes_on_without(
 ) -> None:
     missing = f"{BEHIND}eh_proj.weight"
     drop_tensor(folder, missing)
-    with pytest.raises(ModelLoadError, match=rf"^draft 'mtp': .* lacks tensors: {missing}$"):
+    with pytest.raises(InvalidRequest, match=rf"^draft 'mtp': .* lacks tensors: {missing}$"):
         built(folder, draft="mtp")
     with caplog.at_level(logging.WARNING):
         found = built(folder)
@@ -75,7 +76,7 @@ def test_a_layer_that_is_not_whole_is_named_and_auto_goes_on_without(
 
 
 def test_modules_of_transformers_have_no_such_layer(folder: Path) -> None:
-    with pytest.raises(ModelLoadError, match="computed by transformers' modules"):
+    with pytest.raises(InvalidRequest, match="computed by transformers' modules"):
         built(folder, draft="mtp", model_impl="transformers")
     assert built(folder, model_impl="transformers").drafters == LOOK_UPS
 
@@ -93,3 +94,11 @@ def test_models_check_prints_the_layer_or_what_it_lacks(
     drop_tensor(folder, f"{BEHIND}enorm.weight")
     assert check_model(str(folder)) == 0
     assert f"lacks tensors: {BEHIND}enorm.weight\n" in capsys.readouterr().out
+
+
+def test_the_command_ends_with_one_line_and_the_code_of_a_wrong_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
+    assert main(["run", "hello", str(folder), "--draft", "mtp"]) == 2
+    assert "draft 'mtp': " in capsys.readouterr().err
