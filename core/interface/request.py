@@ -90,6 +90,8 @@ class Usage:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: their KV was in the prefix cache
+    # of the prompt: their KV was there, but from cached_tokens on no recurrent state to go on from
+    matched_tokens: int = 0
     loaded_tokens: int = 0  # of the cached ones: their KV came from a tier beyond the pool
     cache_write_tokens: int = 0  # of the prompt: it was the first to put their KV there
     spliced_tokens: int = 0  # of the prompt: they came as ids of earlier answers, not as text
@@ -165,6 +167,8 @@ class Request:
     priority: int = 0  # lower runs first
     deadline: float | None = None  # seconds after arrival
     on_token: OnToken | None = None
+    # last tokens of the prompt, which open the answer: the next turn may render them anew
+    opening_len: int = 0
     shown_ids: frozenset[int] = frozenset()  # special tokens that the text of `on_token` has
 
     arrival_time: float = 0.0  # set by the engine's clock
@@ -182,6 +186,8 @@ class Request:
     num_uncached: int = 0  # tokens without KV when it was queued
     load: PageLoad | None = None  # of pages in a tier: looked up while it waits, else under way
     is_early: bool = False  # admitted before its turn, because it is short
+    # A step with a chunk up to here failed and could not be run again: so far chunks stand alone.
+    suspect_until: int = 0
 
     @property
     def prompt_len(self) -> int:
@@ -197,6 +203,11 @@ class Request:
     def num_output(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its next chunk is computed in a step without other chunks."""
+        return self.num_computed < self.suspect_until
 
     @property
     def order(self) -> tuple[float, int]:
