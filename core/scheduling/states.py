@@ -99,5 +99,6 @@ def use_state(cache: PrefixCache, request: Request, stop: int) -> StateUse | Non
 
 def as_chain(plan: DraftPlan) -> DraftPlan:
     """A draft as a log of rows takes it: a chain of at most `MAX_STATE_DRAFT` tokens."""
-    draft, max_draft = plan.draft.trunk().first(MAX_STATE_DRAFT), min(plan.max_draft, MAX_STATE_DRAFT)
+    draft = plan.draft.trunk().first(MAX_STATE_DRAFT)
+    max_draft = min(plan.max_draft, MAX_STATE_DRAFT)
     return replace(plan, draft=draft, max_draft=max_draft, may_branch=False)
