@@ -64,9 +64,7 @@ def request_segments(
             scheduled.start,
             scheduled.page_ids,
             num_logits(scheduled, trunk_len),
-            state=None
-            if scheduled.state is None
-            else segment_state(scheduled.state, scheduled.stop),
+            state=segment_state(scheduled),
         )
     ]
     if len(runs) < 2:
