@@ -173,10 +173,16 @@ class PrefixCache:
         return self.states.lend(match.page_ids, match.num_tokens, self.pins.last_pages())
 
     def _note_found(self, lease: KVLease, num_found: int) -> None:
-        """Note how many tokens' pages were found: more than are borrowed if no state was kept."""
+        """Note how many tokens' pages were found: more than are borrowed if no state was kept.
+
+        A page is the usual price: a state stands before its request's last token.
+        """
         lease.num_found_tokens = num_found
-        if self.states is not None and num_found > lease.num_cached_tokens:
-            self.states.num_recomputed_tokens += num_found - lease.num_cached_tokens
+        if self.states is None:
+            return
+        num_lacking = num_found - lease.num_cached_tokens
+        self.states.num_recomputed_tokens += num_lacking
+        if num_lacking > self.page_size:
             lease.eviction = Eviction("state_not_kept", self.eviction_log.now)
 
     # -- states of a lease, of models that have them

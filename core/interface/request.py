@@ -90,7 +90,7 @@ class Usage:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: their KV was in the prefix cache
-    # of the prompt: their KV was there, but from cached_tokens on no recurrent state to go on from
+    # of the prompt: their KV was there, but maybe no state to go on from; only of recurrent models
     matched_tokens: int = 0
     loaded_tokens: int = 0  # of the cached ones: their KV came from a tier beyond the pool
     cache_write_tokens: int = 0  # of the prompt: it was the first to put their KV there
@@ -167,8 +167,6 @@ class Request:
     priority: int = 0  # lower runs first
     deadline: float | None = None  # seconds after arrival
     on_token: OnToken | None = None
-    # last tokens of the prompt, which open the answer: the next turn may render them anew
-    opening_len: int = 0
     shown_ids: frozenset[int] = frozenset()  # special tokens that the text of `on_token` has
 
     arrival_time: float = 0.0  # set by the engine's clock

@@ -16,7 +16,7 @@ from ...radix_cache import KVLease, PrefixCache
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
 from ..interface.plan import NO_PAGES
 from ..interface.request import Request
-from .states import as_chain, awaits_state, want_states
+from .states import as_chain, awaits_state
 
 RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
 
@@ -95,9 +95,8 @@ def acquire_kv(cache: PrefixCache, request: Request) -> KVLease:
         limit=cache_limit(request),
         is_first=is_first,
     )
-    want_states(cache, request, lease)
     if is_first:
-        request.usage.matched_tokens = max(lease.num_cached_tokens, lease.num_found_tokens)
+        request.usage.matched_tokens = lease.num_found_tokens
         request.usage.cached_tokens = request.num_tokens_accounted = lease.num_cached_tokens
         request.usage.cache_loss = lease.eviction
     return lease

@@ -35,7 +35,7 @@ from .leases import (
 from .output_processor import late_end, request_error, take_output
 from .page_loads import PageLoads
 from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, SchedulerLimits
-from .states import MAX_STATE_DRAFT, use_state
+from .states import MAX_STATE_DRAFT, use_state, want_states
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
@@ -75,9 +75,18 @@ class Scheduler:
         self.request_table = RequestTable(limits, self.capacity)
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
         self.num_preemptions = 0
+        self.openings: Sequence[array[int]] = ()  # see `set_openings`
         self.page_loads = None if tiers is None else PageLoads(cache, tiers)
         self._chunk_budget = ChunkBudget(limits.max_slowdown)
         self._released_request_ids: list[str] = []  # since the last plan
+
+    def set_openings(self, openings: Sequence[array[int]]) -> None:
+        """Set the token ids with which prompts end and answers open, the longest first.
+
+        The next turn of a conversation may have others in their place, so a recurrent state is kept
+        before them.
+        """
+        self.openings = openings
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -335,6 +344,7 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> None:
         """Give a waiting request its lease."""
         request.lease = acquire_kv(self.cache, request)
+        want_states(self.cache, request, request.lease, self.openings)
         request.num_computed = request.lease.num_cached_tokens
         self.request_table.admit(request)
         if request.num_preemptions == 0:

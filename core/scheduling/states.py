@@ -7,7 +7,7 @@ the pool of states from its admission to its end. A kept state is what a later r
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -20,19 +20,22 @@ MAX_STATE_DRAFT = 32  # draft tokens of a request in a step: a log holds a page 
 LEAST_SHARED_PAGES = 4  # shorter beginnings that prompts share are not worth a slot, nor a wait
 
 
-def want_states(cache: PrefixCache, request: Request, lease: KVLease) -> None:
+def want_states(
+    cache: PrefixCache, request: Request, lease: KVLease, openings: Sequence[array[int]]
+) -> None:
     """Choose the page ends whose states are kept while a prompt is computed.
 
-    The end of each pin; the last one before what opens the answer, which the next turn of a
-    conversation may render anew; the one to which pages were found, where no state was kept: this
-    is the second request that begins so; and the multiples of `StateSlots.interval`.
+    The end of each pin; the last one before what opens the answer, one of ``openings`` (the longest
+    first), which the next turn of a conversation may render anew, or before the last token; the one
+    to which pages were found, where no state was kept: this is the second request that begins so;
+    and the multiples of `StateSlots.interval`.
     """
     states, state = cache.states, lease.state
     if states is None or state is None or not request.cache.write:
         return
     page_size, first = cache.page_size, lease.num_cached_tokens
     used = [min(pin.num_tokens, request.prompt_len) for pin in request.cache.pins]
-    used.append(request.prompt_len - request.opening_len)
+    used.append(request.prompt_len - max(1, opening_len(request, openings)))
     if lease.num_found_tokens >= first + LEAST_SHARED_PAGES * page_size:
         used.append(lease.num_found_tokens)
     ends = dict.fromkeys(used, StateRank.USED)
@@ -43,6 +46,15 @@ def want_states(cache: PrefixCache, request: Request, lease: KVLease) -> None:
         position = num_tokens // page_size * page_size
         if position > first:
             state.want(position, rank)
+
+
+def opening_len(request: Request, openings: Sequence[array[int]]) -> int:
+    """Tokens at the end of a prompt that are one of the ``openings``; 0 if none is."""
+    stop = request.prompt_len
+    lens = (
+        len(each) for each in openings if request.tokens[max(0, stop - len(each)) : stop] == each
+    )
+    return next(lens, 0)
 
 
 def awaits_state(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:

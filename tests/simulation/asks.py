@@ -91,7 +91,6 @@ class Ask:
             priority=self.priority,
             deadline=self.deadline,
             on_token=self._on_token(),
-            opening_len=len(self.prompt) % 3,
         )
 
     def _on_token(self) -> OnToken | None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import zlib
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -190,6 +191,7 @@ class World:
             FaultySpeculator(speculator, self.faults, part()),
             self.tiers,
         )
+        self.scheduler.openings = [array("q", each) for each in ((1, 2), (3,), (4,))]
         self.decoder = HashDecoder(self.violation)
         self.runner = SimulatedRunner(
             self.decoder,
