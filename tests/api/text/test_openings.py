@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.text.openings import find_openings
@@ -19,33 +18,33 @@ THINKS = PLAIN.replace(
 )
 
 
-def openings(template: str) -> Sequence[str]:
+def openings(template: str, *expected: str) -> bool:
+    """Whether the openings of a template are the tokens of these texts."""
     tokenizer = Tokenizer.load(BUILTIN / "target", max_model_len=512)
     tokenizer.use_template(template, {})
     try:
-        return [tokenizer.decode(ids) for ids in asyncio.run(find_openings(tokenizer))]
+        found = asyncio.run(find_openings(tokenizer))
+        return [list(ids) for ids in found] == [tokenizer.encode_word(text) for text in expected]
     finally:
         tokenizer.close()
 
 
 def test_an_opening_is_what_the_template_adds_to_a_conversation() -> None:
-    assert openings(PLAIN) == ["<|im_start|>assistant\n"]
+    assert openings(PLAIN, "<|im_start|>assistant\n")
 
 
 def test_openings_with_and_without_thoughts_come_the_longest_first() -> None:
-    assert openings(THINKS) == [
-        "<|im_start|>assistant\n<think></think>",
-        "<|im_start|>assistant\n",
-    ]
+    opening = "<|im_start|>assistant\n"
+    assert openings(THINKS, f"{opening}<think></think>", opening)
 
 
 def test_a_template_that_adds_nothing_has_none() -> None:
-    assert openings("{% for m in messages %}{{ m.content }}{% endfor %}") == []
+    assert openings("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
 def test_a_template_that_fails_has_none() -> None:
-    assert openings("{{ raise_exception('no') }}") == []
+    assert openings("{{ raise_exception('no') }}")
 
 
 def test_a_template_that_changes_what_stands_before_has_none() -> None:
-    assert openings("{{ 'open' if add_generation_prompt else 'closed' }}") == []
+    assert openings("{{ 'open' if add_generation_prompt else 'closed' }}")

@@ -414,7 +414,7 @@ def test_an_audit_counts_the_owners_of_slots() -> None:
     scene.step()
     found = inspect(scene.scheduler)
     assert found["ok"]
-    assert found["states"] == {"total": 8, "free": 5, "attached": 2, "private": 1}
+    assert found["states"] == {"total": 8, "free": 4, "attached": 3, "private": 1}
 
 
 def test_metrics_count_slots_evictions_and_what_was_computed_again() -> None:
