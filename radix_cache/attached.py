@@ -80,7 +80,7 @@ class StateSlots:
         Raises RuntimeError where `has_room` is False. O(slots).
         """
         if not self.has_room(page_ids):
-            raise RuntimeError("no state slot can be had: would_fit tells when one can")
+            raise RuntimeError("no state slot is free: check `would_fit` before `acquire`")
         source = self.attached[page_ids[-1]] if page_ids else None
         if source is not None:
             source.num_readers += 1
@@ -181,5 +181,5 @@ class StateSlots:
         filed = list(self._by_rank.items())
         assert len(filed) == len(self.attached), "a kept state is not filed, or twice"
         for key, kept in filed:
-            assert self.attached.get(kept.page_id) is kept, "a kept state is at another page"
+            assert self.attached[kept.page_id] is kept, "a kept state is at another page"
             assert key == (kept.rank, kept.last_used), "a kept state is misfiled"

@@ -133,7 +133,7 @@ def test_a_request_waits_while_no_slot_can_be_had() -> None:
     assert cache.would_fit(seq(9, 90), 10)
     second = cache.acquire(seq(9, 90))
     assert not cache.would_fit(seq(9, 50), 10)
-    with pytest.raises(RuntimeError, match="no state slot"):
+    with pytest.raises(RuntimeError, match="no state slot is free"):
         cache.acquire(seq(9, 50))
     cache.settle_state(first, 21)
     assert cache.would_fit(seq(9, 50), 10), "the state that was copied may give way now"

@@ -138,7 +138,7 @@ class FakeRunner:
 
 
 def place_states(states: ToyStates, plan: StepPlan) -> None:
-    """What the runner does before a step."""
+    """Place states as the runner does before a step."""
     for row in plan.requests:
         assert row.state is not None
         if row.state.source >= 0:

@@ -84,7 +84,7 @@ class ToyStates:
                 log[position % self.ring] = -1, value[0]
 
     def compute(self, name: str, segment: Segment, first: Value, advance: Advance) -> list[Value]:
-        """What each row of a segment comes to, over all layers; ``first``: before position 0."""
+        """Compute the value behind each row of a segment; ``first``: that before position 0."""
         layers = []
         for layer in range(self.num_layers):
             self.between_layers(layer)
