@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice, repeat
 
 from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
 from ..interface.output import RequestOutput, StepOutput
-from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
+from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse, StepPlan
 from ..interface.protocols import NO_SPECULATION, Speculator
 from ..interface.request import Delta, FinishReason, Request, RequestStatus, by_order, by_work
 from ..interface.tiers import KVTiers
@@ -27,6 +27,7 @@ from .guarded_speculator import guarded
 from .leases import (
     acquire_kv,
     allocate_draft_pages,
+    awaits_prefix,
     num_uncached_tokens,
     pin_prompt,
     pin_session,
@@ -36,9 +37,11 @@ from .leases import (
 from .output_processor import late_end, request_error, take_output
 from .page_loads import PageLoads
 from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, SchedulerLimits
+from .states import MAX_STATE_DRAFT, use_state, want_states
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
+MAX_CLAIMS = 16  # waiting requests for which a prompt that begins keeps states
 MAX_DRAFT = 64  # draft tokens that one request may have in a step
 
 
@@ -52,6 +55,9 @@ class Scheduler:
     again. That order (`Request.order`) never changes, so no two requests preempt each other in
     turn, whatever the queue thinks of their tenants; and a request that waits long enough comes
     before all new ones.
+
+    A model with recurrent states has as many requests at a time as there are slots for. Raises
+    ValueError for one with tiers: they keep pages, not states.
     """
 
     def __init__(
@@ -61,6 +67,8 @@ class Scheduler:
         speculator: Speculator = NO_SPECULATION,
         tiers: KVTiers | None = None,
     ) -> None:
+        if tiers is not None and cache.states is not None:
+            raise ValueError("tiers beyond the pool do not keep recurrent states")
         self.cache = cache
         self.limits = limits
         self.speculator = guarded(speculator)
@@ -70,9 +78,18 @@ class Scheduler:
         self.request_table = RequestTable(limits, self.capacity)
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
         self.num_preemptions = 0
+        self.openings: Sequence[array[int]] = ()  # see `set_openings`
         self.page_loads = None if tiers is None else PageLoads(cache, tiers)
         self._chunk_budget = ChunkBudget(limits.max_slowdown)
         self._released_request_ids: list[str] = []  # since the last plan
+
+    def set_openings(self, openings: Sequence[array[int]]) -> None:
+        """Set the token ids with which prompts end and answers open, the longest first.
+
+        The next turn of a conversation may have others in their place, so a recurrent state is kept
+        before them.
+        """
+        self.openings = openings
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -84,6 +101,7 @@ class Scheduler:
         """Queue a request that passed `check`."""
         request.num_uncached = num_uncached_tokens(self.cache, request)
         self.request_table.add(request, now)
+        self._claim_states([request], self.running.values())
         if self.page_loads is not None:
             self.page_loads.look_up(request, now)
 
@@ -108,6 +126,27 @@ class Scheduler:
         return [
             (each, self._finish(each, Delta(error=error), now, keep=False)) for each in requests
         ]
+
+    def take_back_chunks(
+        self, plan: StepPlan, now: float, error: ForetokenError, *, is_explained: bool
+    ) -> list[Event]:
+        """Preempt the requests of a step that failed and cannot be run again.
+
+        Their states have moved on: they go on from kept ones. Unless the failure is explained, each
+        has its next chunk in a step of its own, and ends if that fails, too.
+        """
+        events = []
+        for scheduled in plan.requests:
+            request = self.running[scheduled.request_id]
+            if request.is_suspect and not is_explained:
+                events.append((request, self._finish(request, Delta(error=error), now, keep=False)))
+                continue
+            if not is_explained:
+                request.suspect_until = scheduled.stop
+            if request.lease is not None:
+                self.cache.void_state(request.lease)
+            self._preempt(request)
+        return events
 
     def shrink_chunks(self, plan: StepPlan) -> None:
         """Memory ran out in this step: compute fewer prompt tokens in later ones."""
@@ -193,7 +232,8 @@ class Scheduler:
         """
         if not decodes or self.speculator.drafts_nothing(decodes):
             return None
-        limits = draft_limits(decodes, MAX_DRAFT)
+        depth_cap = MAX_DRAFT if self.cache.states is None else MAX_STATE_DRAFT
+        limits = draft_limits(decodes, depth_cap)
         if not any(limits):
             return None
         num_prompt_tokens = sum(each.num_pending for each in prefills) + self.waiting.num_tokens
@@ -220,7 +260,8 @@ class Scheduler:
         Drafts are charged when they are verified: only then is their number known.
         """
         self.charge(request, stop - request.num_computed)
-        return schedule_request(request, stop, plan, spare_page_ids)
+        state = use_state(self.cache, request, stop)
+        return schedule_request(request, stop, plan, spare_page_ids, state)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charge the tenant for planned tokens, less those that it was charged for before."""
@@ -243,6 +284,7 @@ class Scheduler:
         if sum(each.num_pending for each in in_turn) >= budget:
             least = min(map(by_work, prompts))
             prompts += self._admit_early(least, newcomer_share(budget), now)
+        prompts = without_suspects(prompts)
         shares = share_chunk_tokens(prompts, budget)
         return self._schedule_chunks(sorted(prompts, key=by_order), shares, planned)
 
@@ -306,13 +348,24 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> None:
         """Give a waiting request its lease."""
         request.lease = acquire_kv(self.cache, request)
+        want_states(self.cache, request, request.lease, self.openings)
         request.num_computed = request.lease.num_cached_tokens
         self.request_table.admit(request)
+        self._claim_states(islice(self.waiting.requests, MAX_CLAIMS), [request])
         if request.num_preemptions == 0:
             request.usage.queue_time = now - request.arrival_time
         if self.page_loads is not None:
             self.page_loads.begin(request, now, self._chunk_budget.token_seconds)
         self.speculator.join(request)
+
+    def _claim_states(self, waiting: Iterable[Request], running: Collection[Request]) -> None:
+        """Have running prompts keep the states that waiting ones can go on from.
+
+        At once: when a waiting one is admitted, they may have passed the page's end.
+        """
+        if self.cache.states is not None:
+            for request in waiting:
+                awaits_prefix(self.cache, request, running)
 
     # -- pages ----------------------------------------------------------------------------------
 
@@ -412,6 +465,8 @@ class Scheduler:
         *,
         with_drafts: bool,
     ) -> Delta:
+        if request.lease is not None and request.lease.state is not None:
+            self.cache.settle_state(request.lease, scheduled.stop)
         try:
             delta = take_output(request, scheduled, out, now)
         except Exception:
@@ -467,6 +522,7 @@ def schedule_request(
     stop: int,
     plan: DraftPlan = NO_DRAFT_PLAN,
     spare_page_ids: array[int] = NO_PAGES,
+    state: StateUse | None = None,
 ) -> ScheduledRequest:
     """Make a request's share of a step: its tokens up to ``stop`` and its drafts."""
     return ScheduledRequest(
@@ -478,7 +534,16 @@ def schedule_request(
         sampling=request.sampling,
         draft_plan=plan,
         spare_page_ids=spare_page_ids,
+        state=state,
     )
+
+
+def without_suspects(prompts: list[Request]) -> list[Request]:
+    """Return the prompt whose turn it is alone if it is a suspect, else all that are none."""
+    if not any(each.is_suspect for each in prompts):
+        return prompts
+    first = min(prompts, key=lambda each: (each.is_early, each.order))
+    return [first] if first.is_suspect else [each for each in prompts if not each.is_suspect]
 
 
 def share_chunk_tokens(prompts: Sequence[Request], budget: int) -> Mapping[str, int]:

@@ -40,8 +40,8 @@ MUTATIONS = (
     Mutation(
         "cache-release-publishes-what-failed",
         "PrefixCache.release",
-        "if keep else range(0)\n        self._free",
-        "if tokens else range(0)\n        self._free",
+        "num_computed) if keep else range(0)",
+        "num_computed) if tokens else range(0)",
         ("test_release_of_a_failed_request_publishes_nothing",),
         "what a failed request computed reaches nobody",
     ),
