@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ..errors import ModelLoadError
 from .config import DecoderConfig
+from .families.hybrid import as_stored, tiled
 from .families.registry import MODEL_FAMILIES, parse_config
 from .fields import Fields, UnsupportedConfig, read_json
 from .formats.checkpoint import Checkpoint, check_tensors
@@ -45,10 +46,12 @@ def open_model(path: str | Path) -> OpenedModel:
     else:
         config = _folder_config(Path(path))
         checkpoint = SafetensorsCheckpoint(Path(path), is_nested=config.is_nested)
+    if config.deltas:
+        config = as_stored(config, set(checkpoint.shapes))
     try:
         check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
     except ModelLoadError as error:
-        if config.is_nested:  # transformers may know where its tensors are
+        if config.is_nested and not config.deltas:  # transformers may know where its tensors are
             raise UnsupportedConfig(str(error)) from None
         raise
     return OpenedModel(config, checkpoint)
@@ -62,6 +65,8 @@ def read_config(path: str | Path) -> DecoderConfig:
 
 def _gguf_config(file: GgufFile) -> DecoderConfig:
     config = parse_config(Fields(file.values, str(file.where)))
+    if file.has_tiled_heads:
+        config = tiled(config)
     if not file.divisors:
         return config
     return replace(config, rope=replace(config.rope, divisors=file.divisors))
