@@ -15,6 +15,7 @@ from ..errors import ModelLoadError
 from ..ops.backends import Backend, choose_ops
 from ..ops.base import (
     Activation,
+    AttentionWeights,
     DecoderWeights,
     Exactness,
     ExpertsBeside,
@@ -291,20 +292,31 @@ class _Assembly:
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
-        fold, spec, heads = config.fold, config.layers[index], config.heads_of(index)
-        experts = spec.experts
+        experts = config.layers[index].experts
         extras = self._extras(prefix, experts)
+        return LayerWeights(
+            mixer_norm=self._layer_norm(prefix, names.attention),
+            mixer=self._attention(index),
+            mixer_out_norm=self._layer_norm(prefix, names.attention_out),
+            mlp_norm=self._layer_norm(prefix, names.mlp),
+            mlp_out_norm=self._layer_norm(prefix, names.mlp_out) if extras is None else None,
+            mlp=self._mlp(f"{prefix}mlp.")
+            if experts is None or experts.beside is not None
+            else self._experts(prefix, experts),
+            is_parallel=config.is_parallel,
+            extras=extras,
+        )
+
+    def _attention(self, index: int) -> AttentionWeights:
+        config, prefix, fold = self._config, layer_prefix(index), self._config.fold
+        spec, heads = config.layers[index], config.heads_of(index)
         qkv = ["qkv"] if fold.fused_qkv else ["q", "k", "k" if spec.keys_as_values else "v"]
         if spec.kv_of is not None:
             qkv, heads = ["q"], heads._replace(num_kv_heads=0)
         order = _head_order(
             heads.head_dim, config.rope, interleaved=fold.interleaved, device=self._device
         )
-        return LayerWeights(
-            attention_norm=self._layer_norm(prefix, names.attention),
-            attention_out_norm=self._layer_norm(prefix, names.attention_out),
-            mlp_norm=self._layer_norm(prefix, names.mlp),
-            mlp_out_norm=self._layer_norm(prefix, names.mlp_out) if extras is None else None,
+        return AttentionWeights(
             qkv=self._linear(
                 [f"{prefix}self_attn.{n}_proj" for n in qkv],
                 bias=config.qkv_bias,
@@ -314,16 +326,11 @@ class _Assembly:
             o=self._linear(
                 [f"{prefix}self_attn.o_proj"], bias=config.o_bias, factor=fold.residual_scale
             ),
-            mlp=self._mlp(f"{prefix}mlp.")
-            if experts is None or experts.beside is not None
-            else self._experts(prefix, experts),
             window=spec.window,
-            is_parallel=config.is_parallel,
             tables=self._layout.tables[index],
             cap=config.attention_cap,
             sinks=self._float(f"{prefix}self_attn.sinks") if config.has_sinks else None,
             place=self._layout.places[index],
-            extras=extras,
         )
 
     def _extras(self, prefix: str, experts: ExpertsSpec | None) -> Gemma4Extras | None:

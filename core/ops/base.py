@@ -17,6 +17,7 @@ from ..sampling.sampler import PendingTokens, Sampler
 from .batch import RaggedBatch, Segment, Taps, Wanted
 from .kv_pool import KvPlace, KVPool
 from .quantize import QuantizedWeight, WeightKind
+from .state_pool import StateShape
 
 if TYPE_CHECKING:
     from ..sampling.logits_processors import SampleRow
@@ -289,36 +290,117 @@ class Gemma4Extras:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """One layer, with Q, K and V packed into one matrix, and its declared differences.
+class AttentionWeights:
+    """Attention over the pages, with Q, K and V packed into one matrix.
 
-    Without a norm before attention or the MLP, these read the residual stream itself. The norms of
-    what attention and the MLP add to the stream stand before the sum. ``is_parallel``: the MLP
-    reads what attention reads. A layer that reads the keys and values of an earlier one has
-    queries alone in ``qkv``, and that layer's ``place``.
+    A layer that reads the keys and values of an earlier one has queries alone in ``qkv``, and that
+    layer's ``place``. With a ``gate`` rows of ``qkv`` are queries, keys, values and the gate, whose
+    sigmoid weighs what was attended to before ``o`` (Qwen3-Next).
     """
 
-    attention_norm: Norm | None
     qkv: PackedLinear
     head_norm: HeadNorm | None
     o: PackedLinear
-    mlp_norm: Norm | None
-    mlp: MlpWeights | ExpertWeights
     window: int | None  # positions that a row sees, itself included; None: all before it
     place: KvPlace  # of its keys and values
-    attention_out_norm: Norm | None = None
-    mlp_out_norm: Norm | None = None
-    is_parallel: bool = False
     tables: Tables = FIRST_TABLE
     cap: float | None = None  # of the scores
     sinks: Tensor | None = None  # [num_heads] float32: scores of a key without a value
-    extras: Gemma4Extras | None = None
+    gate: int = 0  # width of the gate: that of the queries; 0: there is none
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
-        """Every packed matrix of the layer."""
+        """Both matrices."""
+        return (self.qkv, self.o)
+
+
+class DeltaShape(NamedTuple):
+    """Heads of a layer of the gated delta rule, and the taps of its convolution.
+
+    Value head j reads key head ``j // (num_value_heads // num_key_heads)``; where heads are tiled
+    (as GGUF files have them), key head ``j % num_key_heads``.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    conv_len: int  # taps, the row itself included
+    is_tiled: bool = False
+
+    @property
+    def conv_channels(self) -> int:
+        """Queries, keys and values of a row, which the convolution reads."""
+        heads = 2 * self.num_key_heads * self.key_dim
+        return heads + self.num_value_heads * self.value_dim
+
+    @property
+    def state(self) -> StateShape:
+        """Shape of a sequence's state in this layer."""
+        return StateShape(
+            self.num_value_heads,
+            self.key_dim,
+            self.value_dim,
+            self.conv_channels,
+            self.conv_len,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaWeights:
+    """The gated delta rule (arXiv 2412.06464) behind a short convolution, as Qwen3-Next has it.
+
+    Of a row: q, k and v of ``in_proj`` go through the convolution and silu; q and k are divided by
+    their length, q by the root of ``key_dim`` besides. ``log decay = decay * softplus(a +
+    dt_bias)`` and ``beta = sigmoid(b)`` of each value head. What is read of the state goes through
+    an RMS norm of each head, is multiplied by ``silu(z)``, and goes through ``out``.
+    """
+
+    in_proj: PackedLinear  # rows: q, k, v, z
+    ba: PackedLinear  # rows: b, a; not quantised
+    conv: Tensor  # [conv_channels, conv_len] float32, the last tap is the row's own
+    decay: Tensor  # [num_value_heads] float32, below 0: -exp(A_log)
+    dt_bias: Tensor  # [num_value_heads] float32
+    norm: Tensor  # [value_dim] float32
+    norm_eps: float
+    out: PackedLinear
+    shape: DeltaShape
+    layer: int  # of the pass's `StatePool`
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Every packed matrix that may be quantised."""
+        return (self.in_proj, self.out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One layer: what mixes rows of a sequence, then an MLP, and its declared differences.
+
+    Without a norm before the mixer or the MLP, these read the residual stream itself. The norms of
+    what the mixer and the MLP add to the stream stand before the sum. ``is_parallel``: the MLP
+    reads what the mixer reads.
+    """
+
+    mixer_norm: Norm | None
+    mixer: AttentionWeights | DeltaWeights
+    mlp_norm: Norm | None
+    mlp: MlpWeights | ExpertWeights
+    mixer_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+    is_parallel: bool = False
+    extras: Gemma4Extras | None = None
+
+    @property
+    def part(self) -> int:
+        """Part of the pool, and so the plan, that the layer's operations read."""
+        return self.mixer.place.part if isinstance(self.mixer, AttentionWeights) else 0
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Every packed matrix of the layer that may be quantised."""
         more = () if self.extras is None else self.extras.linears
-        return (self.qkv, self.o, *self.mlp.linears, *more)
+        return (*self.mixer.linears, *self.mlp.linears, *more)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -433,6 +515,17 @@ class Ops(Protocol):
         ``cap`` scores become ``cap * tanh(scores / cap)`` (Gemma 2, arXiv 2408.00118). ``sinks``
         [num_heads] float32: the score of a key without a value that each row sees besides
         (gpt-oss, arXiv 2508.10925).
+        """
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
+
+    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
+        """The gated delta rule over the states and logs of the plan's pass, which it moves on.
+
+        ``mixed`` [T, q | k | v | z] in the activations' dtype, ``ba`` [T, 2 * num_value_heads]
+        float32, to ``[T, num_value_heads * value_dim]`` as ``weights.out`` takes it. A row's bits
+        depend on its position and on the rows before it alone.
         """
 
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:

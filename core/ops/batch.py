@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .state_pool import DRAFT_ROOM
+
 if TYPE_CHECKING:
     from ..sampling.logits_processors import SampleRow
     from ..sampling.sampler import PendingTokens
@@ -24,6 +26,20 @@ if TYPE_CHECKING:
 IntArray: TypeAlias = NDArray[np.int64]
 _NO_TAILS: IntArray = np.zeros(0, dtype=np.int64)
 Taps: TypeAlias = tuple[int, ...]
+
+
+class SegmentState(msgspec.Struct, frozen=True, gc=False):
+    """Recurrent state and log of a segment's request, by their indices in the `StatePool`.
+
+    Positions below ``final_stop`` are final, rows from there on are drafts: at most `DRAFT_ROOM`,
+    in a chain. ``keeps``: page ends from the segment's start to ``final_stop``, rising, each with
+    the slot to which the state there is written.
+    """
+
+    slot: int
+    log: int
+    final_stop: int
+    keeps: tuple[tuple[int, int], ...] = ()  # position, slot
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -42,6 +58,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     page_ids: array[int]  # lent, read only
     num_logits: int
     tail: Sequence[int] = ()  # lent, read only
+    state: SegmentState | None = None  # of models with recurrent layers
 
     @property
     def stop(self) -> int:
@@ -102,6 +119,17 @@ class ForwardOutput(NamedTuple):
     taps: Tensor | None = None  # [num_rows, num_taps * hidden] at `Wanted.taps`, in that order
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchStates:
+    """`SegmentState` of every segment of a batch."""
+
+    slots: IntArray  # [num_segments]
+    logs: IntArray  # [num_segments]
+    final_stops: IntArray  # [num_segments]
+    keep_counts: IntArray  # [num_segments]
+    keeps: IntArray  # [sum of keep_counts, 2] position, slot; segment after segment
+
+
 @dataclass(frozen=True, eq=False)
 class RaggedBatch:
     """Segments laid out row after row, then copies of the last row up to ``min_rows``.
@@ -127,6 +155,7 @@ class RaggedBatch:
     tails: IntArray  # [sum of tail_lens] slots, segment after segment
     # for a `DeviceSampler`'s backend; others have every token here
     device_tokens: DeviceTokens | None = None
+    states: BatchStates | None = None  # of models with recurrent layers
 
     @property
     def num_rows(self) -> int:
@@ -175,7 +204,8 @@ def build_batch(
     """Lay out segments as one batch of at least ``min_rows`` rows, the backend's `Ops.min_rows`.
 
     ``device_tokens``: tokens that the device puts in the place of the host's, on `DeviceSampler`
-    backends. Raises ValueError for rows without a page or a token.
+    backends. Raises ValueError for rows without a page or a token, and for states that segments
+    share or lack.
     """
     starts, lens, wanted = _shape(segments)
     tail_lens, tails = _tails(segments, starts, lens)
@@ -218,7 +248,49 @@ def build_batch(
         tail_lens=tail_lens,
         tails=tails,
         device_tokens=device_tokens,
+        states=_states(segments, starts, lens, page_size),
     )
+
+
+def _states(
+    segments: Sequence[Segment], starts: IntArray, lens: IntArray, page_size: int
+) -> BatchStates | None:
+    """The states of all segments; None where none has one."""
+    states = [s.state for s in segments if s.state is not None]
+    if not states:
+        return None
+    if len(states) < len(segments):
+        raise ValueError("either every segment of a batch has a state or none has")
+    slots = np.array([state.slot for state in states], dtype=np.int64)
+    logs = np.array([state.log for state in states], dtype=np.int64)
+    final_stops = np.array([state.final_stop for state in states], dtype=np.int64)
+    num_drafts = starts + lens - final_stops
+    if (final_stops <= starts).any() or num_drafts.min() < 0 or num_drafts.max() > DRAFT_ROOM:
+        raise ValueError(f"a segment has a row that is final, and at most {DRAFT_ROOM} drafts")
+    for segment, state in zip(segments, states, strict=True):
+        _check_keeps(segment.start, state, page_size)
+    keeps = [keep for state in states for keep in state.keeps]
+    written = [*slots.tolist(), *(slot for _, slot in keeps)]
+    if len(set(written)) < len(written) or len(set(logs.tolist())) < len(logs):
+        raise ValueError("each slot and each log is written for one segment")
+    return BatchStates(
+        slots=slots,
+        logs=logs,
+        final_stops=final_stops,
+        keep_counts=np.array([len(state.keeps) for state in states], dtype=np.int64),
+        keeps=np.array(keeps, dtype=np.int64).reshape(-1, 2),
+    )
+
+
+def _check_keeps(start: int, state: SegmentState, page_size: int) -> None:
+    """Raise ValueError where the kept positions are not rising page ends of final rows."""
+    before = start - 1
+    for position, _ in state.keeps:
+        if position % page_size or not before < position <= state.final_stop:
+            raise ValueError(
+                f"state kept at {position}: not a page end from {before + 1} to {state.final_stop}"
+            )
+        before = position
 
 
 def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:

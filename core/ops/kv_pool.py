@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .host_memory import map_zeros
+from .state_pool import StatePool
 
 KvDtype: TypeAlias = Literal["auto", "int8", "fp8"]
 SCALED_DTYPES: dict[KvDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -27,7 +28,8 @@ class KVPool:
     It is made of blocks, one for each layer, K or V, and KV head. With ``kv_dtype`` int8 or fp8
     (e4m3) a block is scaled: the vectors of its tokens, a byte an item, then a float32 scale for
     each, and the last two dimensions are one. Content is void until written; who owns which page
-    is the prefix cache's business.
+    is the prefix cache's business. ``states``: of a model with recurrent layers, whose passes get
+    both through this pool.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str,
         kv_dtype: KvDtype = "auto",
+        states: StatePool | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.num_layers = num_layers
@@ -48,6 +51,7 @@ class KVPool:
         self.head_dim = head_dim
         self.page_size = page_size
         self.dtype = dtype  # of what is written and read; kept so, too, unless scaled
+        self.states = states
         self.block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
         self.page_blocks = num_layers * 2 * num_kv_heads  # from a page to the next
         items = (page_size, head_dim) if kv_dtype == "auto" else (self.block.num_items,)
@@ -136,6 +140,7 @@ class _PartPool(KVPool):
         """``memory``: as much as the whole pool has, from where the shape's first layer lies."""
         self.num_pages, self.page_size, self.dtype = whole.num_pages, whole.page_size, whole.dtype
         self.num_layers, self.num_kv_heads, self.head_dim = shape
+        self.states = whole.states
         self.block = block
         self.page_blocks = len(memory) // self.num_pages // block.num_items
         self.data = memory.view(self.num_pages, self.page_blocks, block.num_items)
@@ -158,8 +163,10 @@ class MixedKVPool(KVPool):
         dtype: torch.dtype,
         device: torch.device | str,
         kv_dtype: KvDtype = "auto",
+        states: StatePool | None = None,
     ) -> None:
         self.num_pages, self.page_size, self.dtype = num_pages, page_size, dtype
+        self.states = states
         self.num_layers = sum(shape.num_layers for shape in shapes)
         blocks = _blocks(shapes, page_size, dtype, kv_dtype)
         items = page_items(shapes, blocks)
@@ -191,11 +198,18 @@ def make_pool(
     dtype: torch.dtype,
     device: torch.device | str,
     kv_dtype: KvDtype = "auto",
+    states: StatePool | None = None,
 ) -> KVPool:
     """A pool of layers of these shapes: uniform where there is one."""
     if len(shapes) > 1:
         return MixedKVPool(
-            num_pages, shapes, page_size=page_size, dtype=dtype, device=device, kv_dtype=kv_dtype
+            num_pages,
+            shapes,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            kv_dtype=kv_dtype,
+            states=states,
         )
     (shape,) = shapes
     return KVPool(
@@ -205,6 +219,7 @@ def make_pool(
         dtype=dtype,
         device=device,
         kv_dtype=kv_dtype,
+        states=states,
     )
 
 

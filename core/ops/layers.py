@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from .base import (
+    AttentionWeights,
     DecoderWeights,
+    DeltaWeights,
     ExpertWeights,
     ForwardPlan,
     LayersOutput,
@@ -39,13 +41,13 @@ def run_layers(
     if taps and tapped is None:
         tapped = residual.new_empty((len(residual), len(taps) * residual.shape[1]))
     _tap(tapped, taps, 0, residual)
-    first = weights.layers[0].attention_norm
+    first = weights.layers[0].mixer_norm
     x = residual if first is None else ops.norm(residual, first)
-    following = (*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm)
+    following = (*(layer.mixer_norm for layer in weights.layers[1:]), weights.final_norm)
     for index, next_norm in enumerate(following):
         layer = weights.layers[index]
-        plan, factor = plans[layer.place.part], 1.0
-        x, residual = _attend_and_think(ops, layer, x, residual, plan)
+        plan, factor = plans[layer.part], 1.0
+        x, residual = _mix_and_think(ops, layer, x, residual, plan)
         if layer.extras is not None:
             x, residual = add_extras(ops, layer.extras, x, residual, plan, inputs[index])
             factor = layer.extras.factor
@@ -61,15 +63,15 @@ def _tap(tapped: Tensor | None, taps: Taps, boundary: int, residual: Tensor) -> 
         tapped[:, at * width : (at + 1) * width].copy_(residual)
 
 
-def _attend_and_think(
+def _mix_and_think(
     ops: Ops, layer: LayerWeights, x: Tensor, residual: Tensor, plan: ForwardPlan
 ) -> tuple[Tensor, Tensor]:
     """Normed input and residual of a layer to the output of its MLP, and the residual stream."""
-    attended = _attend(ops, layer, x, plan)
+    mixed = _mix(ops, layer, x, plan)
     if layer.is_parallel:
-        _, residual = ops.add_norm(attended, residual, None)
+        _, residual = ops.add_norm(mixed, residual, None)
     else:
-        x, residual = ops.add_norm(attended, residual, layer.mlp_norm)
+        x, residual = ops.add_norm(mixed, residual, layer.mlp_norm)
     mlp = layer.mlp
     x = ops.experts(x, mlp, plan) if isinstance(mlp, ExpertWeights) else run_mlp(ops, x, mlp)
     return (x if layer.mlp_out_norm is None else ops.norm(x, layer.mlp_out_norm)), residual
@@ -90,10 +92,30 @@ def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def _attend(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
-    """Compute the summand that attention adds to the residual stream, ``[T, hidden]``."""
-    index = layer.place.layer
-    q = ops.rope_write(ops.linear(x, layer.qkv), index, plan, layer.head_norm, layer.tables)
-    attended = ops.attention(q, index, plan, layer.window, cap=layer.cap, sinks=layer.sinks)
-    x = ops.linear(attended, layer.o)
-    return x if layer.attention_out_norm is None else ops.norm(x, layer.attention_out_norm)
+def _mix(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
+    """Compute the summand that the mixer adds to the residual stream, ``[T, hidden]``."""
+    mixer = layer.mixer
+    if isinstance(mixer, AttentionWeights):
+        x = _attend(ops, mixer, x, plan)
+    else:
+        x = _recur(ops, mixer, x, plan)
+    return x if layer.mixer_out_norm is None else ops.norm(x, layer.mixer_out_norm)
+
+
+def _attend(ops: Ops, mixer: AttentionWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
+    """``[T, hidden]`` to the same, by attention over the pages."""
+    index = mixer.place.layer
+    qkv, gate = ops.linear(x, mixer.qkv), None
+    if mixer.gate:
+        qkv, gate = (part.contiguous() for part in qkv.tensor_split([-mixer.gate], dim=1))
+    q = ops.rope_write(qkv, index, plan, mixer.head_norm, mixer.tables)
+    attended = ops.attention(q, index, plan, mixer.window, cap=mixer.cap, sinks=mixer.sinks)
+    if gate is not None:
+        attended = ops.gate(attended, gate)
+    return ops.linear(attended, mixer.o)
+
+
+def _recur(ops: Ops, mixer: DeltaWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
+    """``[T, hidden]`` to the same, by the states of the sequences."""
+    mixed, ba = ops.linear(x, mixer.in_proj), ops.logits(x, mixer.ba)
+    return ops.linear(ops.delta(mixed, ba, mixer, plan), mixer.out)

@@ -16,7 +16,7 @@ from ...core.errors import ModelLoadError
 from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
 from ...core.model.fields import Fields
-from ...core.ops.base import DecoderWeights, LayerWeights, Ops
+from ...core.ops.base import AttentionWeights, DecoderWeights, LayerWeights, Ops
 from ...core.ops.batch import NOTHING_MORE, IntArray
 from ...core.ops.kv_pool import KvPlace, KVPool
 from ...core.ops.layers import run_layers
@@ -301,8 +301,10 @@ class BlockPass(HeadPass):
         plan = self._plan_writing(pool, written)
         vectors = filled(vectors, self._ops.min_rows)
         for index, layer in enumerate(self._weights.layers):
-            qkv = self._ops.linear(vectors, layer.qkv)
-            self._ops.rope_write(qkv, index, plan, layer.head_norm)
+            mixer = layer.mixer
+            assert isinstance(mixer, AttentionWeights)
+            qkv = self._ops.linear(vectors, mixer.qkv)
+            self._ops.rope_write(qkv, index, plan, mixer.head_norm)
 
     def hidden(self, pool: KVPool, first_spare_page: int, starts: Sequence[DraftStart]) -> Tensor:
         """Hidden states ``[b, block_size, hidden]``, normed, of at most `BLOCKS_A_PASS` blocks.
@@ -350,14 +352,16 @@ class BlockPass(HeadPass):
 def _packed_layer(layer: BlockLayer, ops: Ops, place: KvPlace, *, has_bias: bool) -> LayerWeights:
     attention = layer.self_attn
     return LayerWeights(
-        attention_norm=plain_norm(layer.input_layernorm),
-        qkv=pack_qkv(attention, ops, has_bias=has_bias),
-        head_norm=head_norm(attention),
-        o=ops.pack_linear(attention.o_proj.weight.detach().contiguous()),
+        mixer_norm=plain_norm(layer.input_layernorm),
+        mixer=AttentionWeights(
+            qkv=pack_qkv(attention, ops, has_bias=has_bias),
+            head_norm=head_norm(attention),
+            o=ops.pack_linear(attention.o_proj.weight.detach().contiguous()),
+            window=None,
+            place=place,
+        ),
         mlp_norm=plain_norm(layer.post_attention_layernorm),
         mlp=pack_mlp(layer.mlp, ops),
-        window=None,
-        place=place,
     )
 
 

@@ -82,5 +82,5 @@ def test_models_that_cannot_draft_for_themselves_are_refused_by_reason(tmp_path)
 def test_a_copy_shares_what_is_small_and_is_a_third_of_the_rest(house: House) -> None:
     target, copy = house.target, rough_decoder(house.target)
     assert copy.weights.embedding is target.weights.embedding
-    ours, theirs = (each.weights.layers[0].qkv.weight.nbytes for each in (target, copy))
+    ours, theirs = (each.weights.layers[0].mixer.qkv.weight.nbytes for each in (target, copy))
     assert theirs < 0.4 * ours

@@ -13,6 +13,7 @@ from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.rope import RopeSpec
 from foretoken.core.ops.base import (
+    AttentionWeights,
     DecoderWeights,
     ExpertWeights,
     HeadNorm,
@@ -99,14 +100,16 @@ def make_decoder(graphs: MakeGraph | None, *, has_experts: bool = False) -> Deco
 
 def make_layer(ops: Ops, window: int | None, index: int) -> LayerWeights:
     return LayerWeights(
-        attention_norm=make_norm(),
-        qkv=ops.pack_linear(torch.randn(4 * 16, SIZE) / 4),
-        head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
-        o=ops.pack_linear(torch.randn(SIZE, 2 * 16) / 4),
+        mixer_norm=make_norm(),
+        mixer=AttentionWeights(
+            qkv=ops.pack_linear(torch.randn(4 * 16, SIZE) / 4),
+            head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
+            o=ops.pack_linear(torch.randn(SIZE, 2 * 16) / 4),
+            window=window,
+            place=KvPlace(0, index),
+        ),
         mlp_norm=make_norm(),
         mlp=make_mlp(ops),
-        window=window,
-        place=KvPlace(0, index),
     )
 
 

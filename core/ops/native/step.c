@@ -44,7 +44,7 @@ typedef struct {
  * the residual stream itself. */
 typedef struct {
     const ft_linear_weight *qkv, *o, *gate_up, *down;
-    const ft_norm *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;
+    const ft_norm *mixer_norm, *mixer_out_norm, *mlp_norm, *mlp_out_norm;
     ft_turn turn;
     ft_rule rule;
     ft_activation activation;
@@ -145,7 +145,7 @@ static int run_attention(const step_job *step, int64_t index, const char *x, cha
         return -1;
     ft_linear_ahead(layer->gate_up);
     if (ft_linear(layer->o, space->wide, dtype, step->rows, out, dtype)) return -1;
-    norm_rows(step, out, layer->attention_out_norm, out);
+    norm_rows(step, out, layer->mixer_out_norm, out);
     return 0;
 }
 
@@ -283,12 +283,12 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft
     ft_embedding(ids, decoder->embedding, space->residual, step.rows, row_bytes);
     tap(&taps, 0, space->residual, step.rows, row_bytes);
     if (decoder->token_inputs.table && make_inputs(&step, ids)) return -1;
-    const ft_norm *first = decoder->layers[0].attention_norm;
+    const ft_norm *first = decoder->layers[0].mixer_norm;
     norm_rows(&step, space->residual, first, space->x);
     const char *x = first ? space->x : space->residual;
     for (int64_t index = 0; index <= last; index++) {
         const ft_norm *norm =
-            index < last ? decoder->layers[index + 1].attention_norm : decoder->final_norm;
+            index < last ? decoder->layers[index + 1].mixer_norm : decoder->final_norm;
         x = run_layer(&step, index, x, norm, index < last ? space->x : out);
         if (!x) return -1;
         tap(&taps, index + 1, space->residual, step.rows, row_bytes);

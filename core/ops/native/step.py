@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..base import (
     SILU,
+    AttentionWeights,
     DecoderWeights,
     ExpertsBeside,
     ExpertWeights,
@@ -56,8 +57,8 @@ class LayerStruct(ctypes.Structure):
         ("o", _LINEAR),
         ("gate_up", _LINEAR),
         ("down", _LINEAR),
-        ("attention_norm", _NORM),
-        ("attention_out_norm", _NORM),
+        ("mixer_norm", _NORM),
+        ("mixer_out_norm", _NORM),
         ("mlp_norm", _NORM),
         ("mlp_out_norm", _NORM),
         ("turn", TurnStruct),
@@ -107,7 +108,9 @@ class NativeStep:
         )
 
     def _layer(self, layer: LayerWeights) -> LayerStruct:
-        norms = (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
+        mixer = layer.mixer
+        assert isinstance(mixer, AttentionWeights)
+        norms = (layer.mixer_norm, layer.mixer_out_norm, layer.mlp_norm, layer.mlp_out_norm)
         gate_up = down = experts = None
         activation = SILU
         if isinstance(layer.mlp, ExpertWeights):
@@ -115,16 +118,16 @@ class NativeStep:
         else:
             gate_up, down = layer.mlp.linears
             activation = layer.mlp.activation
-        linears = (layer.qkv, layer.o, gate_up, down)
+        linears = (mixer.qkv, mixer.o, gate_up, down)
         return LayerStruct(
             *(None if each is None else _pointer(each) for each in linears),
             *map(self._lent, norms),
-            turn_struct(layer.head_norm, layer.tables, writes=_writes(layer)),
-            rule_struct(layer.window, layer.cap, layer.sinks),
+            turn_struct(mixer.head_norm, mixer.tables, writes=_writes(mixer)),
+            rule_struct(mixer.window, mixer.cap, mixer.sinks),
             activation_struct(activation),
             layer.is_parallel,
             experts,
-            *layer.place,
+            *mixer.place,
             self._extras(layer.extras),
         )
 
@@ -209,9 +212,9 @@ class NativeStep:
         """Do nothing: the first call is as fast as any."""
 
 
-def _writes(layer: LayerWeights) -> bool:
+def _writes(mixer: AttentionWeights) -> bool:
     """Whether the layer has keys and values of its own: rows of QKV beyond the queries."""
-    return _native(layer.qkv).out_features > _native(layer.o).in_features
+    return _native(mixer.qkv).out_features > _native(mixer.o).in_features
 
 
 def _pointer(weight: PackedLinear) -> ctypes._Pointer[LinearStruct]:

@@ -152,9 +152,9 @@ def test_a_dtype_that_is_asked_for_holds_all_weights_in_it(llama, tmp_path):
         assert decoder.dtype == getattr(torch, dtype)
     if native_library() is not None:
         decoder = load_decoder(file, dtype="float32", backend="native", quantize="int8")
-        assert decoder.weights.layers[0].o.struct.kind == 2
+        assert decoder.weights.layers[0].mixer.o.struct.kind == 2
         plain = load_decoder(file, dtype="float32", backend="native")
-        assert plain.weights.layers[0].o.struct.kind == 0
+        assert plain.weights.layers[0].mixer.o.struct.kind == 0
 
 
 def test_mixed_types_of_one_stacked_matrix_are_cast(llama, tmp_path, monkeypatch):
@@ -170,8 +170,8 @@ def test_mixed_types_of_one_stacked_matrix_are_cast(llama, tmp_path, monkeypatch
 
     monkeypatch.setattr(GgufFile, "read", values_wide)
     layer = load_decoder(file, backend="native").weights.layers[0]
-    assert layer.qkv.struct.kind in (1, 6)  # bfloat16, by whichever products
-    assert layer.o.struct.kind == 5
+    assert layer.mixer.qkv.struct.kind in (1, 6)  # bfloat16, by whichever products
+    assert layer.mixer.o.struct.kind == 5
 
 
 def test_llama3s_frequencies_are_divided_as_the_file_says(llama, tmp_path, monkeypatch):

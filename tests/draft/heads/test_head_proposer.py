@@ -494,7 +494,7 @@ def test_a_head_that_knows_the_target_is_always_right(folder) -> None:
     """A target that goes by its last token alone, and a Markov head that holds its table."""
     target = load_decoder(folder)
     for layer in target.weights.layers:
-        for packed in (layer.o, layer.mlp.down):
+        for packed in (layer.mixer.o, layer.mlp.down):
             packed.weight.zero_()
     shape = {"markov_rank": target.config.hidden_size, "markov_kind": "vanilla"}
     head = BlockHead(block_config(target.config, block_size=6, **shape))

@@ -13,7 +13,15 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ...base import DecoderWeights, ForwardPlan, HeadLayout, LayersOutput, Ops, Rope
+from ...base import (
+    AttentionWeights,
+    DecoderWeights,
+    ForwardPlan,
+    HeadLayout,
+    LayersOutput,
+    Ops,
+    Rope,
+)
 from ...batch import SamplingPlan, Taps, Wanted
 from ...kv_pool import KVPool
 from ...layers import run_layers
@@ -138,7 +146,9 @@ class TritonStep:
         self._ops = ops
         self._weights = weights
         self._sampler = sampler
-        self._windows = tuple(dict.fromkeys(layer.window for layer in weights.layers))
+        mixers = [layer.mixer for layer in weights.layers]
+        attending = [mixer for mixer in mixers if isinstance(mixer, AttentionWeights)]
+        self._windows = tuple(dict.fromkeys(mixer.window for mixer in attending))
         self._one_tile = one_tile
         self._make_graph = make_graph
         self._graphs: WeakKeyDictionary[KVPool, _PoolGraphs] = WeakKeyDictionary()

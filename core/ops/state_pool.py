@@ -1,0 +1,207 @@
+"""StatePool: recurrent states at page ends, and logs of the positions behind them.
+
+    S_t = decay_t S_(t-1) + k_t u_t^T        u_t = beta_t (v_t - (decay_t S_(t-1))^T k_t)
+    o_t = S_t^T q_t
+
+A row reads S of its page's start and the log of the page's positions before it, in their order. So
+its bits depend on its position and on what came before, never on how rows were cut into passes, and
+a draft that was not accepted is an entry of the log that is overwritten: nothing is rolled back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .host_memory import map_zeros
+
+DRAFT_ROOM = 32
+"""Rows of a segment that may be drafts: so many positions a log holds beside a page."""
+STATE_PAGE_SIZES = (16, 32, 64)
+_ALIGNMENT = 64  # bytes
+
+
+class StateShape(NamedTuple):
+    """One layer: S ``[num_heads, key_dim, value_dim]``, and inputs of a convolution.
+
+    The state at a position has the inputs of the ``conv_len - 1`` positions before it.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_channels: int
+    conv_len: int
+
+
+class SlotLayer(NamedTuple):
+    """Views of one layer of a slot."""
+
+    S: Tensor  # [num_heads, key_dim, value_dim] float32
+    tail: Tensor  # [conv_len - 1, conv_channels] inputs, the oldest first
+
+
+class LogLayer(NamedTuple):
+    """Views of one layer of a log. Position p lies at ``p % ring``, ``ring = StatePool.ring``."""
+
+    k: Tensor  # [num_heads, ring, key_dim] float32
+    u: Tensor  # [num_heads, ring, value_dim] float32
+    c: Tensor  # [num_heads, ring] float32: sum of the log decays since the page's start
+    inputs: Tensor  # [ring, conv_channels]
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A tensor of a layer in the memory of a slot or a log."""
+
+    at: int  # bytes before it
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, memory: Tensor) -> Tensor:
+        """It in the memory of one slot or log."""
+        part = memory[self.at : self.at + self.num_bytes]
+        return part.view(self.dtype).view(self.shape)
+
+
+class StatePool:
+    """States and logs of the recurrent layers, each of them one blob over all layers.
+
+    A slot holds a state at a page's end: it belongs to a running request, or to that page. A log
+    belongs to a running request. Who owns which is the prefix cache's business. ``at`` [num_slots,
+    num_layers] int64, on the host: the position at which S of a layer stands, a multiple of the
+    page size; a pass that failed may have moved some layers on.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_logs: int,
+        shapes: Sequence[StateShape],
+        *,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """``dtype``: of activations, in which inputs of convolutions are kept.
+
+        Raises ValueError for a page size other than `STATE_PAGE_SIZES`.
+        """
+        if page_size not in STATE_PAGE_SIZES:
+            sizes = ", ".join(map(str, STATE_PAGE_SIZES))
+            raise ValueError(f"pages of {page_size} tokens: recurrent states need one of {sizes}")
+        self.num_slots, self.num_logs = num_slots, num_logs
+        self.shapes = tuple(shapes)
+        self.page_size = page_size
+        self.ring = page_size + DRAFT_ROOM
+        self.dtype = dtype
+        self._slot_fields, self.bytes_per_slot = _slot_fields(self.shapes, dtype)
+        self._log_fields, self.bytes_per_log = _log_fields(self.shapes, self.ring, dtype)
+        self.slots = _fresh(num_slots * self.bytes_per_slot, device).view(num_slots, -1)
+        self.logs = _fresh(num_logs * self.bytes_per_log, device).view(num_logs, -1)
+        self.at = torch.zeros((num_slots, len(self.shapes)), dtype=torch.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of slots and logs in bytes."""
+        return self.slots.nbytes + self.logs.nbytes
+
+    def slot(self, index: int, layer: int) -> SlotLayer:
+        """Views of a layer of a slot."""
+        return SlotLayer(*(field.view(self.slots[index]) for field in self._slot_fields[layer]))
+
+    def log(self, index: int, layer: int) -> LogLayer:
+        """Views of a layer of a log."""
+        return LogLayer(*(field.view(self.logs[index]) for field in self._log_fields[layer]))
+
+    def slot_offsets(self, layer: int) -> tuple[int, ...]:
+        """Bytes before each field of `SlotLayer` in a slot."""
+        return tuple(field.at for field in self._slot_fields[layer])
+
+    def log_offsets(self, layer: int) -> tuple[int, ...]:
+        """Bytes before each field of `LogLayer` in a log."""
+        return tuple(field.at for field in self._log_fields[layer])
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy a state, with its position, to another slot."""
+        self.slots[target].copy_(self.slots[source])
+        self.at[target] = self.at[source]
+
+    def reset(self, slot: int) -> None:
+        """Make a slot the state before a sequence: zeros at position 0."""
+        self.slots[slot].zero_()
+        self.at[slot] = 0
+
+
+def bytes_per_slot(shapes: Sequence[StateShape], dtype: torch.dtype) -> int:
+    """Bytes of one slot of a `StatePool`."""
+    return _slot_fields(shapes, dtype)[1]
+
+
+def bytes_per_log(shapes: Sequence[StateShape], dtype: torch.dtype, *, page_size: int) -> int:
+    """Bytes of one log of a `StatePool`."""
+    return _log_fields(shapes, page_size + DRAFT_ROOM, dtype)[1]
+
+
+def _fresh(num_bytes: int, device: torch.device | str) -> Tensor:
+    """Zeros; on the host mapped on first touch."""
+    if torch.device(device).type == "cpu":
+        return map_zeros(num_bytes)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _slot_fields(
+    shapes: Sequence[StateShape], dtype: torch.dtype
+) -> tuple[list[list[_Field]], int]:
+    """The fields of each layer's `SlotLayer`, and the bytes of all."""
+    return _laid_out(
+        [
+            [
+                ((shape.num_heads, shape.key_dim, shape.value_dim), torch.float32),
+                ((shape.conv_len - 1, shape.conv_channels), dtype),
+            ]
+            for shape in shapes
+        ]
+    )
+
+
+def _log_fields(
+    shapes: Sequence[StateShape], ring: int, dtype: torch.dtype
+) -> tuple[list[list[_Field]], int]:
+    """The fields of each layer's `LogLayer`, and the bytes of all."""
+    return _laid_out(
+        [
+            [
+                ((shape.num_heads, ring, shape.key_dim), torch.float32),
+                ((shape.num_heads, ring, shape.value_dim), torch.float32),
+                ((shape.num_heads, ring), torch.float32),
+                ((ring, shape.conv_channels), dtype),
+            ]
+            for shape in shapes
+        ]
+    )
+
+
+def _laid_out(
+    layers: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]],
+) -> tuple[list[list[_Field]], int]:
+    """Fields one behind the other, each aligned."""
+    at, found = 0, []
+    for layer in layers:
+        fields = []
+        for shape, dtype in layer:
+            field = _Field(at, shape, dtype)
+            fields.append(field)
+            at += -(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        found.append(fields)
+    return found, at
