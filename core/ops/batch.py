@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .state_pool import DRAFT_ROOM
+from .state_pool import DRAFT_ROOM, StatePool
 
 if TYPE_CHECKING:
     from ..sampling.logits_processors import SampleRow
@@ -280,6 +280,28 @@ def _states(
         keep_counts=np.array([len(state.keeps) for state in states], dtype=np.int64),
         keeps=np.array(keeps, dtype=np.int64).reshape(-1, 2),
     )
+
+
+def pass_states(batch: RaggedBatch, pool: StatePool | None) -> StatePool | None:
+    """The pool of a pass's states, checked against its segments; None where there are none.
+
+    Raises ValueError where either is missing, or a state does not stand before its segment's rows
+    with the log reaching up to them.
+    """
+    if batch.states is None and pool is None:
+        return None
+    if batch.states is None or pool is None:
+        raise ValueError("a pool with states needs segments with states, and these such a pool")
+    starts = batch.starts[:, None]
+    at = pool.at.numpy()[batch.states.slots]
+    wrong = (at > starts) | (at + pool.ring < starts)
+    if wrong.any():
+        index = int(wrong.any(axis=1).argmax())
+        raise ValueError(
+            f"the state in slot {batch.states.slots[index]} stands at {at[index].tolist()}: its "
+            f"log does not reach the rows from {batch.starts[index]} on"
+        )
+    return pool
 
 
 def _check_keeps(start: int, state: SegmentState, page_size: int) -> None:

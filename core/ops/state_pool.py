@@ -42,7 +42,7 @@ class StateShape(NamedTuple):
 class SlotLayer(NamedTuple):
     """Views of one layer of a slot."""
 
-    S: Tensor  # [num_heads, key_dim, value_dim] float32
+    state: Tensor  # S [num_heads, key_dim, value_dim] float32
     tail: Tensor  # [conv_len - 1, conv_channels] inputs, the oldest first
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base import HeadLayout
-from ..batch import IntArray, RaggedBatch
+from ..batch import IntArray, RaggedBatch, pass_states
 from ..kv_pool import KVPool, from_scaled, to_scaled
 
 BLOCK = 256  # positions
@@ -86,6 +86,7 @@ class TorchPlan:
             for cos, sin in tables
         ]
         self._pool = pool
+        self.states = pass_states(batch, pool.states)
         self._kv_heads = 2 * pool.num_kv_heads  # K and V of one layer and page
         self._write_at = self._find_write_at()
         multiple = _ROW_MULTIPLE if pad_rows and pool.dtype == torch.float32 else 1

@@ -18,6 +18,7 @@ from ..base import (
     SILU,
     Activation,
     DecoderWeights,
+    DeltaWeights,
     Exactness,
     ExpertWeights,
     ForwardPlan,
@@ -36,6 +37,7 @@ from ..quantize import QuantizedWeight, WeightKind
 from .attention import attend
 from .experts import run_experts
 from .plan import TorchPlan
+from .state import run_delta
 
 logger = logging.getLogger(__name__)
 ONEDNN_SETTING = "ONEDNN_MAX_CPU_ISA"
@@ -196,6 +198,17 @@ class TorchOps:
         else:
             activated = _gelu_tanh(wide)
         return activated.to(x.dtype) if factor is None else activated.to(x.dtype) * factor
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
+        # As in `activate`: F.sigmoid rounds the tail of a vector otherwise than its body.
+        return (x.float() / torch.exp(-gate.float()).add_(1.0)).to(x.dtype)
+
+    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
+        """The gated delta rule over the states and logs of the plan's pass."""
+        assert isinstance(plan, TorchPlan)
+        assert plan.states is not None
+        return run_delta(mixed, ba, weights, plan.batch, plan.states)
 
     def experts(
         self,

@@ -1,0 +1,191 @@
+"""The gated delta rule in plain PyTorch, one row after another: the oracle.
+
+A row's sums have one order: S of the page's start first, then the log's entries from the page's
+start on. Tensors have the same shapes for each row, so that torch adds up in the same order, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..base import DeltaWeights
+from ..batch import RaggedBatch
+from ..state_pool import StatePool
+
+_NORM_EPS = 1e-6  # of the length of queries and keys
+
+
+def run_delta(
+    mixed: Tensor, ba: Tensor, weights: DeltaWeights, batch: RaggedBatch, pool: StatePool
+) -> Tensor:
+    """See `Ops.delta`; the batch's copies of its last row get a copy of its result."""
+    outs = [
+        _Sequence(weights, batch, pool, index).run(mixed[first:stop], ba[first:stop])
+        for index, (first, stop) in enumerate(_spans(batch))
+    ]
+    missing = len(mixed) - sum(map(len, outs))
+    if missing:
+        outs.append(outs[-1][-1:].expand(missing, -1))
+    return torch.cat(outs).to(mixed.dtype)
+
+
+def _spans(batch: RaggedBatch) -> Iterator[tuple[int, int]]:
+    """First row of each segment, and the row behind its last."""
+    firsts, lens = batch.first_rows.tolist(), batch.lens.tolist()
+    return ((first, first + count) for first, count in zip(firsts, lens, strict=True))
+
+
+class _Sequence:
+    """Rows of one segment in one layer."""
+
+    def __init__(
+        self, weights: DeltaWeights, batch: RaggedBatch, pool: StatePool, index: int
+    ) -> None:
+        assert batch.states is not None
+        states = batch.states
+        slot, log = int(states.slots[index]), int(states.logs[index])
+        self._weights, self._pool = weights, pool
+        self._slot = slot
+        self._kept, self._log = pool.slot(slot, weights.layer), pool.log(log, weights.layer)
+        self._at = int(pool.at[slot, weights.layer])
+        self._start = int(batch.starts[index])
+        self._final_stop = int(states.final_stops[index])
+        first = int(states.keep_counts[:index].sum())
+        keeps = states.keeps[first : first + int(states.keep_counts[index])].tolist()
+        self._keeps: dict[int, int] = dict(keeps)
+
+    def run(self, mixed: Tensor, ba: Tensor) -> Tensor:
+        """``[n, q | k | v | z]`` and ``[n, b | a]`` to ``[n, num_heads * value_dim]`` float32."""
+        self._catch_up()
+        shape = self._weights.shape
+        inputs, z = mixed.split([shape.conv_channels, mixed.shape[1] - shape.conv_channels], dim=1)
+        around = torch.cat((self._inputs_before(self._start), inputs))
+        state, base, final = self._kept.state, self._at, None
+        outs = []
+        for row, position in enumerate(range(self._start, self._start + len(mixed))):
+            read = self._row(around[row : row + shape.conv_len], ba[row], state, base, position)
+            outs.append(self._gated(read, z[row]))
+            if position + 1 - base == self._pool.page_size:
+                state, base = self._folded(state, base), position + 1
+                tail = around[row + 1 : row + shape.conv_len]
+                if base in self._keeps:
+                    self._write(self._keeps[base], state, tail, base)
+                if base < self._final_stop:
+                    final = (state, tail, base)
+        if final is not None:
+            self._write(self._slot, *final)
+        self._log_inputs(inputs)
+        return torch.stack(outs)
+
+    def _catch_up(self) -> None:
+        """Fold full pages before the first row, so that S stands at its page's start."""
+        state, at = self._kept.state, self._at
+        while at + self._pool.page_size <= self._start:
+            state, at = self._folded(state, at), at + self._pool.page_size
+        if at > self._at:
+            self._write(self._slot, state, self._inputs_before(at), at)
+            self._at = at
+        if self._start in self._keeps:
+            self._write(self._keeps[self._start], *self._kept, at)
+
+    def _write(self, slot: int, state: Tensor, tail: Tensor, at: int) -> None:
+        layer = self._weights.layer
+        target = self._pool.slot(slot, layer)
+        target.state.copy_(state)
+        target.tail.copy_(tail)
+        self._pool.at[slot, layer] = at
+
+    def _inputs_before(self, stop: int) -> Tensor:
+        """The inputs of the ``conv_len - 1`` positions before ``stop``, of the tail and the log."""
+        count = self._weights.shape.conv_len - 1
+        tail, log, at = self._kept.tail, self._log.inputs, self._at
+        rows = [
+            log[position % self._pool.ring] if position >= at else tail[position - at + count]
+            for position in range(stop - count, stop)
+        ]
+        return torch.stack(rows)
+
+    def _log_inputs(self, inputs: Tensor) -> None:
+        """Keep the inputs of the last rows, as many as the log holds."""
+        first = max(0, len(inputs) - self._pool.ring)
+        for row in range(first, len(inputs)):
+            self._log.inputs[(self._start + row) % self._pool.ring] = inputs[row]
+
+    def _row(self, inputs: Tensor, ba: Tensor, state: Tensor, base: int, position: int) -> Tensor:
+        """What a row reads, [num_heads, value_dim]; its entry goes to the log.
+
+        ``inputs`` [conv_len, conv_channels]: its own is the last.
+        """
+        log, ring = self._log, self._pool.ring
+        q, k, v = self._heads(inputs)
+        beta, decay = self._gates(ba)
+        places = [page_position % ring for page_position in range(base, position)]
+        c = decay + log.c[:, places[-1]] if places else decay
+        u = beta * (v - self._read(k, c, state, places))
+        own = (k * q).sum(-1, keepdim=True) * u
+        place = position % ring
+        out = self._read(q, c, state, places) + own
+        log.k[:, place], log.u[:, place], log.c[:, place] = k, u, c
+        return out
+
+    def _read(self, x: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
+        """What the state before a row gives for x [num_heads, key_dim]."""
+        log = self._log
+        out = torch.exp(c).unsqueeze(-1) * (state * x.unsqueeze(-1)).sum(1)
+        for place in places:
+            weight = torch.exp(c - log.c[:, place]) * (log.k[:, place] * x).sum(-1)
+            out = out + weight.unsqueeze(-1) * log.u[:, place]
+        return out
+
+    def _folded(self, state: Tensor, base: int) -> Tensor:
+        """S of the next page."""
+        log, ring = self._log, self._pool.ring
+        places = [position % ring for position in range(base, base + self._pool.page_size)]
+        last = log.c[:, places[-1]]
+        state = torch.exp(last).view(-1, 1, 1) * state
+        for place in places:
+            weighed = torch.exp(last - log.c[:, place]).unsqueeze(-1) * log.k[:, place]
+            state = state + weighed.unsqueeze(-1) * log.u[:, place].unsqueeze(1)
+        return state
+
+    def _heads(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Convolve; q, k [num_heads, key_dim] and v [num_heads, value_dim] float32."""
+        shape, taps = self._weights.shape, self._weights.conv
+        total = inputs[0].float() * taps[:, 0]
+        for tap in range(1, shape.conv_len):
+            total = total + inputs[tap].float() * taps[:, tap]
+        activated = total / torch.exp(-total).add_(1.0)
+        keys_width = shape.num_key_heads * shape.key_dim
+        parts = activated.split([keys_width, keys_width, len(activated) - 2 * keys_width])
+        q, k = (_normed(part.view(-1, shape.key_dim)) for part in parts[:2])
+        q = q * shape.key_dim**-0.5
+        if shape.is_tiled:
+            of = torch.arange(shape.num_value_heads, device=q.device) % shape.num_key_heads
+        else:
+            share = shape.num_value_heads // shape.num_key_heads
+            of = torch.arange(shape.num_value_heads, device=q.device) // share
+        return q[of], k[of], parts[2].view(-1, shape.value_dim)
+
+    def _gates(self, ba: Tensor) -> tuple[Tensor, Tensor]:
+        """Beta [num_heads, 1], and the log decay [num_heads]."""
+        b, a = ba.float().chunk(2)
+        x = a + self._weights.dt_bias
+        softplus = torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0.0)
+        beta = torch.exp(-b).add_(1.0).reciprocal_()
+        return beta.unsqueeze(-1), self._weights.decay * softplus
+
+    def _gated(self, read: Tensor, z: Tensor) -> Tensor:
+        """The RMS norm of each head times silu(z), [num_heads * value_dim]."""
+        weights = self._weights
+        gate = z.float().view_as(read)
+        root = ((read * read).mean(-1, keepdim=True) + weights.norm_eps).sqrt()
+        normed = read / root * weights.norm
+        return (normed * (gate / torch.exp(-gate).add_(1.0))).flatten()
+
+
+def _normed(x: Tensor) -> Tensor:
+    """Heads [num_heads, key_dim], divided by their length."""
+    return x / ((x * x).sum(-1, keepdim=True) + _NORM_EPS).sqrt()

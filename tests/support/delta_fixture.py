@@ -1,0 +1,130 @@
+"""Layers of the gated delta rule without a decoder: their inputs are drawn, their states kept.
+
+A `Sequences` runs any rows of a few sequences over one pool, cut as a test likes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.core.ops.base import DeltaShape, DeltaWeights, HeadLayout, Ops, PackedLinear
+from foretoken.core.ops.batch import Segment, SegmentState, build_batch
+from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.ops.state_pool import StatePool
+from support.rope_fixture import Turns
+
+SHAPE = DeltaShape(2, 4, key_dim=24, value_dim=40, conv_len=4)
+HEADS = HeadLayout(1, 1, 8, 1.0)
+NO_MATRIX = PackedLinear(torch.empty(0), None, packed=False)
+
+
+class Rows(NamedTuple):
+    """Rows of a sequence in a pass: final ones of its inputs, then drafts of random ones."""
+
+    sequence: int
+    start: int
+    count: int
+    num_drafts: int = 0
+    keeps: tuple[tuple[int, int], ...] = ()
+
+
+def make_weights(shape: DeltaShape = SHAPE, layer: int = 0) -> DeltaWeights:
+    """Log decays of a token are from -0.001 to -8, by head."""
+    heads = shape.num_value_heads
+    return DeltaWeights(
+        in_proj=NO_MATRIX,
+        ba=NO_MATRIX,
+        conv=torch.randn(shape.conv_channels, shape.conv_len) * 0.6,
+        decay=-(10.0 ** torch.linspace(-3.0, 0.9, heads)),
+        dt_bias=torch.randn(heads) * 0.3,
+        norm=torch.rand(shape.value_dim) + 0.5,
+        norm_eps=1e-6,
+        out=NO_MATRIX,
+        shape=shape,
+        layer=layer,
+    )
+
+
+class Sequences:
+    """Sequences of drawn inputs, each with the slot and the log of its number."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        weights: Sequence[DeltaWeights],
+        *,
+        length: int,
+        count: int = 1,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        num_slots: int = 8,
+        seed: int = 0,
+    ) -> None:
+        self.ops, self.weights, self.dtype, self.length = ops, weights, dtype, length
+        shape = weights[0].shape
+        self.width = shape.conv_channels + shape.num_value_heads * shape.value_dim
+        draw = torch.Generator().manual_seed(seed)
+        self._draw = draw
+        self.mixed = torch.randn(count, length, self.width, generator=draw).to(dtype)
+        self.ba = torch.randn(count, length, 2 * shape.num_value_heads, generator=draw)
+        self.page_size = page_size
+        self.states = StatePool(
+            num_slots,
+            count,
+            [each.shape.state for each in weights],
+            page_size=page_size,
+            dtype=dtype,
+            device="cpu",
+        )
+        self.pool = KVPool(
+            1, num_layers=1, num_kv_heads=1, head_dim=8, page_size=page_size,
+            dtype=dtype, device="cpu", states=self.states,
+        )  # fmt: skip
+
+    def run(self, *passes: Rows, layers: Sequence[int] = (0,)) -> list[Tensor]:
+        """One pass: what each of its sequences' final rows give in the last of ``layers``."""
+        segments, mixed, ba = [], [], []
+        for sequence, start, count, num_drafts, keeps in passes:
+            stop = start + count
+            state = SegmentState(sequence, sequence, stop, keeps)
+            pages = array("q", [0] * (1 + (stop + num_drafts) // self.page_size))
+            tokens = [0] * (count + num_drafts)
+            segments.append(Segment(tokens, start, pages, 0, state=state))
+            mixed.append(self.mixed[sequence, start:stop])
+            ba.append(self.ba[sequence, start:stop])
+            if num_drafts:
+                for into, drafts in zip(
+                    (mixed, ba), self.draft_rows(sequence, stop, num_drafts), strict=True
+                ):
+                    into.append(drafts)
+        batch = build_batch(
+            segments, page_size=self.page_size, device="cpu", min_rows=self.ops.min_rows
+        )
+        plan = self.ops.plan(batch, self.pool, HEADS, Turns(torch.ones(4)))
+        padding = batch.num_rows - int(batch.lens.sum())
+        rows = [torch.cat([*each, *[each[-1][-1:]] * padding]) for each in (mixed, ba)]
+        for layer in layers:
+            out = self.ops.delta(*rows, self.weights[layer], plan)
+        firsts = batch.first_rows.tolist()
+        return [out[first : first + rows.count] for first, rows in zip(firsts, passes, strict=True)]
+
+    def draft_rows(self, sequence: int, start: int, count: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Inputs of drafts: random ones."""
+        mixed = torch.randn(count, self.width, generator=self._draw).to(self.dtype)
+        return mixed, torch.randn(count, self.ba.shape[2], generator=self._draw)
+
+    def one_by_one(self, sequence: int = 0) -> Tensor:
+        """All rows of a sequence, a pass for each."""
+        return torch.cat([self.run(Rows(sequence, at, 1))[0] for at in range(self.length)])
+
+    def reset(self) -> None:
+        """Begin all sequences anew, over logs and slots that hold what no row may read."""
+        for memory in (self.states.slots, self.states.logs):
+            memory.view(self.dtype).fill_(torch.nan)
+        for slot in range(len(self.mixed)):
+            self.states.reset(slot)
