@@ -138,7 +138,23 @@ class EngineConfig:
     kv_tokens: int | None = setting(
         None, "size of the KV pool in tokens, in place of --kv-memory", least=1
     )
-    page_size: int | None = setting(None, "tokens of one KV page (16, on cuda 32)", least=1)
+    page_size: int | None = setting(
+        None,
+        "tokens of one KV page (16, on cuda 32); 16, 32 or 64 for models with recurrent layers",
+        least=1,
+    )
+    state_memory: str | int | None = setting(
+        None,
+        "size of the pool of recurrent states, of models that have them (half of the memory for KV)",
+        SIZE,
+        least=1,
+    )
+    state_interval: int = setting(
+        4096,
+        "keep the recurrent state every N tokens of a prompt, for later prompts that begin alike; "
+        "0: only where requests are likely to go on",
+        "TOKENS",
+    )
     kv_host: str | int | None = setting(
         None,
         "keep KV in memory of the host, at most SIZE, after it left a GPU's pool; on a CPU "

@@ -3,7 +3,18 @@
 Knows nothing of models, tensors or text: token ids in, page ids out.
 """
 
-from .node import CacheObserver, Eviction, KVLease, LockHandle, Match, Node
+from .attached import StateSlots
+from .node import (
+    CacheObserver,
+    Eviction,
+    KeptState,
+    KVLease,
+    LockHandle,
+    Match,
+    Node,
+    StateLease,
+    StateRank,
+)
 from .prefix_cache import PrefixCache
 from .tree import RadixTree
 
@@ -11,9 +22,13 @@ __all__ = [
     "CacheObserver",
     "Eviction",
     "KVLease",
+    "KeptState",
     "LockHandle",
     "Match",
     "Node",
     "PrefixCache",
     "RadixTree",
+    "StateLease",
+    "StateRank",
+    "StateSlots",
 ]

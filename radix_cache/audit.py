@@ -10,8 +10,9 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
+from .attached import StateSlots
 from .eviction import EvictionIndex, NamespaceQuota
-from .node import KVLease, LockHandle, Node
+from .node import KVLease, LockHandle, Node, StateLease
 
 Steps = Iterator[None]
 FEW = 64  # page ids that one step may look at
@@ -152,3 +153,35 @@ def check_lease(lease: KVLease, page_size: int) -> None:
     assert lent == shared.tolist(), "a page table differs from the tree's path"
     assert lease.lock.node.namespace == lease.namespace, "a lease borrows across namespaces"
     assert lease.num_cached_tokens <= len(lent) * page_size, "a cached page was lost"
+
+
+def check_states(states: StateSlots, nodes: Iterable[Node], leases: Iterable[KVLease]) -> Steps:
+    """Every slot is free, or a tree page's, or a lease's, and each lease has a log. O(pages)."""
+    states.check()
+    yield
+    missing = set(states.attached)
+    for node in nodes:
+        if missing:
+            missing.difference_update(node.page_ids)
+        yield
+    assert not missing, "a state is attached to a page that is not in the tree"
+    private = [lease.state for lease in leases if lease.state is not None]
+    assert len(private) == len(list(leases)), "a lease has no state"
+    yield
+    _check_slots(states, private)
+
+
+def _check_slots(states: StateSlots, private: Sequence[StateLease]) -> None:
+    own = [lease.slot for lease in private]
+    own += [slot for lease in private for _, slot, _ in lease.keeps]
+    owned = [*states.free, *own, *(kept.slot for kept in states.attached.values())]
+    assert len(owned) == states.num_total, f"{len(owned)} slots are owned, of {states.num_total}"
+    assert set(owned) == set(range(states.num_total)), "a state slot has two owners"
+    logs = [*states.free_logs, *(lease.log for lease in private)]
+    assert sorted(logs) == list(range(states.num_logs)), "a log has two owners, or none"
+    read = Counter(id(lease.source) for lease in private if lease.source is not None)
+    for kept in states.attached.values():
+        assert kept.num_readers == read.pop(id(kept), 0), "readers of a state are miscounted"
+    assert not read, "a state that a lease is about to copy is gone"
+    for lease in private:
+        assert lease.wanted == sorted(lease.wanted), "wanted page ends are out of order"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
 Cause = Literal["evicted", "flushed"]
-LossCause = Literal[Cause, "late", "unsound"]
-"""The cause for pages that a request lacks: a tier that had them may be too slow, or damaged."""
+LossCause = Literal[Cause, "late", "unsound", "state_not_kept"]
+"""The cause for pages that a request lacks: a tier that had them may be too slow, or damaged.
+
+With ``state_not_kept`` the pages are there, but not the recurrent state at the end of one of them.
+"""
 OnStored = Callable[["Node", int], None]
 """Called with a node and the index of the first of its pages that have just joined the tree."""
 OnDropped = Callable[["Node", int, Cause], None]
@@ -186,6 +191,47 @@ class Eviction:
     time: float  # seconds
 
 
+class StateRank(IntEnum):
+    """Order in which kept states give way: the lowest rank first, last the ends of pins."""
+
+    GRID = 0  # every so many tokens of a prompt: bounds what a miss computes anew
+    USED = 1  # a request is likely to go on from there
+
+
+@dataclass(slots=True, eq=False)
+class KeptState:
+    """The state at the end of a page, attached to it."""
+
+    page_id: int  # owned by a node of the tree
+    slot: int  # owned by `StateSlots.attached`
+    rank: StateRank
+    last_used: int  # tick when it was last attached, or found by a request
+    num_readers: int = 0  # leases that copy it at the start of a step, not committed yet
+
+
+@dataclass(slots=True, eq=False)
+class StateLease:
+    """The slot and the log of one request, and the page ends whose states it keeps."""
+
+    slot: int  # owned by this lease
+    log: int  # owned by this lease
+    # Tokens that the state in ``slot`` covers: a page's end. 0: none, or void.
+    position: int = 0
+    source: KeptState | None = None  # to be copied to ``slot`` by the step that is not committed
+    # page ends to keep when a step passes them, by position; rising
+    wanted: list[tuple[int, StateRank]] = field(default_factory=list)
+    # (position, slot, rank) of page ends that the step under way keeps; the slots are owned by this
+    keeps: list[tuple[int, int, StateRank]] = field(default_factory=list)
+
+    def want(self, position: int, rank: StateRank = StateRank.USED) -> None:
+        """Keep the state at this page end, once a step passes it. O(wanted)."""
+        at = bisect_left(self.wanted, (position, StateRank.GRID))
+        if at < len(self.wanted) and self.wanted[at][0] == position:
+            self.wanted[at] = position, max(rank, self.wanted[at][1])
+        else:
+            self.wanted.insert(at, (position, rank))
+
+
 @dataclass(slots=True, eq=False)
 class KVLease:
     """The pages that one request may use, from `PrefixCache.acquire` to `PrefixCache.release`."""
@@ -196,6 +242,9 @@ class KVLease:
     namespace: str | None  # cache salt; None is the shared default
     # when the first page that was not found had been cached before
     eviction: Eviction | None = None
+    state: StateLease | None = None  # of models with recurrent states, until released
+    # Tokens whose pages were found at acquire; with states maybe more than num_cached_tokens.
+    num_found_tokens: int = 0
 
     @property
     def num_shared_pages(self) -> int:

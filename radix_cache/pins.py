@@ -99,6 +99,10 @@ class PinnedPrefixes:
             if node in pinned.lock.node.path():
                 self._drop(pinned)
 
+    def last_pages(self) -> set[int]:
+        """The last page of each pin. O(pins)."""
+        return {pinned.lock.node.page_ids[-1] for pinned in self._pins.values()}
+
     def of(self, namespace: str | None) -> list[PinnedPrefix]:
         """The pins of a namespace, the oldest first. O(pins)."""
         return [pinned for pinned in self._pins.values() if pinned.namespace == namespace]

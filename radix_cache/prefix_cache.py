@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Iterable
 
 from . import audit
+from .attached import StateSlots
 from .eviction import EvictionLog
-from .node import KVLease
+from .node import Eviction, KVLease, Match, StateLease, StateRank
 from .pins import PinnedPrefixes
 from .tree import RadixTree
 
@@ -25,6 +26,10 @@ class PrefixCache:
     one namespace may pin; all together may pin twice as much. What a namespace left in the cache
     beyond ``cache_quota`` of the pool makes room before anything else does, but for what no request
     came back to while three times the pool was evicted. Raises ValueError for bad sizes.
+
+    ``states``: slots for recurrent states, for a model that has them. Its requests go on only where
+    the state at a page's end is kept, so what `match_len`, `would_fit` and `acquire` find ends at
+    the last such page.
     """
 
     def __init__(
@@ -34,6 +39,7 @@ class PrefixCache:
         *,
         pin_quota: float = PIN_QUOTA,
         cache_quota: float = NO_QUOTA,
+        states: StateSlots | None = None,
     ) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
@@ -52,6 +58,9 @@ class PrefixCache:
         )
         self.pins = PinnedPrefixes(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
+        self.states = states  # owns the slots that no lease owns
+        if states is not None:
+            self.tree.add_observer(states)
         # handed out since take_newly_allocated_pages; owned by their leases
         self._newly_allocated = array("q")
 
@@ -85,7 +94,21 @@ class PrefixCache:
     ) -> int:
         """How many tokens `acquire` would find cached; changes nothing. O(len + depth)."""
         limit = _borrowable(len(tokens), limit)
-        return self.tree.match(tokens, namespace=namespace, limit=limit).num_tokens
+        match = self.tree.match(tokens, namespace=namespace, limit=limit)
+        return self._num_resumable(match) * self.page_size
+
+    def _num_resumable(self, match: Match) -> int:
+        """How many pages of a match a request can go on behind."""
+        page_ids = match.page_ids
+        return len(page_ids) if self.states is None else self.states.num_resumable(page_ids)
+
+    def _resumable(self, match: Match, tokens: array[int]) -> Match:
+        """The part of a match of ``tokens`` behind which a request can go on."""
+        num_pages = self._num_resumable(match)
+        if num_pages == len(match.page_ids):
+            return match
+        limit = num_pages * self.page_size
+        return self.tree.match(tokens, namespace=match.namespace, limit=limit)
 
     def would_fit(
         self,
@@ -99,10 +122,14 @@ class PrefixCache:
         """Whether `acquire` and then `extend` to ``upto`` would leave ``slack`` pages available.
 
         Pages of the match count once: as borrowed, no longer as evictable. Pins do not stand in
-        the way, for they yield. Changes nothing. O(len + depth).
+        the way, for they yield. Changes nothing. O(len + depth), and O(slots) where there are
+        states, of which one must be left, too.
         """
         limit = _borrowable(len(tokens), limit)
         match = self.tree.match(tokens, namespace=namespace, limit=limit)
+        match = self._resumable(match, tokens)
+        if self.states is not None and not self.states.has_room(match.page_ids):
+            return False
         num_pages = max(-(-upto // self.page_size), len(match.page_ids))
         needed = num_pages - len(match.page_ids) + match.num_idle_pages
         return needed + slack <= self.num_available_pages
@@ -120,10 +147,13 @@ class PrefixCache:
         ``is_first=False`` leaves the counters alone: a preempted request finds what it wrote.
 
         The last token is never borrowed, for its logits must be computed. The time of pins that it
-        hits begins anew. O(len + depth + log n).
+        hits begins anew. Raises RuntimeError where the model has states and no slot can be had.
+        O(len + depth + log n).
         """
         limit = _borrowable(len(tokens), limit)
-        match = self.tree.match(tokens, namespace=namespace, limit=limit)
+        found = self.tree.match(tokens, namespace=namespace, limit=limit)
+        match = self._resumable(found, tokens)
+        state = self._lend_state(match)
         lock = self.tree.lock(match)
         if is_first:
             self.num_queries += len(tokens)
@@ -132,7 +162,83 @@ class PrefixCache:
                 node.num_hits += 1
         self.pins.touch(lock.node)
         eviction = self.eviction_log.find(namespace, tokens, match.num_tokens)
-        return KVLease(match.page_ids, lock, match.num_tokens, namespace, eviction)
+        lease = KVLease(match.page_ids, lock, match.num_tokens, namespace, eviction, state)
+        if state is not None:
+            self._note_found(lease, found.num_tokens)
+        return lease
+
+    def _lend_state(self, match: Match) -> StateLease | None:
+        if self.states is None:
+            return None
+        return self.states.lend(match.page_ids, match.num_tokens, self.pins.last_pages())
+
+    def _note_found(self, lease: KVLease, num_found: int) -> None:
+        """Note how many tokens' pages were found: more than are borrowed if no state was kept.
+
+        A page is the usual price: a state stands before its request's last token.
+        """
+        lease.num_found_tokens = num_found
+        if self.states is None:
+            return
+        num_lacking = num_found - lease.num_cached_tokens
+        self.states.num_recomputed_tokens += num_lacking
+        if num_lacking > self.page_size:
+            lease.eviction = Eviction("state_not_kept", self.eviction_log.now)
+
+    # -- states of a lease, of models that have them
+
+    def keep_states(self, lease: KVLease, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Slots for the wanted page ends in the rows ``[start, stop)``, the last one's included.
+
+        (position, slot), rising. They are the lease's until the step is published. A page end for
+        which no slot can be had is not kept. O(page ends * log slots).
+        """
+        state = lease.state
+        if self.states is None or state is None:
+            return ()
+        pinned = self.pins.last_pages()
+        while state.wanted and state.wanted[0][0] <= stop:
+            position, rank = state.wanted.pop(0)
+            if position > start and (slot := self.states.take(rank, pinned)) is not None:
+                state.keeps.append((position, slot, rank))
+        return tuple((position, slot) for position, slot, _ in state.keeps)
+
+    def settle_state(self, lease: KVLease, stop: int) -> None:
+        """A step that computed the rows up to ``stop`` has ended: note where the state stands.
+
+        That is the last page's end before its last row. O(1).
+        """
+        if self.states is not None and lease.state is not None:
+            self.states.settle(lease.state, (stop - 1) // self.page_size * self.page_size)
+
+    def void_state(self, lease: KVLease) -> None:
+        """A step of the lease failed half way: its state is of no use to any request. O(1)."""
+        if self.states is not None and lease.state is not None:
+            self.states.settle(lease.state, 0)
+
+    def _attach_keeps(self, lease: KVLease, num_computed: int) -> None:
+        """Attach the states that the last step kept, now that their pages are the tree's."""
+        state = lease.state
+        if self.states is None or state is None:
+            return
+        for position, slot, rank in state.keeps:
+            if position <= num_computed:
+                self.states.attach(lease.page_ids[position // self.page_size - 1], slot, rank)
+        state.keeps = [kept for kept in state.keeps if kept[0] > num_computed]
+
+    def _release_state(self, lease: KVLease, *, keep: bool) -> None:
+        """Attach a lease's own state to the page at whose end it stands, or free its slot."""
+        state, lease.state = lease.state, None
+        if self.states is None or state is None:
+            return
+        num_pages = state.position // self.page_size
+        if keep and state.source is None and 0 < num_pages <= lease.num_shared_pages:
+            self.states.attach(lease.page_ids[num_pages - 1], state.slot, StateRank.USED)
+            self.states.end(state)
+        else:
+            self.states.give_back(state)
+
+    # -- pages of a lease
 
     def extend(self, lease: KVLease, upto: int, *, evict: bool = True) -> bool:
         """Make the page table reach position ``upto`` (exclusive): all or nothing.
@@ -191,6 +297,8 @@ class PrefixCache:
         adopted = self.tree.insert_below(lease.lock, new_tokens, own)
         lease.page_ids[start : start + len(adopted)] = adopted
         self._free += own[: len(adopted)]
+        if lease.state is not None:
+            self._attach_keeps(lease, num_computed)
         return range((start + len(adopted)) * self.page_size, stop * self.page_size)
 
     def release(
@@ -204,6 +312,8 @@ class PrefixCache:
         """
         lease.require_live()
         written = self.publish(lease, tokens, num_computed) if keep else range(0)
+        if lease.state is not None:
+            self._release_state(lease, keep=keep)
         self._free += lease.page_ids[lease.num_shared_pages :]
         self.tree.unlock(lease.lock)
         lease.page_ids = array("q")  # anew, not emptied: a running step may still read the old one
@@ -290,6 +400,8 @@ class PrefixCache:
             audit.check_lease(lease, self.page_size)
             yield
         yield from audit.check_owners(self._free, self.tree.nodes(), leases, self.num_total_pages)
+        if self.states is not None:
+            yield from audit.check_states(self.states, self.tree.nodes(), leases)
 
 
 def _borrowable(num_tokens: int, limit: int | None) -> int:

@@ -5,7 +5,8 @@ A module of its own, without torch: a process that reaches its engine over a soc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -39,4 +40,6 @@ class Built(Generic[EngineT]):
     fingerprint: bytes | None = None  # of what computes the KV, where it was asked for
     kernels: str = ""  # that compute it, where it was asked for: others may give other bits
     keys: PageKeys | None = None  # of cached pages, where they were asked for
+    # Takes the token ids with which prompts end and answers open; of models with recurrent states.
+    set_openings: Callable[[Sequence[array[int]]], None] | None = None
     events: KVEventPublisher | None = None  # closed behind the engine, by the owner of both

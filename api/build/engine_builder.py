@@ -17,6 +17,7 @@ import torch
 from ...core.config import EngineConfig, Sizes, format_size
 from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
+from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.execution.model_runner import ModelRunner
 from ...core.execution.proposer import Proposer
 from ...core.execution.warm_up import warm_up
@@ -33,6 +34,7 @@ from ...core.ops.device import choose_device, free_memory
 from ...core.ops.host_memory import keep_freed_memory
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.native.native_ops import NativeOps
+from ...core.ops.state_pool import StatePool
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
@@ -42,7 +44,7 @@ from ...draft.heads.kinds import head_kind
 from ...draft.proposers.lm_proposer import LmProposer
 from ...draft.proposers.self_draft import SelfProposer
 from ...draft.proposers.tree_growth import NUM_BEST
-from ...radix_cache import PrefixCache
+from ...radix_cache import PrefixCache, StateSlots
 from .built import Built
 from .drafts import (
     NAMED,
@@ -112,6 +114,8 @@ def _build(
     is_self = spec.model == SELF
     drafts = [] if draft is None or is_self else [draft]
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
+    if pool.states is not None:
+        draft, no_self_draft = _check_states(config, spec, draft, draft_pools, no_self_draft)
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
     proposer, measured = _make_proposer(draft, pool, draft_pools, independent=by_rejection)
@@ -125,7 +129,7 @@ def _build(
     fingerprint = None if digests is None else digests.fingerprint(target, head, config, sizes)
     keys = _page_keys(cache, fingerprint, events, source.name)
     tiers = _make_tiers(cache, keys, pool, proposer, config, fingerprint)
-    scheduler = Scheduler(cache, _limits(config, sizes, target), speculator, tiers)
+    scheduler = Scheduler(cache, _limits(config, sizes, target, pool), speculator, tiers)
     measures = not spec.is_empty and config.speculation == "auto"
     settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
     return Built(
@@ -159,6 +163,7 @@ def _build(
         fingerprint=fingerprint,
         kernels="" if digests is None else digests.kernels(target),
         keys=keys,
+        set_openings=None if pool.states is None else scheduler.set_openings,
         events=events,
     )
 
@@ -380,11 +385,13 @@ def _supervision(config: EngineConfig, settings: Mapping[str, object]) -> Superv
     )
 
 
-def _limits(config: EngineConfig, sizes: Sizes, target: Decoder) -> SchedulerLimits:
+def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -> SchedulerLimits:
+    """The limits of a step and of the queue: no more requests run than there are logs for."""
+    num_logs = sizes.max_running if pool.states is None else pool.states.num_logs
     return SchedulerLimits(
         max_batch_tokens=sizes.max_batch_tokens,
         max_slowdown=config.max_slowdown,
-        max_running=sizes.max_running,
+        max_running=min(sizes.max_running, num_logs),
         max_queued=config.max_queued,
         max_model_len=model_len(config, target),
         vocab_size=target.config.vocab_size,
@@ -395,5 +402,44 @@ def _limits(config: EngineConfig, sizes: Sizes, target: Decoder) -> SchedulerLim
 
 def _prefix_cache(config: EngineConfig, pool: KVPool) -> PrefixCache:
     return PrefixCache(
-        pool.num_pages, pool.page_size, pin_quota=config.pin_quota, cache_quota=config.cache_quota
+        pool.num_pages,
+        pool.page_size,
+        pin_quota=config.pin_quota,
+        cache_quota=config.cache_quota,
+        states=None if pool.states is None else _state_slots(config, pool.states),
     )
+
+
+def _state_slots(config: EngineConfig, states: StatePool) -> StateSlots:
+    """The ledger of a pool of recurrent states."""
+    logger.info(
+        "%d slots for recurrent states, %s each; requests that run at a time: %d",
+        states.num_slots, format_size(states.bytes_per_slot), states.num_logs,
+    )  # fmt: skip
+    return StateSlots(states.num_slots, states.num_logs, interval=config.state_interval)
+
+
+def _check_states(
+    config: EngineConfig,
+    spec: DraftSpec,
+    draft: Decoder | JoinedHead | None,
+    draft_pools: Sequence[KVPool],
+    no_self_draft: str,
+) -> tuple[Decoder | JoinedHead | None, str]:
+    """Leave out the self-draft of a model with recurrent states; return the draft, and why.
+
+    Raises `InvalidRequest` for tiers, and `ModelLoadError` for a draft that cannot follow states.
+    """
+    if config.has_tiers:
+        name = next(each for each in ("kv_host", "kv_disk", "kv_remote") if getattr(config, each))
+        message = f"{name} does not keep recurrent states, which this model has: leave it out"
+        raise InvalidRequest(message, param=name)
+    if any(pool.states is not None for pool in draft_pools):
+        raise ModelLoadError("a draft model with recurrent states is not supported: leave it out")
+    if draft is None or spec.model != SELF:
+        return draft, no_self_draft
+    reason = "cannot follow the recurrent states of this model"
+    if not spec.may_lack_model:
+        raise ModelLoadError(f"draft '{SELF}' {reason}: leave it out")
+    logger.info("auto drafts without '%s': it %s", SELF, reason)
+    return None, reason

@@ -31,6 +31,7 @@ Cause = Literal[
     "evicted",  # it was cached, and had to make room
     "flushed",  # it was cached, and someone emptied the cache
     "late",  # a tier had it, and computing it took less time
+    "state_not_kept",  # its KV was cached, the recurrent state behind it was not
     "unsound",  # a tier had it, and what it gave was damaged or missing
     "not_written",  # the other prompt was not cached: not yet, or it asked not to be
     "not_read",  # this one asked not to read, or for log-probabilities of the prompt
@@ -87,6 +88,9 @@ class Explanation:
     seconds_ago: float | None = None  # when it was evicted or flushed, if that is known
     model_changed: bool = False
     cache_key_changed: bool = False
+    # Whole pages whose KV was cached, and the tokens behind which a recurrent state was kept.
+    pages_matched: int | None = None
+    resumed_at: int | None = None
 
     def body(self) -> Body:
         """The body of ``usage.cache_explanation`` and ``GET /cache/explain``."""
@@ -104,6 +108,8 @@ class Explanation:
             "seconds_ago": None if self.seconds_ago is None else round(self.seconds_ago, 3),
             "model_changed": self.model_changed,
             "prompt_cache_key_changed": self.cache_key_changed,
+            "pages_matched": self.pages_matched,
+            "resumed_at": self.resumed_at,
         }
 
 
@@ -131,6 +137,9 @@ class Explainer:
         if cause == "changed" and other is not None:
             cause, rule = change_of(other.note.parts, prompt.note.parts)
             found = replace(found, rule=rule)
+        if cause == "state_not_kept":
+            matched = prompt.usage.matched_tokens // self._page_size
+            found = replace(found, pages_matched=matched, resumed_at=found.cached_tokens)
         ago = prompt.time - loss.time if loss is not None and cause == loss.cause else None
         return replace(found, cause=cause, seconds_ago=ago if ago is None else max(0.0, ago))
 

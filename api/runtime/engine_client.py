@@ -17,6 +17,7 @@ from ..build.built import Built
 from ..structured.compiler import Grammars
 from ..text.chat_template import check_options, read_template
 from ..text.detokenizer import AnswerText
+from ..text.openings import find_openings
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import arrival, note_answer, random_id, seconds_left
 from ..types.results import Body, Completion
@@ -85,6 +86,8 @@ class EngineClient:
                 Tokenizer.load, self._built.path, max_model_len=self._built.max_model_len
             )
             tokenizer.use_template(template, options)
+            if (set_openings := self._built.set_openings) is not None:
+                set_openings(await find_openings(tokenizer))
             await self._built.engine.start()
             built = self._built
             self._grammars = Grammars(tokenizer, built.vocab_size, built.eos_token_ids)

@@ -202,6 +202,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
     total = Usage(
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
+        matched_tokens=first.matched_tokens,
         loaded_tokens=first.loaded_tokens,
         cache_write_tokens=_written(usages),
         spliced_tokens=first.spliced_tokens,
@@ -227,6 +228,7 @@ def batch_usage(usages: Sequence[Usage]) -> Usage:
     total = Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
+        matched_tokens=sum(usage.matched_tokens for usage in usages),
         loaded_tokens=sum(usage.loaded_tokens for usage in usages),
         cache_write_tokens=sum(usage.cache_write_tokens for usage in usages),
         spliced_tokens=sum(usage.spliced_tokens for usage in usages),

@@ -32,7 +32,15 @@ def inspect(scheduler: Scheduler) -> AuditResult:
         "pinned": cache.num_pinned_pages,
     }
     requests = {"running": len(scheduler.running), "waiting": len(scheduler.waiting)}
-    return {"ok": True, "pages": pages, "requests": requests}
+    result = {"ok": True, "pages": pages, "requests": requests}
+    if (states := cache.states) is not None:
+        result["states"] = {
+            "total": states.num_total,
+            "free": states.num_free,
+            "attached": len(states.attached),
+            "private": states.num_private,
+        }
+    return result
 
 
 def _advance(steps: Steps, num_steps: int | None) -> str | None:

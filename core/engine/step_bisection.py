@@ -2,7 +2,8 @@
 
 The requests of a plan may be computed again: their KV goes to the same positions of the same
 pages, and the noise of a token is a function of its position. The parts have no drafts: drafts
-may be what failed, and no answer depends on them.
+may be what failed, and no answer depends on them. Chunks of prompts of a model with recurrent
+states are the exception: a state may have moved on beyond their first rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from ..errors import is_out_of_memory
 from ..interface.draft import NO_DRAFT_PLAN
-from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
+from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse, StepPlan
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..scheduling.chunk_budget import LEAST_CHUNK, num_chunk_tokens
 
@@ -42,16 +43,22 @@ class StepBisection:
     One failing request among n is found in 2 log2 n runs. Each part that succeeds earns one more
     run; when all are used up, the remaining parts are run once and fail as a whole. If memory ran
     out over prompt chunks, half of their tokens are run; the others wait for a later step.
+    ``left_out``: what is not run again, because its state may have moved on.
     """
 
     def __init__(self, plan: StepPlan, failure: Exception) -> None:
-        requests = [_without_drafts(scheduled) for scheduled in plan.requests]
+        self.left_out = [each for each in plan.requests if _moved_state(each)]
+        requests = [_without_drafts(each) for each in plan.requests if not _moved_state(each)]
+        self._may_lack_memory = is_out_of_memory(failure) and (
+            num_chunk_tokens(plan.requests) > LEAST_CHUNK
+        )
         self.failure = failure  # the last one
         self.num_passed = 0  # parts that succeeded
         self.failing_requests: list[ScheduledRequest] = []
         self._plan = plan
-        self._parts = _smaller(requests, failure) or [requests]  # a stack: the next one is the last
-        self._failures_left = 1 + 2 * (len(requests) - 1).bit_length()
+        smaller = [] if self.left_out else _smaller(requests, failure)
+        self._parts = smaller or ([requests] if requests else [])  # a stack: the next is the last
+        self._failures_left = 1 + 2 * max(0, len(requests) - 1).bit_length()
 
     def next(self) -> StepPlan | None:
         """The part to run now; None at the end. Call `passed` or `failed` after it.
@@ -79,9 +86,9 @@ class StepBisection:
     def health_check(self, page_size: int) -> StepPlan:
         """A one-token dummy step, to check that the model works at all.
 
-        It writes into the last page of a failing request, which is not published.
+        It writes into the last page of a failing request, which is not published, and its state.
         """
-        last = self.failing_requests[-1]
+        last = (self.failing_requests or self.left_out)[-1]
         page = last.page_ids[(last.stop - 1) // page_size]
         scheduled = ScheduledRequest(
             request_id="",
@@ -90,12 +97,22 @@ class StepBisection:
             stop=1,
             page_ids=array("q", [page]),
             sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=1),
+            state=None if last.state is None else StateUse(last.state.slot, last.state.log),
         )
         return replace(self._plan, requests=[scheduled], is_plain=True)
 
     def failing_plan(self) -> StepPlan:
         """The plan with the failing requests alone."""
         return replace(self._plan, requests=self.failing_requests)
+
+    def left_out_plan(self) -> StepPlan:
+        """The plan with what was left out alone."""
+        return replace(self._plan, requests=self.left_out)
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether none of what was left out need be to blame: others failed, or memory ran out."""
+        return bool(self.failing_requests) or self._may_lack_memory
 
 
 def _smaller(
@@ -122,6 +139,11 @@ def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[Schedule
             num_tokens -= stop - scheduled.start
             kept.append(replace(scheduled, stop=stop))
     return kept
+
+
+def _moved_state(scheduled: ScheduledRequest) -> bool:
+    """Whether a step that failed may have moved the state of a request beyond its first row."""
+    return scheduled.state is not None and scheduled.stop - scheduled.start > 1
 
 
 def drafts(scheduled: ScheduledRequest) -> bool:

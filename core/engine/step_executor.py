@@ -326,7 +326,8 @@ class StepExecutor:
         lost = may_have_lost_gpu(bisection.failure) and not bisection.num_passed
         if lost or self._num_fruitless >= MAX_FAILURES:
             await self._check_health(bisection, runner)
-        if any(map(drafts, plan.requests)) and not bisection.failing_requests:
+        is_left_out = bool(bisection.failing_requests or bisection.left_out)
+        if any(map(drafts, plan.requests)) and not is_left_out:
             self._scheduler.speculator.broke_step()
         self._fail_requests(bisection)
 
@@ -349,5 +350,11 @@ class StepExecutor:
             bisection.num_passed,
             request_ids,
         )
-        failed = ForetokenError("the model failed in a step of this request")
-        self._on_events(self._scheduler.fail(bisection.failing_plan(), self._clock(), failed))
+        now, failed = self._clock(), ForetokenError("the model failed in a step of this request")
+        self._on_events(self._scheduler.fail(bisection.failing_plan(), now, failed))
+        if bisection.left_out:
+            self._on_events(
+                self._scheduler.take_back_chunks(
+                    bisection.left_out_plan(), now, failed, is_explained=bisection.is_explained
+                )
+            )

@@ -152,6 +152,7 @@ class ModelRunner:
         drafting.stop()
         computing.start()
         layout = StepLayout.of(plan.requests, drafts, self.pool.page_size)
+        self._place_states(plan)
         batch = self._batch(layout, after)
         output = self._forward(batch, layout, on_kernels_started)
         computing.stop()
@@ -272,17 +273,37 @@ class ModelRunner:
     def _truncate_invalid(self, draft: Draft, scheduled: ScheduledRequest, max_draft: int) -> Draft:
         """The part of a draft that is verified: nodes before the first token that the model lacks.
 
-        A chain for rejection sampling, and where the nodes' parents make no tree.
+        A chain for rejection sampling, where the model has recurrent states, and where the nodes'
+        parents make no tree.
         """
         if not draft.token_ids or isinstance(draft, SampledDraft):
             return draft
-        if self.rejection or not draft.is_valid:
+        if self.rejection or scheduled.state is not None or not draft.is_valid:
             draft = draft.trunk()
         vocab_size = self.decoder.config.vocab_size
         valid = takewhile(lambda token_id: 0 <= token_id < vocab_size, draft.token_ids[:max_draft])
         token_ids = array("q", valid)
         draft = replace(draft.first(len(token_ids)), token_ids=token_ids)
         return cut_to_spare_pages(draft, scheduled, self.pool.page_size)
+
+    # -- states ---------------------------------------------------------------------------------
+
+    def _place_states(self, plan: StepPlan) -> None:
+        """Give requests that begin, or go on from a kept state, the state that they begin with.
+
+        The slots of one step are all different, so the order does not matter; a step that is run
+        again places them again.
+        """
+        states = self.pool.states
+        if states is None:
+            return
+        for scheduled in plan.requests:
+            if (state := scheduled.state) is None:
+                raise ValueError(f"{scheduled.request_id} has no state slot, and the model has one")
+            if state.source >= 0:
+                states.copy_slot(state.source, state.slot)
+            elif scheduled.start == 0:
+                states.reset(state.slot)
 
     # -- forward and verify ---------------------------------------------------------------------
 

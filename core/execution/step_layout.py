@@ -18,7 +18,7 @@ from torch import Tensor
 from ..interface.draft import Draft
 from ..interface.output import TokenLogprob
 from ..interface.plan import ScheduledRequest
-from ..ops.batch import SamplingPlan, Segment
+from ..ops.batch import SamplingPlan, Segment, SegmentState
 from ..sampling.logits_processors import SampleRow
 from ..sampling.logprobs import token_logprobs
 from ..sampling.verifier import VerifyRequest
@@ -59,7 +59,13 @@ def request_segments(
     trunk_len = runs[0][1] if runs else 0
     tokens.extend(draft.token_ids[:trunk_len])
     segments = [
-        Segment(tokens, scheduled.start, scheduled.page_ids, num_logits(scheduled, trunk_len))
+        Segment(
+            tokens,
+            scheduled.start,
+            scheduled.page_ids,
+            num_logits(scheduled, trunk_len),
+            state=segment_state(scheduled),
+        )
     ]
     if len(runs) < 2:
         return segments
@@ -78,6 +84,13 @@ def request_segments(
             )
         )
     return segments
+
+
+def segment_state(scheduled: ScheduledRequest) -> SegmentState | None:
+    """The state of a request's segment, whose rows behind its pending tokens are drafts."""
+    if (state := scheduled.state) is None:
+        return None
+    return SegmentState(state.slot, state.log, scheduled.stop, state.keeps)
 
 
 def request_copies(

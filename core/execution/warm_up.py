@@ -8,7 +8,7 @@ import torch
 
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..model.decoder import Decoder
-from ..ops.batch import Segment, Taps, Wanted
+from ..ops.batch import Segment, SegmentState, Taps, Wanted
 from ..ops.kv_pool import KVPool
 from ..sampling.logits_processors import SampleRow
 
@@ -44,15 +44,20 @@ def warm_up(
     decoder.warm_up(pool, longest, taps)
     prompt = array("q", [0] * min(num_tokens, longest))
     _compute(decoder, pool, [_segment(pool, prompt)], taps, num_best)
-    row = _segment(pool, prompt[:1])
-    _compute(decoder, pool, [row] * num_requests, taps)
-    if num_requests <= FEW_ROWS:  # with drafts there may be more rows of logits
-        _compute(decoder, pool, [row] * (FEW_ROWS + 1), taps)
+    rows = [_segment(pool, prompt[:1], index) for index in range(num_requests)]
+    _compute(decoder, pool, rows, taps)
+    if num_requests <= FEW_ROWS and pool.states is None:  # with drafts there may be more logits
+        _compute(decoder, pool, [rows[0]] * (FEW_ROWS + 1), taps)
 
 
-def _segment(pool: KVPool, tokens: array[int]) -> Segment:
+def _segment(pool: KVPool, tokens: array[int], index: int = 0) -> Segment:
+    """A segment from position 0 on; ``index``: of its recurrent state, if the model has any."""
     num_pages = -(-len(tokens) // pool.page_size)
-    return Segment(tokens, 0, array("q", range(num_pages)), 1)
+    state = None
+    if pool.states is not None:
+        pool.states.reset(index)
+        state = SegmentState(index, index, len(tokens))
+    return Segment(tokens, 0, array("q", range(num_pages)), 1, state=state)
 
 
 def _compute(

@@ -20,6 +20,22 @@ from .sampling import SamplingMetadata
 NO_PAGES = array("q")
 
 
+class StateUse(msgspec.Struct, frozen=True, gc=False):
+    """The recurrent state of one request in a step, for models that keep one.
+
+    State ``slot`` and ``log`` are the request's own. The state stands at a page's end at or before
+    the step's first row, the log holds the positions from there on. ``source``: a slot that is
+    copied to ``slot`` before the step, where the request goes on from a kept state; -1: none. The
+    slot of a request that starts at position 0 is reset.
+    """
+
+    slot: int
+    log: int
+    source: int = -1
+    keeps: tuple[tuple[int, int], ...] = ()
+    """(position, slot), rising: page ends in the step's rows whose state goes to that slot, too."""
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
@@ -39,6 +55,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft_plan: DraftPlan = NO_DRAFT_PLAN  # a draft is a chain if no page is spare
     spare_page_ids: array[int] = NO_PAGES  # at the lease's end; held for this step
     is_ahead: bool = False
+    state: StateUse | None = None  # None: the model keeps no recurrent state
 
     @property
     def samples(self) -> bool:

@@ -90,6 +90,8 @@ class Usage:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: their KV was in the prefix cache
+    # of the prompt: their KV was there, but maybe no state to go on from; only of recurrent models
+    matched_tokens: int = 0
     loaded_tokens: int = 0  # of the cached ones: their KV came from a tier beyond the pool
     cache_write_tokens: int = 0  # of the prompt: it was the first to put their KV there
     spliced_tokens: int = 0  # of the prompt: they came as ids of earlier answers, not as text
@@ -182,6 +184,8 @@ class Request:
     num_uncached: int = 0  # tokens without KV when it was queued
     load: PageLoad | None = None  # of pages in a tier: looked up while it waits, else under way
     is_early: bool = False  # admitted before its turn, because it is short
+    # A step with a chunk up to here failed and could not be run again: so far chunks stand alone.
+    suspect_until: int = 0
 
     @property
     def prompt_len(self) -> int:
@@ -197,6 +201,11 @@ class Request:
     def num_output(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its next chunk is computed in a step without other chunks."""
+        return self.num_computed < self.suspect_until
 
     @property
     def order(self) -> tuple[float, int]:

@@ -12,9 +12,10 @@ from array import array
 
 from msgspec.structs import replace
 
-from ..interface.plan import ScheduledRequest, StepPlan
+from ..interface.plan import ScheduledRequest, StateUse, StepPlan
 from ..interface.request import Request
 from .scheduler import Scheduler, schedule_request
+from .states import use_state
 
 
 def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | None:
@@ -55,7 +56,18 @@ def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledReq
     num_loading = 0 if scheduler.page_loads is None else scheduler.page_loads.num_loading
     if len(here) + num_loading < len(running) or (len(scheduler.waiting) and has_places):
         return []
+    if scheduler.cache.states is not None and _moves_states(scheduler.cache.page_size, here):
+        return []
     return continuing
+
+
+def _moves_states(page_size: int, here: list[tuple[ScheduledRequest, Request]]) -> bool:
+    """Whether a recurrent state moves on to the next page's end in the step after this one.
+
+    Such a step waits for the outcome of this one: where the state of a request stands that ends, or
+    that is computed again because this step failed, must not depend on whether it has begun.
+    """
+    return any(scheduled.stop % page_size == 0 for scheduled, _ in here)
 
 
 def _next_row(
@@ -69,6 +81,7 @@ def _next_row(
         page_ids=page_ids,
         sampling=scheduled.sampling,
         is_ahead=True,
+        state=None if (state := scheduled.state) is None else StateUse(state.slot, state.log),
     )
 
 
@@ -77,4 +90,9 @@ def replan(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
     here = [
         each for scheduled in plan.requests if (each := scheduler.running.get(scheduled.request_id))
     ]
-    return replace(plan, requests=[schedule_request(each, len(each.tokens)) for each in here])
+    requests = [
+        schedule_request(each, stop, state=use_state(scheduler.cache, each, stop))
+        for each in here
+        for stop in [len(each.tokens)]
+    ]
+    return replace(plan, requests=requests)

@@ -16,6 +16,7 @@ from ...radix_cache import KVLease, PrefixCache
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
 from ..interface.plan import NO_PAGES
 from ..interface.request import Request
+from .states import as_chain, awaits_state
 
 RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
 
@@ -33,11 +34,16 @@ def cache_limit(request: Request) -> int | None:
 
 
 def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request is about to compute this one's next page, or a tier may have it."""
+    """Whether a running request is about to compute this one's next page, or a tier may have it.
+
+    Where the model has states: whether one will keep a state that this one can go on from.
+    """
     if request.load is not None and not (request.load.is_found or request.load.is_over):
         return True
     if cache_limit(request) is not None:
         return False
+    if cache.states is not None:
+        return awaits_state(cache, request, running)
     upto = cache.match_len(request.tokens, namespace=request.namespace) + cache.page_size
     if upto >= len(request.tokens):
         return False
@@ -90,6 +96,7 @@ def acquire_kv(cache: PrefixCache, request: Request) -> KVLease:
         is_first=is_first,
     )
     if is_first:
+        request.usage.matched_tokens = lease.num_found_tokens
         request.usage.cached_tokens = request.num_tokens_accounted = lease.num_cached_tokens
         request.usage.cache_loss = lease.eviction
     return lease
@@ -135,6 +142,8 @@ def allocate_draft_pages(
     """
     if plan is NO_DRAFT_PLAN:
         return plan, NO_PAGES
+    if lease.state is not None:
+        plan = as_chain(plan)
     room = (len(lease.page_ids) + cache.num_free_pages) * cache.page_size - num_tokens
     cache.extend(lease, num_tokens + min(plan.depth, room), evict=False)
     if plan.depth > room:

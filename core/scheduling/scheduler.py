@@ -18,7 +18,7 @@ from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
 from ..interface.output import RequestOutput, StepOutput
-from ..interface.plan import NO_PAGES, ScheduledRequest, StepPlan
+from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse, StepPlan
 from ..interface.protocols import NO_SPECULATION, Speculator
 from ..interface.request import Delta, FinishReason, Request, RequestStatus, by_order, by_work
 from ..interface.tiers import KVTiers
@@ -35,6 +35,7 @@ from .leases import (
 from .output_processor import late_end, request_error, take_output
 from .page_loads import PageLoads
 from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, SchedulerLimits
+from .states import MAX_STATE_DRAFT, use_state, want_states
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
@@ -51,6 +52,9 @@ class Scheduler:
     again. That order (`Request.order`) never changes, so no two requests preempt each other in
     turn, whatever the queue thinks of their tenants; and a request that waits long enough comes
     before all new ones.
+
+    A model with recurrent states has as many requests at a time as there are slots for. Raises
+    ValueError for one with tiers: they keep pages, not states.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Scheduler:
         speculator: Speculator = NO_SPECULATION,
         tiers: KVTiers | None = None,
     ) -> None:
+        if tiers is not None and cache.states is not None:
+            raise ValueError("tiers beyond the pool do not keep recurrent states")
         self.cache = cache
         self.limits = limits
         self.speculator = guarded(speculator)
@@ -69,9 +75,18 @@ class Scheduler:
         self.request_table = RequestTable(limits, self.capacity)
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
         self.num_preemptions = 0
+        self.openings: Sequence[array[int]] = ()  # see `set_openings`
         self.page_loads = None if tiers is None else PageLoads(cache, tiers)
         self._chunk_budget = ChunkBudget(limits.max_slowdown)
         self._released_request_ids: list[str] = []  # since the last plan
+
+    def set_openings(self, openings: Sequence[array[int]]) -> None:
+        """Set the token ids with which prompts end and answers open, the longest first.
+
+        The next turn of a conversation may have others in their place, so a recurrent state is kept
+        before them.
+        """
+        self.openings = openings
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -107,6 +122,27 @@ class Scheduler:
         return [
             (each, self._finish(each, Delta(error=error), now, keep=False)) for each in requests
         ]
+
+    def take_back_chunks(
+        self, plan: StepPlan, now: float, error: ForetokenError, *, is_explained: bool
+    ) -> list[Event]:
+        """Preempt the requests of a step that failed and cannot be run again.
+
+        Their states have moved on: they go on from kept ones. Unless the failure is explained, each
+        has its next chunk in a step of its own, and ends if that fails, too.
+        """
+        events = []
+        for scheduled in plan.requests:
+            request = self.running[scheduled.request_id]
+            if request.is_suspect and not is_explained:
+                events.append((request, self._finish(request, Delta(error=error), now, keep=False)))
+                continue
+            if not is_explained:
+                request.suspect_until = scheduled.stop
+            if request.lease is not None:
+                self.cache.void_state(request.lease)
+            self._preempt(request)
+        return events
 
     def shrink_chunks(self, plan: StepPlan) -> None:
         """Memory ran out in this step: compute fewer prompt tokens in later ones."""
@@ -192,7 +228,8 @@ class Scheduler:
         """
         if not decodes or self.speculator.drafts_nothing(decodes):
             return None
-        limits = draft_limits(decodes, MAX_DRAFT)
+        depth_cap = MAX_DRAFT if self.cache.states is None else MAX_STATE_DRAFT
+        limits = draft_limits(decodes, depth_cap)
         if not any(limits):
             return None
         num_prompt_tokens = sum(each.num_pending for each in prefills) + self.waiting.num_tokens
@@ -219,7 +256,8 @@ class Scheduler:
         Drafts are charged when they are verified: only then is their number known.
         """
         self.charge(request, stop - request.num_computed)
-        return schedule_request(request, stop, plan, spare_page_ids)
+        state = use_state(self.cache, request, stop)
+        return schedule_request(request, stop, plan, spare_page_ids, state)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charge the tenant for planned tokens, less those that it was charged for before."""
@@ -242,6 +280,7 @@ class Scheduler:
         if sum(each.num_pending for each in in_turn) >= budget:
             least = min(map(by_work, prompts))
             prompts += self._admit_early(least, newcomer_share(budget), now)
+        prompts = without_suspects(prompts)
         shares = share_chunk_tokens(prompts, budget)
         return self._schedule_chunks(sorted(prompts, key=by_order), shares, planned)
 
@@ -305,6 +344,7 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> None:
         """Give a waiting request its lease."""
         request.lease = acquire_kv(self.cache, request)
+        want_states(self.cache, request, request.lease, self.openings)
         request.num_computed = request.lease.num_cached_tokens
         self.request_table.admit(request)
         if request.num_preemptions == 0:
@@ -411,6 +451,8 @@ class Scheduler:
         *,
         with_drafts: bool,
     ) -> Delta:
+        if request.lease is not None and request.lease.state is not None:
+            self.cache.settle_state(request.lease, scheduled.stop)
         try:
             delta = take_output(request, scheduled, out, now)
         except Exception:
@@ -463,6 +505,7 @@ def schedule_request(
     stop: int,
     plan: DraftPlan = NO_DRAFT_PLAN,
     spare_page_ids: array[int] = NO_PAGES,
+    state: StateUse | None = None,
 ) -> ScheduledRequest:
     """Make a request's share of a step: its tokens up to ``stop`` and its drafts."""
     return ScheduledRequest(
@@ -474,7 +517,16 @@ def schedule_request(
         sampling=request.sampling,
         draft_plan=plan,
         spare_page_ids=spare_page_ids,
+        state=state,
     )
+
+
+def without_suspects(prompts: list[Request]) -> list[Request]:
+    """Return the first of the prompts alone if it is a suspect, else all that are none."""
+    if not any(each.is_suspect for each in prompts):
+        return prompts
+    first = min(prompts, key=by_order)
+    return [first] if first.is_suspect else [each for each in prompts if not each.is_suspect]
 
 
 def share_chunk_tokens(prompts: Sequence[Request], budget: int) -> Mapping[str, int]:

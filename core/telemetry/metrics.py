@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from ..._version import __version__
-from ...radix_cache import PrefixCache
+from ...radix_cache import PrefixCache, StateSlots
 from ..errors import DeadlineExceeded
 from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
@@ -200,6 +200,21 @@ def read_pool(cache: PrefixCache) -> Iterator[Metric]:
         "prefix_cache_queries", "Prompt tokens looked up in the prefix cache", cache.num_queries
     )
     yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", cache.num_hits)
+
+
+def read_states(states: StateSlots) -> Iterator[Metric]:
+    """Slots for recurrent states, of models that have them."""
+    yield gauge("state_slots_total", "Slots for recurrent states", states.num_total)
+    yield gauge(
+        "state_slots_attached", "Slots that keep the state at the end of a cached page",
+        len(states.attached),
+    )  # fmt: skip
+    yield counter("state_evictions", "Kept states that made room for others", states.num_evicted)
+    yield counter(
+        "state_recomputed_tokens",
+        "Prompt tokens computed again although their KV was cached: no state behind them was kept",
+        states.num_recomputed_tokens,
+    )
 
 
 def _pool_config(cache: PrefixCache) -> Metric:
@@ -411,6 +426,8 @@ class EngineMetrics:
             read_build,
         ):
             self._add(Reader(read))
+        if (states := scheduler.cache.states) is not None:
+            self._add(Reader(partial(read_states, states)))
         if (loads := scheduler.page_loads) is not None:
             self._add(Reader(partial(read_tiers, loads, scheduler.cache.page_size)))
         if engine is not None:

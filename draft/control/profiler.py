@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 
 from ...core.model.decoder import Decoder
-from ...core.ops.batch import Segment
+from ...core.ops.batch import Segment, SegmentState
 from ...core.ops.device import make_stopwatch
 from ...core.ops.kv_pool import KVPool
+from ...core.ops.state_pool import DRAFT_ROOM
 from .cost_model import StepProfile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -79,7 +80,7 @@ def profile_pass(
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     near = min(NEAR, longest // 2)
     requested = [n for n in rows or rows_to_time(decoder) if near + n <= max(1, longest)]
-    batches = [_requests(decoder, near, n) for n in requested]
+    batches = [_requests(decoder, pool, near, n) for n in requested]
     far = min(FAR, longest - DRAFTED)
     has_far = far > 4 * NEAR
     if has_far:
@@ -103,12 +104,13 @@ def rows_to_time(decoder: Decoder) -> tuple[int, ...]:
     return tuple(sorted({*ROWS, *ends, *(end + 1 for end in ends)}))
 
 
-def _requests(decoder: Decoder, near: int, num_rows: int) -> list[tuple[int, int]]:
+def _requests(decoder: Decoder, pool: KVPool, near: int, num_rows: int) -> list[tuple[int, int]]:
     """The requests to time, as (tokens behind, rows): one; on a GPU several for many rows.
 
-    There a long chunk has other kernels than the verification of drafts.
+    There a long chunk has other kernels than the verification of drafts. Of recurrent states there
+    may not be so many.
     """
-    if decoder.device.type == "cpu" or num_rows <= DRAFTED:
+    if decoder.device.type == "cpu" or pool.states is not None or num_rows <= DRAFTED:
         return [(near, num_rows)]
     return [(near, DRAFTED)] * (num_rows // DRAFTED)
 
@@ -150,8 +152,16 @@ def _segments(pool: KVPool, requests: Sequence[tuple[int, int]], vocab_size: int
         count = -(-(start + n) // pool.page_size)
         # Pages of its own, where there are enough: read twice they would come from a near cache.
         pages = (page % pool.num_pages for page in range(index * count, (index + 1) * count))
-        segments.append(Segment(array("q", islice(token_ids, n)), start, array("q", pages), n))
+        tokens = array("q", islice(token_ids, n))
+        state = None if pool.states is None else _drafting(index, start, n)
+        segments.append(Segment(tokens, start, array("q", pages), n, state=state))
     return segments
+
+
+def _drafting(index: int, start: int, num_rows: int) -> SegmentState:
+    """The state of a request that verifies drafts; of a chunk, where there are too many rows."""
+    num_drafts = num_rows - 1 if num_rows - 1 <= DRAFT_ROOM else 0
+    return SegmentState(index, index, start + num_rows - num_drafts)
 
 
 def _write_pages(pool: KVPool, cases: Sequence[Sequence[Segment]]) -> None:
@@ -168,4 +178,13 @@ def _write_pages(pool: KVPool, cases: Sequence[Sequence[Segment]]) -> None:
 
 
 def _compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
+    for segment in segments if pool.states is not None else ():
+        _place_state(pool, segment)
     decoder.forward(decoder.batch(segments, page_size=pool.page_size), pool)
+
+
+def _place_state(pool: KVPool, segment: Segment) -> None:
+    """Make a segment's state stand before its rows: a chunk that was timed has moved it on."""
+    if pool.states is not None and segment.state is not None:
+        at = segment.start // pool.page_size * pool.page_size
+        pool.states.at[segment.state.slot] = at

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from foretoken.core.interface.output import StepOutput
-from foretoken.core.interface.plan import ScheduledRequest, StepPlan
+from foretoken.core.interface.plan import ScheduledRequest, StateUse, StepPlan
 from foretoken.core.interface.request import Request, RequestStatus, by_order
 from foretoken.core.scheduling.chunk_budget import num_chunk_tokens, num_step_tokens
 from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.core.scheduling.states import MAX_STATE_DRAFT
 
 
 class CheckedScheduler(Scheduler):
@@ -87,6 +88,20 @@ class CheckedScheduler(Scheduler):
         assert len(request.tokens) + depth < request.max_len or not depth, (
             "a draft cannot be served"
         )
+        assert (row.state is None) == (self.cache.states is None), "a row lacks its state"
+        if row.state is not None:
+            self._check_state(row, row.state)
+
+    def _check_state(self, row: ScheduledRequest, state: StateUse) -> None:
+        plan, size = row.draft_plan, self.cache.page_size
+        assert plan.depth <= MAX_STATE_DRAFT, "a draft is longer than a log has room for"
+        assert plan.draft.is_chain, "a draft is a tree, and a state cannot follow it"
+        assert not plan.may_branch, "a draft may be a tree, and a state cannot follow it"
+        ends = [position for position, _ in state.keeps]
+        assert ends == sorted(set(ends)), "kept page ends are out of order"
+        for position in ends:
+            assert position % size == 0, "a state is kept where no page ends"
+            assert row.start < position <= row.stop, "a state is kept outside of a step"
 
 
 def _check_request(request: Request) -> None:

@@ -30,8 +30,10 @@ KINDS = {  # how often, where a seed has them
     "tier damages": 0.2,
     "tier is slow": 0.2,
     "tier hangs": 0.03,
+    "layer raises": 0.03,
 }
 OF_TIERS = tuple(kind for kind in KINDS if kind.startswith("tier "))
+OF_STATES = ("layer raises",)
 DEADLY = ("forward fails for good", "model hangs")
 
 
@@ -54,11 +56,12 @@ class Faults:
         self.broken: set[str] = set()  # requests that came out as not a number
         self.is_dead = False  # no step succeeds any more
         self._rng = rng
+        self._under_way: set[str] = set()  # requests of the step
 
     @classmethod
     def draw(cls, rng: random.Random) -> Faults:
         """A third of the seeds have none; few have a deadly one."""
-        often = [kind for kind in KINDS if kind not in (*DEADLY, *OF_TIERS)]
+        often = [kind for kind in KINDS if kind not in (*DEADLY, *OF_TIERS, *OF_STATES)]
         kinds = {kind for kind in often if rng.random() < 0.15}
         kinds |= {kind for kind in DEADLY if rng.random() < 0.04}
         return cls(rng, frozenset() if rng.random() < 0.33 else frozenset(kinds))
@@ -86,6 +89,12 @@ class Faults:
             self.kinds |= {kind for kind in OF_TIERS if rng.random() < 0.4}
             self.happened |= {kind: 0 for kind in sorted(self.kinds) if kind in OF_TIERS}
 
+    def add_those_of_states(self, rng: random.Random) -> None:
+        """Add faults of recurrent states: half of the worlds with states have them."""
+        if rng.random() < 0.5:
+            self.kinds |= set(OF_STATES)
+            self.happened |= dict.fromkeys(OF_STATES, 0)
+
     def io_seconds(self) -> float:
         """Draw the time that a call of the tiers takes."""
         if self.happens("tier hangs"):
@@ -94,7 +103,7 @@ class Faults:
 
     def before(self, plan: StepPlan, decoder: HashDecoder) -> None:
         """Raises where the forward pass is to fail; marks rows that come out broken."""
-        ids = {row.request_id for row in plan.requests}
+        self._under_way = ids = {row.request_id for row in plan.requests}
         self.is_dead = self.is_dead or self.happens("forward fails for good")
         if self.is_dead or self.happens("forward raises"):
             self.blamed |= ids
@@ -108,6 +117,12 @@ class Faults:
             raise OutOfMemory
         decoder.broken = {self._rng.choice(sorted(ids))} if self.happens("not finite") else set()
         self.broken |= decoder.broken
+
+    def between_layers(self, layer: int) -> None:
+        """Raises where some layers have moved a state on and others have not."""
+        if self.happens("layer raises"):
+            self.blamed |= self._under_way
+            raise Fault(f"the forward pass failed in layer {layer}")
 
     def after(self, plan: StepPlan) -> None:
         """Raises when the KV is written already."""

@@ -35,6 +35,7 @@ from foretoken.core.interface.protocols import (
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
 from foretoken.core.sampling.verifier import NOT_FINITE, Verified, VerifyRequest
+from support.toy_states import ToyStates
 
 VOCAB_SIZE = 6
 State = tuple[int, int, int]  # KV of a position: hash of the prefix, the last two tokens
@@ -72,10 +73,15 @@ def solo(prompt: tuple[int, ...], salt: int, num_tokens: int) -> tuple[int, ...]
 
 
 class Pages:
-    """KV by page and slot, with the face of a `KVPool`. Fresh pages hold what was there before."""
+    """KV by page and slot, with the face of a `KVPool`. Fresh pages hold what was there before.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    With ``states`` they are those of a model whose rows come from recurrent states: its KV are
+    written and looked at, and decide nothing.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, states: ToyStates | None = None) -> None:
         self.page_size = page_size
+        self.states = states
         self.data: list[list[State | None]] = [[None] * page_size for _ in range(num_pages)]
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -148,18 +154,20 @@ class HashDecoder:
         """Hidden states [num_rows, 1], not a number where a row is broken; writes all KV."""
         assert wanted.on_kernels_started is not None
         wanted.on_kernels_started()
+        if pool.states is not None:
+            pool.states.check_batch(batch.segments)
         rows, row = iter(self.rows), self.rows[0]
         written: set[int] = set()
         for segment in batch.segments:
             row = row if segment.tail else next(rows)
             self._check_context(row, segment, pool)
             self._check_writes(row, segment, pool, written)
-            state = pool[pool.slot(segment, segment.start - 1)] if segment.start else None
-            state = state or root(row.sampling.seed)
-            states = []
-            for position, token in enumerate(segment.token_ids, segment.start):
-                state = BROKEN if row.request_id in self.broken else advance(state, token)
-                states.append(state)
+            states = _computed(row, segment, pool)
+            if row.request_id in self.broken:
+                states = [BROKEN] * len(states)
+                if pool.states is not None:
+                    pool.states.spoil(segment, BROKEN)
+            for position, state in enumerate(states, segment.start):
                 pool[pool.slot(segment, position)] = state
             batch.states.append(states)
         values = [math.nan if s == BROKEN else 0.0 for states in batch.states for s in states]
@@ -206,6 +214,18 @@ class HashDecoder:
             found.append(_verified(row, chosen[: len(row.draft) + 1]))
             del chosen[: len(row.draft) + 1]
         return found
+
+
+def _computed(row: ScheduledRequest, segment: Segment, pool: Pages) -> list[State]:
+    """The state behind each row of a segment, from the request's recurrent state or from KV."""
+    first = root(row.sampling.seed)
+    if pool.states is not None:
+        return pool.states.compute(row.request_id, segment, first, advance)
+    state = pool[pool.slot(segment, segment.start - 1)] if segment.start else None
+    states = []
+    for token in segment.token_ids:
+        states.append(state := advance(state or first, token))
+    return states
 
 
 def _verified(row: VerifyRequest, chosen: Sequence[tuple[int, bool]]) -> Verified:

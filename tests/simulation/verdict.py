@@ -13,7 +13,7 @@ from .faults import Fault, OutOfMemory
 if TYPE_CHECKING:
     from .world import World
 
-FORWARD_FAULTS = {"forward raises", "forward raises late", "out of memory"}
+FORWARD_FAULTS = {"forward raises", "forward raises late", "layer raises", "out of memory"}
 FATAL_FAULTS = FORWARD_FAULTS | {"forward fails for good", "model hangs"}
 
 
@@ -62,6 +62,8 @@ def _check_nothing_is_left(world: World) -> None:
     cache.check([])
     if cache.num_free_pages != cache.num_total_pages:
         world.violation(f"{cache.num_total_pages - cache.num_free_pages} pages are lost")
+    if cache.states is not None and cache.states.num_free != cache.states.num_total:
+        world.violation(f"{cache.states.num_total - cache.states.num_free} state slots are lost")
 
 
 def _check_told(world: World, told: Told) -> None:

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import random
 import zlib
+from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.scheduling.request_table import SchedulerLimits
-from foretoken.radix_cache import PrefixCache
+from foretoken.radix_cache import PrefixCache, StateSlots
+from support.toy_states import ToyStates
 
 from . import loop as loops
 from .asks import NUM_SALTS, Ask, Asks
@@ -85,6 +87,7 @@ class Findings:
     num_preemptions: int = 0
     num_accepted: int = 0
     num_loaded: int = 0  # tokens that came from a tier
+    num_resumed: int = 0  # tokens that were not computed, because the state behind them was kept
     num_late: int = 0  # loads that nobody waited for any longer
     num_ahead: int = 0  # steps whose plan was made while the one before ran
     seconds: float = 0.0  # virtual
@@ -104,13 +107,17 @@ class World:
         shape: Shape | None = None,
         faults: Faults | None = None,
         has_tiers: bool | None = None,
+        num_slots: int | None = None,
     ) -> None:
+        """``num_slots``: of recurrent states; 0: the model has none, None: by lot."""
         self.loop = loop
         self.rng = random.Random(f"world {seed}")
         self.shape = shape or Shape.draw(self.rng)
         self.faults = faults or Faults.draw(self.rng)
         self.tier_rng = random.Random(f"tiers {seed}")
         self.has_tiers = self.tier_rng.random() < 0.4 if has_tiers is None else has_tiers
+        self.state_rng = random.Random(f"states {seed}")
+        self.num_slots = self._draw_slots() if num_slots is None else num_slots
         self.violations: list[str] = []
         self.told: list[Told] = []
         self.closed_at: float | None = None
@@ -118,6 +125,7 @@ class World:
         self.trace = 0  # equal for equal runs
         self._failed = asyncio.Event()
         self.tiers: SimulatedTiers | None = None
+        self.states: ToyStates | None = None
         self.engine = self._make_engine()
         self.asks = Asks(self.rng)
         if self.tiers is not None:
@@ -125,13 +133,38 @@ class World:
 
     # -- the engine -----------------------------------------------------------------------------
 
+    def _draw_slots(self) -> int:
+        """Few slots: that kept states give way is the rule. Tiers do not keep states."""
+        has_states = self.state_rng.random() < 0.5 and not self.has_tiers
+        return self.state_rng.choice([3, 3, 4, 6, 10]) if has_states else 0
+
+    def _make_states(self) -> StateSlots | None:
+        """Slots for states, and the states of the model; fewer requests run then."""
+        if not self.num_slots:
+            return None
+        self.shape = replace(
+            self.shape, max_running=min(self.shape.max_running, max(1, self.num_slots - 2))
+        )
+        self.faults.add_those_of_states(self.state_rng)
+        self.states = ToyStates(
+            self.num_slots,
+            self.shape.max_running,
+            page_size=self.shape.page_size,
+            violation=self.violation,
+            between_layers=self.faults.between_layers,
+        )
+        interval = self.state_rng.choice([0, 5, 8])
+        return StateSlots(self.num_slots, self.shape.max_running, interval=interval)
+
     def _make_engine(self) -> Engine:
+        states = self._make_states()
         shape, part = self.shape, lambda: random.Random(self.rng.getrandbits(64))
         cache = PrefixCache(
             shape.num_pages,
             shape.page_size,
             pin_quota=shape.pin_quota,
             cache_quota=shape.cache_quota,
+            states=states,
         )
         speculator = make_speculator(
             shape.speculator,
@@ -140,7 +173,7 @@ class World:
             clock=self.loop.time,
             rng=part(),
         )
-        pages = Pages(shape.num_pages, shape.page_size)
+        pages = Pages(shape.num_pages, shape.page_size, self.states)
         if self.has_tiers:
             self.faults.add_those_of_tiers(self.tier_rng)
             self.tiers = SimulatedTiers(cache, pages, self.faults, self.tier_rng, self.loop.time)
@@ -158,6 +191,7 @@ class World:
             FaultySpeculator(speculator, self.faults, part()),
             self.tiers,
         )
+        self.scheduler.openings = [array("q", each) for each in ((1, 2), (3,), (4,))]
         self.decoder = HashDecoder(self.violation)
         self.runner = SimulatedRunner(
             self.decoder,
@@ -307,6 +341,7 @@ class World:
             num_ahead=self.runner.num_ahead,
             num_preemptions=self.scheduler.num_preemptions,
             num_loaded=sum(told.request.usage.loaded_tokens for told in self.told),
+            num_resumed=self._num_resumed(),
             num_late=0 if self.scheduler.page_loads is None else self.scheduler.page_loads.num_late,
             num_accepted=sum(told.request.usage.accepted_tokens for told in self.told),
             seconds=self.loop.time(),
@@ -315,11 +350,14 @@ class World:
             trace=self.trace,
         )
 
+    def _num_resumed(self) -> int:
+        return self.scheduler.cache.num_hits if self.states is not None else 0
 
-def live(seed: int) -> Findings:
+
+def live(seed: int, **options: int) -> Findings:
     """Run one seed. Raises `Violation` or `Stuck`, with the seed."""
     try:
-        return loops.run(lambda loop: World(loop, seed).live(), seed)
+        return loops.run(lambda loop: World(loop, seed, **options).live(), seed)
     except Exception as error:
         error.add_note(f"seed {seed}")
         raise

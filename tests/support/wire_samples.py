@@ -70,8 +70,8 @@ DELTA: dict[str, object] = {
     "error": QueueFull("full", retry_after=2.5),
 }  # fmt: skip
 USAGE: dict[str, object] = {
-    "prompt_tokens": 11, "cached_tokens": 10, "loaded_tokens": 9, "cache_write_tokens": 8,
-    "spliced_tokens": 7,
+    "prompt_tokens": 11, "cached_tokens": 10, "matched_tokens": 10, "loaded_tokens": 9,
+    "cache_write_tokens": 8, "spliced_tokens": 7,
     "normalized": ("billing-header",),
     "cache_loss": Eviction("late", NOW - 30.0), "completion_tokens": 7, "proposed_tokens": 6,
     "accepted_tokens": 5, "verify_steps": 4, "tree_steps": 3, "accepted_by_source": {"lm": 2},

@@ -114,7 +114,8 @@ class LiveRequest:
             return run
         total = Usage(prompt_tokens=run.prompt_tokens, time_to_first_token=run.time_to_first_token)
         whose = before if before.completion_tokens else run
-        total.cached_tokens, total.loaded_tokens = whose.cached_tokens, whose.loaded_tokens
+        total.cached_tokens, total.matched_tokens = whose.cached_tokens, whose.matched_tokens
+        total.loaded_tokens = whose.loaded_tokens
         total.cache_write_tokens, total.cache_loss = whose.cache_write_tokens, whose.cache_loss
         total.queue_time = whose.queue_time
         for each in (before, run):

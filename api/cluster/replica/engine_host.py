@@ -11,6 +11,7 @@ from ....core.config import EngineConfig
 from ....core.errors import ForetokenError
 from ...build.built import Built
 from ...structured.compiler import Grammars
+from ...text.openings import find_openings
 from ...text.tokenizer import Tokenizer
 from ..wire.messages import Load
 from .front_session import Ended, Ending, FrontLink, FrontSession
@@ -69,6 +70,8 @@ class EngineHost:
 
     async def start(self) -> None:
         """Start the engine."""
+        if (set_openings := self._hosted.built.set_openings) is not None:
+            set_openings(await find_openings(self._hosted.tokenizer))
         await self.engine.start()
 
     async def run(self) -> None:

@@ -397,7 +397,7 @@ def _logprobs_of(forms: Sequence[LogprobForm]) -> list[TokenLogprob]:
 class LossForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`Eviction`, with its age: the clocks of two processes have nothing in common."""
 
-    cause: Literal["evicted", "flushed", "late", "unsound"]
+    cause: Literal["evicted", "flushed", "late", "unsound", "state_not_kept"]
     age: Seconds
 
 
@@ -406,6 +406,7 @@ class UsageForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 
     prompt_tokens: Count = 0
     cached_tokens: Count = 0
+    matched_tokens: Count = 0
     loaded_tokens: Count = 0
     cache_write_tokens: Count = 0
     spliced_tokens: Count = 0

@@ -1,0 +1,116 @@
+"""Recurrent states of requests: which page ends are kept, and what a step gets of them.
+
+For models that have them; others have no `PrefixCache.states`. A request owns a slot and a log of
+the pool of states from its admission to its end. A kept state is what a later request goes on from.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from ...radix_cache import KVLease, PrefixCache, StateRank
+from ..interface.draft import DraftPlan
+from ..interface.plan import StateUse
+from ..interface.request import Request
+
+MAX_STATE_DRAFT = 32  # draft tokens of a request in a step: a log holds a page and so many rows
+LEAST_SHARED_PAGES = 4  # shorter beginnings that prompts share are not worth a slot, nor a wait
+
+
+def want_states(
+    cache: PrefixCache, request: Request, lease: KVLease, openings: Sequence[array[int]]
+) -> None:
+    """Choose the page ends whose states are kept while a prompt is computed.
+
+    The end of each pin; the last one before what opens the answer, one of ``openings`` (the longest
+    first), which the next turn of a conversation may render anew, or before the last token; the one
+    to which pages were found, where no state was kept: this is the second request that begins so;
+    and the multiples of `StateSlots.interval`.
+    """
+    states, state = cache.states, lease.state
+    if states is None or state is None or not request.cache.write:
+        return
+    page_size, first = cache.page_size, lease.num_cached_tokens
+    used = [min(pin.num_tokens, request.prompt_len) for pin in request.cache.pins]
+    used.append(request.prompt_len - max(1, opening_len(request, openings)))
+    if lease.num_found_tokens >= first + LEAST_SHARED_PAGES * page_size:
+        used.append(lease.num_found_tokens)
+    ends = dict.fromkeys(used, StateRank.USED)
+    if states.interval:
+        grid = range(states.interval, request.prompt_len + 1, states.interval)
+        ends = dict.fromkeys(grid, StateRank.GRID) | ends
+    for num_tokens, rank in ends.items():
+        position = num_tokens // page_size * page_size
+        if position > first:
+            state.want(position, rank)
+
+
+def opening_len(request: Request, openings: Sequence[array[int]]) -> int:
+    """Tokens at the end of a prompt that are one of the ``openings``; 0 if none is."""
+    stop = request.prompt_len
+    lens = (
+        len(each) for each in openings if request.tokens[max(0, stop - len(each)) : stop] == each
+    )
+    return next(lens, 0)
+
+
+def awaits_state(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
+    """Whether running requests will pass a page end from which this one can go on.
+
+    They keep the state there: this one is to wait for it. Where that saves less than
+    `LEAST_SHARED_PAGES`, it neither waits nor has them keep it.
+    """
+    num_cached = cache.match_len(request.tokens, namespace=request.namespace)
+    least = num_cached + LEAST_SHARED_PAGES * cache.page_size
+    if len(request.tokens) <= least:
+        return False
+    awaits = False
+    for other in running:
+        if not (other.num_pending > 1 and other.cache.write) or other.lease is None:
+            continue
+        if other.namespace != request.namespace or other.lease.state is None:
+            continue
+        shared = shared_len(request.tokens[:-1], other.tokens, cache.page_size)
+        if shared >= least and shared > other.num_computed:
+            other.lease.state.want(shared)
+            awaits = True
+    return awaits
+
+
+def shared_len(one: array[int], other: array[int], page_size: int) -> int:
+    """Tokens with which both begin, in whole pages. O(len), at memcmp speed."""
+    same, bound = 0, min(len(one), len(other)) // page_size
+    if one[: bound * page_size] == other[: bound * page_size]:
+        return bound * page_size
+    while same + 1 < bound:  # the first ``same`` pages are equal, not all of the first ``bound``
+        middle = (same + bound) // 2
+        is_equal = (
+            one[same * page_size : middle * page_size]
+            == (other[same * page_size : middle * page_size])
+        )
+        same, bound = (middle, bound) if is_equal else (same, middle)
+    return same * page_size
+
+
+def use_state(cache: PrefixCache, request: Request, stop: int) -> StateUse | None:
+    """Return what a step that computes a request's tokens up to ``stop`` does with its state.
+
+    None: the model has no states.
+    """
+    lease = request.lease
+    if lease is None or lease.state is None:
+        return None
+    state = lease.state
+    keeps = cache.keep_states(lease, request.num_computed, stop) if state.wanted else ()
+    source = -1 if state.source is None else state.source.slot
+    return StateUse(state.slot, state.log, source, keeps)
+
+
+def as_chain(plan: DraftPlan) -> DraftPlan:
+    """A draft as a log of rows takes it: a chain of at most `MAX_STATE_DRAFT` tokens."""
+    draft = plan.draft.trunk().first(MAX_STATE_DRAFT)
+    max_draft = min(plan.max_draft, MAX_STATE_DRAFT)
+    return replace(plan, draft=draft, max_draft=max_draft, may_branch=False)

@@ -1,0 +1,187 @@
+"""State slots: which slot of a model's recurrent states is free, a page end's, or a request's.
+
+A model with recurrent states goes on from a cached prefix only where the state at the end of one
+of its pages was kept. So a page of the tree may have a slot attached. Slots are few and large:
+which are kept is a matter of rank, then of recency.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterator
+
+from sortedcontainers import SortedDict
+
+from .node import Cause, KeptState, Node, StateLease, StateRank
+
+NOTHING_PINNED: Collection[int] = frozenset()
+
+
+class StateSlots:
+    """Every slot belongs to the free list, to one page of the tree or to one lease.
+
+    ``num_logs``: requests that can run at a time; each has a log of the rows since its state's
+    position. ``interval``: tokens of a prompt between two states that are kept in any case; 0:
+    none. An observer of the tree: a page that leaves it frees its slot. Raises ValueError for less
+    than two slots: a request needs one beside the state that it goes on from.
+    """
+
+    def __init__(self, num_slots: int, num_logs: int, *, interval: int = 0) -> None:
+        if num_slots < 2 or num_logs < 1:
+            raise ValueError(f"at least 2 slots and a log are needed, not {num_slots}, {num_logs}")
+        self.num_total, self.num_logs = num_slots, num_logs
+        self.interval = interval  # tokens
+        self.num_evicted = 0
+        self.num_recomputed_tokens = 0  # their pages were cached, the state behind them was not
+        self.attached: dict[int, KeptState] = {}  # by page id; owns their slots
+        self._by_rank: SortedDict[tuple[int, int], KeptState] = SortedDict()  # the same
+        self._free = array("q", range(num_slots - 1, -1, -1))  # a stack
+        self._free_logs = array("q", range(num_logs - 1, -1, -1))  # a stack
+        self._clock = 0
+
+    @property
+    def num_free(self) -> int:
+        """Slots in the free list. O(1)."""
+        return len(self._free)
+
+    @property
+    def num_private(self) -> int:
+        """Slots of leases. O(1)."""
+        return self.num_total - len(self._free) - len(self.attached)
+
+    @property
+    def free(self) -> array[int]:
+        """Free slots, a copy. O(slots)."""
+        return self._free[:]
+
+    @property
+    def free_logs(self) -> array[int]:
+        """Free logs, a copy. O(logs)."""
+        return self._free_logs[:]
+
+    # -- leases
+
+    def num_resumable(self, page_ids: array[int]) -> int:
+        """How many of these first pages of a prefix a request can go on behind. O(pages)."""
+        for index in range(len(page_ids) - 1, -1, -1):
+            if page_ids[index] in self.attached:
+                return index + 1
+        return 0
+
+    def has_room(self, page_ids: array[int]) -> bool:
+        """Whether `lend` succeeds for a request that goes on behind these pages. O(slots)."""
+        source = self.attached[page_ids[-1]] if page_ids else None
+        is_free = any(kept.num_readers == 0 and kept is not source for kept in self._states())
+        return bool(self._free_logs) and (bool(self._free) or is_free)
+
+    def lend(
+        self, page_ids: array[int], position: int, pinned: Collection[int] = NOTHING_PINNED
+    ) -> StateLease:
+        """Give a request that goes on behind these pages, at ``position``, a slot and a log.
+
+        Raises RuntimeError where `has_room` is False. O(slots).
+        """
+        if not self.has_room(page_ids):
+            raise RuntimeError("no state slot can be had: would_fit tells when one can")
+        source = self.attached[page_ids[-1]] if page_ids else None
+        if source is not None:
+            source.num_readers += 1
+            self._use(source)
+        slot = self.take(None, pinned)
+        assert slot is not None, "there was room, and no slot could be had"
+        return StateLease(slot, self._free_logs.pop(), position, source)
+
+    def take(self, rank: StateRank | None, pinned: Collection[int] = NOTHING_PINNED) -> int | None:
+        """A slot for a state of this rank, or for a request (None), which goes before all.
+
+        Kept states of at most that rank give way: the lowest rank first, then by last use. Those at
+        the end of ``pinned`` pages go last, and for requests alone. None where there is none.
+        O(log slots), and O(slots) where many are pinned or being copied.
+        """
+        if self._free:
+            return self._free.pop()
+        last: KeptState | None = None
+        for kept in self._states():
+            if rank is not None and kept.rank > rank:
+                break
+            if kept.num_readers:
+                continue
+            if kept.page_id not in pinned:
+                return self._evict(kept)
+            last = last or kept
+        return None if last is None or rank is not None else self._evict(last)
+
+    def settle(self, lease: StateLease, position: int) -> None:
+        """The step of a lease was computed: its state stands at ``position`` now. O(1)."""
+        self._forget_source(lease)
+        lease.position = position
+
+    def give_back(self, lease: StateLease) -> None:
+        """End a lease that has its slot still: all that it owns is free. O(1)."""
+        self._free.append(lease.slot)
+        self.end(lease)
+
+    def end(self, lease: StateLease) -> None:
+        """End a lease whose slot was attached. O(1)."""
+        self._forget_source(lease)
+        self._free.extend(slot for _, slot, _ in lease.keeps)
+        lease.keeps = []
+        self._free_logs.append(lease.log)
+
+    def _forget_source(self, lease: StateLease) -> None:
+        if lease.source is not None:
+            lease.source.num_readers -= 1
+            lease.source = None
+
+    # -- kept states
+
+    def attach(self, page_id: int, slot: int, rank: StateRank) -> None:
+        """Attach a lease's slot to a page of the tree; or free it if the page has one. O(log n)."""
+        kept = self.attached.get(page_id)
+        if kept is None:
+            kept = KeptState(page_id, slot, rank, 0)
+            self.attached[page_id] = kept
+        else:
+            self._free.append(slot)
+            del self._by_rank[kept.rank, kept.last_used]
+            kept.rank = max(kept.rank, rank)
+        self._file(kept)
+
+    def stored(self, node: Node, first: int) -> None:
+        """Do nothing: pages join the tree without a state."""
+
+    def dropped(self, node: Node, first: int, cause: Cause) -> None:  # noqa: ARG002
+        """Free the slots of pages that leave the tree. O(pages)."""
+        for page_id in node.page_ids[first:]:
+            if (kept := self.attached.get(page_id)) is not None:
+                self._free.append(self._detach(kept))
+
+    def _states(self) -> Iterator[KeptState]:
+        """Kept states, those that give way first at the beginning."""
+        return iter(self._by_rank.values())
+
+    def _evict(self, kept: KeptState) -> int:
+        self.num_evicted += 1
+        return self._detach(kept)
+
+    def _detach(self, kept: KeptState) -> int:
+        assert kept.num_readers == 0, "a state that is about to be copied gives way"
+        del self.attached[kept.page_id], self._by_rank[kept.rank, kept.last_used]
+        return kept.slot
+
+    def _use(self, kept: KeptState) -> None:
+        del self._by_rank[kept.rank, kept.last_used]
+        self._file(kept)
+
+    def _file(self, kept: KeptState) -> None:
+        self._clock += 1
+        kept.last_used = self._clock
+        self._by_rank[kept.rank, kept.last_used] = kept
+
+    def check(self) -> None:
+        """Assert that every kept state is filed once, under its page and its rank. O(slots)."""
+        filed = list(self._by_rank.items())
+        assert len(filed) == len(self.attached), "a kept state is not filed, or twice"
+        for key, kept in filed:
+            assert self.attached.get(kept.page_id) is kept, "a kept state is at another page"
+            assert key == (kept.rank, kept.last_used), "a kept state is misfiled"
