@@ -49,7 +49,7 @@ def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
 
 
 def qkvz_order(shape: DeltaShape) -> Tensor:
-    """Rows of queries, keys, values and z, each of all heads, where those of a key head lie together.
+    """Rows of queries, keys, values and z of all heads, where those of a key head lie together.
 
     [2 * key heads * key_dim + 2 * value heads * value_dim]
     """

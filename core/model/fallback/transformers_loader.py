@@ -186,8 +186,8 @@ def _read_gguf(path: Path) -> GgufFile:
 def _refuse(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     if text.model_type in OWN_ONLY:
         raise ModelLoadError(
-            f"{folder / 'config.json'}: transformers' modules of {text.model_type!r} keep no states "
-            "here; serve it without --model-impl transformers"
+            f"{folder / 'config.json'}: {text.model_type!r} has recurrent states, which "
+            "transformers' modules do not keep here; serve it without --model-impl transformers"
         )
     for each in (config, text):
         if each.model_type in REFUSED:

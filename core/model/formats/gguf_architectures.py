@@ -613,7 +613,8 @@ _NO_DECODER = "it does not predict text token by token"
 REFUSED = dict.fromkeys(
     (
         "arwkv7", "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba",
-        "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2", "rwkv7",
+        "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2",
+        "rwkv7",
     ),
     _STATE,
 ) | dict.fromkeys(

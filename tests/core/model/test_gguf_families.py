@@ -25,6 +25,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = [int(i) for i in torch.randint(3, 190, (40,), generator=torch.Generator().manual_seed(1))]
 # Layers of both kinds where files have the kinds by rule; widths that 32 divides.
 _BOTH = ["sliding_attention", "full_attention"]
+_DELTA = {  # two key heads for six value heads, of which three read one
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "shared_expert_intermediate_size": 64,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma2": {"layer_types": _BOTH},
     "gemma3_text": {
@@ -64,17 +72,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_group": 1, "use_qk_norm": True},
     "dots1": {"n_group": 1, "layer_types": ["full_attention"] * 2, "sliding_window": None},
     "ministral3": {"sliding_window": None},
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-        {  # two key heads for six value heads, of which three read one
-            "num_hidden_layers": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 32,
-            "shared_expert_intermediate_size": 64,
-        },
-    ),
+    "qwen3_next": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,
