@@ -145,7 +145,7 @@ class EngineConfig:
     )
     state_memory: str | int | None = setting(
         None,
-        "size of the pool of recurrent states, of models that have them (half of the memory for KV)",
+        "size of the pool of recurrent states, of models that have them (half of the KV memory)",
         SIZE,
         least=1,
     )

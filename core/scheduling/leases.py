@@ -16,7 +16,7 @@ from ...radix_cache import KVLease, PrefixCache
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
 from ..interface.plan import NO_PAGES
 from ..interface.request import Request
-from .states import as_chain, awaits_state
+from .states import as_chain, claim_states
 
 RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
 
@@ -43,7 +43,7 @@ def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Reques
     if cache_limit(request) is not None:
         return False
     if cache.states is not None:
-        return awaits_state(cache, request, running)
+        return claim_states(cache, request, running)
     upto = cache.match_len(request.tokens, namespace=request.namespace) + cache.page_size
     if upto >= len(request.tokens):
         return False

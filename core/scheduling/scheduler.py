@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice, repeat
 
 from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps, run
@@ -27,6 +27,7 @@ from .guarded_speculator import guarded
 from .leases import (
     acquire_kv,
     allocate_draft_pages,
+    awaits_prefix,
     num_uncached_tokens,
     pin_prompt,
     publish,
@@ -39,6 +40,7 @@ from .states import MAX_STATE_DRAFT, use_state, want_states
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
+MAX_CLAIMS = 16  # waiting requests for which a prompt that begins keeps states
 MAX_DRAFT = 64  # draft tokens that one request may have in a step
 
 
@@ -98,6 +100,7 @@ class Scheduler:
         """Queue a request that passed `check`."""
         request.num_uncached = num_uncached_tokens(self.cache, request)
         self.request_table.add(request, now)
+        self._claim_states([request], self.running.values())
         if self.page_loads is not None:
             self.page_loads.look_up(request, now)
 
@@ -347,11 +350,21 @@ class Scheduler:
         want_states(self.cache, request, request.lease, self.openings)
         request.num_computed = request.lease.num_cached_tokens
         self.request_table.admit(request)
+        self._claim_states(islice(self.waiting.requests, MAX_CLAIMS), [request])
         if request.num_preemptions == 0:
             request.usage.queue_time = now - request.arrival_time
         if self.page_loads is not None:
             self.page_loads.begin(request, now, self._chunk_budget.token_seconds)
         self.speculator.join(request)
+
+    def _claim_states(self, waiting: Iterable[Request], running: Collection[Request]) -> None:
+        """Have running prompts keep the states that waiting ones can go on from.
+
+        At once: when a waiting one is admitted, they may have passed the page's end.
+        """
+        if self.cache.states is not None:
+            for request in waiting:
+                awaits_prefix(self.cache, request, running)
 
     # -- pages ----------------------------------------------------------------------------------
 

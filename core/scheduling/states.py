@@ -57,11 +57,11 @@ def opening_len(request: Request, openings: Sequence[array[int]]) -> int:
     return next(lens, 0)
 
 
-def awaits_state(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
-    """Whether running requests will pass a page end from which this one can go on.
+def claim_states(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
+    """Have running requests keep the states that a waiting one can go on from.
 
-    They keep the state there: this one is to wait for it. Where that saves less than
-    `LEAST_SHARED_PAGES`, it neither waits nor has them keep it.
+    Returns whether one of them has such a state before it: the request is to wait for that. Where
+    it saves less than `LEAST_SHARED_PAGES`, it neither waits nor takes a slot.
     """
     num_cached = cache.match_len(request.tokens, namespace=request.namespace)
     least = num_cached + LEAST_SHARED_PAGES * cache.page_size
@@ -69,13 +69,13 @@ def awaits_state(cache: PrefixCache, request: Request, running: Iterable[Request
         return False
     awaits = False
     for other in running:
-        if not (other.num_pending > 1 and other.cache.write) or other.lease is None:
-            continue
-        if other.namespace != request.namespace or other.lease.state is None:
+        state = None if other.lease is None else other.lease.state
+        is_prompt = other.num_pending > 1 and other.cache.write
+        if state is None or not is_prompt or other.namespace != request.namespace:
             continue
         shared = shared_len(request.tokens[:-1], other.tokens, cache.page_size)
         if shared >= least and shared > other.num_computed:
-            other.lease.state.want(shared)
+            state.want(shared)
             awaits = True
     return awaits
 

@@ -23,8 +23,12 @@ def main() -> int:
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first of them")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of real time, at most")
     parser.add_argument("--most", type=int, default=10, help="findings after which to stop")
+    parser.add_argument(
+        "--slots", type=int, help="of recurrent states, which every model then has; 0: none has"
+    )
     parser.add_argument("--log", action="store_true", help="show what the engine logs")
     options = parser.parse_args()
+    forced = {} if options.slots is None else {"num_slots": options.slots, "has_tiers": False}
     if not options.log:
         logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGALRM, _overdue)
@@ -35,7 +39,7 @@ def main() -> int:
         num_run += 1
         signal.alarm(SEED_SECONDS)  # against code that never comes back to the loop
         try:
-            total.add(live(seed))
+            total.add(live(seed, **forced))
         except Exception as error:
             found.append(seed)
             print(f"seed {seed}:", *traceback.format_exception(error), flush=True)
@@ -59,7 +63,14 @@ class Totals:
 
     def add(self, findings: Findings) -> None:
         """One seed more."""
-        for name in ("num_requests", "num_steps", "num_ahead", "num_preemptions", "num_accepted"):
+        for name in (
+            "num_requests",
+            "num_steps",
+            "num_ahead",
+            "num_preemptions",
+            "num_accepted",
+            "num_resumed",
+        ):
             self._counts[name.removeprefix("num_")] += getattr(findings, name)
         self._ends += findings.ends
         self._faults += findings.faults

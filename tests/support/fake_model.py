@@ -11,6 +11,7 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from foretoken.core.execution.launch_behind import Finished, launch_behind
 from foretoken.core.interface.draft import Draft
@@ -20,10 +21,12 @@ from foretoken.core.interface.protocols import OnKernelsStarted, Pending, Specul
 from foretoken.core.interface.request import OnToken, Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.interface.tiers import KVTiers
+from foretoken.core.ops.batch import Segment, SegmentState
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.radix_cache import PrefixCache
+from foretoken.radix_cache import PrefixCache, StateSlots
 from support.fixed_depth import FixedDepth
+from support.toy_states import ToyStates, Value
 
 VOCAB_SIZE = 7
 EOS = 0
@@ -64,12 +67,23 @@ def sometimes(row: ScheduledRequest, rng: random.Random) -> list[int]:
 
 
 class FakeRunner:
-    """Runs plans, and fails loudly when a page does not hold what its path says."""
+    """Runs plans, and fails loudly when a page does not hold what its path says.
+
+    With ``states``, too, when a request's recurrent state is not that of its tokens.
+    """
 
     is_async = False
 
-    def __init__(self, page_size: int, drafter: Drafter = no_draft, seed: int = 0) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        drafter: Drafter = no_draft,
+        seed: int = 0,
+        *,
+        states: ToyStates | None = None,
+    ) -> None:
         self.page_size = page_size
+        self.states = states
         self.num_computed = 0
         self.plans: list[StepPlan] = []
         self._drafter = drafter
@@ -91,6 +105,8 @@ class FakeRunner:
 
     def step(self, plan: StepPlan) -> StepOutput:
         self.plans.append(plan)
+        if self.states is not None:
+            place_states(self.states, plan)
         return StepOutput(requests=[self._row(row) for row in plan.requests])
 
     def _row(self, row: ScheduledRequest) -> RequestOutput:
@@ -101,6 +117,8 @@ class FakeRunner:
         path = [*row.tokens[: row.stop], *draft]
         for position in range(row.start, len(path)):
             self.kv[self._slot(row, position)] = hash(tuple(path[: position + 1]))
+        if self.states is not None:
+            follow_state(self.states, row, path)
         self.num_computed += row.stop - row.start
         if not row.samples:
             return RequestOutput(request_id=row.request_id)
@@ -119,6 +137,51 @@ class FakeRunner:
         return row.page_ids[position // self.page_size], position % self.page_size
 
 
+def place_states(states: ToyStates, plan: StepPlan) -> None:
+    """What the runner does before a step."""
+    for row in plan.requests:
+        assert row.state is not None
+        if row.state.source >= 0:
+            states.copy_slot(row.state.source, row.state.slot)
+        elif row.start == 0:
+            states.reset(row.state.slot)
+
+
+def follow_state(states: ToyStates, row: ScheduledRequest, path: Sequence[int]) -> None:
+    """Compute a request's rows from its state, which must come to the hashes of its tokens."""
+    assert row.state is not None
+    state = SegmentState(row.state.slot, row.state.log, row.stop, row.state.keeps)
+    segment = Segment(path[row.start :], row.start, row.page_ids, 0, state=state)
+    first = right = (0, 0, 0)
+    values = states.compute(row.request_id, segment, first, _next_value)
+    for token in path[: row.start]:
+        right = _next_value(right, token)
+    for token, value in zip(path[row.start :], values, strict=True):
+        right = _next_value(right, token)
+        assert value == right, "the state of another prefix"
+
+
+def _next_value(value: Value, token: int) -> Value:
+    return (hash((value[0], token)), value[2], token)
+
+
+def toy_states(scheduler: Scheduler, **options: Any) -> ToyStates:
+    """The states of a model for a scheduler that has slots for them."""
+    slots = scheduler.cache.states
+    assert slots is not None
+
+    def violation(text: str) -> None:
+        raise AssertionError(text)
+
+    return ToyStates(
+        slots.num_total,
+        slots.num_logs,
+        page_size=scheduler.cache.page_size,
+        violation=violation,
+        **options,
+    )
+
+
 def make_scheduler(
     *,
     num_pages: int = 64,
@@ -134,6 +197,8 @@ def make_scheduler(
     max_priority: float = math.inf,
     cache_quota: float = 1.0,
     make_tiers: Callable[[PrefixCache], KVTiers] | None = None,
+    num_slots: int = 0,
+    interval: int = 0,
 ) -> Scheduler:
     limits = SchedulerLimits(
         max_batch_tokens=max_batch_tokens,
@@ -145,7 +210,8 @@ def make_scheduler(
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
     )
-    cache = PrefixCache(num_pages, page_size, cache_quota=cache_quota)
+    states = StateSlots(num_slots, max_running, interval=interval) if num_slots else None
+    cache = PrefixCache(num_pages, page_size, cache_quota=cache_quota, states=states)
     tiers = None if make_tiers is None else make_tiers(cache)
     return Scheduler(cache, limits, speculator or FixedDepth(depth), tiers)
 

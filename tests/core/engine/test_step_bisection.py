@@ -28,6 +28,7 @@ from support.fake_model import (
     sometimes,
 )
 from support.fixed_depth import FixedDepth
+from support.toy_states import ToyStates
 
 PROMPTS = [[1 + i % 6, 2, 1 + i // 6] for i in range(16)]
 GPU_LOST = [
@@ -39,8 +40,8 @@ GPU_LOST = [
 class Faulty(FakeRunner):
     """Computes all of a step, and then raises what ``fault`` says of its plan."""
 
-    def __init__(self, fault, page_size: int = 4, drafter=sometimes) -> None:
-        super().__init__(page_size, drafter)
+    def __init__(self, fault, page_size: int = 4, drafter=sometimes, **options) -> None:
+        super().__init__(page_size, drafter, **options)
         self.fault = fault
         self.num_raised = 0
 
@@ -407,3 +408,96 @@ def test_a_tenant_pays_once_for_what_a_step_without_memory_did_not_get_to() -> N
         assert told == [answer(prompt, 8) for prompt in prompts]
         paid.append(engine.scheduler.waiting.counters[None])
     assert paid[0] == paid[1] == 3 * (200 + 7), "all of a prompt, and of the answer but its end"
+
+
+# -- recurrent states -----------------------------------------------------------------------------
+
+LONG = [[*range(1, 7), *[1 + index] * 5, *[1, 2, 3] * 9] for index in range(4)]
+
+
+def serve_states(fault, prompts=LONG, *, num_slots: int = 8, max_running: int = 4, **options):
+    """`serve` by a model with recurrent states; the runner's steps are in its ``plans``."""
+
+    def violation(text: str) -> None:
+        raise AssertionError(text)
+
+    states = ToyStates(num_slots, max_running, page_size=4, violation=violation)
+    runner = Faulty(fault, states=states)
+    return *serve(runner, prompts, num_slots=num_slots, max_running=max_running, **options), runner
+
+
+def check_long(told, failing=()) -> None:
+    for index, (prompt, one) in enumerate(zip(LONG, told, strict=True)):
+        if index in failing:
+            assert type(one) is ForetokenError
+        else:
+            assert one == answer(prompt, 8)
+
+
+@pytest.mark.parametrize("max_batch_tokens", [16, 64, 200])
+@pytest.mark.parametrize("culprit", range(4))
+def test_a_prompt_that_moves_its_state_and_fails_takes_no_neighbour_with_it(
+    culprit: int, max_batch_tokens: int
+) -> None:
+    told, engine, was_alive, _ = serve_states(
+        holds(str(culprit)), max_batch_tokens=max_batch_tokens
+    )
+    check_long(told, {culprit})
+    assert was_alive
+    assert engine.scheduler.cache.states.num_private == 0
+
+
+@pytest.mark.parametrize("num_passed", range(7))
+def test_a_failure_that_is_not_repeated_ends_no_request(num_passed: int) -> None:
+    failures = iter([None] * num_passed + [RuntimeError("once")])
+    told, engine, _, runner = serve_states(lambda plan: next(failures, None), max_batch_tokens=32)
+    check_long(told)
+    assert runner.num_raised == 1
+    assert engine.num_bisections == 1
+
+
+def test_a_chunk_is_never_run_again_as_it_was() -> None:
+    failures = iter([None, RuntimeError("once")])
+    _, _, _, runner = serve_states(lambda plan: next(failures, None), max_batch_tokens=64)
+    failed, after = runner.plans[1], runner.plans[2]
+    chunks = {row.request_id for row in failed.requests if row.stop - row.start > 1}
+    assert chunks
+    again = {row.request_id: row for row in after.requests}
+    assert all(again[name].start == 0 for name in chunks & again.keys())
+
+
+def test_a_prompt_that_fails_at_one_place_ends_though_what_is_before_it_passes() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        rows = [row for row in plan.requests if row.request_id == "2"]
+        return RuntimeError("x") if any(row.start <= 30 < row.stop for row in rows) else None
+
+    told, _, was_alive, _ = serve_states(fault, max_batch_tokens=24)
+    check_long(told, {2})
+    assert was_alive
+
+
+def test_memory_that_runs_out_over_chunks_makes_them_smaller_and_ends_no_request() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        return MemoryError() if num_step_tokens(plan.requests) > 40 else None
+
+    told, _, was_alive, runner = serve_states(fault, max_batch_tokens=200)
+    check_long(told)
+    assert was_alive
+    assert runner.num_raised > 0
+
+
+def test_a_model_with_states_that_computes_nothing_ends_the_engine() -> None:
+    told, _, was_alive, _ = serve_states(lambda plan: RuntimeError("lost"))
+    assert not was_alive
+    assert {type(one) for one in told} <= {ForetokenError, EngineDead}
+
+
+def test_a_dummy_step_of_a_model_with_states_shows_that_it_computes() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        names = {row.request_id for row in plan.requests}
+        return RuntimeError("x") if names - {""} else None
+
+    told, engine, was_alive, _ = serve_states(fault, max_running=1)
+    check_long(told, range(4))
+    assert was_alive
+    assert engine.scheduler.cache.states.num_free == 8
