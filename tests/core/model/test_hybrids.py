@@ -78,7 +78,7 @@ def test_logits_equal_transformers_over_300_positions(kind: str, loaded: dict) -
     driver = ModelDriver(decoder)
     logits = driver.prefill(driver.add(ids), 37, 38, 46, 200, 300)
     assert logits.shape == (300, VOCAB_SIZE)
-    torch.testing.assert_close(logits, logits_of(reference, ids), atol=2e-4, rtol=0)
+    torch.testing.assert_close(logits, logits_of(reference, ids), atol=5e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
