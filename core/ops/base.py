@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ..sampling.sampler import PendingTokens, Sampler
@@ -546,6 +547,12 @@ class Ops(Protocol):
 
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
         """``[R, hidden] -> [R, vocab]`` float32, capped as scores are; R is at least `min_rows`."""
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)`` in float32, rounded once, by torch."""
+    # F.sigmoid rounds the tail of a vector otherwise than its body; exp and divide do not.
+    return (x.float() / torch.exp(-gate.float()).add_(1.0)).to(x.dtype)
 
 
 def capped(scores: Tensor, cap: float | None) -> Tensor:

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .host_memory import map_zeros
@@ -110,6 +112,9 @@ class StatePool:
         self.slots = _fresh(num_slots * self.bytes_per_slot, device).view(num_slots, -1)
         self.logs = _fresh(num_logs * self.bytes_per_log, device).view(num_logs, -1)
         self.at = torch.zeros((num_slots, len(self.shapes)), dtype=torch.int64)
+        # Bytes before each field of a layer, [num_layers, num_fields], as the C kernels read them.
+        self.slot_offsets = _offsets(self._slot_fields)
+        self.log_offsets = _offsets(self._log_fields)
 
     @property
     def num_bytes(self) -> int:
@@ -123,14 +128,6 @@ class StatePool:
     def log(self, index: int, layer: int) -> LogLayer:
         """Views of a layer of a log."""
         return LogLayer(*(field.view(self.logs[index]) for field in self._log_fields[layer]))
-
-    def slot_offsets(self, layer: int) -> tuple[int, ...]:
-        """Bytes before each field of `SlotLayer` in a slot."""
-        return tuple(field.at for field in self._slot_fields[layer])
-
-    def log_offsets(self, layer: int) -> tuple[int, ...]:
-        """Bytes before each field of `LogLayer` in a log."""
-        return tuple(field.at for field in self._log_fields[layer])
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy a state, with its position, to another slot."""
@@ -151,6 +148,10 @@ def bytes_per_slot(shapes: Sequence[StateShape], dtype: torch.dtype) -> int:
 def bytes_per_log(shapes: Sequence[StateShape], dtype: torch.dtype, *, page_size: int) -> int:
     """Bytes of one log of a `StatePool`."""
     return _log_fields(shapes, page_size + DRAFT_ROOM, dtype)[1]
+
+
+def _offsets(layers: Sequence[Sequence[_Field]]) -> NDArray[np.int64]:
+    return np.array([[field.at for field in layer] for layer in layers], dtype=np.int64)
 
 
 def _fresh(num_bytes: int, device: torch.device | str) -> Tensor:

@@ -113,7 +113,7 @@ class Sequences:
         firsts = batch.first_rows.tolist()
         return [out[first : first + rows.count] for first, rows in zip(firsts, passes, strict=True)]
 
-    def draft_rows(self, sequence: int, start: int, count: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def draft_rows(self, sequence: int, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Inputs of drafts: random ones."""
         mixed = torch.randn(count, self.width, generator=self._draw).to(self.dtype)
         return mixed, torch.randn(count, self.ba.shape[2], generator=self._draw)

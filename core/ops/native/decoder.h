@@ -7,6 +7,8 @@
 
 #include "common.h"
 
+typedef struct ft_states ft_states; /* of state.h */
+
 /* A ragged batch: rows of segments, one segment after the other. A segment's rows are at
  * positions start, start + 1, ... of its own sequence. */
 typedef struct {
@@ -22,6 +24,7 @@ typedef struct {
     const int64_t *tails;       /* slots by position */
     const int64_t *slots;      /* [num_rows] page id * page_size + offset, where KV is written */
     const float *cos, *sin;    /* [tables, num_rows, head_dim / 2] */
+    const ft_states *states;   /* of models with recurrent layers, or NULL */
 } ft_batch;
 
 /* A part of the KV pool, [num_layers, 2, num_kv_heads] of a page of blocks [page_size, head_dim]:
@@ -93,6 +96,9 @@ typedef struct {
 void ft_activate_rows(const void *x, void *out, int64_t rows, int64_t width,
                       const ft_activation *activation, int dtype);
 
+/* x [rows, width] times the sigmoid of a gate, whose rows are `stride` items apart; rounded once. */
+void ft_gate_rows(void *x, const void *gate, int64_t stride, int64_t rows, int64_t width, int dtype);
+
 /* How a layer turns queries and keys. */
 typedef struct {
     const float *norm; /* [num_heads + num_kv_heads, head_dim], or NULL */
@@ -101,10 +107,12 @@ typedef struct {
     int64_t q_table, k_table; /* of the batch's cos and sin */
     int32_t writes;           /* whether rows have keys and values; else they are queries alone */
     int32_t is_behind;        /* whether the norm is behind the turn; then of each head alone */
+    int64_t gate;             /* items of a row behind its values, which are left alone */
 } ft_turn;
 
 /* Norm and rotate queries and keys, write keys and values to the pool, queries to q.
- * qkv [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]; q [num_rows, num_heads * head_dim]. */
+ * qkv [num_rows, (num_heads + 2 * num_kv_heads) * head_dim + gate]; q [num_rows, num_heads *
+ * head_dim]. */
 void ft_rope_rows(const void *qkv, void *q, const ft_batch *batch, const ft_kv *kv,
                   const ft_heads *heads, int64_t layer, const ft_turn *turn);
 

@@ -131,10 +131,6 @@ typedef struct {
     int dtype;
 } activation_job;
 
-FT_INLINE ft_vec silu(ft_vec x) {
-    return v_div(x, v_add(v_exp(v_sub(v_set(0.0f), x)), v_set(1.0f)));
-}
-
 /* x / 2 * (1 + tanh(u)) as x / (1 + exp(-2 u)): arXiv 1606.08415, section 2. */
 FT_INLINE ft_vec gelu_tanh(ft_vec x) {
     ft_vec cube = v_mul(v_mul(x, x), x);
@@ -150,7 +146,7 @@ FT_INLINE ft_vec relu2(ft_vec x) {
 
 FT_INLINE ft_vec activated_by(ft_vec x, int kind) {
     if (kind == FT_RELU2) return relu2(x);
-    return kind == FT_SILU ? silu(x) : gelu_tanh(x);
+    return kind == FT_SILU ? v_silu(x) : gelu_tanh(x);
 }
 
 /* Of gpt-oss (arXiv 2508.10925): (factor + 1) * gate * sigmoid(1.702 gate), both clamped. */
@@ -202,6 +198,33 @@ void ft_activate_rows(const void *x, void *out, int64_t rows, int64_t width,
                       const ft_activation *activation, int dtype) {
     activation_job job = {x, out, width, *activation, dtype};
     ft_parallel(activate_piece, &job, rows, rows_per_piece((1 + activation->gated) * width));
+}
+
+typedef struct {
+    char *x;
+    const char *gate;
+    int64_t stride, width;
+    int dtype;
+} gate_job;
+
+static void gate_piece(void *context, int64_t begin, int64_t end) {
+    const gate_job *job = context;
+    int64_t width = job->width, item = job->dtype == FT_BFLOAT16 ? 2 : 4;
+    for (int64_t row = begin; row < end; row++) {
+        char *x = job->x + row * width * item;
+        const char *gate = job->gate + row * job->stride * item;
+        for (int64_t i = 0; i < width; i += FT_WIDTH) {
+            ft_vec below = v_exp(v_sub(v_set(0.0f), v_get(gate, i, width - i, job->dtype)));
+            ft_vec value = v_get(x, i, width - i, job->dtype);
+            v_put(x, i, v_div(value, v_add(below, v_set(1.0f))), width - i, job->dtype);
+        }
+    }
+}
+
+void ft_gate_rows(void *x, const void *gate, int64_t stride, int64_t rows, int64_t width,
+                  int dtype) {
+    gate_job job = {x, gate, stride, width, dtype};
+    ft_parallel(gate_piece, &job, rows, rows_per_piece(width));
 }
 
 /* -- RoPE and the KV write -------------------------------------------------------------------- */
@@ -346,7 +369,8 @@ FT_INLINE void rope_row(const rope_job *job, int64_t row, int dtype) {
     int64_t num_heads = job->heads->num_heads, num_kv_heads = job->heads->num_kv_heads;
     int64_t bytes = job->heads->head_dim * (dtype == FT_BFLOAT16 ? 2 : 4);
     int64_t num_all = num_heads + (job->turn->writes ? 2 * num_kv_heads : 0);
-    const char *head = job->qkv + row * num_all * bytes;
+    int64_t gate_bytes = job->turn->gate * (dtype == FT_BFLOAT16 ? 2 : 4);
+    const char *head = job->qkv + row * (num_all * bytes + gate_bytes);
     char *q = job->q + row * num_heads * bytes;
     float whole = whole_inverse(job, head, num_heads, dtype);
     for (int64_t i = 0; i < num_heads; i++, head += bytes)
@@ -385,6 +409,10 @@ FT_EXPORT void ft_add_norm(const void *x, void *residual, float factor, const ft
 FT_EXPORT void ft_activate(const void *x, void *out, int64_t rows, int64_t width,
                            const ft_activation *activation, int dtype) {
     ft_activate_rows(x, out, rows, width, activation, dtype);
+}
+
+FT_EXPORT void ft_gate(void *x, const void *gate, int64_t rows, int64_t width, int dtype) {
+    ft_gate_rows(x, gate, width, rows, width, dtype);
 }
 
 FT_EXPORT void ft_rope_write(const void *qkv, void *q, const ft_batch *batch, const ft_kv *kv,

@@ -13,6 +13,7 @@ from ..base import (
     SILU,
     Activation,
     DecoderWeights,
+    DeltaWeights,
     ExpertWeights,
     ForwardPlan,
     HeadLayout,
@@ -31,6 +32,7 @@ from .library import DTYPES, NativeLibrary
 from .linear import NativeLinear, Products, linear, pack_linear, rough_copy
 from .plan import NativePlan, unsuited
 from .sampler import NativeSampler
+from .state import DeltaStructs
 from .step import NativeStep
 from .structs import activation_struct, norm_struct, rule_struct, turn_struct
 
@@ -186,6 +188,28 @@ class NativeOps:
         self.library.c.ft_activate(
             x.data_ptr(), out.data_ptr(), len(out), width, ctypes.byref(struct), DTYPES[out.dtype]
         )
+        return out
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
+        out, gate = x.clone(memory_format=torch.contiguous_format), gate.contiguous()
+        self.library.c.ft_gate(out.data_ptr(), gate.data_ptr(), *out.shape, DTYPES[out.dtype])
+        return out
+
+    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
+        """The gated delta rule over the states and logs of the plan's pass."""
+        assert isinstance(plan, NativePlan)
+        assert plan.states is not None
+        mixed, ba, structs = mixed.contiguous(), ba.contiguous(), DeltaStructs(weights)
+        shape = weights.shape
+        out = mixed.new_empty((len(mixed), shape.num_value_heads * shape.value_dim))
+        batch, _, _ = plan.pointers
+        failed = self.library.c.ft_delta_rule(
+            mixed.data_ptr(), ba.data_ptr(), out.data_ptr(), batch, structs.pointer,
+            DTYPES[mixed.dtype],
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the rows of a recurrent layer")
         return out
 
     def experts(

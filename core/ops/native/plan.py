@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..base import HeadLayout
-from ..batch import RaggedBatch
+from ..batch import RaggedBatch, pass_states
 from ..kv_pool import KvDtype, KVPool
 from .library import DTYPES
+from .state import StatesStructs
 
 MAX_HEAD_DIM = 512  # as in decoder.h, and the number of parts
 MAX_PARTS = 4
@@ -38,6 +39,7 @@ class BatchStruct(ctypes.Structure):
         ("slots", _PTR),
         ("cos", _PTR),
         ("sin", _PTR),
+        ("states", _PTR),
     )
 
 
@@ -140,7 +142,10 @@ class NativePlan:
         self._lent = (host, tensors, pool)  # alive as long as the structs point into them
         pointers = [values.ctypes.data for values in host] + [t.data_ptr() for t in tensors]
         shape = (batch.num_rows, len(batch.lens), batch.page_table.shape[1])
-        self.batch = BatchStruct(*shape, *pointers)
+        states = pass_states(batch, pool.states)
+        self.states = None if states is None else StatesStructs(batch, states)
+        states_at = None if self.states is None else self.states.address
+        self.batch = BatchStruct(*shape, *pointers, states_at)
         self.kv = kv_struct(pool)
         self.head_struct = heads_struct(heads, pool.dtype)
 

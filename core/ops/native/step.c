@@ -3,6 +3,7 @@
 #include "experts.h"
 #include "linear.h"
 #include "sample.h"
+#include "state.h"
 #include "vector.h"
 
 /* -- Gemma 4's parts: see ../gemma4.py ---------------------------------------------------------- */
@@ -40,10 +41,17 @@ typedef struct {
 
 /* -- layers and decoder ------------------------------------------------------------------------- */
 
-/* Norms that a layer does not have are NULL. Without one before attention or the MLP, these read
+/* What mixes rows in place of attention. The layer's `first` makes its rows, `second` takes its
+ * output, as they do for attention: `first` makes QKV, and `second` is o. */
+typedef struct {
+    const ft_linear_weight *ba;
+    ft_delta rule;
+} ft_recurrent;
+
+/* Norms that a layer does not have are NULL. Without one before the mixer or the MLP, these read
  * the residual stream itself. */
 typedef struct {
-    const ft_linear_weight *qkv, *o, *gate_up, *down;
+    const ft_linear_weight *first, *second, *gate_up, *down;
     const ft_norm *mixer_norm, *mixer_out_norm, *mlp_norm, *mlp_out_norm;
     ft_turn turn;
     ft_rule rule;
@@ -52,6 +60,7 @@ typedef struct {
     const ft_experts *experts; /* in place of gate_up and down, or NULL */
     int64_t part, kv_layer;    /* where its keys and values are */
     const ft_extras *extras;   /* or NULL */
+    const ft_recurrent *recurrent; /* in place of attention, or NULL */
 } ft_layer;
 
 typedef struct {
@@ -60,6 +69,7 @@ typedef struct {
     const void *embedding; /* [vocab, hidden] */
     const ft_norm *final_norm;
     int64_t hidden, width; /* of the residual stream, of the widest MLP */
+    int64_t mixed, ba, read; /* the widest rows that recurrent layers or gates make, see step_space */
     ft_token_inputs token_inputs;
 } ft_decoder;
 
@@ -69,8 +79,9 @@ FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, in
 /* Activations of a step, [rows, ...]. */
 typedef struct {
     char *x, *residual; /* hidden */
-    char *wide;         /* QKV, then attention's output, then gate and up */
-    char *narrow;       /* queries, then the activation */
+    char *wide;         /* QKV and its gate, then attention's output, then gate and up; `mixed` */
+    char *narrow;       /* queries, then the activation; what recurrent layers `read` */
+    char *beside;       /* what is beside `mixed`: fp32 of `ba`, or gated attention's output */
     char *added;        /* hidden: what a parallel block adds to the stream, what experts say */
     char *inputs;       /* of tokens for all layers */
 } step_space;
@@ -91,14 +102,24 @@ static int find_space(const ft_decoder *decoder, const ft_part *parts, int64_t n
     int64_t width = ft_max(decoder->width, decoder->token_inputs.width);
     int64_t all_inputs = decoder->token_inputs.width * decoder->num_layers;
     most_qkv = ft_max(ft_max(most_qkv, 2 * width), ft_max(all_inputs, decoder->hidden));
+    most_qkv = ft_max(most_qkv, decoder->mixed);
     int64_t hidden = round_up(rows * decoder->hidden * item);
     int64_t wide = round_up(rows * most_qkv * item), inputs = round_up(rows * all_inputs * item);
-    int64_t narrow = round_up(rows * ft_max(most_queries, width) * item);
-    char *memory = ft_scratch(FT_SCRATCH_STEP, (size_t)(3 * hidden + wide + narrow + inputs));
+    int64_t narrow = round_up(rows * ft_max(ft_max(most_queries, width), decoder->read) * item);
+    int64_t beside = decoder->mixed ? round_up(rows * ft_max(most_queries, decoder->ba) * 4) : 0;
+    size_t bytes = (size_t)(3 * hidden + wide + narrow + beside + inputs);
+    char *memory = ft_scratch(FT_SCRATCH_STEP, bytes);
     if (!memory) return -1;
     char *behind = memory + 3 * hidden;
-    *space = (step_space){memory, memory + hidden, behind, behind + wide, memory + 2 * hidden,
-                          behind + wide + narrow};
+    *space = (step_space){
+        .x = memory,
+        .residual = memory + hidden,
+        .wide = behind,
+        .narrow = behind + wide,
+        .beside = behind + wide + narrow,
+        .added = memory + 2 * hidden,
+        .inputs = behind + wide + narrow + beside,
+    };
     return 0;
 }
 
@@ -130,21 +151,50 @@ static const char *add(const step_job *step, const char *x, float factor, const 
     return out;
 }
 
-/* Rows x to what attention adds to the stream, in `out`, which may be x. */
-static int run_attention(const step_job *step, int64_t index, const char *x, char *out) {
+/* Rows x to what `second` takes; NULL when there is no memory. */
+static const char *run_attention(const step_job *step, int64_t index, const char *x) {
     const ft_layer *layer = &step->decoder->layers[index];
     const ft_part *part = &step->parts[layer->part];
     const step_space *space = &step->space;
     int dtype = step->dtype;
-    ft_linear_ahead(layer->o);
-    if (ft_linear(layer->qkv, x, dtype, step->rows, space->wide, dtype)) return -1;
+    int64_t width = layer->turn.gate, stride = layer->first->out_features;
+    char *attended = width ? space->beside : space->wide;
+    ft_linear_ahead(layer->second);
+    if (ft_linear(layer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
     ft_rope_rows(space->wide, space->narrow, part->batch, part->kv, part->heads, layer->kv_layer,
                  &layer->turn);
-    if (ft_attend(space->narrow, space->wide, &step->plans[layer->part], part->batch, part->kv,
+    if (ft_attend(space->narrow, attended, &step->plans[layer->part], part->batch, part->kv,
                   part->heads, layer->kv_layer, &layer->rule))
-        return -1;
+        return NULL;
+    const char *gate = space->wide + (stride - width) * (dtype == FT_BFLOAT16 ? 2 : 4);
+    if (width) ft_gate_rows(attended, gate, stride, step->rows, width, dtype);
+    return attended;
+}
+
+/* The same by the states of the sequences. */
+static const char *run_recurrent(const step_job *step, int64_t index, const char *x) {
+    const ft_layer *layer = &step->decoder->layers[index];
+    const step_space *space = &step->space;
+    int dtype = step->dtype;
+    float *ba = (float *)space->beside;
+    ft_linear_ahead(layer->recurrent->ba);
+    if (ft_linear(layer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
+    ft_linear_ahead(layer->second);
+    if (ft_linear(layer->recurrent->ba, x, dtype, step->rows, ba, FT_FLOAT32)) return NULL;
+    if (ft_run_delta(space->wide, ba, space->narrow, step->parts->batch, &layer->recurrent->rule,
+                     dtype))
+        return NULL;
+    return space->narrow;
+}
+
+/* Rows x to what the mixer adds to the stream, in `out`, which may be x. */
+static int run_mixer(const step_job *step, int64_t index, const char *x, char *out) {
+    const ft_layer *layer = &step->decoder->layers[index];
+    const char *mixed =
+        layer->recurrent ? run_recurrent(step, index, x) : run_attention(step, index, x);
+    if (!mixed) return -1;
     ft_linear_ahead(layer->gate_up);
-    if (ft_linear(layer->o, space->wide, dtype, step->rows, out, dtype)) return -1;
+    if (ft_linear(layer->second, mixed, step->dtype, step->rows, out, step->dtype)) return -1;
     norm_rows(step, out, layer->mixer_out_norm, out);
     return 0;
 }
@@ -161,7 +211,7 @@ static int run_mlp(const step_job *step, int64_t index, const char *x, char *out
         if (ft_linear(layer->gate_up, x, dtype, step->rows, space->wide, dtype)) return -1;
         ft_activate_rows(space->wide, space->narrow, step->rows, layer->down->in_features,
                          &layer->activation, dtype);
-        ft_linear_ahead(index + 1 < step->decoder->num_layers ? layer[1].qkv : NULL);
+        ft_linear_ahead(index + 1 < step->decoder->num_layers ? layer[1].first : NULL);
         if (ft_linear(layer->down, space->narrow, dtype, step->rows, out, dtype)) return -1;
     }
     norm_rows(step, out, layer->mlp_out_norm, out);
@@ -238,7 +288,7 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
     const ft_layer *layer = &step->decoder->layers[index];
     /* In parallel x is read again. */
     char *added = layer->is_parallel ? step->space.added : step->space.x;
-    if (run_attention(step, index, x, added)) return NULL;
+    if (run_mixer(step, index, x, added)) return NULL;
     const ft_norm *norm = layer->is_parallel ? NULL : layer->mlp_norm;
     const char *next = add(step, added, 1.0f, norm, step->space.x);
     if (run_mlp(step, index, layer->is_parallel ? x : next, added)) return NULL;

@@ -12,6 +12,7 @@ from ..base import (
     SILU,
     AttentionWeights,
     DecoderWeights,
+    DeltaWeights,
     ExpertsBeside,
     ExpertWeights,
     ForwardPlan,
@@ -34,6 +35,7 @@ from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
 from .plan import NativePlan, PartStruct
 from .row_passes import NativeRowPasses
+from .state import DeltaStructs, RecurrentStruct
 from .structs import (
     ActivationStruct,
     NormStruct,
@@ -53,8 +55,8 @@ class LayerStruct(ctypes.Structure):
     """``ft_layer`` of step.c."""
 
     _fields_ = (
-        ("qkv", _LINEAR),
-        ("o", _LINEAR),
+        ("first", _LINEAR),
+        ("second", _LINEAR),
         ("gate_up", _LINEAR),
         ("down", _LINEAR),
         ("mixer_norm", _NORM),
@@ -69,6 +71,7 @@ class LayerStruct(ctypes.Structure):
         ("part", _I64),
         ("kv_layer", _I64),
         ("extras", ctypes.POINTER(ExtrasStruct)),
+        ("recurrent", ctypes.POINTER(RecurrentStruct)),
     )
 
 
@@ -82,6 +85,9 @@ class DecoderStruct(ctypes.Structure):
         ("final_norm", _NORM),
         ("hidden", _I64),
         ("width", _I64),
+        ("mixed", _I64),
+        ("ba", _I64),
+        ("read", _I64),
         ("token_inputs", TokenInputsStruct),
     )
 
@@ -94,6 +100,7 @@ class NativeStep:
         self._weights = weights  # alive as long as the structs point into them
         self._structs: list[NormStruct | ExtrasStruct] = []  # likewise
         self._experts: list[ExpertStructs] = []
+        self._deltas: list[DeltaStructs] = []
         layers = (LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
         mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
         width = max((_native(mlp.down).in_features for mlp in mlps), default=0)
@@ -104,12 +111,11 @@ class NativeStep:
             self._lent(weights.final_norm),
             weights.embedding.shape[1],
             width,
+            *_mixed_widths(weights),
             self._token_inputs(weights.token_inputs),
         )
 
     def _layer(self, layer: LayerWeights) -> LayerStruct:
-        mixer = layer.mixer
-        assert isinstance(mixer, AttentionWeights)
         norms = (layer.mixer_norm, layer.mixer_out_norm, layer.mlp_norm, layer.mlp_out_norm)
         gate_up = down = experts = None
         activation = SILU
@@ -118,18 +124,28 @@ class NativeStep:
         else:
             gate_up, down = layer.mlp.linears
             activation = layer.mlp.activation
-        linears = (mixer.qkv, mixer.o, gate_up, down)
+        mixer = layer.mixer
+        attention = mixer if isinstance(mixer, AttentionWeights) else None
+        linears = (*mixer.linears, gate_up, down)
         return LayerStruct(
             *(None if each is None else _pointer(each) for each in linears),
             *map(self._lent, norms),
-            turn_struct(mixer.head_norm, mixer.tables, writes=_writes(mixer)),
-            rule_struct(mixer.window, mixer.cap, mixer.sinks),
+            TurnStruct() if attention is None else _turn(attention),
+            RuleStruct()
+            if attention is None
+            else rule_struct(attention.window, attention.cap, attention.sinks),
             activation_struct(activation),
             layer.is_parallel,
             experts,
-            *mixer.place,
+            *((0, 0) if attention is None else attention.place),
             self._extras(layer.extras),
+            self._recurrent(mixer) if isinstance(mixer, DeltaWeights) else None,
         )
+
+    def _recurrent(self, weights: DeltaWeights) -> object:
+        structs = DeltaStructs(weights)
+        self._deltas.append(structs)
+        return ctypes.pointer(structs.recurrent(_native(weights.ba).struct))
 
     def _mixture(self, weights: ExpertWeights) -> int:
         self._experts.append(ExpertStructs(weights))
@@ -186,6 +202,7 @@ class NativeStep:
         """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError."""
         native = [plan for plan in plans if isinstance(plan, NativePlan)]
         assert len(native) == len(plans)
+        assert native[0].states is not None or not self._deltas  # the C side would read nothing
         plan, parts = native[0], (PartStruct * len(native))(*(plan.part for plan in native))
         token_ids = token_ids.contiguous()
         out = torch.empty((plan.num_rows, self._struct.hidden), dtype=plan.dtype)
@@ -203,8 +220,13 @@ class NativeStep:
 
     def row_passes(
         self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]
-    ) -> NativeRowPasses:
-        """Passes over a pool, with heads and tables of each of its parts."""
+    ) -> NativeRowPasses | None:
+        """Passes over a pool, with heads and tables of each of its parts.
+
+        None of a decoder with recurrent layers: rows have no states there.
+        """
+        if self._deltas:
+            return None
         head, cap = _native(self._weights.lm_head).struct, self._weights.logit_cap or 0.0
         return NativeRowPasses(self._library, self._struct, head, pool, parts, cap=cap)
 
@@ -212,9 +234,24 @@ class NativeStep:
         """Do nothing: the first call is as fast as any."""
 
 
-def _writes(mixer: AttentionWeights) -> bool:
-    """Whether the layer has keys and values of its own: rows of QKV beyond the queries."""
-    return _native(mixer.qkv).out_features > _native(mixer.o).in_features
+def _turn(mixer: AttentionWeights) -> TurnStruct:
+    """How it turns rows; it writes if QKV has keys and values of its own beside the queries."""
+    writes = _native(mixer.qkv).out_features > _native(mixer.o).in_features
+    return turn_struct(mixer.head_norm, mixer.tables, writes=writes, gate=mixer.gate)
+
+
+def _mixed_widths(weights: DecoderWeights) -> tuple[int, int, int]:
+    """The widest rows that recurrent layers, and gated ones, make, as step.c needs memory."""
+    mixers = [layer.mixer for layer in weights.layers]
+    deltas = [mixer for mixer in mixers if isinstance(mixer, DeltaWeights)]
+    gated = [
+        _native(mixer.qkv).out_features
+        for mixer in mixers
+        if isinstance(mixer, AttentionWeights) and mixer.gate
+    ]
+    mixed = max((*gated, *(_native(each.in_proj).out_features for each in deltas)), default=0)
+    ba = max((_native(each.ba).out_features for each in deltas), default=0)
+    return mixed, ba, max((_native(each.out).in_features for each in deltas), default=0)
 
 
 def _pointer(weight: PackedLinear) -> ctypes._Pointer[LinearStruct]:

@@ -35,6 +35,7 @@ class TurnStruct(ctypes.Structure):
         ("k_table", _I64),
         ("writes", _I32),
         ("is_behind", _I32),
+        ("gate", _I64),
     )
 
 
@@ -59,14 +60,17 @@ def norm_struct(norm: Norm) -> NormStruct:
     return NormStruct(norm.weight.data_ptr(), _at(norm.bias), norm.eps, dtype, norm.is_layer)
 
 
-def turn_struct(norm: HeadNorm | None, tables: Tables, *, writes: bool) -> TurnStruct:
+def turn_struct(
+    norm: HeadNorm | None, tables: Tables, *, writes: bool, gate: int = 0
+) -> TurnStruct:
     """How queries and keys are turned, as the kernels take it.
 
-    ``writes``: the rows have keys and values, which go to the pool.
+    ``writes``: the rows have keys and values, which go to the pool. ``gate``: items behind these.
     """
     if norm is None:
-        return TurnStruct(None, 0.0, 0, *tables, writes, 0)
-    return TurnStruct(norm.weight.data_ptr(), norm.eps, norm.whole, *tables, writes, norm.is_behind)
+        return TurnStruct(None, 0.0, 0, *tables, writes, 0, gate)
+    norm_at = norm.weight.data_ptr()
+    return TurnStruct(norm_at, norm.eps, norm.whole, *tables, writes, norm.is_behind, gate)
 
 
 def rule_struct(window: int | None, cap: float | None, sinks: Tensor | None) -> RuleStruct:

@@ -29,6 +29,7 @@ from ..base import (
     Rope,
     Tables,
     capped,
+    gated,
 )
 from ..batch import RaggedBatch
 from ..device import cpu_flags
@@ -201,8 +202,7 @@ class TorchOps:
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
-        # As in `activate`: F.sigmoid rounds the tail of a vector otherwise than its body.
-        return (x.float() / torch.exp(-gate.float()).add_(1.0)).to(x.dtype)
+        return gated(x, gate)
 
     def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
         """The gated delta rule over the states and logs of the plan's pass."""

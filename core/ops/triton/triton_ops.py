@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from math import gcd
 from typing import Literal, NamedTuple
@@ -18,6 +19,7 @@ from ..base import (
     SILU,
     Activation,
     DecoderWeights,
+    DeltaWeights,
     Exactness,
     ExpertWeights,
     ForwardPlan,
@@ -28,10 +30,12 @@ from ..base import (
     Rope,
     Tables,
     capped,
+    gated,
 )
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
+from ..torch.state import run_delta
 from .attention.attention import attend_kernel, merge_kernel
 from .attention.tile_schedule import SPLIT
 from .availability import unsuited_heads
@@ -44,6 +48,7 @@ from .linear.experts import ExpertTables, run_experts
 from .linear.tiled_linear import TiledLinear, pack_tiled, tiled_linear
 from .sampling.sampler import TritonSampler
 
+logger = logging.getLogger(__name__)
 KEYS_TILE = 32  # positions
 ACTIVATION_TILE = 1024  # columns
 PROGRAMS = 4  # of attention, on every multiprocessor
@@ -97,6 +102,12 @@ class TritonOps:
         """One graph per number of rows: all layers, and where rows are few the tokens, too."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
+        if any(isinstance(layer.mixer, DeltaWeights) for layer in weights.layers):
+            make_graph = None
+            logger.warning(
+                "there are no Triton kernels for recurrent layers: torch computes them, one row "
+                "after another, and no CUDA graphs are used"
+            )
         for layer in weights.layers:
             if isinstance(layer.mlp, ExpertWeights):
                 self._tables(layer.mlp)  # not while a graph is captured
@@ -198,6 +209,18 @@ class TritonOps:
             IS_GATED=activation.gated, KIND=activation.kind, LIMIT=activation.limit,
         )  # fmt: skip
         return out
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
+        return gated(x, gate)
+
+    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
+        """The gated delta rule, by torch; not in a graph, which has no batch."""
+        device = _on_device(plan)
+        states = device.geometry.pool.states
+        assert device.batch is not None
+        assert states is not None
+        return run_delta(mixed, ba, weights, device.batch, states)
 
     def experts(
         self,

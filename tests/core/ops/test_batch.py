@@ -7,7 +7,8 @@ from array import array
 import pytest
 from torch import Tensor
 
-from foretoken.core.ops.batch import RaggedBatch, Segment, build_batch
+from foretoken.core.ops.batch import RaggedBatch, Segment, SegmentState, build_batch
+from foretoken.core.ops.state_pool import DRAFT_ROOM
 
 MIN_ROWS = 4
 
@@ -86,3 +87,48 @@ def test_segments_that_cannot_be_computed_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         build(*segments)
+
+
+def stateful(state: SegmentState | None, start: int = 16, count: int = 17) -> RaggedBatch:
+    """A segment with that state beside one with slot and log 0."""
+    first = Segment([1], 0, array("q", [0]), 0, state=SegmentState(0, 0, 1))
+    second = Segment(range(count), start, array("q", range(5)), 0, state=state)
+    return build(first, second, page_size=16)
+
+
+def test_states_of_segments_are_arrays_of_the_batch() -> None:
+    batch = stateful(SegmentState(3, 1, 33, ((16, 4), (32, 2))))
+    assert batch.states is not None
+    assert batch.states.slots.tolist() == [0, 3]
+    assert batch.states.logs.tolist() == [0, 1]
+    assert batch.states.final_stops.tolist() == [1, 33]
+    assert batch.states.keep_counts.tolist() == [0, 2]
+    assert batch.states.keeps.tolist() == [[16, 4], [32, 2]]
+    assert build(Segment([1], 0, array("q", [0]), 0)).states is None
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (None, "either every segment"),
+        (SegmentState(0, 1, 33), "written for one segment"),
+        (SegmentState(3, 0, 33), "written for one segment"),
+        (SegmentState(3, 1, 33, ((32, 0),)), "written for one segment"),
+        (SegmentState(3, 1, 33, ((32, 3),)), "written for one segment"),
+        (SegmentState(3, 1, 16), "a row that is final"),
+        (SegmentState(3, 1, 34), "a row that is final"),
+        (SegmentState(3, 1, 31, ((32, 4),)), "kept at 32: not a page end from 16 to 31"),
+        (SegmentState(3, 1, 33, ((24, 4),)), "kept at 24"),
+        (SegmentState(3, 1, 33, ((32, 4), (16, 2))), "kept at 16: not a page end from 33"),
+        (SegmentState(3, 1, 33, ((0, 4),)), "kept at 0"),
+    ],
+)
+def test_states_that_cannot_be_written_are_refused(state: SegmentState | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        stateful(state)
+
+
+def test_more_drafts_than_a_log_has_room_for_are_refused() -> None:
+    stateful(SegmentState(3, 1, 17), count=1 + DRAFT_ROOM)
+    with pytest.raises(ValueError, match=f"at most {DRAFT_ROOM} drafts"):
+        stateful(SegmentState(3, 1, 17), count=2 + DRAFT_ROOM)

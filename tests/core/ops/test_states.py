@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.ops.base import DeltaShape, Ops
-from foretoken.core.ops.native import native_library
+from foretoken.core.ops.base import (
+    AttentionWeights,
+    DecoderWeights,
+    DeltaShape,
+    HeadLayout,
+    HeadNorm,
+    LayerWeights,
+    MlpWeights,
+    Norm,
+    Ops,
+    PackedLinear,
+)
+from foretoken.core.ops.batch import NOTHING_MORE, Segment, SegmentState, build_batch
+from foretoken.core.ops.kv_pool import KvPlace, KVPool
+from foretoken.core.ops.layers import run_layers
+from foretoken.core.ops.native import Variant, native_library
 from foretoken.core.ops.native.native_ops import NativeOps
-from foretoken.core.ops.state_pool import DRAFT_ROOM
+from foretoken.core.ops.state_pool import DRAFT_ROOM, StatePool, bytes_per_log, bytes_per_slot
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from support.delta_fixture import SHAPE, Rows, Sequences, make_weights
 from support.native_variants import every_variant
+from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH = 150
@@ -27,7 +44,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=["torch"])
+@pytest.fixture(params=["torch", *every_variant()])
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     torch.manual_seed(0)
     if request.param == "torch":
@@ -150,6 +167,172 @@ def test_a_rejected_draft_over_page_ends_moves_no_state(ops: Ops) -> None:
     assert torch.equal(sequences.states.slots, before)
 
 
+class Mixers:
+    """A recurrent layer, then one of gated attention, and passes over a pool of both."""
+
+    HEADS = HeadLayout(2, 1, 16, 0.25)
+
+    def __init__(self, ops: Ops, dtype: torch.dtype) -> None:
+        self.ops, self.dtype = ops, dtype
+        delta = make_weights()
+        shape, hidden, values = delta.shape, 32, 4 * 40
+        delta = replace(
+            delta,
+            in_proj=self.matrix(shape.conv_channels + values, hidden),
+            ba=self.matrix(2 * shape.num_value_heads, hidden),
+            out=self.matrix(hidden, values),
+        )
+        attention = AttentionWeights(
+            qkv=self.matrix((2 + 1 + 1 + 2) * 16, hidden),
+            head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
+            o=self.matrix(hidden, 2 * 16),
+            window=None,
+            place=KvPlace(0, 0),
+            gate=2 * 16,
+        )
+        layers = tuple(
+            LayerWeights(
+                mixer_norm=self.norm(hidden),
+                mixer=mixer,
+                mlp_norm=self.norm(hidden),
+                mlp=MlpWeights(self.matrix(2 * 48, hidden), self.matrix(hidden, 48)),
+                mixer_out_norm=self.norm(hidden) if mixer is delta else None,
+            )
+            for mixer in (delta, attention)
+        )
+        embedding = torch.randn(50, hidden).to(dtype)
+        self.weights = DecoderWeights(embedding, layers, self.norm(hidden), self.matrix(50, hidden))
+
+    def matrix(self, out_features: int, in_features: int) -> PackedLinear:
+        return self.ops.pack_linear(torch.randn(out_features, in_features).to(self.dtype) / 4)
+
+    def norm(self, width: int) -> Norm:
+        return Norm((torch.rand(width) + 0.5).to(self.dtype), 1e-6)
+
+    def pool(self) -> KVPool:
+        states = StatePool(2, 1, [SHAPE.state], page_size=16, dtype=self.dtype, device="cpu")
+        return KVPool(
+            8, num_layers=1, num_kv_heads=1, head_dim=16, page_size=16,
+            dtype=self.dtype, device="cpu", states=states,
+        )  # fmt: skip
+
+    def run(
+        self, pool: KVPool, start: int, count: int, num_drafts: int, *, at_once: bool
+    ) -> Tensor:
+        stop = start + count
+        tokens = [(7 * position) % 50 for position in range(start, stop)] + [3] * num_drafts
+        state = SegmentState(0, 0, stop)
+        segment = Segment(tokens, start, array("q", range(8)), 0, state=state)
+        batch = build_batch([segment], page_size=16, device="cpu", min_rows=self.ops.min_rows)
+        plan = self.ops.plan(batch, pool, self.HEADS, Turns(torch.ones(8) / 7))
+        if not at_once:
+            return run_layers(self.ops, self.weights, batch.token_ids, [plan]).hidden[:count]
+        compiled = self.ops.compile_forward(self.weights)
+        assert compiled is not None
+        return compiled(batch.token_ids, [plan], NOTHING_MORE).hidden[:count]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_of_both_mixers_has_the_same_bits_in_any_cut(
+    dtype: torch.dtype, ops: Ops
+) -> None:
+    """Natively in one call, too."""
+    mixers = Mixers(ops, dtype)
+    pool = mixers.pool()
+    expected = torch.cat([mixers.run(pool, at, 1, 0, at_once=False) for at in range(100)])
+    assert expected.isfinite().all()
+    for seed, at_once in ((0, False), (1, isinstance(ops, NativeOps))):
+        pool, cuts = mixers.pool(), random_cuts(random.Random(seed), 100)
+        found = [mixers.run(pool, *cut, at_once=at_once) for cut in cuts]
+        assert torch.equal(torch.cat(found), expected)
+
+
+def test_native_threads_change_no_bits() -> None:
+    library = native_library()
+    if library is None:
+        pytest.skip("no native kernels on this machine")
+    sequences = Sequences(NativeOps(library), [make_weights()], length=LENGTH, count=2)
+    expected = sequences.one_by_one(1)
+    library.set_threads(3)
+    try:
+        for seed in range(4):
+            sequences.reset()
+            cuts = list(random_cuts(random.Random(seed)))
+            both = [sequences.run(Rows(0, *cut), Rows(1, *cut))[1] for cut in cuts]
+            assert torch.equal(torch.cat(both), expected)
+    finally:
+        library.set_threads(1)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("variant", every_variant())
+def test_native_kernels_agree_with_the_oracle(variant: Variant, name: str) -> None:
+    library = native_library(variant)
+    if library is None:
+        pytest.skip("no native kernels on this machine")
+    torch.manual_seed(1)
+    weights = [make_weights(SHAPES[name])]
+    oracle, native = (
+        Sequences(ops, weights, length=70) for ops in (TorchOps(), NativeOps(library))
+    )
+    expected, found = (each.run(Rows(0, 0, 70))[0] for each in (oracle, native))
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+    for ours, theirs in zip(native.states.slot(0, 0), oracle.states.slot(0, 0), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
+    assert native.states.at[0].tolist() == [64]
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_the_layer_is_that_of_qwen3_next(ratio: int, ops: Ops) -> None:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    config = Qwen3NextConfig(
+        hidden_size=48,
+        num_hidden_layers=1,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2 * ratio,
+        linear_key_head_dim=24,
+        linear_value_head_dim=40,
+        linear_conv_kernel_dim=4,
+        layer_types=["linear_attention"],
+    )
+    layer = Qwen3NextGatedDeltaNet(config, 0).float().eval()
+    layer.norm.weight.data.uniform_(0.5, 1.5)
+    layer.dt_bias.data.normal_()
+    shape = DeltaShape(2, 2 * ratio, key_dim=24, value_dim=40, conv_len=4)
+    weights = replace(
+        make_weights(shape),
+        conv=layer.conv1d.weight.data.squeeze(1),
+        decay=-layer.A_log.data.exp(),
+        dt_bias=layer.dt_bias.data,
+        norm=layer.norm.weight.data,
+        norm_eps=config.rms_norm_eps,
+    )
+    x = torch.randn(1, 90, 48)
+    with torch.no_grad():
+        expected = layer(x)[0]
+        q, k, v, z, b, a = layer.fix_query_key_value_ordering(
+            layer.in_proj_qkvz(x), layer.in_proj_ba(x)
+        )
+    sequences = Sequences(ops, [weights], length=90)
+    sequences.mixed = torch.cat([each.flatten(2) for each in (q, k, v, z)], dim=2)
+    sequences.ba = torch.cat((b, a), dim=2)
+    (found,) = sequences.run(Rows(0, 0, 90))
+    torch.testing.assert_close(layer.out_proj(found).detach(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_weighs_by_its_sigmoid(dtype: torch.dtype, ops: Ops) -> None:
+    x, gate = (torch.randn(9, 50).to(dtype) for _ in range(2))
+    found = ops.gate(x, gate)
+    expected = (x.double() * gate.double().sigmoid()).to(dtype)
+    torch.testing.assert_close(
+        found, expected, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 8e-3
+    )
+    assert torch.equal(ops.gate(x[3:5], gate[3:5]), found[3:5])
+
+
 def test_states_that_stand_behind_a_pass_are_refused(ops: Ops) -> None:
     sequences = Sequences(ops, [make_weights()], length=100)
     sequences.run(Rows(0, 0, 40))
@@ -157,3 +340,40 @@ def test_states_that_stand_behind_a_pass_are_refused(ops: Ops) -> None:
         sequences.run(Rows(0, 31, 1))
     with pytest.raises(ValueError, match="does not reach the rows from 81 on"):
         sequences.run(Rows(0, 81, 1))
+
+
+def test_a_slot_is_one_blob_that_is_copied_with_its_position_and_reset() -> None:
+    shapes = [SHAPE.state, SHAPES["real"].state]
+    states = StatePool(3, 2, shapes, page_size=16, dtype=torch.bfloat16, device="cpu")
+    assert states.bytes_per_slot == bytes_per_slot(shapes, torch.bfloat16)
+    assert states.bytes_per_log == bytes_per_log(shapes, torch.bfloat16, page_size=16)
+    assert states.num_bytes == 3 * states.bytes_per_slot + 2 * states.bytes_per_log
+    states.slots[0] = 17
+    states.at[0] = torch.tensor([32, 16])
+    states.copy_slot(0, 2)
+    assert torch.equal(states.slots[2], states.slots[0])
+    assert states.at.tolist() == [[32, 16], [0, 0], [32, 16]]
+    assert not states.slots[1].any()
+    states.reset(2)
+    assert not states.slots[2].any()
+    assert states.at[2].tolist() == [0, 0]
+
+
+def test_fields_of_slots_and_logs_do_not_overlap() -> None:
+    shapes = [SHAPES["three taps"].state, SHAPE.state]
+    states = StatePool(1, 1, shapes, page_size=32, dtype=torch.float32, device="cpu")
+    views = [
+        *(states.slot(0, layer) for layer in (0, 1)),
+        *(states.log(0, layer) for layer in (0, 1)),
+    ]
+    fields = [field for view in views for field in view]
+    for number, field in enumerate(fields):
+        field.fill_(number + 1)
+    assert all(bool((field == number + 1).all()) for number, field in enumerate(fields))
+
+
+def test_pages_of_other_sizes_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="pages of 8 tokens: recurrent states need one of 16, 32, 64"
+    ):
+        StatePool(1, 1, [SHAPE.state], page_size=8, dtype=torch.float32, device="cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...base import HeadLayout, Rope
-from ...batch import RaggedBatch
+from ...batch import RaggedBatch, pass_states
 from ...kv_pool import KVPool
 from ..attention.tile_schedule import KV_SPLIT_GROUP, TileSchedule, build_tile_schedule
 from ..graph_inputs import GraphInputs
@@ -133,12 +133,17 @@ class DevicePlan:
     works: Mapping[int | None, Sequence[Work]]  # by window; parts to be computed in turn
     partial_sums: PartialSums
     turns: Turns
+    batch: RaggedBatch | None = None  # of a pass outside of graphs
 
 
 class TritonPlan:
-    """A pass as the host has it. `on_device` copies it to the device."""
+    """A pass as the host has it. `on_device` copies it to the device.
+
+    Raises ValueError as `pass_states` does.
+    """
 
     def __init__(self, batch: RaggedBatch, geometry: Geometry) -> None:
+        pass_states(batch, geometry.pool.states)
         self.batch = batch
         self.geometry = geometry
         self._work_lists: dict[int | None, TileSchedule] = {}
@@ -209,7 +214,8 @@ class TritonPlan:
         take_device_tokens(self.batch, graph_inputs.device)
         kinds = {window: [Kinds.of(work) for work in each] for window, each in parts.items()}
         turns = self.geometry.turns(self.last_stop)
-        return device_plan(self.geometry, graph_inputs, kinds, partial_sums, turns)
+        plan = device_plan(self.geometry, graph_inputs, kinds, partial_sums, turns)
+        return replace(plan, batch=self.batch)
 
 
 def device_plan(

@@ -1,0 +1,563 @@
+/* The gated delta rule (arXiv 2412.06464), a page after the other.
+ *
+ * With S the state of a page's start, c the sum of log decays since then, and s the page's rows before:
+ *     u_t = beta_t (v_t - e^c_t S^T k_t - sum e^(c_t - c_s) (k_s k_t) u_s)
+ *     o_t = e^c_t S^T q_t + sum e^(c_t - c_s) (k_s q_t) u_s + (k_t q_t) u_t
+ * and S of the next page, n being the last row, is e^c_n S + sum e^(c_n - c_s) k_s u_s^T.
+ *
+ * A task is a segment and a head. Each sum is one chain in the order of key_dim, or of rows; how many
+ * rows share a load of S changes no bits.
+ */
+#include "state.h"
+
+#include "vector.h"
+
+#include <stdatomic.h>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+enum { LEAST_WORK = 1 << 16 }; /* products that make a task worth another thread */
+#define LENGTH_EPS 1e-6f       /* of queries and keys */
+
+/* How many rows and vectors of a product are summed at once, as registers allow. */
+#if defined(FT_AVX512)
+enum { BLOCK_ROWS = 6, BLOCK_VECTORS = 2, WIDE_VECTORS = 4 };
+#else
+enum { BLOCK_ROWS = 6, BLOCK_VECTORS = 1, WIDE_VECTORS = 2 };
+#endif
+
+/* Scratch memory of a task; rows are padded to whole vectors, key_dim and value_dim each. */
+typedef struct {
+    float *x;       /* [page, 2, keys] keys and queries of the page's rows */
+    float *weighed; /* [page, keys] keys, times what decay leaves of them */
+    float *u;       /* [page, values] values, then u */
+    float *read;    /* [page, 2, values] what S gives for x */
+    float *c, *beta; /* [page] */
+    float *own;     /* [key_dim, values] S where a slot's rows are not whole vectors */
+    float *draft;   /* [key_dim, values] S behind the last final row */
+} delta_space;
+
+typedef struct {
+    const char *mixed;
+    const float *ba;
+    char *out;
+    const ft_batch *batch;
+    const ft_states *states;
+    const ft_delta *delta;
+    int dtype;
+    int64_t channels;
+    int64_t keys, values; /* padded */
+    delta_space *spaces;
+    atomic_flag *taken; /* of the spaces */
+} delta_job;
+
+/* A segment in one head. */
+typedef struct {
+    const delta_job *job;
+    delta_space *space;
+    int64_t segment, head;
+    int64_t start, stop, final_stop, at; /* positions; where S stood */
+    char *log;
+} delta_task;
+
+static int64_t item_of(const delta_job *job) { return job->dtype == FT_BFLOAT16 ? 2 : 4; }
+
+/* -- slots and logs --------------------------------------------------------------------------- */
+
+static char *slot_field(const delta_job *job, int64_t slot, int field) {
+    const ft_states *states = job->states;
+    int64_t at = states->slot_fields[job->delta->layer * FT_SLOT_FIELDS + field];
+    return states->slots + slot * states->slot_bytes + at;
+}
+
+static char *log_field(const delta_job *job, int64_t log, int field) {
+    const ft_states *states = job->states;
+    int64_t at = states->log_fields[job->delta->layer * FT_LOG_FIELDS + field];
+    return states->logs + log * states->log_bytes + at;
+}
+
+static int64_t *position_of(const delta_job *job, int64_t slot) {
+    return job->states->at + slot * job->states->num_layers + job->delta->layer;
+}
+
+static float *state_of(const delta_task *task, int64_t slot) {
+    const ft_delta *delta = task->job->delta;
+    float *states = (float *)slot_field(task->job, slot, FT_SLOT_STATE);
+    return states + task->head * delta->key_dim * delta->value_dim;
+}
+
+/* Rows of `width` items between memory without padding and memory with it. */
+static void copy_rows(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows,
+                      int64_t width) {
+    for (int64_t row = 0; row < rows; row++)
+        memcpy(to + row * to_step, from + row * from_step, (size_t)width * sizeof *to);
+}
+
+static void store_state(const delta_task *task, const float *state, int64_t slot) {
+    const ft_delta *delta = task->job->delta;
+    float *to = state_of(task, slot);
+    if (to == state) return;
+    copy_rows(state, task->job->values, to, delta->value_dim, delta->key_dim, delta->value_dim);
+}
+
+/* An entry's k, u or c in the log: `width` items of a position. */
+static float *entry(const delta_task *task, int field, int64_t position, int64_t width) {
+    const ft_states *states = task->job->states;
+    float *all = (float *)log_field(task->job, states->log_of[task->segment], field);
+    return all + (task->head * states->ring + position % states->ring) * width;
+}
+
+/* Entries of positions [first, stop) of the page at `base`, from the log. */
+static void load_entries(const delta_task *task, int64_t base, int64_t first, int64_t stop) {
+    const delta_job *job = task->job;
+    const delta_space *space = task->space;
+    int64_t key_dim = job->delta->key_dim, value_dim = job->delta->value_dim;
+    for (int64_t position = first; position < stop; position++) {
+        int64_t row = position - base;
+        memcpy(space->x + 2 * row * job->keys, entry(task, FT_LOG_K, position, key_dim),
+               (size_t)key_dim * 4);
+        memcpy(space->u + row * job->values, entry(task, FT_LOG_U, position, value_dim),
+               (size_t)value_dim * 4);
+        space->c[row] = *entry(task, FT_LOG_C, position, 1);
+    }
+}
+
+static void store_entries(const delta_task *task, int64_t base, int64_t first, int64_t stop) {
+    const delta_job *job = task->job;
+    const delta_space *space = task->space;
+    int64_t key_dim = job->delta->key_dim, value_dim = job->delta->value_dim;
+    for (int64_t position = first; position < stop; position++) {
+        int64_t row = position - base;
+        memcpy(entry(task, FT_LOG_K, position, key_dim), space->x + 2 * row * job->keys,
+               (size_t)key_dim * 4);
+        memcpy(entry(task, FT_LOG_U, position, value_dim), space->u + row * job->values,
+               (size_t)value_dim * 4);
+        *entry(task, FT_LOG_C, position, 1) = space->c[row];
+    }
+}
+
+/* -- inputs: convolution, length, gates -------------------------------------------------------- */
+
+/* The input of a position that a row of the segment reads: of the pass, of the log or of the tail. */
+static const char *input_at(const delta_job *job, int64_t segment, int64_t at, int64_t position) {
+    const ft_states *states = job->states;
+    int64_t item = item_of(job), start = job->batch->starts[segment];
+    int64_t bytes = job->channels * item;
+    if (position >= start) {
+        int64_t row = job->batch->first_rows[segment] + position - start;
+        return job->mixed + row * (bytes + job->delta->num_heads * job->delta->value_dim * item);
+    }
+    if (position >= at)
+        return log_field(job, states->log_of[segment], FT_LOG_INPUTS) +
+               position % states->ring * bytes;
+    int64_t index = position - at + job->delta->num_taps - 1;
+    return slot_field(job, states->slot_of[segment], FT_SLOT_TAIL) + index * bytes;
+}
+
+/* `width` channels from `first` on: taps in their order, then silu. Zeros behind them. */
+FT_INLINE void convolve(const ft_delta *delta, int64_t channels, const char *const *inputs,
+                        int64_t first, int64_t width, float *out, int dtype) {
+    for (int64_t i = 0; i < width; i += FT_WIDTH) {
+        int64_t n = width - i;
+        const float *taps = delta->taps + first + i;
+        ft_vec sum = v_mul(v_get(inputs[0], first + i, n, dtype), v_load_n(taps, n));
+        for (int64_t tap = 1; tap < delta->num_taps; tap++)
+            sum = v_fma(v_get(inputs[tap], first + i, n, dtype), v_load_n(taps + tap * channels, n),
+                        sum);
+        v_store(out + i, v_silu(sum));
+    }
+}
+
+/* A head of `keys` items, those behind key_dim 0, divided by its length and times `factor`. */
+static void to_length(float *x, int64_t keys, float factor) {
+    ft_vec squares = v_set(0.0f);
+    for (int64_t i = 0; i < keys; i += FT_WIDTH) {
+        ft_vec value = v_load(x + i);
+        squares = v_fma(value, value, squares);
+    }
+    ft_vec scale = v_set(factor / sqrtf(v_sum(squares) + LENGTH_EPS));
+    for (int64_t i = 0; i < keys; i += FT_WIDTH) v_store(x + i, v_mul(v_load(x + i), scale));
+}
+
+static float exp_one(float x) {
+    float at[FT_WIDTH];
+    v_store(at, v_exp(v_set(x)));
+    return at[0];
+}
+
+/* Key, query, value, beta and c of one row of the page at `base`. */
+static void read_inputs(const delta_task *task, int64_t base, int64_t position) {
+    const delta_job *job = task->job;
+    const delta_space *space = task->space;
+    const ft_delta *delta = job->delta;
+    int64_t row = position - base, heads = delta->num_heads, num_taps = delta->num_taps;
+    int64_t key_head = delta->is_tiled ? task->head % delta->num_key_heads
+                                       : task->head / (heads / delta->num_key_heads);
+    int64_t query_at = key_head * delta->key_dim, keys_width = delta->num_key_heads * delta->key_dim;
+    int64_t value_at = 2 * keys_width + task->head * delta->value_dim;
+    const char *inputs[FT_MAX_TAPS];
+    for (int64_t tap = 0; tap < num_taps; tap++)
+        inputs[tap] = input_at(job, task->segment, task->at, position - num_taps + 1 + tap);
+    float *key = space->x + 2 * row * job->keys, *query = key + job->keys;
+    float *value = space->u + row * job->values;
+    int64_t firsts[] = {keys_width + query_at, query_at, value_at};
+    int64_t widths[] = {delta->key_dim, delta->key_dim, delta->value_dim};
+    float *outs[] = {key, query, value};
+    for (int i = 0; i < 3; i++)
+        if (job->dtype == FT_BFLOAT16)
+            convolve(delta, job->channels, inputs, firsts[i], widths[i], outs[i], FT_BFLOAT16);
+        else
+            convolve(delta, job->channels, inputs, firsts[i], widths[i], outs[i], FT_FLOAT32);
+    to_length(key, job->keys, 1.0f);
+    to_length(query, job->keys, 1.0f / sqrtf((float)delta->key_dim));
+    const float *ba = job->ba + (job->batch->first_rows[task->segment] + position - task->start) * 2 * heads;
+    float x = ba[heads + task->head] + delta->dt_bias[task->head];
+    float softplus = log1pf(exp_one(-fabsf(x))) + (x > 0.0f ? x : 0.0f);
+    space->beta[row] = 1.0f / (1.0f + exp_one(-ba[task->head]));
+    space->c[row] = delta->decay[task->head] * softplus + (row ? space->c[row - 1] : 0.0f);
+}
+
+/* -- products ---------------------------------------------------------------------------------- */
+
+/* out[r] = scale * from[r] + sum over t of left(r, t) * right[t], of which each is one chain. */
+typedef struct {
+    const float *left; /* (r, t) is at r * left_row + t * left_term */
+    int64_t left_row, left_term;
+    const float *right; /* [terms, width] */
+    int64_t terms;
+    const float *from; /* or NULL: nothing */
+    float scale;
+    float *out;
+    int64_t width; /* of right, from and out, whole vectors */
+} product;
+
+FT_INLINE void multiply_block(const product *p, int64_t row, int64_t column, int rows, int vectors) {
+    ft_vec sums[BLOCK_ROWS][WIDE_VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) {
+            int64_t at = (row + r) * p->width + column + v * FT_WIDTH;
+            sums[r][v] = p->from ? v_mul(v_load(p->from + at), v_set(p->scale)) : v_set(0.0f);
+        }
+    const float *left = p->left + row * p->left_row, *right = p->right + column;
+    for (int64_t t = 0; t < p->terms; t++, left += p->left_term, right += p->width) {
+        ft_vec loaded[WIDE_VECTORS];
+        for (int v = 0; v < vectors; v++) loaded[v] = v_load(right + v * FT_WIDTH);
+        for (int r = 0; r < rows; r++) {
+            ft_vec factor = v_set(left[r * p->left_row]);
+            for (int v = 0; v < vectors; v++) sums[r][v] = v_fma(factor, loaded[v], sums[r][v]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++)
+            v_store(p->out + (row + r) * p->width + column + v * FT_WIDTH, sums[r][v]);
+}
+
+FT_INLINE void multiply_column(const product *p, int64_t rows, int64_t column, int vectors) {
+    int64_t row = 0;
+    for (; row + BLOCK_ROWS <= rows; row += BLOCK_ROWS)
+        multiply_block(p, row, column, BLOCK_ROWS, vectors);
+    switch (rows - row) {
+    case 1: multiply_block(p, row, column, 1, vectors); break;
+    case 2: multiply_block(p, row, column, 2, vectors); break;
+    case 3: multiply_block(p, row, column, 3, vectors); break;
+    case 4: multiply_block(p, row, column, 4, vectors); break;
+    case 5: multiply_block(p, row, column, 5, vectors); break;
+    }
+}
+
+static void multiply(const product *p, int64_t rows) {
+    int64_t column = 0, step = BLOCK_VECTORS * FT_WIDTH, wide = WIDE_VECTORS * FT_WIDTH;
+    if (rows == 2) /* key and query of a decoding row: more columns, so that as many sums run */
+        for (; column + wide <= p->width; column += wide)
+            multiply_block(p, 0, column, 2, WIDE_VECTORS);
+    for (; column + step <= p->width; column += step) multiply_column(p, rows, column, BLOCK_VECTORS);
+    for (; column < p->width; column += FT_WIDTH) multiply_column(p, rows, column, 1);
+}
+
+static float dot(const float *x, const float *y, int64_t width) {
+    ft_vec sum = v_set(0.0f);
+    for (int64_t i = 0; i < width; i += FT_WIDTH) sum = v_fma(v_load(x + i), v_load(y + i), sum);
+    return v_sum(sum);
+}
+
+/* What is left at row `row` of the rows before it: e^(c_row - c_s). Room for a page. */
+static void find_decays(const float *c, int64_t row, float *out) {
+    ft_vec last = v_set(c[row]);
+    for (int64_t s = 0; s < row; s += FT_WIDTH)
+        v_store(out + s, v_exp(v_sub(last, v_load(c + s))));
+}
+
+/* -- rows of a page ---------------------------------------------------------------------------- */
+
+/* Adds factor[s] * u[s], s from 0, to `scale` times what S gave; `row` rows of them. */
+FT_INLINE ft_vec gather(const float *read, float scale, const float *factors, const float *u,
+                        int64_t row, int64_t values) {
+    ft_vec sum = v_mul(v_load(read), v_set(scale));
+    for (int64_t s = 0; s < row; s++) sum = v_fma(v_set(factors[s]), v_load(u + s * values), sum);
+    return sum;
+}
+
+/* u and o of one row; o in the place of what S gave for its query. */
+static void run_row(const delta_task *task, int64_t row) {
+    const delta_space *space = task->space;
+    int64_t keys = task->job->keys, values = task->job->values;
+    const float *key = space->x + 2 * row * keys, *query = key + keys;
+    float *read_key = space->read + 2 * row * values, *out = read_key + values;
+    float for_key[FT_MAX_STATE_PAGE], for_query[FT_MAX_STATE_PAGE];
+    float decays[FT_MAX_STATE_PAGE];
+    find_decays(space->c, row, decays);
+    for (int64_t s = 0; s < row; s++) {
+        for_key[s] = decays[s] * dot(space->x + 2 * s * keys, key, keys);
+        for_query[s] = decays[s] * dot(space->x + 2 * s * keys, query, keys);
+    }
+    float left = exp_one(space->c[row]), own = dot(key, query, keys);
+    for (int64_t i = 0; i < values; i += FT_WIDTH) {
+        float *u = space->u + row * values + i;
+        ft_vec known = gather(read_key + i, left, for_key, space->u + i, row, values);
+        ft_vec sum = gather(out + i, left, for_query, space->u + i, row, values);
+        ft_vec added = v_mul(v_set(space->beta[row]), v_sub(v_load(u), known));
+        v_store(u, added);
+        v_store(out + i, v_fma(v_set(own), added, sum));
+    }
+}
+
+/* The norm of a head's output, times silu(z), into out. */
+FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_row, int dtype) {
+    const delta_job *job = task->job;
+    const ft_delta *delta = job->delta;
+    int64_t width = delta->value_dim, all = delta->num_heads * width, item = item_of(job);
+    const char *z = job->mixed + (batch_row * (job->channels + all) + job->channels) * item;
+    char *out = job->out + batch_row * all * item;
+    ft_vec squares = v_set(0.0f);
+    for (int64_t i = 0; i < width; i += FT_WIDTH) {
+        ft_vec value = v_load_n(read + i, width - i);
+        squares = v_fma(value, value, squares);
+    }
+    ft_vec inverse = v_set(1.0f / sqrtf(v_sum(squares) / (float)width + delta->eps));
+    for (int64_t i = 0; i < width; i += FT_WIDTH) {
+        int64_t n = width - i, at = task->head * width + i;
+        ft_vec normed = v_mul(v_mul(v_load(read + i), inverse), v_load_n(delta->norm + i, n));
+        v_put(out, at, v_mul(normed, v_silu(v_get(z, at, n, dtype))), n, dtype);
+    }
+}
+
+/* Rows [first, stop) of the page at `base`, whose state is S. */
+static void run_rows(const delta_task *task, const float *state, int64_t base, int64_t first,
+                     int64_t stop) {
+    const delta_job *job = task->job;
+    const delta_space *space = task->space;
+    int64_t row = first - base, count = stop - first;
+    for (int64_t position = first; position < stop; position++) read_inputs(task, base, position);
+    product reads = {.left = space->x + 2 * row * job->keys, .left_row = job->keys, .left_term = 1,
+                     .right = state, .terms = job->delta->key_dim,
+                     .out = space->read + 2 * row * job->values, .width = job->values};
+    multiply(&reads, 2 * count);
+    for (int64_t i = 0; i < count; i++, row++) {
+        run_row(task, row);
+        const float *read = space->read + (2 * row + 1) * job->values;
+        int64_t batch_row = job->batch->first_rows[task->segment] + first + i - task->start;
+        if (job->dtype == FT_BFLOAT16) put_row(task, read, batch_row, FT_BFLOAT16);
+        else put_row(task, read, batch_row, FT_FLOAT32);
+    }
+}
+
+/* S of the next page, of a full one whose entries are in the scratch memory. */
+static void fold(const delta_task *task, const float *state, float *out) {
+    const delta_job *job = task->job;
+    const delta_space *space = task->space;
+    int64_t page = job->states->page_size, keys = job->keys;
+    float decays[FT_MAX_STATE_PAGE];
+    find_decays(space->c, page - 1, decays);
+    decays[page - 1] = 1.0f;
+    for (int64_t s = 0; s < page; s++)
+        for (int64_t i = 0; i < keys; i += FT_WIDTH)
+            v_store(space->weighed + s * keys + i,
+                    v_mul(v_set(decays[s]), v_load(space->x + 2 * s * keys + i)));
+    product folded = {.left = space->weighed, .left_row = 1, .left_term = keys, .right = space->u,
+                      .terms = page, .from = state, .scale = exp_one(space->c[page - 1]), .out = out,
+                      .width = job->values};
+    multiply(&folded, job->delta->key_dim);
+}
+
+/* -- the walk of a segment ----------------------------------------------------------------------- */
+
+/* The slot that keeps the state at a position; -1: none does. */
+static int64_t keeper_of(const delta_job *job, int64_t segment, int64_t position) {
+    const ft_states *states = job->states;
+    for (int64_t i = states->first_keeps[segment]; i < states->first_keeps[segment + 1]; i++)
+        if (states->keeps[2 * i] == position) return states->keeps[2 * i + 1];
+    return -1;
+}
+
+/* Where S of a segment's slot stands behind a pass: at the start of the last final row's page. */
+static int64_t moved_to(const delta_job *job, int64_t segment) {
+    int64_t page = job->states->page_size;
+    return (job->states->final_stops[segment] - 1) / page * page;
+}
+
+/* S as the products take it: a slot's own memory where its rows are whole vectors. */
+static float *load_state(const delta_task *task, float *slot_state) {
+    const delta_job *job = task->job;
+    const ft_delta *delta = job->delta;
+    if (job->values == delta->value_dim) return slot_state;
+    copy_rows(slot_state, delta->value_dim, task->space->own, job->values, delta->key_dim,
+              delta->value_dim);
+    return task->space->own;
+}
+
+static void run_task(const delta_task *task) {
+    const delta_job *job = task->job;
+    int64_t page = job->states->page_size, moved = moved_to(job, task->segment);
+    int64_t slot = job->states->slot_of[task->segment], base = task->at;
+    float *own = load_state(task, state_of(task, slot)), *state = own;
+    for (; base + page <= task->start; base += page) {
+        load_entries(task, base, base, base + page);
+        fold(task, own, own);
+    }
+    int64_t keeper = keeper_of(job, task->segment, task->start);
+    if (keeper >= 0) store_state(task, own, keeper);
+    load_entries(task, base, base, task->start);
+    for (int64_t first = task->start, end; first < task->stop; first = end) {
+        end = ft_min(base + page, task->stop);
+        run_rows(task, state, base, first, end);
+        store_entries(task, base, ft_max(first, ft_min(moved, end)), end);
+        if (end < base + page) break;
+        keeper = keeper_of(job, task->segment, end);
+        if (end == task->stop && keeper < 0) break;
+        float *next = end <= moved ? own : task->space->draft;
+        fold(task, state, next);
+        if (keeper >= 0) store_state(task, next, keeper);
+        state = next;
+        base = end;
+    }
+    store_state(task, own, slot);
+}
+
+/* At most as many pieces run at once as there are threads, so one of the spaces is free. */
+static int64_t take_space(const delta_job *job) {
+    for (int64_t index = 0;; index = (index + 1) % ft_num_threads())
+        if (!atomic_flag_test_and_set(&job->taken[index])) return index;
+}
+
+/* Numbers too small to be normal become 0: they are many where decay is fast, and slow. */
+static void delta_piece(void *context, int64_t begin, int64_t end) {
+    const delta_job *job = context;
+    const int64_t heads = job->delta->num_heads, space = take_space(job);
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+#endif
+    for (int64_t index = begin; index < end; index++) {
+        int64_t segment = index / heads, start = job->batch->starts[segment];
+        delta_task task = {
+            .job = job,
+            .space = &job->spaces[space],
+            .segment = segment,
+            .head = index % heads,
+            .start = start,
+            .stop = start + job->batch->lens[segment],
+            .final_stop = job->states->final_stops[segment],
+            .at = *position_of(job, job->states->slot_of[segment]),
+        };
+        run_task(&task);
+    }
+#if defined(__x86_64__)
+    _mm_setcsr(before);
+#endif
+    atomic_flag_clear(&job->taken[space]);
+}
+
+/* -- tails and inputs ---------------------------------------------------------------------------- */
+
+/* The state in a slot stands at a position of the segment: its tail, and that it does. */
+static void move_tail(const delta_job *job, int64_t segment, int64_t at, int64_t slot,
+                      int64_t position) {
+    int64_t bytes = job->channels * item_of(job), count = job->delta->num_taps - 1;
+    char *tail = slot_field(job, slot, FT_SLOT_TAIL);
+    for (int64_t i = 0; i < count; i++)
+        memcpy(tail + i * bytes, input_at(job, segment, at, position - count + i), (size_t)bytes);
+    *position_of(job, slot) = position;
+}
+
+/* Behind all heads: what they have in common. */
+static void note_piece(void *context, int64_t begin, int64_t end) {
+    const delta_job *job = context;
+    const ft_states *states = job->states;
+    int64_t bytes = job->channels * item_of(job);
+    for (int64_t segment = begin; segment < end; segment++) {
+        int64_t slot = states->slot_of[segment], at = *position_of(job, slot);
+        int64_t start = job->batch->starts[segment], stop = start + job->batch->lens[segment];
+        int64_t moved = moved_to(job, segment);
+        for (int64_t i = states->first_keeps[segment]; i < states->first_keeps[segment + 1]; i++)
+            move_tail(job, segment, at, states->keeps[2 * i + 1], states->keeps[2 * i]);
+        if (moved > at) move_tail(job, segment, at, slot, moved);
+        char *inputs = log_field(job, states->log_of[segment], FT_LOG_INPUTS);
+        for (int64_t position = ft_max(start, moved); position < stop; position++)
+            memcpy(inputs + position % states->ring * bytes, input_at(job, segment, at, position),
+                   (size_t)bytes);
+    }
+}
+
+/* -- the call ------------------------------------------------------------------------------------ */
+
+static float *take(char **memory, int64_t floats) {
+    float *taken = (float *)*memory;
+    *memory += ft_ceil_div(floats * 4, 64) * 64;
+    return taken;
+}
+
+/* With `memory` NULL, the size of a space alone. */
+static int64_t lay_out(const delta_job *job, char *memory, delta_space *space) {
+    int64_t page = ft_ceil_div(job->states->page_size, FT_WIDTH) * FT_WIDTH;
+    int64_t state = job->delta->key_dim * job->values;
+    char *at = memory;
+    space->x = take(&at, 2 * page * job->keys);
+    space->weighed = take(&at, page * job->keys);
+    space->u = take(&at, page * job->values);
+    space->read = take(&at, 2 * page * job->values);
+    space->c = take(&at, page);
+    space->beta = take(&at, page);
+    space->own = take(&at, job->values == job->delta->value_dim ? 0 : state);
+    space->draft = take(&at, state);
+    return at - memory;
+}
+
+static int find_spaces(delta_job *job) {
+    delta_space one;
+    int64_t threads = ft_num_threads(), bytes = lay_out(job, NULL, &one);
+    int64_t head = ft_ceil_div(threads * (int64_t)(sizeof one + sizeof *job->taken), 64) * 64;
+    char *memory = ft_scratch(FT_SCRATCH_STATE, (size_t)(head + threads * bytes));
+    if (!memory) return -1;
+    job->spaces = (delta_space *)memory;
+    job->taken = (atomic_flag *)(memory + threads * (int64_t)sizeof one);
+    for (int64_t i = 0; i < threads; i++) {
+        char *own = memory + head + i * bytes;
+        lay_out(job, own, &job->spaces[i]);
+        if (job->keys != job->delta->key_dim) /* what pads a key is multiplied */
+            memset(job->spaces[i].x, 0, (size_t)(2 * job->states->page_size * job->keys) * 4);
+        atomic_flag_clear(&job->taken[i]);
+    }
+    return 0;
+}
+
+int ft_run_delta(const void *mixed, const float *ba, void *out, const ft_batch *batch,
+                 const ft_delta *delta, int dtype) {
+    delta_job job = {.mixed = mixed, .ba = ba, .out = out, .batch = batch, .states = batch->states,
+                     .delta = delta, .dtype = dtype};
+    job.channels = 2 * delta->num_key_heads * delta->key_dim + delta->num_heads * delta->value_dim;
+    job.keys = ft_ceil_div(delta->key_dim, FT_WIDTH) * FT_WIDTH;
+    job.values = ft_ceil_div(delta->value_dim, FT_WIDTH) * FT_WIDTH;
+    if (find_spaces(&job)) return -1;
+    int64_t work = 2 * delta->key_dim * delta->value_dim * batch->num_rows / batch->num_segments;
+    ft_parallel(delta_piece, &job, batch->num_segments * delta->num_heads,
+                ft_max(1, LEAST_WORK / work));
+    ft_parallel(note_piece, &job, batch->num_segments, 4);
+    return 0;
+}
+
+FT_EXPORT int ft_delta_rule(const void *mixed, const float *ba, void *out, const ft_batch *batch,
+                            const ft_delta *delta, int dtype) {
+    return ft_run_delta(mixed, ba, out, batch, delta, dtype);
+}

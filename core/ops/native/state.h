@@ -1,0 +1,49 @@
+/* Recurrent layers: states at page ends, logs of the positions behind them. See ../state_pool.py. */
+#ifndef FT_STATE_H
+#define FT_STATE_H
+
+#include "decoder.h"
+
+enum {
+    FT_MAX_TAPS = 8,
+    FT_MAX_STATE_PAGE = 64,
+};
+
+/* A layer of the gated delta rule. A row of its input: queries and keys of num_key_heads, values of
+ * num_heads, which the convolution reads (channels), then the gate z of as many items as values. */
+typedef struct {
+    int64_t num_key_heads, num_heads, key_dim, value_dim;
+    int64_t num_taps;
+    int64_t is_tiled;      /* head j reads key head j % num_key_heads, not one of neighbours */
+    const float *taps;     /* [num_taps, channels], the last is the row's own */
+    const float *decay, *dt_bias; /* [num_heads] */
+    const float *norm;     /* [value_dim] */
+    float eps;             /* of the norm */
+    int64_t layer;         /* of the slots and logs */
+} ft_delta;
+
+enum { FT_SLOT_STATE, FT_SLOT_TAIL, FT_SLOT_FIELDS };
+enum { FT_LOG_K, FT_LOG_U, FT_LOG_C, FT_LOG_INPUTS, FT_LOG_FIELDS };
+
+/* Slots and logs, and which of them a pass's segments have. */
+struct ft_states {
+    int64_t page_size, ring; /* of a log: position p is at p % ring */
+    int64_t num_layers;
+    char *slots, *logs;
+    int64_t slot_bytes, log_bytes;
+    const int64_t *slot_fields; /* [num_layers, FT_SLOT_FIELDS] bytes before each */
+    const int64_t *log_fields;  /* [num_layers, FT_LOG_FIELDS] */
+    int64_t *at;                /* [num_slots, num_layers] position of the state in a slot */
+    const int64_t *slot_of, *log_of; /* [num_segments] */
+    const int64_t *final_stops; /* [num_segments] rows from there on are drafts */
+    const int64_t *first_keeps; /* [num_segments + 1] where in `keeps` a segment's begin */
+    const int64_t *keeps;       /* [.., 2] page ends, rising, and the slots that get their states */
+};
+
+/* mixed [num_rows, channels + values] of `dtype` and ba [num_rows, 2 * num_heads] to out [num_rows,
+ * num_heads * value_dim]; moves states and logs of the batch. Returns -1 when there is no memory; then
+ * nothing has moved. */
+int ft_run_delta(const void *mixed, const float *ba, void *out, const ft_batch *batch,
+                 const ft_delta *delta, int dtype);
+
+#endif

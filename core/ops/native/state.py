@@ -1,0 +1,130 @@
+"""Recurrent layers, slots and logs as the structs of state.h."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from ...errors import ModelLoadError
+from ..base import DeltaWeights
+from ..batch import RaggedBatch
+from ..state_pool import StatePool
+from .linear import LinearStruct
+
+MAX_TAPS = 8  # as in state.h
+_I64, _PTR, _F32 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+class DeltaStruct(ctypes.Structure):
+    """``ft_delta``; lends the weights' memory."""
+
+    _fields_ = (
+        ("num_key_heads", _I64),
+        ("num_heads", _I64),
+        ("key_dim", _I64),
+        ("value_dim", _I64),
+        ("num_taps", _I64),
+        ("is_tiled", _I64),
+        ("taps", _PTR),
+        ("decay", _PTR),
+        ("dt_bias", _PTR),
+        ("norm", _PTR),
+        ("eps", _F32),
+        ("layer", _I64),
+    )
+
+
+class RecurrentStruct(ctypes.Structure):
+    """``ft_recurrent`` of step.c."""
+
+    _fields_ = (("ba", ctypes.POINTER(LinearStruct)), ("rule", DeltaStruct))
+
+
+class StatesStruct(ctypes.Structure):
+    """``ft_states``; lends the pool's memory and the pass's arrays."""
+
+    _fields_ = (
+        ("page_size", _I64),
+        ("ring", _I64),
+        ("num_layers", _I64),
+        ("slots", _PTR),
+        ("logs", _PTR),
+        ("slot_bytes", _I64),
+        ("log_bytes", _I64),
+        ("slot_fields", _PTR),
+        ("log_fields", _PTR),
+        ("at", _PTR),
+        ("slot_of", _PTR),
+        ("log_of", _PTR),
+        ("final_stops", _PTR),
+        ("first_keeps", _PTR),
+        ("keeps", _PTR),
+    )
+
+
+class DeltaStructs:
+    """Lends the C side a layer of the delta rule; keeps alive what it points to.
+
+    Raises `ModelLoadError` for a convolution of more taps than the kernels have room for.
+    """
+
+    def __init__(self, weights: DeltaWeights) -> None:
+        shape = weights.shape
+        if shape.conv_len > MAX_TAPS:
+            raise ModelLoadError(
+                f"the native kernels support convolutions of {MAX_TAPS} taps, not {shape.conv_len}"
+            )
+        taps = weights.conv.T.contiguous()  # neighbouring channels are read together
+        self._lends = (weights, taps)
+        vectors = (taps, weights.decay, weights.dt_bias, weights.norm)
+        self._struct = DeltaStruct(
+            shape.num_key_heads,
+            shape.num_value_heads,
+            shape.key_dim,
+            shape.value_dim,
+            shape.conv_len,
+            shape.is_tiled,
+            *(vector.data_ptr() for vector in vectors),
+            weights.norm_eps,
+            weights.layer,
+        )
+
+    @property
+    def pointer(self) -> object:
+        """Pointer for an argument of a C function."""
+        return ctypes.byref(self._struct)
+
+    def recurrent(self, ba: LinearStruct) -> RecurrentStruct:
+        """The layer as a decoder's."""
+        return RecurrentStruct(ctypes.pointer(ba), self._struct)
+
+
+class StatesStructs:
+    """Lends the C side the states of a pass; keeps alive what it points to."""
+
+    def __init__(self, batch: RaggedBatch, pool: StatePool) -> None:
+        states = batch.states
+        assert states is not None
+        first_keeps = np.concatenate(([0], np.cumsum(states.keep_counts)))
+        own = (states.slots, states.logs, states.final_stops, first_keeps, states.keeps)
+        arrays = [np.ascontiguousarray(values, dtype=np.int64) for values in own]
+        self._lends = (pool, arrays)
+        self._struct = StatesStruct(
+            pool.page_size,
+            pool.ring,
+            len(pool.shapes),
+            pool.slots.data_ptr(),
+            pool.logs.data_ptr(),
+            pool.bytes_per_slot,
+            pool.bytes_per_log,
+            pool.slot_offsets.ctypes.data,
+            pool.log_offsets.ctypes.data,
+            pool.at.data_ptr(),
+            *(values.ctypes.data for values in arrays),
+        )
+
+    @property
+    def address(self) -> int:
+        """Address for a field of another struct."""
+        return ctypes.addressof(self._struct)
