@@ -74,10 +74,8 @@ class StateSlots:
         is_free = any(kept.num_readers == 0 and kept is not source for kept in self._states())
         return bool(self._free_logs) and (bool(self._free) or is_free)
 
-    def lend(
-        self, page_ids: array[int], position: int, pinned: Collection[int] = NOTHING_PINNED
-    ) -> StateLease:
-        """Give a request that goes on behind these pages, at ``position``, a slot and a log.
+    def lend(self, page_ids: array[int], pinned: Collection[int] = NOTHING_PINNED) -> StateLease:
+        """Give a request that goes on behind these pages a slot and a log.
 
         Raises RuntimeError where `has_room` is False. O(slots).
         """
@@ -89,7 +87,7 @@ class StateSlots:
             self._use(source)
         slot = self.take(None, pinned)
         assert slot is not None, "there was room, and no slot could be had"
-        return StateLease(slot, self._free_logs.pop(), position, source)
+        return StateLease(slot, self._free_logs.pop(), source)
 
     def take(self, rank: StateRank | None, pinned: Collection[int] = NOTHING_PINNED) -> int | None:
         """A slot for a state of this rank, or for a request (None), which goes before all.

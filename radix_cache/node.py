@@ -215,9 +215,9 @@ class StateLease:
 
     slot: int  # owned by this lease
     log: int  # owned by this lease
-    # Tokens that the state in ``slot`` covers: a page's end. 0: none, or void.
+    source: KeptState | None = None  # copied to ``slot`` by the first step, until that is committed
+    # Tokens that the state in ``slot`` covers: a page's end. 0: none, no step yet, or void.
     position: int = 0
-    source: KeptState | None = None  # to be copied to ``slot`` by the step that is not committed
     # page ends to keep when a step passes them, by position; rising
     wanted: list[tuple[int, StateRank]] = field(default_factory=list)
     # (position, slot, rank) of page ends that the step under way keeps; the slots are owned by this

@@ -170,7 +170,7 @@ class PrefixCache:
     def _lend_state(self, match: Match) -> StateLease | None:
         if self.states is None:
             return None
-        return self.states.lend(match.page_ids, match.num_tokens, self.pins.last_pages())
+        return self.states.lend(match.page_ids, self.pins.last_pages())
 
     def _note_found(self, lease: KVLease, num_found: int) -> None:
         """Note how many tokens' pages were found: more than are borrowed if no state was kept.
@@ -232,7 +232,7 @@ class PrefixCache:
         if self.states is None or state is None:
             return
         num_pages = state.position // self.page_size
-        if keep and state.source is None and 0 < num_pages <= lease.num_shared_pages:
+        if keep and 0 < num_pages <= lease.num_shared_pages:
             self.states.attach(lease.page_ids[num_pages - 1], state.slot, StateRank.USED)
             self.states.end(state)
         else:

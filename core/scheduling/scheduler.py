@@ -535,10 +535,10 @@ def schedule_request(
 
 
 def without_suspects(prompts: list[Request]) -> list[Request]:
-    """Return the first of the prompts alone if it is a suspect, else all that are none."""
+    """Return the prompt whose turn it is alone if it is a suspect, else all that are none."""
     if not any(each.is_suspect for each in prompts):
         return prompts
-    first = min(prompts, key=by_order)
+    first = min(prompts, key=lambda each: (each.is_early, each.order))
     return [first] if first.is_suspect else [each for each in prompts if not each.is_suspect]
 
 

@@ -182,6 +182,23 @@ def test_what_a_step_was_to_keep_and_did_not_compute_is_freed() -> None:
     cache.check([])
 
 
+def test_a_step_that_is_not_committed_attaches_nothing() -> None:
+    cache = make_cache()
+    lease = cache.acquire(seq(24))
+    assert lease.state is not None
+    lease.state.want(16)
+    assert cache.extend(lease, 24)
+    assert len(cache.keep_states(lease, 0, 24)) == 1
+    cache.publish(lease, seq(24), 12)
+    assert not slots(cache).attached
+    cache.check([lease])
+    cache.publish(lease, seq(24), 24)
+    assert len(slots(cache).attached) == 1
+    cache.release(lease, seq(24), 24)
+    assert cache.match_len(seq(24)) == 16
+    cache.check([])
+
+
 def test_page_ends_are_kept_by_the_step_that_passes_them_and_by_no_other() -> None:
     cache = make_cache()
     lease = cache.acquire(seq(24))

@@ -72,10 +72,16 @@ class ToyStates:
             self._violation("two segments of a step write one state or log")
 
     def spoil(self, segment: Segment, value: Value) -> None:
-        """Put a value into all that a segment wrote: its rows came out as that."""
-        assert segment.state is not None
-        for slot in (segment.state.slot, *(slot for _, slot in segment.state.keeps)):
-            self.slots[slot] = [value] * self.num_layers
+        """Put a value into each state that has rows of a segment: these came out as that."""
+        state = segment.state
+        assert state is not None
+        stands = (state.final_stop - 1) // self.page_size * self.page_size
+        for position, slot in ((stands, state.slot), *state.keeps):
+            if position > segment.start:
+                self.slots[slot] = [value] * self.num_layers
+        for log in self.logs[state.log]:
+            for position in range(segment.start, segment.stop):
+                log[position % self.ring] = -1, value[0]
 
     def compute(self, name: str, segment: Segment, first: Value, advance: Advance) -> list[Value]:
         """What each row of a segment comes to, over all layers; ``first``: before position 0."""
