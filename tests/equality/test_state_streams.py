@@ -26,7 +26,11 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "torch state": Kind("qwen3_5", "float32", "torch"),
+    "torch": Kind("qwen3_5", "float32", "torch"),
+    "native": Kind("qwen3_5", "float32", "native"),
+    "native bfloat16": Kind("qwen3_next", "bfloat16", "native"),
+    "native int8": Kind("qwen3_5", "bfloat16", "native", "int8"),
+    "native int4": Kind("qwen3_5_moe", "bfloat16", "native", "int4"),
 }
 NUM_REQUESTS = 12
 
@@ -81,7 +85,7 @@ def test_a_few_slots_change_no_token(house: House) -> None:
 
 
 def test_preempted_requests_go_on_with_the_same_tokens(house: House) -> None:
-    served = house.run(order(4), "perfect", num_pages=24, max_batch_tokens=40, poison=True)
+    served = house.run(order(4), "perfect", num_pages=12, max_batch_tokens=64, poison=True)
     assert house.scheduler.num_preemptions > 0
     check(house, served)
 

@@ -33,6 +33,7 @@ _DELTA = {  # two key heads for six value heads, of which three read one
     "linear_value_head_dim": 32,
     "shared_expert_intermediate_size": 64,
 }
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma2": {"layer_types": _BOTH},
     "gemma3_text": {
@@ -72,9 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_group": 1, "use_qk_norm": True},
     "dots1": {"n_group": 1, "layer_types": ["full_attention"] * 2, "sliding_window": None},
     "ministral3": {"sliding_window": None},
-    "qwen3_next": _DELTA,
-    "qwen3_5_text": _DELTA,
-    "qwen3_5_moe_text": _DELTA,
+    **{model_type: _DELTA for model_type in HYBRIDS},
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,
@@ -116,14 +115,19 @@ def expected_of(model: Any) -> torch.Tensor:
     return logits
 
 
-def check(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
+def check(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    assert float((found - expected).abs().max()) < tolerance * float(expected.std())
+
+
+def tolerance_of(model_type: str) -> float:
+    """Transformers' two forms of the delta rule differ by 3e-4 of such models' deviation."""
+    return 6e-4 if model_type in HYBRIDS else 1e-4
 
 
 @pytest.mark.parametrize("model_type", ARCHS)
 def test_a_file_says_what_transformers_says(model_type: str, tmp_path: Path) -> None:
     model, file = made(model_type, tmp_path)
-    check(logits_of(file), expected_of(model))
+    check(logits_of(file), expected_of(model), tolerance_of(model_type))
     assert inspect_model(file).problem is None
 
 
@@ -135,7 +139,7 @@ def test_a_quantised_file_says_what_its_dequantised_weights_say(
     model_type: str, kind: GgmlType, tmp_path: Path
 ) -> None:
     model, file = made(model_type, tmp_path, kind)
-    check(logits_of(file, dtype="float32"), expected_of(model))
+    check(logits_of(file, dtype="float32"), expected_of(model), tolerance_of(model_type))
 
 
 def test_factors_of_a_family_reach_weights_that_stay_packed(tmp_path: Path) -> None:
@@ -168,12 +172,14 @@ def test_experts_of_a_file_stay_packed_and_lose_nothing(model_type: str, tmp_pat
     assert ours < 1.5 * theirs
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", *HYBRIDS])
 def test_greedy_tokens_of_a_file_equal_generate(model_type: str, tmp_path: Path) -> None:
     model, file = made(model_type, tmp_path)
     prompts = [IDS[:7], IDS[5:30], IDS]
     expected = [generate(model, prompt) for prompt in prompts]
-    assert greedy(load_decoder(file), prompts, expected) == expected
+    decoder = load_decoder(file)
+    page_size = 16 if decoder.states else 4
+    assert greedy(decoder, prompts, expected, page_size=page_size) == expected
 
 
 @pytest.mark.parametrize("kind", [GgmlType.F32, GgmlType.Q8_0])
