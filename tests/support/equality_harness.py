@@ -319,6 +319,7 @@ class House:
         poison: bool = False,
         speculator: Speculator | None = None,
         tiers: HouseTiers | None = None,
+        drive: Callable[[Scheduler, Any], Driver] = Driver,
     ) -> dict[str, list[int]]:
         page_size = page_size or self.page_size
         states = slots = None
@@ -359,7 +360,7 @@ class House:
         self.scheduler = Scheduler(
             cache, limits, speculator, tiers and tiers.open(cache, pool, proposer)
         )
-        driver = (tiers.drive if tiers else Driver)(self.scheduler, runner)  # type: ignore[arg-type]
+        driver = (tiers.drive if tiers else drive)(self.scheduler, runner)
         for _ in range(repeats):
             driver.ended.clear()
             self.requests = [self._request(index) for index in order]

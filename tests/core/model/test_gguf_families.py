@@ -73,7 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_group": 1, "use_qk_norm": True},
     "dots1": {"n_group": 1, "layer_types": ["full_attention"] * 2, "sliding_window": None},
     "ministral3": {"sliding_window": None},
-    **{model_type: _DELTA for model_type in HYBRIDS},
+    **dict.fromkeys(HYBRIDS, _DELTA),
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,
