@@ -28,6 +28,8 @@ enum { BLOCK_ROWS = 6, BLOCK_VECTORS = 2, WIDE_VECTORS = 4 };
 enum { BLOCK_ROWS = 6, BLOCK_VECTORS = 1, WIDE_VECTORS = 2 };
 #endif
 
+enum { BLOCK_TERMS = 32 }; /* and of how many rows before the next columns, so that these stay near */
+
 /* Scratch memory of a task; rows are padded to whole vectors, key_dim and value_dim each. */
 typedef struct {
     float *x;       /* [page, 2, keys] keys and queries of the page's rows */
@@ -157,17 +159,29 @@ static const char *input_at(const delta_job *job, int64_t segment, int64_t at, i
 }
 
 /* `width` channels from `first` on: taps in their order, then silu. Zeros behind them. */
-FT_INLINE void convolve(const ft_delta *delta, int64_t channels, const char *const *inputs,
-                        int64_t first, int64_t width, float *out, int dtype) {
+FT_INLINE void convolve(const delta_job *job, const char *const *inputs, int64_t first, int64_t width,
+                        float *out, int64_t num_taps, int dtype) {
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         int64_t n = width - i;
-        const float *taps = delta->taps + first + i;
+        const float *taps = job->delta->taps + first + i;
         ft_vec sum = v_mul(v_get(inputs[0], first + i, n, dtype), v_load_n(taps, n));
-        for (int64_t tap = 1; tap < delta->num_taps; tap++)
-            sum = v_fma(v_get(inputs[tap], first + i, n, dtype), v_load_n(taps + tap * channels, n),
-                        sum);
+        for (int64_t tap = 1; tap < num_taps; tap++)
+            sum = v_fma(v_get(inputs[tap], first + i, n, dtype),
+                        v_load_n(taps + tap * job->channels, n), sum);
         v_store(out + i, v_silu(sum));
     }
+}
+
+/* The same; four taps are what models have. */
+static void convolve_part(const delta_job *job, const char *const *inputs, int64_t first,
+                          int64_t width, float *out) {
+    int64_t num_taps = job->delta->num_taps;
+    if (job->dtype == FT_BFLOAT16 && num_taps == 4)
+        convolve(job, inputs, first, width, out, 4, FT_BFLOAT16);
+    else if (job->dtype == FT_BFLOAT16)
+        convolve(job, inputs, first, width, out, num_taps, FT_BFLOAT16);
+    else
+        convolve(job, inputs, first, width, out, num_taps, FT_FLOAT32);
 }
 
 /* A head of `keys` items, those behind key_dim 0, divided by its length and times `factor`. */
@@ -202,14 +216,9 @@ static void read_inputs(const delta_task *task, int64_t base, int64_t position) 
         inputs[tap] = input_at(job, task->segment, task->at, position - num_taps + 1 + tap);
     float *key = space->x + 2 * row * job->keys, *query = key + job->keys;
     float *value = space->u + row * job->values;
-    int64_t firsts[] = {keys_width + query_at, query_at, value_at};
-    int64_t widths[] = {delta->key_dim, delta->key_dim, delta->value_dim};
-    float *outs[] = {key, query, value};
-    for (int i = 0; i < 3; i++)
-        if (job->dtype == FT_BFLOAT16)
-            convolve(delta, job->channels, inputs, firsts[i], widths[i], outs[i], FT_BFLOAT16);
-        else
-            convolve(delta, job->channels, inputs, firsts[i], widths[i], outs[i], FT_FLOAT32);
+    convolve_part(job, inputs, keys_width + query_at, delta->key_dim, key);
+    convolve_part(job, inputs, query_at, delta->key_dim, query);
+    convolve_part(job, inputs, value_at, delta->value_dim, value);
     to_length(key, job->keys, 1.0f);
     to_length(query, job->keys, 1.0f / sqrtf((float)delta->key_dim));
     const float *ba = job->ba + (job->batch->first_rows[task->segment] + position - task->start) * 2 * heads;
@@ -267,13 +276,26 @@ FT_INLINE void multiply_column(const product *p, int64_t rows, int64_t column, i
     }
 }
 
-static void multiply(const product *p, int64_t rows) {
+static void multiply_terms(const product *p, int64_t rows) {
     int64_t column = 0, step = BLOCK_VECTORS * FT_WIDTH, wide = WIDE_VECTORS * FT_WIDTH;
     if (rows == 2) /* key and query of a decoding row: more columns, so that as many sums run */
         for (; column + wide <= p->width; column += wide)
             multiply_block(p, 0, column, 2, WIDE_VECTORS);
     for (; column + step <= p->width; column += step) multiply_column(p, rows, column, BLOCK_VECTORS);
     for (; column < p->width; column += FT_WIDTH) multiply_column(p, rows, column, 1);
+}
+
+/* Some rows of `right` after the others, as they lie in memory; sums go on in `out`. */
+static void multiply(const product *whole, int64_t rows) {
+    product p = *whole;
+    for (int64_t done = 0; done < whole->terms; done += p.terms) {
+        p.terms = ft_min(BLOCK_TERMS, whole->terms - done);
+        multiply_terms(&p, rows);
+        p.left += p.terms * p.left_term;
+        p.right += p.terms * p.width;
+        p.from = p.out;
+        p.scale = 1.0f;
+    }
 }
 
 static float dot(const float *x, const float *y, int64_t width) {
