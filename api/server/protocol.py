@@ -83,10 +83,14 @@ class Status(Struct, kw_only=True):
 
 
 class Audit(Struct, kw_only=True, omit_defaults=True):
-    """Answer of /debug/audit: owners of all KV pages, and the violated rule, if any."""
+    """Answer of /debug/audit: owners of all KV pages, and the violated rule, if any.
+
+    ``states``: owners of the slots for recurrent states, of models that have them.
+    """
 
     ok: bool
     pages: dict[str, int] = {}
+    states: dict[str, int] = {}
     requests: dict[str, int] = {}
     replicas: list[dict[str, Any]] = []  # of each, over a front
 

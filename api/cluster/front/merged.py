@@ -63,6 +63,8 @@ def merged_audit(audits: Mapping[int, Mapping[str, Any]]) -> Body:
         "requests": _added(each.get("requests", {}) for each in bodies),
         "replicas": [{"number": number, **each} for number, each in audits.items()],
     }
+    if states := _added(each.get("states", {}) for each in bodies):
+        body["states"] = states
     wrong = [
         f"replica {number}: {each['violation']}"
         for number, each in audits.items()

@@ -79,6 +79,19 @@ class Scene:
         return explainer.explain(prompt, self.log.find(previous) if previous else None)
 
 
+def test_pages_without_a_state_behind_them_are_told_with_where_the_prompt_went_on() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?")
+    found = scene.say("b", "You help.", "What is new?", loss=Eviction("state_not_kept", 0.5))
+    assert (found.cause, found.pages_matched, found.resumed_at) == ("state_not_kept", 0, 0)
+    prompt = scene.log.find("b")
+    assert prompt is not None
+    prompt.usage.matched_tokens, prompt.usage.cached_tokens = 3 * PAGE, PAGE
+    body = scene.explain("b").body()
+    assert (body["pages_matched"], body["resumed_at"]) == (3, PAGE)
+    assert scene.explain("a").body()["pages_matched"] is None
+
+
 def test_the_first_prompt_was_never_seen() -> None:
     found = Scene().say("a", "You help.", "What is new?")
     assert found.cause == "first_seen"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from foretoken.core.engine.audit import inspect
 from foretoken.core.errors import ForetokenError
 from foretoken.core.interface.draft import DraftPlan
 from foretoken.core.interface.plan import StepPlan
@@ -20,6 +21,7 @@ from foretoken.core.interface.request import CacheOptions, Pin, Request
 from foretoken.core.scheduling.async_scheduling import plan_next, replan
 from foretoken.core.scheduling.leases import allocate_draft_pages
 from foretoken.core.scheduling.states import MAX_STATE_DRAFT, shared_len
+from foretoken.core.telemetry.metrics import PREFIX, EngineMetrics
 from support.draft_trees import tree_of
 from support.fake_model import (
     Driver,
@@ -399,3 +401,30 @@ def test_shared_tokens_are_counted_in_whole_pages(num_same: int) -> None:
     other = array("q", [*range(num_same), *range(50, 60)])
     expected = num_same // PAGE * PAGE
     assert shared_len(one, other, PAGE) == shared_len(other, one, PAGE) == expected
+
+
+# -- what operators see ---------------------------------------------------------------------------
+
+
+def test_an_audit_counts_the_owners_of_slots() -> None:
+    scene = Scene()
+    assert "states" not in inspect(make_scheduler())
+    scene.ask("a", text(37))
+    scene.add(make_request("b", text(20, 1)))
+    scene.step()
+    found = inspect(scene.scheduler)
+    assert found["ok"]
+    assert found["states"] == {"total": 8, "free": 4, "attached": 3, "private": 1}
+
+
+def test_metrics_count_slots_evictions_and_what_was_computed_again() -> None:
+    scene = Scene(num_slots=3, max_running=1)
+    for name in "ab":
+        scene.ask(name, [*text(40), *text(5, ord(name))])
+    body = EngineMetrics(scene.scheduler).render()[0].decode()
+    values = dict(line.split(" ") for line in body.splitlines() if line.startswith(PREFIX))
+    assert float(values[f"{PREFIX}state_slots_total"]) == 3
+    assert float(values[f"{PREFIX}state_slots_attached"]) == len(scene.slots.attached) == 3
+    assert float(values[f"{PREFIX}state_evictions_total"]) == scene.slots.num_evicted == 2
+    assert float(values[f"{PREFIX}state_recomputed_tokens_total"]) == 40
+    assert "state_" not in EngineMetrics(make_scheduler()).render()[0].decode()
