@@ -249,7 +249,12 @@ def measure_costs(
 
 
 def check_compatible(path: Path, draft: Decoder, target_path: Path, target: Decoder) -> None:
-    """Raise `ModelLoadError` unless draft model and target have the same tokens."""
+    """Raise `ModelLoadError` unless draft model and target have the same tokens.
+
+    Also for a draft model with recurrent states, which drafts that fail would move on.
+    """
+    if draft.states:
+        raise ModelLoadError(f"{path}: a draft model with recurrent states is not supported")
     ours, theirs = draft.config.vocab_size, target.config.vocab_size
     if ours != theirs:
         message = (

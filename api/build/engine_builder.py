@@ -17,7 +17,7 @@ import torch
 from ...core.config import EngineConfig, Sizes, format_size
 from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
-from ...core.errors import InvalidRequest, ModelLoadError
+from ...core.errors import InvalidRequest
 from ...core.execution.model_runner import ModelRunner
 from ...core.execution.proposer import Proposer
 from ...core.execution.warm_up import warm_up
@@ -110,6 +110,8 @@ def _build(
         _kv_tiers().check_places(config)
     digests = _make_digests() if wants_keys or has_tiers else None
     target = _load(source.path, config, device, None if digests is None else digests.target)
+    if target.states:
+        _refuse_tiers(config)
     set_threads = _thread_setter(config.threads, target.ops)
     set_threads()
     if spec.may_lack_model and config.load_format == "auto" and has_mtp(source.path, target):
@@ -120,8 +122,6 @@ def _build(
     is_self = spec.model == SELF
     drafts = [] if draft is None or is_self else [draft]
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
-    if pool.states is not None:
-        draft, no_self_draft = _check_states(config, spec, draft, draft_pools, no_self_draft)
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
     proposer, measured = _make_proposer(draft, pool, draft_pools, independent=by_rejection)
@@ -431,27 +431,10 @@ def _state_slots(config: EngineConfig, states: StatePool) -> StateSlots:
     return StateSlots(states.num_slots, states.num_logs, interval=config.state_interval)
 
 
-def _check_states(
-    config: EngineConfig,
-    spec: DraftSpec,
-    draft: Decoder | JoinedHead | None,
-    draft_pools: Sequence[KVPool],
-    no_self_draft: str,
-) -> tuple[Decoder | JoinedHead | None, str]:
-    """Leave out the self-draft of a model with recurrent states; return the draft, and why.
-
-    Raises `InvalidRequest` for tiers, and `ModelLoadError` for a draft that cannot follow states.
-    """
-    if config.has_tiers:
-        name = next(each for each in ("kv_host", "kv_disk", "kv_remote") if getattr(config, each))
+def _refuse_tiers(config: EngineConfig) -> None:
+    """Raise `InvalidRequest` for the tiers of a model with recurrent states."""
+    names = ("kv_host", "kv_disk", "kv_remote")
+    name = next((each for each in names if getattr(config, each)), None)
+    if name is not None:
         message = f"{name} does not keep recurrent states, which this model has: leave it out"
         raise InvalidRequest(message, param=name)
-    if any(pool.states is not None for pool in draft_pools):
-        raise ModelLoadError("a draft model with recurrent states is not supported: leave it out")
-    if draft is None or spec.model != SELF:
-        return draft, no_self_draft
-    reason = "cannot follow the recurrent states of this model"
-    if not spec.may_lack_model:
-        raise ModelLoadError(f"draft '{SELF}' {reason}: leave it out")
-    logger.info("auto drafts without '%s': it %s", SELF, reason)
-    return None, reason

@@ -1,10 +1,13 @@
-"""KV pools: the number of pages that fit, the same for the target and its draft model."""
+"""KV pools: the number of pages that fit, the same for the target and its draft model.
+
+A target with recurrent layers has a pool of states besides, from the same memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +17,7 @@ from ...core.interface.settings import parse_size
 from ...core.model.decoder import Decoder
 from ...core.ops.device import free_memory
 from ...core.ops.kv_pool import KvDtype, KVPool
+from ...core.ops.state_pool import STATE_PAGE_SIZES, StatePool, bytes_per_log, bytes_per_slot
 
 HOST_KV_BYTES = 2 * 2**30
 LEAST_TOKENS = 256  # of a pool of the default size: a smaller one serves no usual request
@@ -41,19 +45,74 @@ def make_pools(
     All have the same data type. Raises `InvalidRequest` for a size that is too small, and
     `ModelLoadError` where there is not enough memory.
     """
-    num_pages = count_pages(target, drafts, config, sizes)
+    counts = count_states(target, config, sizes) if target.states else None
+    num_state_bytes = 0 if counts is None else counts.num_bytes
+    num_pages = count_pages(target, drafts, config, sizes, num_state_bytes)
+    options = {"page_size": sizes.page_size, "kv_dtype": config.kv_cache_dtype}
     with out_of_memory_told(f"allocating {num_pages} KV pages", "lower --kv-memory or --kv-tokens"):
+        states = None if counts is None else _make_states(target, counts, sizes)
         return [
-            model.make_pool(num_pages, page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype)
-            for model in (target, *drafts)
+            target.make_pool(num_pages, **options, states=states),
+            *(model.make_pool(num_pages, **options) for model in drafts),
         ]
 
 
+class StateCounts(NamedTuple):
+    """Size of a pool of recurrent states."""
+
+    num_slots: int
+    num_logs: int
+    num_bytes: int
+
+
+def count_states(target: Decoder, config: EngineConfig, sizes: Sizes) -> StateCounts:
+    """The slots and logs that fit ``state_memory``, by default half of the memory for KV.
+
+    A log for each request that runs, and two slots more than logs: one for a state that is kept,
+    and one for the next. Raises what `make_pools` raises.
+    """
+    page_size = sizes.page_size
+    if page_size not in STATE_PAGE_SIZES:
+        *others, last = map(str, STATE_PAGE_SIZES)
+        known = f"{', '.join(others)} or {last}"
+        message = f"page_size must be {known} for a model with recurrent states, not {page_size}"
+        raise InvalidRequest(message, param="page_size")
+    slot = bytes_per_slot(target.states, target.dtype)
+    log = bytes_per_log(target.states, target.dtype, page_size=page_size)
+    memory = (
+        _kv_budget(target, config) // 2
+        if config.state_memory is None
+        else parse_size(config.state_memory)
+    )
+    if memory < 2 * slot + log:
+        message = (
+            f"state_memory must be at least {2 * slot + log} bytes (2 x {format_size(slot)} for "
+            f"recurrent states, {format_size(log)} for a request that runs)"
+        )
+        raise InvalidRequest(message, param="state_memory")
+    num_logs, num_slots = sizes.max_running, (memory - sizes.max_running * log) // slot
+    if num_slots < num_logs + 2:
+        num_slots = max(2, (memory + 2 * log) // (slot + log))
+        num_logs = max(1, num_slots - 2)
+    num_slots = min(num_slots, num_logs + _useful_pages(target, config, sizes))
+    return StateCounts(num_slots, num_logs, num_slots * slot + num_logs * log)
+
+
+def _make_states(target: Decoder, counts: StateCounts, sizes: Sizes) -> StatePool:
+    num_slots, num_logs, _ = counts
+    return target.make_state_pool(num_slots, num_logs, page_size=sizes.page_size)
+
+
 def count_pages(
-    target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
+    target: Decoder,
+    drafts: Sequence[Pooled],
+    config: EngineConfig,
+    sizes: Sizes,
+    num_state_bytes: int = 0,
 ) -> int:
     """Number of pages of each pool, so that all pools together fit the budget.
 
+    ``num_state_bytes``: of recurrent states, which take their part of a budget that is theirs, too.
     Raises what `make_pools` raises.
     """
     per_page = sum(
@@ -63,14 +122,15 @@ def count_pages(
     if config.kv_tokens is not None:
         num_pages = -(-config.kv_tokens // sizes.page_size)
     elif config.kv_memory is not None:
-        num_pages = parse_size(config.kv_memory) // per_page
+        shared = num_state_bytes if config.state_memory is None else 0
+        num_pages = (parse_size(config.kv_memory) - shared) // per_page
     else:
-        return _default_pages(target, config, sizes, per_page)
+        return _default_pages(target, config, sizes, per_page, num_state_bytes)
     if num_pages < 1:
         message = f"kv_memory must be at least {per_page} bytes, the size of one KV page"
         raise InvalidRequest(message, param="kv_memory")
     if target.device.type == "cpu":
-        _check_free(num_pages * per_page, free_memory(target.device))
+        _check_free(num_pages * per_page + num_state_bytes, free_memory(target.device))
     return num_pages
 
 
@@ -86,10 +146,24 @@ def _check_free(num_bytes: int, free: int) -> None:
         )
 
 
-def _default_pages(target: Decoder, config: EngineConfig, sizes: Sizes, per_page: int) -> int:
+def _kv_budget(target: Decoder, config: EngineConfig) -> int:
+    """Bytes for KV and recurrent states together, where the states have no size of their own."""
+    if config.kv_memory is not None:
+        return parse_size(config.kv_memory)
+    return default_budget(target.device)
+
+
+def _useful_pages(target: Decoder, config: EngineConfig, sizes: Sizes) -> int:
+    """Pages that can be in use at a time."""
+    return sizes.max_running * -(-model_len(config, target) // sizes.page_size)
+
+
+def _default_pages(
+    target: Decoder, config: EngineConfig, sizes: Sizes, per_page: int, num_state_bytes: int
+) -> int:
     """Number of pages by default: as many as the budget has, and no more than can be in use."""
-    useful = sizes.max_running * -(-model_len(config, target) // sizes.page_size)
-    budget = default_budget(target.device)
+    useful = _useful_pages(target, config, sizes)
+    budget = max(0, default_budget(target.device) - num_state_bytes)
     num_pages = min(useful, budget // per_page)
     least = min(useful, -(-LEAST_TOKENS // sizes.page_size))
     if num_pages < least:

@@ -194,7 +194,10 @@ _PATHS = {
 
 def _rough_copy(num_bytes: int | None) -> str:
     if num_bytes is None:
-        return "none: weights of fewer than 8 bits, and transformers' modules, have no copy"
+        return (
+            "none: weights of fewer than 8 bits, recurrent states and transformers' modules have"
+            " no copy"
+        )
     return f"{format_size(num_bytes)} for a copy in 4 bits, which --draft auto makes where it pays"
 
 
@@ -223,6 +226,8 @@ def _described(report: ModelReport, path: str) -> str:
     room = "known when it is loaded"
     if kv is not None:
         room = f"{format_size(kv)} a token; 1 GiB holds {2**30 // kv:,} tokens"
+    if report.state_bytes:
+        room += f"; state {format_size(report.state_bytes)} a sequence"
     weights = f"{format_size(report.weight_bytes)}, {report.dtype}, {report.file_format}"
     if report.quantization:
         weights = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..ops.base import SILU, Activation, HeadLayout, Routing
+from ..ops.base import SILU, Activation, DeltaShape, HeadLayout, Routing
 from .fold import NO_FOLD, Fold
 from .rope import RopeSpec
 
@@ -68,6 +68,18 @@ class ExpertsSpec:
     beside: BesideNames | None = None  # None: in the place of the MLP
 
 
+class DeltaSpec(NamedTuple):
+    """A gated delta rule in the place of attention (arXiv 2412.06464).
+
+    ``fused_qkvz``: the files hold queries, keys, values and z in one matrix, key head by key head;
+    else one has queries, then keys, then values, another z. ``fused_ba``: likewise of b and a.
+    """
+
+    shape: DeltaShape
+    fused_qkvz: bool = False
+    fused_ba: bool = False
+
+
 class HeadSpec(NamedTuple):
     """The heads of a layer."""
 
@@ -82,6 +94,7 @@ class LayerSpec:
 
     ``keys_as_values``: there is no matrix of values, which are keys before norm and RoPE.
     ``kv_of``: the earlier layer whose keys and values this one reads in place of its own.
+    ``mixer``: a layer with a recurrent state keeps no keys and values; None: attention.
     """
 
     window: int | None = None  # positions that a row sees, itself included; None: all before it
@@ -91,6 +104,7 @@ class LayerSpec:
     kv_of: int | None = None
     heads: HeadSpec | None = None  # None: those of the model
     keys_as_values: bool = False
+    mixer: DeltaSpec | None = None
 
 
 class NormNames(NamedTuple):
@@ -164,6 +178,8 @@ class DecoderConfig:
     attention_cap: float | None = None  # of the scores
     logit_cap: float | None = None
     has_sinks: bool = False  # in attention, a score of each head without a value
+    # The matrix of queries has for each head a gate of what it attends to behind its query.
+    has_gate: bool = False
     token_input_size: int = 0  # of what each layer is given of a token besides the stream; 0: none
     layer_factor: str | None = None  # the tensor of what the stream behind a layer is multiplied by
     is_nested: bool = False  # the text model of a checkpoint that holds other models, too
@@ -177,8 +193,16 @@ class DecoderConfig:
         )
 
     @property
+    def deltas(self) -> tuple[DeltaShape, ...]:
+        """The shapes of the layers with a recurrent state, in their order."""
+        return tuple(layer.mixer.shape for layer in self.layers if layer.mixer is not None)
+
+    @property
     def head_layouts(self) -> tuple[HeadLayout, ...]:
-        """How a row of each layer's packed QKV is cut into heads, [num_layers]."""
+        """How a row of each layer's packed QKV is cut into heads, [num_layers].
+
+        What it is for layers without attention means nothing.
+        """
         found = (self.heads_of(layer) for layer in range(self.num_layers))
         eps = self.norm_eps if self.norms_values else None
         return tuple(

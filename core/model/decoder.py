@@ -21,6 +21,7 @@ from ..ops.batch import (
 )
 from ..ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_pool
 from ..ops.layers import run_layers
+from ..ops.state_pool import StatePool, StateShape
 from ..sampling.sampler import Sampler
 from .config import DecoderConfig
 from .page_layout import PageLayout
@@ -35,6 +36,7 @@ class Decoder(Protocol):
     ``path``: what computes the layers, the operations of the backend or transformers' modules.
     ``identity``: versions and variants of these, and what besides config and weights they read.
     ``exact``: whether a row's bits are the same in any batch. ``dtype``: of activations.
+    ``states``: shapes of the layers that keep a recurrent state, whose pools need a `StatePool`.
     """
 
     path: ModelPath
@@ -44,13 +46,27 @@ class Decoder(Protocol):
     dtype: torch.dtype
     device: torch.device
     exact: bool
+    states: tuple[StateShape, ...]
 
     @property
     def identity(self) -> Mapping[str, str]:
         """Names by what they are of: results of other ones may have other bits."""
 
-    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
-        """A KV pool of this decoder's shape and device; of its dtype unless another is given."""
+    def make_pool(
+        self,
+        num_pages: int,
+        *,
+        page_size: int,
+        kv_dtype: KvDtype = "auto",
+        states: StatePool | None = None,
+    ) -> KVPool:
+        """A KV pool of this decoder's shape and device; of its dtype unless another is given.
+
+        ``states``: of `make_state_pool`, where the decoder has states.
+        """
+
+    def make_state_pool(self, num_slots: int, num_logs: int, *, page_size: int) -> StatePool:
+        """A pool of this decoder's states. Raises ValueError for a page size that has none."""
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
         """Bytes of one page of `make_pool`'s."""
@@ -91,13 +107,21 @@ class PagedDecoder:
     dtype: torch.dtype
     device: torch.device
     shapes: Sequence[KvShape]
+    states: tuple[StateShape, ...] = ()
 
     @property
     def identity(self) -> dict[str, str]:
         """The operations."""
         return {"path": self.path, "ops": type(self.ops).__name__, **self.ops.identity}
 
-    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
+    def make_pool(
+        self,
+        num_pages: int,
+        *,
+        page_size: int,
+        kv_dtype: KvDtype = "auto",
+        states: StatePool | None = None,
+    ) -> KVPool:
         """A KV pool of the shapes of the layers; on a device and of a dtype like the weights'."""
         return make_pool(
             num_pages,
@@ -106,6 +130,18 @@ class PagedDecoder:
             dtype=self.dtype,
             device=self.device,
             kv_dtype=kv_dtype,
+            states=states,
+        )
+
+    def make_state_pool(self, num_slots: int, num_logs: int, *, page_size: int) -> StatePool:
+        """A pool of the layers' states, with the inputs of convolutions in the weights' dtype."""
+        return StatePool(
+            num_slots,
+            num_logs,
+            self.states,
+            page_size=page_size,
+            dtype=self.dtype,
+            device=self.device,
         )
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
@@ -149,6 +185,7 @@ class OwnDecoder(PagedDecoder):
         self.device = weights.embedding.device
         self._layout = PageLayout.of(config)
         self.shapes = self._layout.shapes
+        self.states = tuple(shape.state for shape in config.deltas)
         self.exact = getattr(ops, "exact", "spec") != "off"
         self._compiled = ops.compile_forward(weights)
         self._ropes = tuple(

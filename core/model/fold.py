@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ops.base import DeltaShape
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
@@ -44,6 +46,27 @@ def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
     first, second = turning.view(-1, 2).T if interleaved else turning.view(2, -1)
     still = torch.arange(rotary_dim, head_dim).view(2, -1)
     return torch.cat((first, still[0], second, still[1]))
+
+
+def qkvz_order(shape: DeltaShape) -> Tensor:
+    """Rows of queries, keys, values and z of all heads, where those of a key head lie together.
+
+    [2 * key heads * key_dim + 2 * value heads * value_dim]
+    """
+    width = shape.num_value_heads // shape.num_key_heads * shape.value_dim
+    return _apart(shape.num_key_heads, [shape.key_dim, shape.key_dim, width, width])
+
+
+def ba_order(shape: DeltaShape) -> Tensor:
+    """Rows of b, then of a, where those of a key head lie together, [2 * value heads]."""
+    group = shape.num_value_heads // shape.num_key_heads
+    return _apart(shape.num_key_heads, [group, group])
+
+
+def _apart(num_heads: int, widths: list[int]) -> Tensor:
+    """Rows of the parts of all heads, part after part, where they lie head after head."""
+    rows = torch.arange(num_heads * sum(widths)).view(num_heads, -1)
+    return torch.cat([part.flatten() for part in rows.split(widths, dim=1)])
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:

@@ -17,6 +17,7 @@ from ..ops.base import (
     Activation,
     AttentionWeights,
     DecoderWeights,
+    DeltaWeights,
     Exactness,
     ExpertsBeside,
     ExpertWeights,
@@ -34,15 +35,24 @@ from ..ops.base import (
 from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeight, stack
-from .config import LLAMA_MLP, BesideNames, DecoderConfig, ExpertsSpec, HeadSpec, MlpNames
+from .config import (
+    LLAMA_MLP,
+    BesideNames,
+    DecoderConfig,
+    DeltaSpec,
+    ExpertsSpec,
+    HeadSpec,
+    MlpNames,
+)
 from .decoder import Decoder, OwnDecoder
 from .fields import UnsupportedConfig
-from .fold import head_order, rounded, scaled
+from .fold import ba_order, head_order, qkvz_order, rounded, scaled
 from .formats.checkpoint import OnRead
 from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rope import RopeSpec, rotary_dim
 from .shapes import (
+    DELTA,
     EMBEDDING,
     FINAL_NORM,
     FUSED_GATE_UP,
@@ -70,7 +80,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Random weights of standard deviation 0.02 collapse to one repeated token; these factors keep
 # attention from averaging everything and let the layers outweigh the embedding.
 _RANDOM_STD = 0.02
-_RANDOM_FACTORS = {"o_proj.weight": 0.2, "down_proj.weight": 8.0}
+_RANDOM_FACTORS = {
+    "o_proj.weight": 0.2,
+    "linear_attn.out_proj.weight": 0.2,
+    "down_proj.weight": 8.0,
+    "conv1d.weight": 25.0,
+    "A_log": 100.0,  # log decays of a token from 0.01 to 10
+}
 
 
 def load_decoder(
@@ -213,7 +229,8 @@ def _random_reader(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     def read(name: str) -> Tensor:
         if name.endswith("norm.weight"):
             ones = torch.ones(shapes[name], dtype=drawn, device=device)
-            return ones - config.fold.norm_offset
+            is_gated = name.endswith(f"{DELTA}norm.weight")
+            return ones if is_gated else ones - config.fold.norm_offset
         factors = (f for suffix, f in _RANDOM_FACTORS.items() if name.endswith(suffix))
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         values = torch.randn(shapes[name], generator=generator, dtype=drawn, device=device)
@@ -222,24 +239,28 @@ def _random_reader(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     return read
 
 
-def _head_order(
-    head_dim: int, rope: RopeSpec, *, interleaved: bool, device: torch.device
-) -> Tensor | None:
+def _head_order(head_dim: int, rope: RopeSpec, *, interleaved: bool) -> Tensor | None:
     """The items of a head in the kernels' order; None where it is the family's own."""
     turning = rotary_dim(rope, head_dim)
     if turning == head_dim and not interleaved:
         return None
-    return head_order(head_dim, turning, interleaved=interleaved).to(device)
+    return head_order(head_dim, turning, interleaved=interleaved)
 
 
-def _qkv_order(heads: HeadSpec, head: Tensor | None) -> Tensor | None:
-    """The rows of Q, K and V in the kernels' order, given that of a head's items."""
-    if head is None:
+def _qkv_order(heads: HeadSpec, head: Tensor | None, *, has_gate: bool) -> Tensor | None:
+    """The rows of Q, K, V and the gate in the kernels' order, given that of a head's items.
+
+    In the files each head's gate lies behind its query.
+    """
+    if head is None and not has_gate:
         return None
-    num_rows = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-    rows = torch.arange(num_rows, device=head.device).view(-1, heads.head_dim)
-    turned = heads.num_heads + heads.num_kv_heads
-    return torch.cat((rows[:turned][:, head], rows[turned:])).flatten()
+    num_queries, num_kv = heads.num_heads * (1 + has_gate), heads.num_kv_heads
+    rows = torch.arange((num_queries + 2 * num_kv) * heads.head_dim).view(-1, heads.head_dim)
+    queries, keys, values = rows.split([num_queries, num_kv, num_kv])
+    queries, gates = (queries[0::2], queries[1::2]) if has_gate else (queries, queries[:0])
+    turned = torch.cat((queries, keys))
+    turned = turned if head is None else turned[:, head]
+    return torch.cat((turned, values, gates)).flatten()
 
 
 def _in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | QuantizedWeight:
@@ -332,11 +353,11 @@ class Assembly:
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
-        experts = config.layers[index].experts
+        experts, mixer = config.layers[index].experts, config.layers[index].mixer
         extras = self._extras(prefix, experts)
         return LayerWeights(
             mixer_norm=self._layer_norm(prefix, names.attention),
-            mixer=self._attention(index),
+            mixer=self._attention(index) if mixer is None else self._delta(index, mixer),
             mixer_out_norm=self._layer_norm(prefix, names.attention_out),
             mlp_norm=self._layer_norm(prefix, names.mlp),
             mlp_out_norm=self._layer_norm(prefix, names.mlp_out) if extras is None else None,
@@ -353,14 +374,14 @@ class Assembly:
         qkv = ["qkv"] if fold.fused_qkv else ["q", "k", "k" if spec.keys_as_values else "v"]
         if spec.kv_of is not None:
             qkv, heads = ["q"], heads._replace(num_kv_heads=0)
-        order = _head_order(
-            heads.head_dim, config.rope, interleaved=fold.interleaved, device=self._device
-        )
+        order = _head_order(heads.head_dim, config.rope, interleaved=fold.interleaved)
+        place = self._layout.places[index]
+        assert place is not None  # of a layer with attention
         return AttentionWeights(
             qkv=self._linear(
                 [f"{prefix}self_attn.{n}_proj" for n in qkv],
                 bias=config.qkv_bias,
-                order=_qkv_order(heads, order),
+                order=_qkv_order(heads, order, has_gate=config.has_gate),
             ),
             head_norm=None if config.head_norm == "none" else self._head_norm(prefix, heads, order),
             o=self._linear(
@@ -370,7 +391,32 @@ class Assembly:
             tables=self._layout.tables[index],
             cap=config.attention_cap,
             sinks=self._float(f"{prefix}self_attn.sinks") if config.has_sinks else None,
-            place=self._layout.places[index],
+            place=place,
+            gate=heads.num_heads * heads.head_dim * config.has_gate,
+        )
+
+    def _delta(self, index: int, spec: DeltaSpec) -> DeltaWeights:
+        at, shape = layer_prefix(index) + DELTA, spec.shape
+        qkvz = ["in_proj_qkvz"] if spec.fused_qkvz else ["in_proj_qkv", "in_proj_z"]
+        ba = ["in_proj_ba"] if spec.fused_ba else ["in_proj_b", "in_proj_a"]
+        of_steps = torch.cat([self._vector(f"{at}{name}.weight") for name in ba])
+        if spec.fused_ba:
+            of_steps = of_steps[ba_order(shape)]
+        return DeltaWeights(
+            in_proj=self._linear(
+                [at + name for name in qkvz],
+                bias=False,
+                order=qkvz_order(shape) if spec.fused_qkvz else None,
+            ),
+            ba=self._ops.pack_linear(of_steps, plain=True),
+            conv=self._float(f"{at}conv1d.weight").view(-1, shape.conv_len),
+            decay=-torch.exp(self._float(f"{at}A_log")),
+            dt_bias=self._float(f"{at}dt_bias"),
+            norm=self._float(f"{at}norm.weight"),
+            norm_eps=self._config.norm_eps,
+            out=self._linear([f"{at}out_proj"], bias=False),
+            shape=shape,
+            layer=sum(each.mixer is not None for each in self._config.layers[:index]),
         )
 
     def _extras(self, prefix: str, experts: ExpertsSpec | None) -> Gemma4Extras | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import ModelLoadError
 from .config import DecoderConfig, ExpertsSpec
+from .families.hybrid import as_stored, tiled
 from .families.registry import MODEL_FAMILIES, parse_config
 from .fields import Fields, UnsupportedConfig, read_json
 from .formats.checkpoint import Checkpoint, check_tensors
@@ -60,6 +61,8 @@ def open_model(path: str | Path) -> OpenedModel:
         config = _folder_config(Path(path))
         folder = SafetensorsCheckpoint(Path(path), text_names if config.is_nested else base_names)
         checkpoint, config = folder, _as_stored(config, folder)
+    if config.deltas:
+        config = as_stored(config, set(checkpoint.shapes))
     check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
     return OpenedModel(config, checkpoint)
 
@@ -72,6 +75,8 @@ def read_config(path: str | Path) -> DecoderConfig:
 
 def _gguf_config(file: GgufFile) -> DecoderConfig:
     config = parse_config(Fields(file.values, str(file.where)))
+    if file.has_tiled_heads:
+        config = tiled(config)
     if not file.divisors:
         return config
     return replace(config, rope=replace(config.rope, divisors=file.divisors))

@@ -24,21 +24,27 @@ class PageLayout:
     """A page is one blob over all layers; those with heads alike are a part of the pool.
 
     ``places`` and ``tables`` are of the layers. A layer that reads the keys and values of another
-    has the place of that one.
+    has the place of that one; one with a recurrent state has none.
     """
 
     parts: tuple[Part, ...]
-    places: tuple[KvPlace, ...]  # [num_layers]
+    places: tuple[KvPlace | None, ...]  # [num_layers]
     tables: tuple[Tables, ...]  # [num_layers] among the tables of its part
 
     @classmethod
     def of(cls, config: DecoderConfig) -> PageLayout:
         """The layout of a model's pages."""
-        layouts = config.head_layouts
-        kinds = list(dict.fromkeys(layouts))
-        places: list[KvPlace] = []
+        layouts = [
+            None if spec.mixer is not None else layout
+            for layout, spec in zip(config.head_layouts, config.layers, strict=True)
+        ]
+        kinds = list(dict.fromkeys(layout for layout in layouts if layout is not None))
+        places: list[KvPlace | None] = []
         counts = [0] * len(kinds)
         for layout, spec in zip(layouts, config.layers, strict=True):
+            if layout is None:
+                places.append(None)
+                continue
             if spec.kv_of is not None:
                 places.append(places[spec.kv_of])
                 continue

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ModelLoadError
 from ..ops.kv_pool import KvShape, bytes_per_mixed_page
+from ..ops.state_pool import bytes_per_slot
 from .config import DecoderConfig
 from .fields import Fields, UnsupportedConfig, read_json
 from .formats.checkpoint import Checkpoint
@@ -43,6 +44,7 @@ class ModelReport:
     dtype: str = ""
     most_bytes: int = 0  # of weights in memory: fewer where quantised ones stay packed
     kv_bytes_per_token: int | None = None  # in the model's dtype; None: known when it is loaded
+    state_bytes: int = 0  # of a sequence's recurrent state at one position; 0: it has none
     rough_copy_bytes: int | None = None  # of its matrices in 4 bits; None: it cannot have these
     max_model_len: int = 0  # tokens
     mtp: str = ""  # layers that predict further tokens, or what they lack; "": there are none
@@ -117,7 +119,8 @@ def _report(
 ) -> ModelReport:
     item, quantization = getattr(torch, dtype), _quantization(folder)
     page = bytes_per_mixed_page(shapes, page_size=_PAGE, dtype=item) if shapes else None
-    has_rough_copy = path == "own" and quantization in _ROUNDED
+    states = [shape.state for shape in config.deltas]
+    has_rough_copy = path == "own" and quantization in _ROUNDED and not states
     return ModelReport(
         model_type=config.model_type,
         path=path,
@@ -128,6 +131,7 @@ def _report(
         most_bytes=num_parameters * item.itemsize,
         dtype=dtype,
         kv_bytes_per_token=None if page is None else page // _PAGE,
+        state_bytes=bytes_per_slot(states, item),
         rough_copy_bytes=int(ROUGH_BYTES * num_parameters) if has_rough_copy else None,
         max_model_len=config.max_model_len,
         problem=_missing(folder) if file_format == "no weights" else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .config import LLAMA_MLP, DecoderConfig, ExpertsSpec, MlpNames
+from .config import LLAMA_MLP, DecoderConfig, DeltaSpec, ExpertsSpec, MlpNames
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -22,6 +22,7 @@ TOKEN_OUT_NORM = "post_per_layer_input_norm"
 # Of a layer that predicts a further token, beside the layer's own.
 MTP_EMBEDDING_NORM, MTP_HIDDEN_NORM = "model.mtp.enorm.weight", "model.mtp.hnorm.weight"
 MTP_PROJECTION = "model.mtp.eh_proj"
+DELTA = "linear_attn."
 _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
@@ -89,16 +90,34 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
 
 def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     hidden, spec = config.hidden_size, config.layers[layer]
-    num_heads, num_kv_heads, head_dim = config.heads_of(layer)
-    q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
     norms = [f"{name}.weight" for name in config.norms if name is not None]
     shapes: Shapes = dict.fromkeys(norms, (hidden,))
     shapes |= _norm_biases(config, shapes)
-    shapes["self_attn.o_proj.weight"] = (hidden, q_width)
+    if spec.mixer is None:
+        shapes |= _attention_shapes(config, layer)
+    else:
+        shapes |= _delta_shapes(hidden, spec.mixer)
+    if config.layer_factor is not None:
+        shapes[config.layer_factor] = (1,)
+    if config.token_input_size:
+        shapes[f"{TOKEN_GATE}.weight"] = (config.token_input_size, hidden)
+        shapes[f"{TOKEN_OUT}.weight"] = (hidden, config.token_input_size)
+        shapes[f"{TOKEN_OUT_NORM}.weight"] = (hidden,)
+    experts = {} if spec.experts is None else _expert_shapes(config, spec.experts)
+    if spec.experts is None or spec.experts.beside is not None:
+        shapes |= _mlp_shapes(config, spec.width or config.intermediate_size)
+    return shapes | _biases(config, shapes) | experts
+
+
+def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    hidden, spec = config.hidden_size, config.layers[layer]
+    num_heads, num_kv_heads, head_dim = config.heads_of(layer)
+    q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+    shapes: Shapes = {"self_attn.o_proj.weight": (hidden, q_width)}
     if config.fold.fused_qkv:
         shapes["self_attn.qkv_proj.weight"] = (q_width + 2 * kv_width, hidden)
     else:
-        shapes["self_attn.q_proj.weight"] = (q_width, hidden)
+        shapes["self_attn.q_proj.weight"] = (q_width * (1 + config.has_gate), hidden)
         if spec.kv_of is None:
             shapes["self_attn.k_proj.weight"] = (kv_width, hidden)
         if spec.kv_of is None and not spec.keys_as_values:
@@ -111,16 +130,28 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
             shapes[k_norm] = (kv_width if whole else head_dim,)
     if config.has_sinks:
         shapes["self_attn.sinks"] = (num_heads,)
-    if config.layer_factor is not None:
-        shapes[config.layer_factor] = (1,)
-    if config.token_input_size:
-        shapes[f"{TOKEN_GATE}.weight"] = (config.token_input_size, hidden)
-        shapes[f"{TOKEN_OUT}.weight"] = (hidden, config.token_input_size)
-        shapes[f"{TOKEN_OUT_NORM}.weight"] = (hidden,)
-    experts = {} if spec.experts is None else _expert_shapes(config, spec.experts)
-    if spec.experts is None or spec.experts.beside is not None:
-        shapes |= _mlp_shapes(config, spec.width or config.intermediate_size)
-    return shapes | _biases(config, shapes) | experts
+    return shapes
+
+
+def _delta_shapes(hidden: int, spec: DeltaSpec) -> Shapes:
+    shape, at = spec.shape, DELTA
+    heads, mixed = shape.num_value_heads, shape.conv_channels
+    value_width = heads * shape.value_dim
+    shapes: Shapes = {
+        f"{at}A_log": (heads,),
+        f"{at}dt_bias": (heads,),
+        f"{at}conv1d.weight": (mixed, 1, shape.conv_len),
+        f"{at}norm.weight": (shape.value_dim,),
+        f"{at}out_proj.weight": (hidden, value_width),
+    }
+    if spec.fused_qkvz:
+        shapes[f"{at}in_proj_qkvz.weight"] = (mixed + value_width, hidden)
+    else:
+        shapes[f"{at}in_proj_qkv.weight"] = (mixed, hidden)
+        shapes[f"{at}in_proj_z.weight"] = (value_width, hidden)
+    if spec.fused_ba:
+        return shapes | {f"{at}in_proj_ba.weight": (2 * heads, hidden)}
+    return shapes | {f"{at}in_proj_{name}.weight": (heads, hidden) for name in "ba"}
 
 
 def _expert_shapes(config: DecoderConfig, spec: ExpertsSpec) -> Shapes:
@@ -137,9 +168,10 @@ def _expert_shapes(config: DecoderConfig, spec: ExpertsSpec) -> Shapes:
         shapes |= {f"{name}.weight": (hidden,) for name in norms}
         shapes[spec.beside.router_norm] = (hidden,)
     if names.stacked != "none":
-        return shapes | stacked_shapes(hidden, spec)
-    for number in range(spec.count):
-        shapes |= _gated(names.expert.format(number), names.mlp, hidden, spec.width)
+        shapes |= stacked_shapes(hidden, spec)
+    else:
+        for number in range(spec.count):
+            shapes |= _gated(names.expert.format(number), names.mlp, hidden, spec.width)
     if spec.shared_width:
         shapes |= _gated(names.shared, LLAMA_MLP, hidden, spec.shared_width)
         if names.shared_gate is not None:

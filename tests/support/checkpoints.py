@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from foretoken.core.model.decoder import Decoder
-from foretoken.core.ops.batch import Segment
+from foretoken.core.ops.batch import Segment, SegmentState
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 
 VOCAB_SIZE = 261
@@ -199,10 +199,36 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # fmt: on
 
+# Two key heads for four value heads, heads of two sizes, layers of both kinds at both ends.
+_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    "head_dim": 16,
+    "pad_token_id": None,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
+_DELTA_EXPERTS = _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 40}
+# Families with a recurrent state: their driver and their pools need more than those of `KINDS`.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", _DELTA_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3_5": ("qwen3_5_text", _DELTA | {"attention_bias": True}),
+    "qwen3_5_alike": (
+        "qwen3_5_text",
+        _DELTA
+        | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
+        | _rope("default", partial_rotary_factor=1.0),
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA_EXPERTS),
+}
+
 
 def make_reference(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A random transformers model, float32, whose outputs differ clearly between tokens."""
-    model_type, differences = KINDS[kind]
+    model_type, differences = (KINDS | HYBRIDS)[kind]
     config = transformers.AutoConfig.for_model(model_type, **(SHAPE | differences | overrides))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
@@ -211,6 +237,10 @@ def make_reference(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
             parameter.normal_(0.0, 0.12, generator=generator)
             if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "scale")):
                 parameter.add_(1.0)
+            elif name.endswith("A_log"):  # log decays of a token from 0.001 to 8
+                parameter.copy_(torch.linspace(-7.0, 2.0, len(parameter)))
+            elif name.endswith("conv1d.weight"):
+                parameter.mul_(5.0)
         for name, buffer in model.named_buffers():  # which begin at 0 or 1
             if name.endswith("correction_bias"):
                 buffer.normal_(0.0, 0.3, generator=generator)
@@ -233,27 +263,37 @@ def make_checkpoint(folder: Path, kind: str = "qwen3", *, seed: int = 0, **overr
 
 @dataclass(eq=False)
 class Stream:
-    """Tokens, their pages, and how many positions have KV."""
+    """Tokens, their pages, and how many positions have KV; the slot and log of its state."""
 
     tokens: array[int]
     pages: array[int]
     num_computed: int = 0
+    state: int = 0
 
 
 @dataclass(eq=False)
 class ModelDriver:
-    """Owns a pool and hands out shuffled pages; void slots hold NaN before every step."""
+    """Owns a pool and hands out shuffled pages; void slots hold NaN before every step.
+
+    Of a decoder with states each sequence has a slot and a log, of the same number.
+    """
 
     decoder: Decoder
     page_size: int = 16
     num_pages: int = 400
     seed: int = 0
     kv_dtype: KvDtype = "auto"
+    num_states: int = 24
     sequences: list[Stream] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.states = None
+        if self.decoder.states:
+            self.states = self.decoder.make_state_pool(
+                self.num_states, self.num_states, page_size=self.page_size
+            )
         self.pool = self.decoder.make_pool(
-            self.num_pages, page_size=self.page_size, kv_dtype=self.kv_dtype
+            self.num_pages, page_size=self.page_size, kv_dtype=self.kv_dtype, states=self.states
         )
         self.pool.data.fill_(void_item(self.pool))
         self._free = list(range(self.num_pages))
@@ -262,38 +302,71 @@ class ModelDriver:
     def add(
         self, tokens: Sequence[int], *, capacity: int = 0, prefix: Stream | None = None
     ) -> Stream:
-        """A new sequence; the whole pages that it shares with ``prefix`` are borrowed."""
+        """A new sequence; the whole pages that it shares with ``prefix`` are borrowed.
+
+        With states, those up to where the other's state stands, which is copied.
+        """
         num_pages = -(-max(capacity, len(tokens)) // self.page_size)
         shared = 0
         if prefix is not None:
             limit = min(prefix.num_computed, len(tokens) - 1)
             same = (i for i in range(limit) if tokens[i] != prefix.tokens[i])
             shared = next(same, limit) // self.page_size
+        state = len(self.sequences)
+        if self.states is not None:
+            shared = self._resumed(state, prefix, shared)
         borrowed = list(prefix.pages[:shared]) if prefix is not None else []
         own = [self._free.pop() for _ in range(num_pages - shared)]
-        made = Stream(array("q", tokens), array("q", borrowed + own), shared * self.page_size)
+        made = Stream(
+            array("q", tokens), array("q", borrowed + own), shared * self.page_size, state
+        )
         self.sequences.append(made)
         return made
+
+    def _resumed(self, state: int, prefix: Stream | None, shared: int) -> int:
+        """The pages of a prefix with whose state a sequence begins: all that it shares, or none."""
+        assert self.states is not None
+        self.states.reset(state)
+        if prefix is None:
+            return 0
+        positions = {int(at) for at in self.states.at[prefix.state]}
+        assert len(positions) == 1
+        at = positions.pop() // self.page_size
+        if not 0 < at <= shared:
+            return 0
+        self.states.copy_slot(prefix.state, state)
+        return at
 
     def drop(self, sequence: Stream) -> None:
         """Give a sequence's pages back; only for one that shares none."""
         self.sequences.remove(sequence)
         self._free.extend(sequence.pages)
 
-    def step(self, rows: Sequence[tuple[Stream, Sequence[int], int]]) -> list[Tensor]:
+    def step(
+        self, rows: Sequence[tuple[Stream, Sequence[int], int]], num_drafts: Sequence[int] = ()
+    ) -> list[Tensor]:
         """Compute (sequence, token ids, number of logits) rows; logits of each row.
 
         Positions behind ``num_computed`` are void and poisoned first. The caller moves
-        ``num_computed``.
+        ``num_computed``. ``num_drafts``: how many of each row's tokens are a draft.
         """
         for sequence, *_ in rows:
             self._poison(sequence)
-        segments = [Segment(ids, s.num_computed, s.pages, wanted) for s, ids, wanted in rows]
+        drafts = num_drafts or [0] * len(rows)
+        segments = [
+            Segment(ids, s.num_computed, s.pages, wanted, state=self._state(s, len(ids) - draft))
+            for (s, ids, wanted), draft in zip(rows, drafts, strict=True)
+        ]
         batch = self.decoder.batch(segments, page_size=self.page_size)
         output = self.decoder.forward(batch, self.pool)
         logits = output.logits.clone()  # it holds until the next pass
         assert logits.dtype == torch.float32
         return list(logits.split([wanted for *_, wanted in rows]))
+
+    def _state(self, sequence: Stream, num_final: int) -> SegmentState | None:
+        if self.states is None:
+            return None
+        return SegmentState(sequence.state, sequence.state, sequence.num_computed + num_final)
 
     def prefill(self, sequence: Stream, *stops: int) -> Tensor:
         """Logits of all positions up to the last stop, one chunk for each stop."""

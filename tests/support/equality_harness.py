@@ -41,7 +41,7 @@ from foretoken.draft.sources.prefix import PrefixSource
 from foretoken.draft.sources.source import Source
 from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import DraftSpeculator
-from foretoken.radix_cache import PrefixCache
+from foretoken.radix_cache import PrefixCache, StateSlots
 from support.checkpoints import void_item
 from support.draft_trees import TreeProposer
 from support.fake_model import Driver
@@ -271,12 +271,20 @@ class HouseTiers(Protocol):
 
 
 class House:
-    """A target, a draft model, and what every request says when it is alone."""
+    """A target, a draft model, and what each of the first requests says when it is alone."""
 
-    def __init__(self, target: Decoder, draft: Decoder, kv_dtype: KvDtype = "auto") -> None:
+    def __init__(
+        self,
+        target: Decoder,
+        draft: Decoder,
+        kv_dtype: KvDtype = "auto",
+        *,
+        num_requests: int = len(REQUESTS),
+    ) -> None:
         self.target, self.draft, self.kv_dtype = target, draft, kv_dtype
+        self.page_size = 16 if target.states else 4
         self.solo = {}
-        for index in range(len(REQUESTS)):
+        for index in range(num_requests):
             self.solo |= self.run([index], None, depth=0)
 
     @classmethod
@@ -302,14 +310,24 @@ class House:
         depth: int = 4,
         max_running: int = 8,
         num_pages: int = 600,
-        page_size: int = 4,
+        page_size: int | None = None,
+        num_slots: int = 24,
+        state_interval: int = 64,
         max_batch_tokens: int = 48,
         repeats: int = 1,
         poison: bool = False,
         speculator: Speculator | None = None,
         tiers: HouseTiers | None = None,
+        drive: Callable[[Scheduler, Any], Driver] = Driver,
     ) -> dict[str, list[int]]:
-        cache = PrefixCache(num_pages, page_size)
+        page_size = page_size or self.page_size
+        states = slots = None
+        if self.target.states:
+            max_running = min(max_running, num_slots - 2)
+            states = self.target.make_state_pool(num_slots, max_running, page_size=page_size)
+            slots = StateSlots(num_slots, max_running, interval=state_interval)
+        self.states = states
+        cache = PrefixCache(num_pages, page_size, states=slots)
         limits = SchedulerLimits(
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
@@ -324,9 +342,14 @@ class House:
                 else FixedDepth(depth)
             )
         more = drafter in SELF_DRAFTERS  # one page that is never used
-        pool = self.target.make_pool(num_pages + more, page_size=page_size, kv_dtype=self.kv_dtype)
+        pool = self.target.make_pool(
+            num_pages + more, page_size=page_size, kv_dtype=self.kv_dtype, states=states
+        )
         if poison or more:
             pool.data.fill_(void_item(pool))
+        if poison and states is not None:
+            for memory in (states.slots, states.logs):
+                memory.fill_(255)  # NaN as float32 and as bfloat16
         proposer = (
             SELF_DRAFTERS[drafter](self.target, pool)
             if drafter in SELF_DRAFTERS
@@ -336,7 +359,7 @@ class House:
         self.scheduler = Scheduler(
             cache, limits, speculator, tiers and tiers.open(cache, pool, proposer)
         )
-        driver = (tiers.drive if tiers else Driver)(self.scheduler, runner)  # type: ignore[arg-type]
+        driver = (tiers.drive if tiers else drive)(self.scheduler, runner)
         for _ in range(repeats):
             driver.ended.clear()
             self.requests = [self._request(index) for index in order]

@@ -28,13 +28,15 @@ ARCHS = {
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
     "ernie4_5_moe": "ernie4_5-moe", "olmo": "olmo",
     "granitemoe": "granitemoe", "nemotron": "nemotron", "stablelm": "stablelm", "phi": "phi2",
+    "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 TURNED = (
     "llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo",
     "granitemoe",
 )  # fmt: skip
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-LARGER_NORMS = ("gemma", "gemma2", "gemma3_text", "nemotron")
+_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LARGER_NORMS = ("gemma", "gemma2", "gemma3_text", "nemotron", *_HYBRIDS)
 
 
 def interleaved(rows: Array, num_heads: int) -> Array:
@@ -65,7 +67,7 @@ def write_gguf(
     for name, values in _tensors(folder, config).items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert own is not None, name
-        if values.ndim < 2 or own.endswith((".bias", ".scale")):
+        if values.ndim < 2 or own.endswith((".bias", ".scale", "conv1d.weight")):
             writer.add_tensor(own, np.ascontiguousarray(values, np.float32))
             continue
         raw = gguf.quantize(np.ascontiguousarray(values), kind)
@@ -91,6 +93,9 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
     for name, tensor in _sorted(load_file(folder / "model.safetensors")).items():
         values = tensor.float().numpy()
         if name == "lm_head.weight" and tied:
+            continue
+        if ".linear_attn." in name:
+            found |= _hybrid_tensors(name, values, config)
             continue
         if config["model_type"] in LARGER_NORMS and name.endswith("norm.weight"):
             values = values + np.float32(1)
@@ -119,6 +124,41 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
             name = name.replace(old, new).removeprefix("model.") if old in name else name
         found[name] = np.stack(parts)
     return found
+
+
+def _hybrid_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str, Array]:
+    """Log decays as decays, the taps as a matrix; qkvz cut apart; value heads tiled."""
+    key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    group, key_rows = heads // key_heads, 2 * key_heads * key_dim
+    stem, _, leaf = name.rpartition(".linear_attn.")
+    if leaf == "A_log":
+        values = -np.exp(values)
+    elif leaf == "dt_bias":
+        name = f"{stem}.linear_attn.dt_proj.bias"
+    elif leaf == "conv1d.weight":
+        values = values.squeeze(1)
+    elif leaf == "in_proj_qkvz.weight":
+        width = group * value_dim
+        by_head = values.reshape(key_heads, -1, values.shape[1])
+        parts = np.split(by_head, [key_dim, 2 * key_dim, 2 * key_dim + width], axis=1)
+        rows = [part.reshape(-1, values.shape[1]) for part in parts]
+        at = f"{stem}.linear_attn.in_proj_"
+        return {f"{at}qkv.weight": np.concatenate(rows[:3]), f"{at}z.weight": rows[3]}
+    if config["model_type"] == "qwen3_next":
+        return {name: values}
+    if leaf in ("in_proj_qkv.weight", "conv1d.weight"):
+        tiled = _tiled(values[key_rows:], key_heads, group)
+        return {name: np.concatenate((values[:key_rows], tiled))}
+    if leaf == "out_proj.weight":
+        return {name: np.ascontiguousarray(_tiled(values.T, key_heads, group).T)}
+    return {name: values if leaf == "norm.weight" else _tiled(values, key_heads, group)}
+
+
+def _tiled(rows: Array, key_heads: int, group: int) -> Array:
+    """Value heads one of each key head after the other, instead of all of a key head together."""
+    by_head = rows.reshape(key_heads, group, -1, *rows.shape[1:])
+    return np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(rows.shape)
 
 
 def _gemma4_name(name: str) -> str:
@@ -159,7 +199,8 @@ def _metadata(writer: Any, config: dict[str, Any], arch: str) -> None:
     writer.add_block_count(config["num_hidden_layers"] + further)
     if further:
         writer.add_nextn_predict_layers(further)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
@@ -306,6 +347,18 @@ def _ministral3(writer: Any, config: dict[str, Any]) -> None:
     writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
+def _hybrid(writer: Any, config: dict[str, Any]) -> None:
+    heads = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * heads)
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    if "num_experts" in config:
+        _experts(writer, config)
+
+
 def _stablelm(writer: Any, config: dict[str, Any]) -> None:
     writer.add_parallel_residual(config["use_parallel_residual"])
 
@@ -343,4 +396,5 @@ _MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "granitemoe": _granite_moe,
     "ministral3": _ministral3,
     "stablelm": _stablelm,
+    **dict.fromkeys(_HYBRIDS, _hybrid),
 }

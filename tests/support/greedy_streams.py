@@ -30,9 +30,11 @@ def generate(reference: object, prompt: list[int], num_new: int = NUM_NEW) -> li
     return out[0, len(prompt) :].tolist()
 
 
-def greedy(decoder: Decoder, prompts: list[list[int]], drafts: list[list[int]]) -> list[list[int]]:
+def greedy(
+    decoder: Decoder, prompts: list[list[int]], drafts: list[list[int]], *, page_size: int = 4
+) -> list[list[int]]:
     """Decode greedily, one prompt more per step, with drafts that are sometimes wrong."""
-    driver = ModelDriver(decoder, page_size=4)
+    driver = ModelDriver(decoder, page_size=page_size)
     vocab_size = decoder.config.vocab_size
     rng = random.Random(0)
     streams: list[Stream] = []
@@ -50,7 +52,7 @@ def greedy(decoder: Decoder, prompts: list[list[int]], drafts: list[list[int]]) 
             rows.append(row)
             planned.append(draft)
         for i, (stream, ids, wanted), draft, logits in zip(
-            active, rows, planned, driver.step(rows), strict=True
+            active, rows, planned, driver.step(rows, [*map(len, planned)]), strict=True
         ):
             stream.num_computed += len(ids) - len(draft)
             if wanted:

@@ -45,6 +45,13 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_QWEN3_5 = {
+    "rope_type": "default",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+}
 _GEMMA3_1B = _shape(
     "gemma3_text", 1152, 6912, 26, 4, 1, 262144, 32768, head_dim=256, sliding_window=512,
     query_pre_attn_scalar=256, tie_word_embeddings=True,
@@ -118,6 +125,24 @@ KNOWN: dict[str, dict[str, Any]] = {
         "starcoder2", 4608, 18432, 32, 36, 4, 49152, 16384, sliding_window=4096,
         tie_word_embeddings=True,
     ),
+    "Qwen3.5 9B": _shape(
+        "qwen3_5_text", 4096, 12288, 32, 16, 4, 248320, 262144, head_dim=256,
+        rope_parameters=_QWEN3_5,
+    ),
+    "Qwen3.5 27B": _shape(
+        "qwen3_5_text", 5120, 17408, 64, 24, 4, 248320, 262144, head_dim=256,
+        linear_num_value_heads=48, rope_parameters=_QWEN3_5,
+    ),
+    "Qwen3.5 35B-A3B": _shape(
+        "qwen3_5_moe_text", 2048, 512, 40, 16, 2, 248320, 262144, head_dim=256, num_experts=256,
+        num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        rope_parameters=_QWEN3_5,
+    ),
+    "Qwen3-Next 80B-A3B": _shape(
+        "qwen3_next", 2048, 5120, 48, 16, 2, 151936, 262144, head_dim=256, num_experts=512,
+        num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        rope_theta=1e7, partial_rotary_factor=0.25,
+    ),
     "Qwen3 30B-A3B": _shape(
         "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, head_dim=128, num_experts=128,
         num_experts_per_tok=8, moe_intermediate_size=768,
@@ -154,6 +179,5 @@ KNOWN: dict[str, dict[str, Any]] = {
         "qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128,
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
-    "Qwen3-Next 80B-A3B": {"model_type": "qwen3_next", **_BF16},
     "DeepSeek V3.2": {"model_type": "deepseek_v32", **_BF16},
 }  # fmt: skip

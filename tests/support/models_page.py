@@ -10,7 +10,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, REFUSED
+from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, OWN_ONLY, REFUSED
 from foretoken.core.model.families.registry import MODEL_FAMILIES, TEXT_FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
@@ -52,9 +52,9 @@ def _families() -> str:
 
 
 def _backends(model_type: str) -> str:
-    """Triton's kernels take no heads of several sizes; such models are torch's on a GPU."""
-    is_gemma4 = model_type in ("gemma4_text", "gemma4_unified_text")
-    return "torch, native" if is_gemma4 else "torch, native, Triton"
+    """Triton's kernels take no heads of several sizes and no states; torch computes such models."""
+    is_torchs = model_type in ("gemma4_text", "gemma4_unified_text", *OWN_ONLY)
+    return "torch, native" if is_torchs else "torch, native, Triton"
 
 
 def _formats(model_type: str) -> str:
@@ -62,7 +62,8 @@ def _formats(model_type: str) -> str:
 
 
 def _known() -> str:
-    rows = ["| model | path | format | parameters | in bf16 | KV a token | context |", _line(7)]
+    rows = ["| model | path | format | parameters | in bf16 | KV a token | state | context |"]
+    rows.append(_line(8))
     rows += [_known_row(name, _report(config)) for name, config in KNOWN.items()]
     return "\n".join(rows)
 
@@ -75,13 +76,14 @@ def _report(config: dict[str, object]) -> ModelReport:
 
 def _known_row(name: str, report: ModelReport) -> str:
     if report.path is None:
-        return f"| {name} | refused | | | | | |"
+        return f"| {name} | refused | | | | | | |"
     kv = report.kv_bytes_per_token
     assert kv is not None
+    state = f"{report.state_bytes / 2**20:.0f} MiB" if report.state_bytes else ""
     return (
         f"| {name} | {report.path} | {report.quantization or 'plain'}"
         f" | {report.num_parameters / 1e9:.2f} B"
-        f" | {report.most_bytes / 2**30:.1f} GiB | {kv / 2**10:.0f} KiB"
+        f" | {report.most_bytes / 2**30:.1f} GiB | {kv / 2**10:.0f} KiB | {state}"
         f" | {report.max_model_len:,} |"
     )
 

@@ -174,6 +174,8 @@ def tiny_model(model_type: str, *, seed: int = 0, **more: Any) -> Any:
             noise = torch.randn(tensor.shape, generator=generator)
             if tensor.dim() >= 2:
                 tensor.copy_(noise * 1.2 / tensor.shape[-1] ** 0.5)
+            elif name.endswith("A_log"):  # log decays of a token from 0.02 to 7
+                tensor.copy_(torch.linspace(-4.0, 2.0, len(tensor)))
             elif name.endswith(("sinks", "correction_bias", "expert_bias")):
                 tensor.copy_(noise * 0.5)
             elif not name.endswith(("inv_freq", "embed_scale", "scale")) and tensor.dim() == 1:

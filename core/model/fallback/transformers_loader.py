@@ -59,11 +59,6 @@ REFUSED: dict[str, str] = {
             "minimax",
             "nemotron_h",
             "olmo_hybrid",
-            "qwen3_5",
-            "qwen3_5_text",
-            "qwen3_5_moe",
-            "qwen3_5_moe_text",
-            "qwen3_next",
             "recurrent_gemma",
             "rwkv",
             "xlstm",
@@ -82,6 +77,8 @@ REFUSED: dict[str, str] = {
     "ctrl": "its tokens differed from those that transformers generates",
     **dict.fromkeys(("diffllama", "hrm_text"), "a layer calls attention twice in a pass"),
 }
+# Types whose recurrent states foretoken's own decoder alone keeps.
+OWN_ONLY = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _TEST_TOKENS = 12
 _TEST_PAGE = 4
 # Fields that count layers behind the last, which predict further tokens.
@@ -198,6 +195,11 @@ def _read_gguf(path: Path) -> GgufFile:
 
 
 def _refuse(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    if text.model_type in OWN_ONLY:
+        raise ModelLoadError(
+            f"{folder / 'config.json'}: {text.model_type!r} has recurrent states, which "
+            "transformers' modules do not keep here; serve it without --model-impl transformers"
+        )
     for each in (config, text):
         if each.model_type in REFUSED:
             raise _refusal(folder, each.model_type, REFUSED[each.model_type])

@@ -34,11 +34,11 @@ def mixtral(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN40
         "block_sparse_moe.gate", "block_sparse_moe.experts.{}.", MlpNames("w1", "w3", "w2")
     )
     layers = windowed(fields, window_of(fields))
-    routing = Routing(_top_k(fields), renorm=0.0)
+    routing = Routing(top_k_of(fields), renorm=0.0)
     shape: dict[str, Any] = {
         "theta": 1e6,
         "eps": 1e-5,
-        "layers": _with_experts(fields, layers, routing, names=names, width="intermediate_size"),
+        "layers": with_experts(fields, layers, routing, names=names, width="intermediate_size"),
     }
     return base_config(fields, **(shape | differences))
 
@@ -53,7 +53,7 @@ def minimax_m2(fields: Fields) -> DecoderConfig:
     )
     head_dim = fields.positive("head_dim", 128)
     layers = windowed(fields, None)
-    routing = Routing(_top_k(fields), score="sigmoid", renorm=0.0)
+    routing = Routing(top_k_of(fields), score="sigmoid", renorm=0.0)
     return base_config(
         fields,
         theta=5e6,
@@ -61,7 +61,7 @@ def minimax_m2(fields: Fields) -> DecoderConfig:
         head_dim=head_dim,
         head_norm="whole",
         mtp=BEHIND_THE_LAST,
-        layers=_with_experts(fields, layers, routing, names=names, width="intermediate_size"),
+        layers=with_experts(fields, layers, routing, names=names, width="intermediate_size"),
     )
 
 
@@ -70,8 +70,8 @@ def qwen2_moe(fields: Fields) -> DecoderConfig:
     if fields.flag("use_sliding_window", False) and not fields.has("layer_types"):
         raise fields.unsupported("use_sliding_window", "is not supported without layer_types")
     names = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
-    routing = Routing(_top_k(fields), renorm=_renorm(fields, False))
-    layers = _with_experts(
+    routing = Routing(top_k_of(fields), renorm=renorm_of(fields, False))
+    layers = with_experts(
         fields,
         qwen_layers(fields),
         routing,
@@ -84,12 +84,12 @@ def qwen2_moe(fields: Fields) -> DecoderConfig:
 def qwen3_moe(fields: Fields, names: ExpertNames = ExpertNames()) -> DecoderConfig:  # noqa: B008 - immutable
     """Qwen 3 with experts (arXiv 2505.09388)."""
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
-    routing = Routing(_top_k(fields), renorm=_renorm(fields, False))
+    routing = Routing(top_k_of(fields), renorm=renorm_of(fields, False))
     return base_config(
         fields,
         head_norm="each",
         attention_bias=False,
-        layers=_with_experts(fields, windowed(fields, window), routing, names=names),
+        layers=with_experts(fields, windowed(fields, window), routing, names=names),
     )
 
 
@@ -103,14 +103,14 @@ def olmoe(fields: Fields) -> DecoderConfig:
     """OLMoE: norms over all heads (arXiv 2409.02060)."""
     if fields.has("clip_qkv"):
         raise fields.unsupported("clip_qkv", "is not supported")
-    routing = Routing(_top_k(fields), renorm=_renorm(fields, False))
+    routing = Routing(top_k_of(fields), renorm=renorm_of(fields, False))
     layers = windowed(fields, None)
     return base_config(
         fields,
         eps=1e-5,
         head_norm="whole",
         attention_bias=False,
-        layers=_with_experts(fields, layers, routing, width="intermediate_size"),
+        layers=with_experts(fields, layers, routing, width="intermediate_size"),
     )
 
 
@@ -132,7 +132,7 @@ def hunyuan_moe(fields: Fields) -> DecoderConfig:
     chosen = set(fields.integers("moe_topk"))  # of all layers, or of each
     if len(chosen) != 1:
         raise fields.unsupported("moe_topk", "that differs by layer is not supported")
-    layers = _with_experts(
+    layers = with_experts(
         fields,
         windowed(fields, None),
         Routing(chosen.pop(), renorm=0.0),
@@ -168,10 +168,10 @@ def gpt_oss(fields: Fields) -> DecoderConfig:
         differences["rope"] = RopeSpec(
             kind="yarn", theta=15e4, factor=32.0, original_max_len=4096, truncate=False
         )
-    layers = _with_experts(
+    layers = with_experts(
         fields,
         sliding(fields, 2, window=128),
-        Routing(_top_k(fields), of_chosen=True),
+        Routing(top_k_of(fields), of_chosen=True),
         names=ExpertNames("mlp.router", "mlp.experts.", stacked="gpt-oss"),
         width="intermediate_size",
         activation=Activation("clamped_swiglu", True, limit),
@@ -189,11 +189,11 @@ def gpt_oss(fields: Fields) -> DecoderConfig:
     )
 
 
-def _top_k(fields: Fields) -> int:
+def top_k_of(fields: Fields) -> int:
     return fields.positive("num_experts_per_tok")
 
 
-def _renorm(fields: Fields, default: bool) -> float | None:
+def renorm_of(fields: Fields, default: bool) -> float | None:
     return 0.0 if fields.flag("norm_topk_prob", default) else None
 
 
@@ -205,7 +205,7 @@ def _like_deepseek(
     ``num_default``: of dense layers, and of shared experts, where the config does not say it.
     """
     routing = Routing(
-        _top_k(fields),
+        top_k_of(fields),
         score="sigmoid",
         num_groups=fields.positive("n_group", 1),
         kept_groups=fields.positive("topk_group", 1),
@@ -215,7 +215,7 @@ def _like_deepseek(
     width = fields.positive("moe_intermediate_size") * fields.integer(
         "n_shared_experts", num_default
     )
-    return _with_experts(
+    return with_experts(
         fields,
         layers,
         routing,
@@ -225,7 +225,7 @@ def _like_deepseek(
     )
 
 
-def _with_experts(
+def with_experts(
     fields: Fields,
     layers: tuple[LayerSpec, ...],
     routing: Routing,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..config import DecoderConfig
 from ..fields import Fields
 from ..formats.quantized import read_scheme
-from . import dense, experts, gemma4
+from . import dense, experts, gemma4, hybrid
 
 MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "arcee": dense.arcee,
@@ -41,7 +41,10 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "qwen2": dense.qwen2,
     "qwen2_moe": experts.qwen2_moe,
     "qwen3": dense.qwen3,
+    "qwen3_5_moe_text": hybrid.qwen3_5_moe,
+    "qwen3_5_text": hybrid.qwen3_5,
     "qwen3_moe": experts.qwen3_moe,
+    "qwen3_next": hybrid.qwen3_next,
     "smollm3": dense.smollm3,
     "starcoder2": dense.starcoder2,
 }

@@ -40,13 +40,16 @@ _ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling, by frequency
 _NOT_WEIGHTS = (_ROPE_DIVISORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _PLAIN = {GgmlType.F32: "float32", GgmlType.F16: "float16", GgmlType.BF16: "bfloat16"}
 _LAYER = re.compile(r"blk\.(\d+)\.")
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias|scale)")
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias|scale))?")
 # Parameters whose names in transformers have no ending.
 _BARE = (
     "self_attn.sinks", "e_score_correction_bias", "layer_scalar", "router.scale",
-    "per_expert_scale",
+    "per_expert_scale", "A_log", "dt_bias",
 )  # fmt: skip
 _ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transformers
+_CONV = "conv1d.weight"  # has a dimension of one channel a group in transformers
+_LOG = "linear_attn.A_log"
+_GATED_NORM = "linear_attn.norm.weight"  # is stored as it is, whatever the others are
 
 
 class _StoredTensor(NamedTuple):
@@ -109,6 +112,11 @@ class GgufFile:
         """
         is_proportional = "full_attention" in self.values["rope_parameters"]
         return () if is_proportional else tuple(self._meta.tensor(_ROPE_DIVISORS))
+
+    @property
+    def has_tiled_heads(self) -> bool:
+        """Whether value heads that read one key head do not lie side by side."""
+        return self._architecture.has_tiled_heads
 
     @property
     def types(self) -> dict[str, int]:
@@ -225,7 +233,7 @@ class GgufFile:
                 found |= self._experts(f"{name}.{ending}", tensor)
             elif target in STACKED or target.endswith(_BARE):
                 found[name] = self._plain(name, tensor)
-            else:
+            elif ending is not None:
                 found[f"{name}.{ending}"] = self._plain(f"{name}.{ending}", tensor)
         for layer_number in range(self.values["num_hidden_layers"]):
             if self._architecture.experts == "gpt_oss":
@@ -241,10 +249,13 @@ class GgufFile:
 
     def _plain(self, name: str, tensor: gguf.ReaderTensor) -> _StoredTensor:
         rows = self._order_of(name)
-        offset = self._architecture.norm_offset if name.endswith("norm.weight") else 0.0
+        is_larger = name.endswith("norm.weight") and not name.endswith(_GATED_NORM)
+        offset = self._architecture.norm_offset if is_larger else 0.0
         shape = _shape(tensor)
         if name.endswith(_ROW):  # converters write the row alone, or the matrix
             shape = (1, math.prod(shape))
+        elif name.endswith(_CONV):
+            shape = (shape[0], 1, *shape[1:])
 
         def one(index: int) -> QuantizedWeight:
             value = _value(tensor.data[index], tensor, self.where)
@@ -257,6 +268,8 @@ class GgufFile:
             value = _value(tensor.data, tensor, self.where)
             if isinstance(value, Tensor):
                 value = (value - offset if offset else value).view(shape)
+                if name.endswith(_LOG):  # the file has -exp of it
+                    value = torch.log(-value)
                 return value if rows is None else value[rows]
             return value if rows is None else value.rows(rows)
 

@@ -90,6 +90,21 @@ _AFTER = {
 _BEFORE_AND_AFTER = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
 
 
+_HYBRID = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_HYBRID_EXPERTS = _HYBRID | _EXPERTS | _SHARED_EXPERT
 _GEMMA4 = _BEFORE_AND_AFTER | {
     "layer_output_scale": "layer_scalar",
     "inp_gate": "per_layer_input_gate",
@@ -121,7 +136,7 @@ class Architecture:
 
     ``turns_part``: RoPE may turn a part of each head. ``is_turned``: rows of queries and keys lie
     in the pairs that RoPE turns, not in halves. ``norm_offset``: what the file's norms have more
-    than the model's.
+    than the model's. ``has_tiled_heads``: value head j reads key head ``j % num_key_heads``.
     """
 
     model_type: str
@@ -130,6 +145,7 @@ class Architecture:
     turns_part: bool = False
     is_turned: bool = False
     norm_offset: float = 0.0
+    has_tiled_heads: bool = False
     experts: Literal["none", "each", "gpt_oss", "granite"] = "none"
     final_norm: str = "model.norm"
 
@@ -303,6 +319,22 @@ def _qwen3_moe(meta: Metadata) -> dict[str, Any]:
 def _qwen2_moe(meta: Metadata) -> dict[str, Any]:
     shared = meta.number("expert_shared_feed_forward_length")
     return _experts(meta) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+
+
+def _hybrid(meta: Metadata) -> dict[str, Any]:
+    heads = meta.number("ssm.time_step_rank")
+    return {
+        "linear_conv_kernel_dim": meta.number("ssm.conv_kernel"),
+        "linear_key_head_dim": meta.number("ssm.state_size"),
+        "linear_num_key_heads": meta.number("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": meta.number("ssm.inner_size") // max(1, heads),
+        "full_attention_interval": meta.optional("full_attention_interval", 4),
+    }
+
+
+def _hybrid_moe(meta: Metadata) -> dict[str, Any]:
+    return _hybrid(meta) | _qwen2_moe(meta) | {"norm_topk_prob": True}
 
 
 def _gpt_oss(meta: Metadata) -> dict[str, Any]:
@@ -530,8 +562,33 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="qwen2_moe", fields=_qwen2_moe, names=_EXPERTS | _SHARED_EXPERT, experts="each"
     ),
     "qwen3": Architecture(model_type="qwen3"),
+    "qwen35": Architecture(
+        model_type="qwen3_5_text",
+        fields=_hybrid,
+        names=_HYBRID,
+        turns_part=True,
+        norm_offset=1.0,
+        has_tiled_heads=True,
+    ),
+    "qwen35moe": Architecture(
+        model_type="qwen3_5_moe_text",
+        fields=_hybrid_moe,
+        names=_HYBRID_EXPERTS,
+        turns_part=True,
+        norm_offset=1.0,
+        has_tiled_heads=True,
+        experts="each",
+    ),
     "qwen3moe": Architecture(
         model_type="qwen3_moe", fields=_qwen3_moe, names=_EXPERTS, experts="each"
+    ),
+    "qwen3next": Architecture(
+        model_type="qwen3_next",
+        fields=_hybrid_moe,
+        names=_HYBRID_EXPERTS,
+        turns_part=True,
+        norm_offset=1.0,
+        experts="each",
     ),
     "seed_oss": Architecture(
         model_type="seed_oss", names={"post_attention_norm": "post_attention_layernorm"}
@@ -564,8 +621,8 @@ _NO_DECODER = "it does not predict text token by token"
 REFUSED = dict.fromkeys(
     (
         "arwkv7", "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba",
-        "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "plamo3", "qwen35", "qwen35moe",
-        "qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7",
+        "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2",
+        "rwkv7",
     ),
     _STATE,
 ) | dict.fromkeys(

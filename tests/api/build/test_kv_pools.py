@@ -9,12 +9,20 @@ import pytest
 
 from foretoken.api.build import engine_builder, kv_pools
 from foretoken.api.build.engine_builder import build
-from foretoken.api.build.kv_pools import LEAST_TOKENS, count_pages
+from foretoken.api.build.kv_pools import (
+    LEAST_TOKENS,
+    StateCounts,
+    count_pages,
+    count_states,
+    make_pools,
+)
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.config import EngineConfig
-from foretoken.core.errors import ModelLoadError
+from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
+from foretoken.core.ops.state_pool import bytes_per_log, bytes_per_slot
+from support.checkpoints import make_checkpoint
 
 MIB = 2**20
 
@@ -94,3 +102,60 @@ def test_weights_larger_than_free_memory_are_warned_of_before_they_are_read(free
     (warning, _) = [r.message for r in caplog.records if "weights" in r.message]
     assert warning.startswith("target: the weights have ")
     assert warning.endswith(" and 1000 bytes of memory are free")
+
+
+# -- recurrent states
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_decoder(make_checkpoint(tmp_path_factory.mktemp("hybrid"), "qwen3_5"))
+
+
+def states(hybrid: Decoder, **options: Any) -> StateCounts:
+    config = EngineConfig(device="cpu", **options)
+    return count_states(hybrid, config, config.sizes("cpu"))
+
+
+def test_states_take_half_of_the_memory_for_kv_by_default(hybrid, free) -> None:
+    free(100 * MIB)  # of which a quarter is for KV
+    found = states(hybrid, max_running=4)
+    slot = bytes_per_slot(hybrid.states, hybrid.dtype)
+    assert 12.5 * MIB - slot < found.num_bytes <= 12.5 * MIB
+    assert found == states(hybrid, state_memory="12.5MiB", max_running=4)
+    config = EngineConfig(device="cpu", max_running=400)
+    num_pages = count_pages(hybrid, [], config, config.sizes("cpu"), found.num_bytes)
+    assert num_pages == (25 * MIB - found.num_bytes) // bytes_of(hybrid, 1)
+    assert pages(hybrid, kv_memory="24MiB") == 24 * MIB // bytes_of(hybrid, 1)
+
+
+def test_a_log_is_had_for_each_request_and_two_slots_more(hybrid, free) -> None:
+    free(4 * 2**30)
+    slot = bytes_per_slot(hybrid.states, hybrid.dtype)
+    log = bytes_per_log(hybrid.states, hybrid.dtype, page_size=16)
+    assert states(hybrid, state_memory=7 * slot + 5 * log) == (7, 5, 7 * slot + 5 * log)
+    assert states(hybrid, state_memory=2 * slot + log) == (2, 1, 2 * slot + log)
+    assert states(hybrid, state_memory="1GiB", max_running=3)[:2] == (3 + 3 * 64, 3)
+
+
+def test_too_little_memory_for_two_states_is_refused_with_what_is_needed(hybrid, free) -> None:
+    free(4 * 2**30)
+    slot = bytes_per_slot(hybrid.states, hybrid.dtype)
+    log = bytes_per_log(hybrid.states, hybrid.dtype, page_size=16)
+    with pytest.raises(InvalidRequest, match=f"at least {2 * slot + log} bytes .2 x") as refused:
+        states(hybrid, state_memory=2 * slot + log - 1)
+    assert refused.value.param == "state_memory"
+    with pytest.raises(InvalidRequest, match=r"16, 32 or 64 .*, not 8") as refused:
+        states(hybrid, page_size=8)
+    assert refused.value.param == "page_size"
+
+
+def test_a_pool_of_states_is_the_targets_alone(hybrid, target, free) -> None:
+    free(4 * 2**30)
+    config = EngineConfig(device="cpu", kv_tokens=64, state_memory="1MiB", max_running=2)
+    pool, other = make_pools(hybrid, [target], config, config.sizes("cpu"))
+    assert pool.states is not None
+    assert (pool.states.num_logs, other.states) == (2, None)
+    free(MIB // 2)
+    with pytest.raises(ModelLoadError, match="larger than the free memory"):
+        make_pools(hybrid, [], config, config.sizes("cpu"))

@@ -25,6 +25,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = [int(i) for i in torch.randint(3, 190, (40,), generator=torch.Generator().manual_seed(1))]
 # Layers of both kinds where files have the kinds by rule; widths that 32 divides.
 _BOTH = ["sliding_attention", "full_attention"]
+_DELTA = {  # two key heads for six value heads, of which three read one
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "shared_expert_intermediate_size": 64,
+}
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma2": {"layer_types": _BOTH},
     "gemma3_text": {
@@ -64,6 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_group": 1, "use_qk_norm": True},
     "dots1": {"n_group": 1, "layer_types": ["full_attention"] * 2, "sliding_window": None},
     "ministral3": {"sliding_window": None},
+    **dict.fromkeys(HYBRIDS, _DELTA),
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,
@@ -89,7 +99,7 @@ def made(
     if kind is not GgmlType.F32:
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() >= 2:
+                if parameter.dim() >= 2 and parameter.shape[-1] % 32 == 0:  # not of a convolution
                     parameter.copy_(rounded(parameter, kind))
     return model, file
 
@@ -105,24 +115,31 @@ def expected_of(model: Any) -> torch.Tensor:
     return logits
 
 
-def check(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
+def check(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    assert float((found - expected).abs().max()) < tolerance * float(expected.std())
+
+
+def tolerance_of(model_type: str) -> float:
+    """Transformers' two forms of the delta rule differ by 3e-4 of such models' deviation."""
+    return 6e-4 if model_type in HYBRIDS else 1e-4
 
 
 @pytest.mark.parametrize("model_type", ARCHS)
 def test_a_file_says_what_transformers_says(model_type: str, tmp_path: Path) -> None:
     model, file = made(model_type, tmp_path)
-    check(logits_of(file), expected_of(model))
+    check(logits_of(file), expected_of(model), tolerance_of(model_type))
     assert inspect_model(file).problem is None
 
 
 @pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q4_0, GgmlType.Q5_1])
-@pytest.mark.parametrize("model_type", ["granite", "olmo2", "qwen3", "smollm3"])
+@pytest.mark.parametrize(
+    "model_type", ["granite", "olmo2", "qwen3", "smollm3", "qwen3_5_text", "qwen3_next"]
+)
 def test_a_quantised_file_says_what_its_dequantised_weights_say(
     model_type: str, kind: GgmlType, tmp_path: Path
 ) -> None:
     model, file = made(model_type, tmp_path, kind)
-    check(logits_of(file, dtype="float32"), expected_of(model))
+    check(logits_of(file, dtype="float32"), expected_of(model), tolerance_of(model_type))
 
 
 def test_factors_of_a_family_reach_weights_that_stay_packed(tmp_path: Path) -> None:
@@ -155,12 +172,14 @@ def test_experts_of_a_file_stay_packed_and_lose_nothing(model_type: str, tmp_pat
     assert ours < 1.5 * theirs
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", *HYBRIDS])
 def test_greedy_tokens_of_a_file_equal_generate(model_type: str, tmp_path: Path) -> None:
     model, file = made(model_type, tmp_path)
     prompts = [IDS[:7], IDS[5:30], IDS]
     expected = [generate(model, prompt) for prompt in prompts]
-    assert greedy(load_decoder(file), prompts, expected) == expected
+    decoder = load_decoder(file)
+    page_size = 16 if decoder.states else 4
+    assert greedy(decoder, prompts, expected, page_size=page_size) == expected
 
 
 @pytest.mark.parametrize("kind", [GgmlType.F32, GgmlType.Q8_0])
@@ -205,7 +224,7 @@ def test_divided_frequencies_are_refused_where_modules_do_not_take_them(tmp_path
 
 @pytest.mark.parametrize(
     ("architecture", "reason"),
-    [("qwen35", "state"), ("lfm2", "state"), ("t5", "token by token"), ("bloom", "ALiBi")],
+    [("jamba", "state"), ("lfm2", "state"), ("t5", "token by token"), ("bloom", "ALiBi")],
 )
 def test_what_cannot_be_served_is_refused_by_name(
     architecture: str, reason: str, tmp_path: Path

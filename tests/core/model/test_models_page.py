@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,23 @@ def test_check_prints_what_a_model_of_transformers_modules_needs(
     assert "safetensors" in printed
 
 
+def test_check_prints_the_state_of_a_sequence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 9 of 12 layers: 32 heads of 128 x 128, and three inputs of 8,192 channels in bfloat16."""
+    values = {"model_type": "qwen3_5_moe_text", "dtype": "bfloat16", "num_hidden_layers": 12}
+    values |= {"vocab_size": 1000, "hidden_size": 64, "num_attention_heads": 4}
+    values |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    values |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert main(["models", "check", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    # 3 layers of 2 heads of 256 items of 2 bytes, keys and values
+    assert "KV        6.0 KiB a token" in printed
+    assert "; state 18.4 MiB a sequence\n" in printed
+    assert "recurrent states" in printed
+
+
 def test_check_prints_how_weights_are_quantised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,7 +82,7 @@ def test_check_prints_how_weights_are_quantised(
 def test_check_says_why_a_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny_config("qwen3_next").save_pretrained(tmp_path)
+    tiny_config("lfm2").save_pretrained(tmp_path)
     assert main(["models", "check", str(tmp_path)]) == 1
     assert "keep a state besides keys and values" in capsys.readouterr().out
     assert main(["models", "check", str(tmp_path / "nowhere")]) == 1

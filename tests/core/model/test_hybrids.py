@@ -1,0 +1,257 @@
+"""Families with recurrent states compute what transformers computes, however prompts are cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.families.registry import parse_config
+from foretoken.core.model.fields import Fields
+from foretoken.core.model.fold import ba_order, qkvz_order
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.report import inspect_model
+from foretoken.core.ops.base import DeltaShape, DeltaWeights
+from foretoken.core.ops.native import native_library
+from support.checkpoints import (
+    HYBRIDS,
+    VOCAB_SIZE,
+    ModelDriver,
+    make_checkpoint,
+    make_reference,
+    save,
+)
+from support.greedy_streams import generate, greedy, random_ids
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Any, Decoder]]:
+    """Reference and decoder of every family, from one set of checkpoints."""
+    if request.param == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    pairs = {}
+    for kind in HYBRIDS:
+        reference = make_reference(kind)
+        folder = save(reference, tmp_path_factory.mktemp(kind))
+        pairs[kind] = (reference, load_decoder(folder, backend=request.param))
+    return pairs
+
+
+def logits_of(reference: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = reference(torch.tensor([ids])).logits[0]
+    return found
+
+
+def test_fused_matrices_are_cut_apart_as_transformers_cuts_their_outputs() -> None:
+    config = transformers.AutoConfig.for_model(
+        "qwen3_next",
+        hidden_size=8,
+        num_hidden_layers=1,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=3,
+        linear_value_head_dim=5,
+    )
+    shape = DeltaShape(2, 6, key_dim=3, value_dim=5, conv_len=4)
+    qkvz, ba = torch.arange(12 + 60), torch.arange(12)
+    layer = Qwen3NextGatedDeltaNet(config, 0)
+    parts = layer.fix_query_key_value_ordering(qkvz.view(1, 1, -1), ba.view(1, 1, -1))
+    assert torch.equal(qkvz_order(shape), torch.cat([part.flatten() for part in parts[:4]]))
+    assert torch.equal(ba_order(shape), torch.cat([part.flatten() for part in parts[4:]]))
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_logits_equal_transformers_over_300_positions(kind: str, loaded: dict) -> None:
+    """Chunks of 37, 1, 8, 154 and 100 rows: page ends within chunks and at their ends."""
+    reference, decoder = loaded[kind]
+    ids = random_ids(300)
+    driver = ModelDriver(decoder)
+    logits = driver.prefill(driver.add(ids), 37, 38, 46, 200, 300)
+    assert logits.shape == (300, VOCAB_SIZE)
+    torch.testing.assert_close(logits, logits_of(reference, ids), atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_greedy_tokens_equal_generate_in_ragged_batches(kind: str, loaded: dict) -> None:
+    """Prefill chunks, decode rows and verify rows share steps; drafts fail over page ends."""
+    reference, decoder = loaded[kind]
+    shared = random_ids(70, seed=1)
+    prompts = [random_ids(n, seed=n) for n in (1, 9, 15, 16, 17, 100, 300)]
+    prompts += [[*shared, *random_ids(20, seed=2)], [*shared, *random_ids(45, seed=3)], shared]
+    expected = [generate(reference, prompt) for prompt in prompts]
+    assert len({tuple(e) for e in expected}) == len(expected)
+    assert greedy(decoder, prompts, expected, page_size=16) == expected
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
+    """Chunks beside another request, a decoding row and a verified one among them."""
+    decoder = loaded[kind][1]
+    ids, beside = random_ids(90, seed=7), random_ids(60, seed=8)
+    driver = ModelDriver(decoder)
+    whole = driver.prefill(driver.add(ids), 90)
+    again, other = driver.add(ids), driver.add(beside)
+    found = []
+    for stop in (33, 34, 38, 90):
+        chunk = ids[again.num_computed : stop]
+        rows = list(other.tokens[other.num_computed :][: stop // 6])
+        logits, _ = driver.step([(again, chunk, len(chunk)), (other, rows, 1)])
+        found.append(logits)
+        again.num_computed = stop
+        other.num_computed += len(rows)
+    assert torch.equal(torch.cat(found), whole)
+
+
+def test_a_sequence_resumed_from_a_state_has_the_bits_of_the_whole(loaded: dict) -> None:
+    _, decoder = loaded["qwen3_5"]
+    ids = random_ids(130)
+    driver = ModelDriver(decoder)
+    first = driver.add(ids)
+    before = driver.prefill(first, 113)
+    second = driver.add(ids, prefix=first)
+    assert second.num_computed == 112
+    expected = torch.cat((before[112:], driver.prefill(first, 130)))
+    assert torch.equal(driver.prefill(second, 130), expected)
+
+
+def nested(reference: Any, folder: Path, **more: Any) -> Path:
+    """The checkpoint of a multimodal model with the text model of a reference."""
+    config = transformers.Qwen3_5Config(
+        text_config=reference.config.to_dict(),
+        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+        | {"out_hidden_size": reference.config.hidden_size},
+        tie_word_embeddings=False,
+    )
+    whole = transformers.Qwen3_5ForConditionalGeneration(config)
+    values = {
+        name.replace("model.", "model.language_model.", 1): value
+        for name, value in reference.state_dict().items()
+    }
+    assert not whole.load_state_dict(values, strict=False).unexpected_keys
+    return save(whole, folder)
+
+
+def test_the_text_of_a_multimodal_checkpoint_without_what_predicts_further_tokens(
+    tmp_path: Path,
+) -> None:
+    reference = make_reference("qwen3_5")
+    folder = nested(reference, tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    assert any(name.startswith("model.visual.") for name in tensors)
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(4)}, file, metadata={"format": "pt"})
+    decoder, ids = load_decoder(folder), random_ids(40)
+    assert decoder.config.model_type == "qwen3_5_text"
+    driver = ModelDriver(decoder)
+    logits = driver.prefill(driver.add(ids), 40)
+    torch.testing.assert_close(logits, logits_of(reference, ids), atol=1e-4, rtol=0)
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_next")
+    file = folder / "model.safetensors"
+    more = {"mtp.layers.0.mlp.gate.weight": torch.zeros(4)}
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    assert load_decoder(folder).config.num_layers == 4
+
+
+def test_experts_in_one_tensor_are_read_as_those_one_by_one(tmp_path: Path) -> None:
+    """Checkpoints on the hub hold either: quantised ones have them one by one."""
+    folder, ids = make_checkpoint(tmp_path, "qwen3_5_moe"), random_ids(40)
+    driver = ModelDriver(load_decoder(folder))
+    expected = driver.prefill(driver.add(ids), 40)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(4):
+        at = f"model.layers.{layer}.mlp.experts."
+        parts: dict[str, list[torch.Tensor]] = {
+            name: [tensors.pop(f"{at}{number}.{name}_proj.weight") for number in range(8)]
+            for name in ("gate", "up", "down")
+        }
+        pairs = zip(parts["gate"], parts["up"], strict=True)
+        tensors[f"{at}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        tensors[f"{at}down_proj"] = torch.stack(parts["down"])
+    save_file(tensors, file, metadata={"format": "pt"})
+    driver = ModelDriver(load_decoder(folder))
+    assert torch.equal(driver.prefill(driver.add(ids), 40), expected)
+
+
+def test_what_decays_keeps_float32_in_half_precision(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_5")
+    wide = load_decoder(folder).weights.layers[0].mixer
+    half = load_decoder(folder, dtype="bfloat16").weights.layers[0].mixer
+    assert isinstance(wide, DeltaWeights)
+    assert isinstance(half, DeltaWeights)
+    for name in ("decay", "dt_bias", "conv", "norm"):
+        assert torch.equal(getattr(half, name), getattr(wide, name)), name
+
+
+_CONFIG = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("differences", "message"),
+    [
+        (
+            {"linear_num_value_heads": 10, "linear_num_key_heads": 4},
+            "linear_num_value_heads 10 is no multiple of linear_num_key_heads, 4",
+        ),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2, not 1"),
+        ({"layer_types": ["full_attention", "mamba"] * 4}, "layer_types must be 8 of"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
+        ({"layer_types": ["linear_attention"] * 8}, "without any full_attention"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "has type 'dynamic'"),
+    ],
+)
+def test_configs_that_fit_no_layer_are_refused_with_their_numbers(
+    differences: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        parse_config(Fields(_CONFIG | differences, "config.json"))
+
+
+def test_taps_that_the_tensors_do_not_have_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_5")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"linear_conv_kernel_dim": 3}))
+    message = r"conv1d\.weight has shape \[160, 1, 4\], but its config implies \[160, 1, 3\]"
+    with pytest.raises(ModelLoadError, match=message):
+        load_decoder(folder)
+    assert "conv1d" in (inspect_model(folder).problem or "")
+
+
+def test_modules_of_transformers_are_refused_by_name(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_5")
+    with pytest.raises(ModelLoadError, match=r"qwen3_5_text.* has recurrent states"):
+        load_decoder(folder, impl="transformers")
+
+
+def test_a_report_tells_the_state_of_a_sequence(tmp_path: Path) -> None:
+    """One delta layer of 4 heads of 16 x 24, and three inputs of 160 channels; keys of one."""
+    folder = make_checkpoint(tmp_path, "qwen3_5", dtype="float32")
+    report = inspect_model(folder)
+    assert report.problem is None
+    assert report.state_bytes == 3 * (4 * 16 * 24 + 3 * 160) * 4
+    assert report.kv_bytes_per_token == 2 * 2 * 16 * 4
