@@ -95,7 +95,7 @@ def test_experts_are_read_as_the_hub_stacks_them_and_as_transformers_saves_them(
 
 
 def test_the_flat_config_of_qwen2_vl_is_read(tmp_path: Path) -> None:
-    """As on the hub: the text's fields beside the vision's, RoPE of the kind "mrope"."""
+    """The hub has the text's fields beside the vision's, and RoPE of the kind "mrope"."""
     reference = multimodal_model("qwen2_vl")
     folder = save(reference, tmp_path)
 
@@ -122,7 +122,7 @@ def test_the_thinker_of_an_omni_model_is_served_and_what_speaks_is_left_out(
 
 
 def test_a_base_model_without_an_output_matrix_has_its_embedding_for_one(tmp_path: Path) -> None:
-    """As models of embeddings are saved: no prefix of names, and the config does not say "tied"."""
+    """Models of embeddings are saved without a prefix of names, under a config that says untied."""
     reference = make_reference("qwen3", vocab_size=VOCAB)
     folder = save(reference.model, tmp_path)
     assert "embed_tokens.weight" in load_file(folder / WEIGHTS)
