@@ -61,7 +61,9 @@ class _Sequence:
         """``[n, q | k | v | z]`` and ``[n, b | a]`` to ``[n, num_heads * value_dim]`` float32."""
         self._catch_up()
         shape = self._weights.shape
-        inputs, z = mixed.split([shape.conv_channels, mixed.shape[1] - shape.conv_channels], dim=1)
+        inputs, z = torch.split(
+            mixed, [shape.conv_channels, mixed.shape[1] - shape.conv_channels], dim=1
+        )
         around = torch.cat((self._inputs_before(self._start), inputs))
         state, base, final = self._kept.state, self._at, None
         outs = []
@@ -159,7 +161,7 @@ class _Sequence:
             total = total + inputs[tap].float() * taps[:, tap]
         activated = total / torch.exp(-total).add_(1.0)
         keys_width = shape.num_key_heads * shape.key_dim
-        parts = activated.split([keys_width, keys_width, len(activated) - 2 * keys_width])
+        parts = torch.split(activated, [keys_width, keys_width, len(activated) - 2 * keys_width])
         q, k = (_normed(part.view(-1, shape.key_dim)) for part in parts[:2])
         q = q * shape.key_dim**-0.5
         if shape.is_tiled:
