@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
-from ray.serve.schema import ApplicationStatus, DeploymentStatus
+from ray.serve.schema import ApplicationStatus
 
 from ...core.config import EngineConfig
 from .launcher import QUIET_SECONDS, LauncherError, ReplicaPlan, Rollout, num_cpus
@@ -257,7 +257,7 @@ class RayCluster:
         if status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             message = (deployment.message if deployment else "") or status.message
             return Rollout(failure=_last_line(message) or status.status.value)
-        is_healthy = deployment is not None and deployment.status is DeploymentStatus.HEALTHY
+        is_healthy = deployment is not None and deployment.status.value == "HEALTHY"
         return Rollout(is_complete=is_healthy and status.status is ApplicationStatus.RUNNING)
 
     def close(self) -> None:

@@ -190,7 +190,7 @@ def test_options_with_which_no_replica_starts_leave_all_as_they_were(server: Ser
     assert update == {"state": "running", "reason": None}
     undone, fewest = outcome(server)
     assert (undone["state"], fewest) == ("undone", 2)
-    assert undone["reason"].startswith("--draft /nowhere")
+    assert undone["reason"].startswith("draft: /nowhere: no such folder")
     assert "\n" not in undone["reason"]
     assert pids(server) == before
 

@@ -19,7 +19,7 @@ import socket as sockets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import zmq
 from zmq.utils import z85
@@ -118,7 +118,7 @@ class _Link(Generic[M]):
         with contextlib.suppress(zmq.Again):
             return self.socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
         with contextlib.suppress(zmq.Again):
-            return int(recv_monitor_message(self._monitor, flags=zmq.NOBLOCK)["value"])
+            return cast("int", recv_monitor_message(self._monitor, flags=zmq.NOBLOCK)["value"])
         return None
 
     async def when_readable(self) -> None:
