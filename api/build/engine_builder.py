@@ -38,13 +38,13 @@ from ...core.ops.state_pool import StatePool
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
+from ...draft.control.outcome import NUM_BEST
 from ...draft.control.profiler import TriedProposer
 from ...draft.heads.joined import JoinedHead, load_head
 from ...draft.heads.kinds import head_kind
 from ...draft.heads.proposer import HeadProposer
 from ...draft.proposers.lm_proposer import LmProposer
 from ...draft.proposers.self_draft import SelfProposer
-from ...draft.proposers.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache, StateSlots
 from .built import Built
 from .drafts import (

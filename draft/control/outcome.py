@@ -9,6 +9,8 @@ import msgspec
 
 from ...core.interface.draft import Draft
 
+NUM_BEST = 4  # tokens behind a node that may become its children
+
 
 class DraftNote(msgspec.Struct, frozen=True, gc=False):
     """A proposer's `Draft.note`: the work that it did for the draft, or has left to do."""

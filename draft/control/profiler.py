@@ -17,8 +17,8 @@ from ...core.ops.device import make_stopwatch
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.state_pool import DRAFT_ROOM
 from ...core.sampling.logits_processors import SampleRow
-from ..proposers.tree_growth import NUM_BEST
 from .cost_model import StepProfile
+from .outcome import NUM_BEST
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 HEAD_REQUESTS = (1, 2, 4, 8, 16, 32)

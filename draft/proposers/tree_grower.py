@@ -19,9 +19,9 @@ from ...core.ops.kv_pool import KVPool
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.sampler import DeviceSampler, PendingTokens
 from ...core.sampling.verifier import Best
+from ..control.outcome import NUM_BEST
 from .gap_model import default_gap_models
 from .tree_growth import (
-    NUM_BEST,
     ROOT,
     TreeGrowth,
     TreeNodes,

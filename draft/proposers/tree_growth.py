@@ -25,10 +25,9 @@ from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.rejection import SampledDraft, draw
 from ...core.sampling.sampler import DraftVocab, Sampler
 from ...core.sampling.verifier import Best, SampledToken
-from ..control.outcome import DraftNote
+from ..control.outcome import NUM_BEST, DraftNote
 from .gap_model import GapModel
 
-NUM_BEST = 4  # tokens behind a node that may become its children
 MOST_EXPANDED = 6  # nodes of one tree that a pass computes
 ROOT = -1  # the last of the request's tokens
 

@@ -32,6 +32,7 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.draft.control.outcome import NUM_BEST
 from foretoken.draft.heads import block
 from foretoken.draft.heads.block import BlockPass
 from foretoken.draft.heads.block_network import BlockHead
@@ -42,7 +43,6 @@ from foretoken.draft.heads.layers import Head
 from foretoken.draft.heads.packing import PassRows
 from foretoken.draft.heads.proposer import HeadProposer
 from foretoken.draft.proposers.gap_model import default_gap_models
-from foretoken.draft.proposers.tree_growth import NUM_BEST
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.fake_model import Driver

@@ -21,10 +21,10 @@ from foretoken.core.sampling.gumbel import gumbel_rows, vocabulary_hashes
 from foretoken.core.sampling.verifier import Best
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.control.outcome import DraftNote
+from foretoken.draft.control.outcome import NUM_BEST, DraftNote
 from foretoken.draft.proposers.gap_model import GapModel, default_gap_models
 from foretoken.draft.proposers.lm_proposer import LmProposer
-from foretoken.draft.proposers.tree_growth import NUM_BEST, ROOT, TreeGrowth
+from foretoken.draft.proposers.tree_growth import ROOT, TreeGrowth
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.drafts import with_drafts

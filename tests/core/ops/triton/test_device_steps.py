@@ -28,7 +28,7 @@ from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.triton.linear import tiles
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.draft import training
-from foretoken.draft.proposers.tree_growth import NUM_BEST
+from foretoken.draft.control.outcome import NUM_BEST
 
 FOLDER = Path(next(iter(training.__path__)), "builtin") / "target"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
