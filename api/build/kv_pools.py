@@ -48,12 +48,21 @@ def make_pools(
     counts = count_states(target, config, sizes) if target.states else None
     num_state_bytes = 0 if counts is None else counts.num_bytes
     num_pages = count_pages(target, drafts, config, sizes, num_state_bytes)
-    options = {"page_size": sizes.page_size, "kv_dtype": config.kv_cache_dtype}
     with out_of_memory_told(f"allocating {num_pages} KV pages", "lower --kv-memory or --kv-tokens"):
         states = None if counts is None else _make_states(target, counts, sizes)
         return [
-            target.make_pool(num_pages, **options, states=states),
-            *(model.make_pool(num_pages, **options) for model in drafts),
+            target.make_pool(
+                num_pages,
+                page_size=sizes.page_size,
+                kv_dtype=config.kv_cache_dtype,
+                states=states,
+            ),
+            *(
+                model.make_pool(
+                    num_pages, page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype
+                )
+                for model in drafts
+            ),
         ]
 
 

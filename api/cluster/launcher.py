@@ -169,7 +169,9 @@ class PlannedReplicas:
         """
         async with self._changing:
             if self._is_updating:
-                raise LauncherError("an update is under way: ask again when /replicas has its end")
+                raise LauncherError(
+                    "an update is under way: try again when /replicas shows its end"
+                )
             before, plan = self.plan, _changed(self.plan, bounds, options)
             if is_update := plan.version != before.version:
                 await self._settle()

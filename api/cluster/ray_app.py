@@ -225,7 +225,7 @@ class RayCluster:
             if is_update:
                 raise RayError(
                     f"an update starts one replica before another leaves, which needs {needed:g} "
-                    f"{name}s, and Ray has {found:g}: ask for fewer replicas first"
+                    f"{name}s, and Ray has {found:g}: reduce the number of replicas first"
                 )
             raise RayError(
                 f"{plan.least} replicas need {needed:g} {name}s, and Ray has {found:g}: fewer "

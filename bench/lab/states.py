@@ -90,7 +90,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--heads", type=int, default=32, help="value heads (%(default)s)")
     parser.add_argument("--key-heads", type=int, default=16, help="key heads (%(default)s)")
-    parser.add_argument("--head-dim", type=int, default=128, help="of keys and values alike")
+    parser.add_argument("--head-dim", type=int, default=128, help="items of a key and of a value")
     parser.add_argument("--layers", type=int, default=16, help="computed in turn (%(default)s)")
     parser.add_argument("--page-size", type=int, default=16, choices=STATE_PAGE_SIZES)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))

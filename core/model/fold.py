@@ -66,7 +66,7 @@ def ba_order(shape: DeltaShape) -> Tensor:
 def _apart(num_heads: int, widths: list[int]) -> Tensor:
     """Rows of the parts of all heads, part after part, where they lie head after head."""
     rows = torch.arange(num_heads * sum(widths)).view(num_heads, -1)
-    return torch.cat([part.flatten() for part in rows.split(widths, dim=1)])
+    return torch.cat([part.flatten() for part in torch.split(rows, widths, dim=1)])
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:

@@ -256,7 +256,7 @@ def _qkv_order(heads: HeadSpec, head: Tensor | None, *, has_gate: bool) -> Tenso
         return None
     num_queries, num_kv = heads.num_heads * (1 + has_gate), heads.num_kv_heads
     rows = torch.arange((num_queries + 2 * num_kv) * heads.head_dim).view(-1, heads.head_dim)
-    queries, keys, values = rows.split([num_queries, num_kv, num_kv])
+    queries, keys, values = torch.split(rows, [num_queries, num_kv, num_kv])
     queries, gates = (queries[0::2], queries[1::2]) if has_gate else (queries, queries[:0])
     turned = torch.cat((queries, keys))
     turned = turned if head is None else turned[:, head]

@@ -122,7 +122,7 @@ class MtpLayer:
         return sum(each.weight.nbytes for each in linears)
 
     def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """What the layer reads of tokens ``[n]`` and the states before them, ``[n, hidden]`` both.
+        """The layer's input for tokens ``[n]`` and the states before them, ``[n, hidden]`` both.
 
         As many rows as the operations want at least.
         """

@@ -104,7 +104,7 @@ def load_mtp(
     """
     if not isinstance(target, OwnDecoder):
         raise ModelLoadError(
-            f"{path}: MTP layers are computed beside a decoder of this engine's, and "
+            f"{path}: MTP layers need this engine's own decoder, and "
             f"{target.config.model_type} is computed by transformers' modules"
         )
     draft_ids = frequent_ids(target.config)

@@ -369,7 +369,12 @@ def line_of_failure(*flags: str, variables: Mapping[str, str]) -> str:
             {"cpus": 3},
             "one replica before another leaves, which needs 9 CPUs, and Ray ",
         ),
-        (True, True, {"gpus": 0.5}, "needs 1.5 GPUs, and Ray has 0: ask for fewer replicas first"),
+        (
+            True,
+            True,
+            {"gpus": 0.5},
+            "needs 1.5 GPUs, and Ray has 0: reduce the number of replicas first",
+        ),
         (False, True, {"cpus": 2}, None),
         (True, True, {"cpus": 0.5 * os.cpu_count()}, None),  # such a Ray lends an update some
     ],

@@ -245,7 +245,7 @@ class PlainMtp(Head):
         return MtpLayer(decoder, found.embedding_norm, found.hidden_norm, found.projection, None)
 
     def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
-        """What the layer reads of tokens ``[n]`` and the states before them ``[n, hidden]``."""
+        """The layer's input for tokens ``[n]`` and the states before them ``[n, hidden]``."""
         embedded = F.embedding(token_ids, self.table)
         return self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), dim=-1))
 
@@ -294,7 +294,7 @@ class TinyMtp(TinyHead):
 
 
 def _final_states(text: Text) -> Tensor:
-    """What the target's final norm makes of all tokens but the last."""
+    """The output of the target's final norm for all tokens but the last."""
     norm, ops = text.target.weights.final_norm, text.target.ops
     return ops.norm(text.taps[: text.last].contiguous(), norm)
 

@@ -19,7 +19,7 @@ import socket as sockets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import zmq
 from zmq.utils import z85
@@ -109,7 +109,7 @@ class _Link(Generic[M]):
         except zmq.ZMQError:
             return False
         finally:
-            if self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._news.set()  # to send may take the sign that there is something to read
         return True
 
@@ -118,7 +118,7 @@ class _Link(Generic[M]):
         with contextlib.suppress(zmq.Again):
             return self.socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
         with contextlib.suppress(zmq.Again):
-            return cast("int", recv_monitor_message(self._monitor, flags=zmq.NOBLOCK)["value"])
+            return recv_monitor_message(self._monitor, flags=zmq.NOBLOCK)["value"]
         return None
 
     async def when_readable(self) -> None:

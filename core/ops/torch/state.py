@@ -117,7 +117,7 @@ class _Sequence:
             self._log.inputs[(self._start + row) % self._pool.ring] = inputs[row]
 
     def _row(self, inputs: Tensor, ba: Tensor, state: Tensor, base: int, position: int) -> Tensor:
-        """What a row reads, [num_heads, value_dim]; its entry goes to the log.
+        """Read a row, [num_heads, value_dim]; its entry goes to the log.
 
         ``inputs`` [conv_len, conv_channels]: its own is the last.
         """
@@ -134,7 +134,7 @@ class _Sequence:
         return out
 
     def _read(self, x: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
-        """What the state before a row gives for x [num_heads, key_dim]."""
+        """Read the state before a row for x [num_heads, key_dim]."""
         log = self._log
         out = torch.exp(c).unsqueeze(-1) * (state * x.unsqueeze(-1)).sum(1)
         for place in places:

@@ -50,7 +50,7 @@ def test_check_prints_what_a_model_of_transformers_modules_needs(
 def test_check_prints_the_state_of_a_sequence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 9 of 12 layers: 32 heads of 128 x 128, and three inputs of 8,192 channels in bfloat16."""
+    """9 of 12 layers: 32 heads of 128 x 128, and three inputs of 8,192 channels in bfloat16."""
     values = {"model_type": "qwen3_5_moe_text", "dtype": "bfloat16", "num_hidden_layers": 12}
     values |= {"vocab_size": 1000, "hidden_size": 64, "num_attention_heads": 4}
     values |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}

@@ -115,7 +115,7 @@ MUTATIONS = (
     Mutation(
         "hybrids-keys-and-values-of-fused-rows-are-taken-head-by-head",
         "_apart",
-        "[part.flatten() for part in rows.split(widths, dim=1)]",
+        "[part.flatten() for part in torch.split(rows, widths, dim=1)]",
         "[rows.flatten()]",
         ("test_fused_matrices_are_cut_apart_as_transformers_cuts_their_outputs",),
         "fused rows are cut apart by kind",

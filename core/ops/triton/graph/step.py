@@ -50,7 +50,7 @@ MAX_WORDS = 2**20 - 2**13  # of a graph's inputs: with the other fields four meb
 
 
 class _Shape(NamedTuple):
-    """What a graph computes.
+    """The kind of pass that a graph computes.
 
     ``has_wide``: whether rows may be of long chunks. ``is_given``: whether they may begin with
     vectors of the pass (`Wanted.inputs`).
