@@ -54,8 +54,9 @@ def count_mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> int:
 
 
 def mtp_config(config: DecoderConfig) -> DecoderConfig:
-    """The config of a decoder of that layer alone, which is like the model's last one."""
-    return replace(config, num_layers=1, layers=config.layers[-1:], mtp=None)
+    """The config of a decoder of that layer alone: like the last one of the model's attention."""
+    last = next(layer for layer in reversed(config.layers) if layer.mixer is None)
+    return replace(config, num_layers=1, layers=(last,), mtp=None)
 
 
 def mtp_shapes(config: DecoderConfig) -> Shapes:

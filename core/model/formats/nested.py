@@ -20,6 +20,7 @@ _PREFIXES = (
     "language_model.",  # saved without an output matrix
     "model.",  # Qwen2-VL, Qwen2.5-VL and thinkers alone, beside `visual.`
 )
+_MTP = "mtp."  # a layer that predicts a further token, beside the text model (Qwen 3.5)
 _HEAD = "lm_head."
 _HEADS = (_HEAD, "language_model.lm_head.", "thinker.lm_head.")
 
@@ -37,6 +38,8 @@ def text_names(names: Collection[str]) -> dict[str, str]:
             found[_HEAD + name.removeprefix(head)] = name
         elif name.startswith(prefix):
             found[_TEXT + name.removeprefix(prefix)] = name
+        elif name.startswith(_MTP):
+            found[name] = name
     return found
 
 
