@@ -121,8 +121,13 @@ def _spread(factors: Tensor, numbers: Tensor) -> Tensor:
 
 
 def stack(weights: list[QuantizedWeight]) -> QuantizedWeight | None:
-    """Rows of several weights of one kind, one below the other; None where kinds differ."""
+    """Rows of several weights of one kind, one below the other; None where kinds differ.
+
+    Q4_K's beside Q5_K's, as files have them in one layer, are of the latter: the same numbers.
+    """
     kinds = {each.kind for each in weights}
+    if kinds == {"int4_k", "int5_k"}:
+        kinds = {"int5_k"}
     if len(kinds) > 1:
         return None
     minima = [each.minimum for each in weights if each.minimum is not None]

@@ -18,6 +18,7 @@ from foretoken.core.ops.quantize import (
     QuantizedWeight,
     WeightKind,
     quantize_weight,
+    stack,
 )
 from support.native_variants import every_variant
 
@@ -243,6 +244,15 @@ def test_rows_of_stored_weights_have_the_same_bits_alone_and_in_any_batch(librar
             threads(n)
             part = linear(library, x[-count:], packed, torch.float32)
             assert torch.equal(part, together[-count:]), count
+
+
+def test_rows_of_4_and_of_5_bits_are_stacked_as_they_are():
+    """Files of medium size keep some matrices of a layer at a bit more than others."""
+    parts = [stored("int4_k", (40, 512)), stored("int5_k", (24, 512))]
+    joined = stack(parts)
+    assert joined.kind == "int5_k"
+    assert torch.equal(joined.dequantize(), torch.cat([each.dequantize() for each in parts]))
+    assert stack([parts[0], stored("int6_k", (24, 512))]) is None
 
 
 # -- rough copies, for drafts
