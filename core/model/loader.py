@@ -344,7 +344,7 @@ class Assembly:
 
     def _output_of(self, token_ids: Tensor) -> PackedLinear:
         """The rows of the output for some ids."""
-        scale = self._config.fold.logit_scale
+        scale, token_ids = self._config.fold.logit_scale, token_ids.cpu()  # where tensors are read
         stored = self._read(EMBEDDING if self._config.tie_embeddings else LM_HEAD)
         if isinstance(stored, QuantizedWeight) and self._keeps(stored) and scale == 1.0:
             return self._ops.pack_linear(stored.rows(token_ids))
