@@ -327,9 +327,10 @@ class StepExecutor:
         if lost or self._num_fruitless >= MAX_FAILURES:
             await self._check_health(bisection, runner)
         is_left_out = bool(bisection.failing_requests or bisection.left_out)
-        if any(map(drafts, plan.requests)) and not is_left_out:
+        with_drafts = any(map(drafts, plan.requests))
+        if with_drafts and not is_left_out:
             self._scheduler.speculator.broke_step()
-        self._fail_requests(bisection)
+        self._fail_requests(bisection, with_drafts=with_drafts)
 
     async def _check_health(self, bisection: StepBisection, runner: StepRunner) -> None:
         """Raise the failure, unless a dummy step succeeds.
@@ -343,7 +344,7 @@ class StepExecutor:
             raise bisection.failure
         self._num_fruitless = 0
 
-    def _fail_requests(self, bisection: StepBisection) -> None:
+    def _fail_requests(self, bisection: StepBisection, *, with_drafts: bool) -> None:
         request_ids = [scheduled.request_id for scheduled in bisection.failing_requests]
         logger.error(
             "%d parts of the failed step succeeded; these requests end with an error: %s",
@@ -355,6 +356,10 @@ class StepExecutor:
         if bisection.left_out:
             self._on_events(
                 self._scheduler.take_back_chunks(
-                    bisection.left_out_plan(), now, failed, is_explained=bisection.is_explained
-                )
+                    bisection.left_out_plan(),
+                    now,
+                    failed,
+                    is_explained=bisection.is_explained,
+                    with_drafts=with_drafts,
+                )  # fmt: skip
             )

@@ -189,6 +189,7 @@ class Request:
     is_early: bool = False  # admitted before its turn, because it is short
     # A step with a chunk up to here failed and could not be run again: so far chunks stand alone.
     suspect_until: int = 0
+    suspect_beside_drafts: bool = False  # others drafted in the step that failed
 
     @property
     def prompt_len(self) -> int:

@@ -128,12 +128,19 @@ class Scheduler:
         ]
 
     def take_back_chunks(
-        self, plan: StepPlan, now: float, error: ForetokenError, *, is_explained: bool
+        self,
+        plan: StepPlan,
+        now: float,
+        error: ForetokenError,
+        *,
+        is_explained: bool,
+        with_drafts: bool = False,
     ) -> list[Event]:
         """Preempt the requests of a step that failed and cannot be run again.
 
         Their states have moved on: they go on from kept ones. Unless the failure is explained, each
-        has its next chunk in a step of its own, and ends if that fails, too.
+        has its next chunk in a step of its own, and ends if that fails, too; else the drafts of
+        others in the step that failed (``with_drafts``) are to blame.
         """
         events = []
         for scheduled in plan.requests:
@@ -143,6 +150,7 @@ class Scheduler:
                 continue
             if not is_explained:
                 request.suspect_until = scheduled.stop
+                request.suspect_beside_drafts = with_drafts
             if request.lease is not None:
                 self.cache.void_state(request.lease)
             self._preempt(request)
@@ -186,6 +194,8 @@ class Scheduler:
         drafts = self._plan_drafts(decodes, prefills, budget, max_chunk_tokens)
         budget = min(max_chunk_tokens, budget - sum(plan.num_rows for plan in drafts or ()))
         chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
+        if any(self.running[each.request_id].is_suspect for each in chunks):
+            drafts = None  # else a failure could be theirs
         # Drafts get the pages that are left: evicting cached pages for drafts would cost hits.
         scheduled = list(map(self._schedule_with_draft, decodes, drafts or repeat(NO_DRAFT_PLAN)))
         return self.make_plan(scheduled + chunks, is_plain=drafts is None)
@@ -467,6 +477,9 @@ class Scheduler:
     ) -> Delta:
         if request.lease is not None and request.lease.state is not None:
             self.cache.settle_state(request.lease, scheduled.stop)
+        if request.suspect_beside_drafts and scheduled.stop - scheduled.start > 1:
+            request.suspect_beside_drafts = False
+            self.speculator.broke_step()
         try:
             delta = take_output(request, scheduled, out, now)
         except Exception:
@@ -480,7 +493,9 @@ class Scheduler:
         if delta.terminal:
             self._finish(request, delta, now, keep=out.error is None)
         elif request.lease is not None:
-            if scheduled.stop - scheduled.start > 1 or scheduled.start < request.prompt_len:
+            has_kept = request.lease.state is not None and request.lease.state.keeps
+            is_chunk = scheduled.stop - scheduled.start > 1
+            if is_chunk or has_kept or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
             if with_drafts:  # without drafts no extra page was taken
                 self.cache.shrink(request.lease, len(request.tokens))

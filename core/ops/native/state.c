@@ -118,8 +118,10 @@ static void load_entries(const delta_task *task, int64_t base, int64_t first, in
     int64_t key_dim = job->delta->key_dim, value_dim = job->delta->value_dim;
     for (int64_t position = first; position < stop; position++) {
         int64_t row = position - base;
-        memcpy(space->x + 2 * row * job->keys, entry(task, FT_LOG_K, position, key_dim),
-               (size_t)key_dim * 4);
+        float *x = space->x + 2 * row * job->keys;
+        memcpy(x, entry(task, FT_LOG_K, position, key_dim), (size_t)key_dim * 4);
+        /* Behind it another request's numbers may lie, which need not be finite. */
+        memset(x + key_dim, 0, (size_t)(job->keys - key_dim) * 4);
         memcpy(space->u + row * job->values, entry(task, FT_LOG_U, position, value_dim),
                (size_t)value_dim * 4);
         space->c[row] = *entry(task, FT_LOG_C, position, 1);

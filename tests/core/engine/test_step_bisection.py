@@ -501,3 +501,17 @@ def test_a_dummy_step_of_a_model_with_states_shows_that_it_computes() -> None:
     check_long(told, range(4))
     assert was_alive
     assert engine.scheduler.cache.states.num_free == 8
+
+
+def test_drafts_that_break_steps_end_no_prompt_beside_them() -> None:
+    """Chunks of models with states are not run again: the drafts are tried without them."""
+
+    def fault(plan: StepPlan) -> Exception | None:
+        drafted = any(row.draft_plan.max_draft for row in plan.requests)
+        return RuntimeError("the draft broke the step") if drafted else None
+
+    told, engine, was_alive, runner = serve_states(fault, max_batch_tokens=24, max_running=2)
+    check_long(told)
+    assert was_alive
+    assert runner.num_raised > 1
+    assert engine.scheduler.cache.states.num_private == 0

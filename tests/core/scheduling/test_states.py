@@ -428,3 +428,24 @@ def test_metrics_count_slots_evictions_and_what_was_computed_again() -> None:
     assert float(values[f"{PREFIX}state_evictions_total"]) == scene.slots.num_evicted == 2
     assert float(values[f"{PREFIX}state_recomputed_tokens_total"]) == 40
     assert "state_" not in EngineMetrics(make_scheduler()).render()[0].decode()
+
+
+def test_page_ends_kept_in_an_answer_that_is_computed_again_token_by_token_are_published() -> None:
+    """A kept page end that stayed with its request would be planned again behind its rows."""
+    scene = Scene(max_batch_tokens=1, max_running=1, speculator=NO_SPECULATION)
+    request = make_request("a", text(10), max_tokens=30)
+    scene.add(request)
+    while len(request.tokens) < 28:
+        scene.step()
+    scene.scheduler._preempt(request)
+    taken = []
+    while (slot := scene.slots.take(None)) is not None:  # all kept states give way
+        taken.append(slot)
+    scene.slots._free.extend(taken)
+    scene.add(make_request("b", [*request.tokens[:28], 1, 2], max_tokens=2))
+    while scene.scheduler.num_requests:
+        plan = scene.step()
+        for row in plan.requests:
+            assert row.state is not None
+            assert all(row.start < position <= row.stop for position, _ in row.state.keeps)
+    scene.check(request)
