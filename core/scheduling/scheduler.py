@@ -270,7 +270,7 @@ class Scheduler:
         Drafts are charged when they are verified: only then is their number known.
         """
         self.charge(request, stop - request.num_computed)
-        state = use_state(self.cache, request, stop)
+        state = None if self.cache.states is None else use_state(self.cache, request, stop)
         return schedule_request(request, stop, plan, spare_page_ids, state)
 
     def charge(self, request: Request, num_tokens: int) -> None:
@@ -358,7 +358,8 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> None:
         """Give a waiting request its lease."""
         request.lease = acquire_kv(self.cache, request)
-        want_states(self.cache, request, request.lease, self.openings)
+        if self.cache.states is not None:
+            want_states(self.cache, request, request.lease, self.openings)
         request.num_computed = request.lease.num_cached_tokens
         self.request_table.admit(request)
         self._claim_states(islice(self.waiting.requests, MAX_CLAIMS), [request])

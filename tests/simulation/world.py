@@ -107,7 +107,7 @@ class World:
         shape: Shape | None = None,
         faults: Faults | None = None,
         has_tiers: bool | None = None,
-        num_slots: int | None = None,
+        num_slots: int | None = 0,
     ) -> None:
         """``num_slots``: of recurrent states; 0: the model has none, None: by lot."""
         self.loop = loop
@@ -354,8 +354,9 @@ class World:
         return self.scheduler.cache.num_hits if self.states is not None else 0
 
 
-def live(seed: int, **options: int) -> Findings:
-    """Run one seed. Raises `Violation` or `Stuck`, with the seed."""
+def live(seed: int, **options: int | None) -> Findings:
+    """Run one seed; slots for states by lot. Raises `Violation` or `Stuck`, with the seed."""
+    options = {"num_slots": None} | options
     try:
         return loops.run(lambda loop: World(loop, seed, **options).live(), seed)
     except Exception as error:

@@ -119,10 +119,10 @@ def states(hybrid: Decoder, **options: Any) -> StateCounts:
 
 def test_states_take_half_of_the_memory_for_kv_by_default(hybrid, free) -> None:
     free(100 * MIB)  # of which a quarter is for KV
-    found = states(hybrid, max_running=4)
+    found = states(hybrid, max_running=16)
     slot = bytes_per_slot(hybrid.states, hybrid.dtype)
     assert 12.5 * MIB - slot < found.num_bytes <= 12.5 * MIB
-    assert found == states(hybrid, state_memory="12.5MiB", max_running=4)
+    assert found == states(hybrid, state_memory="12.5MiB", max_running=16)
     config = EngineConfig(device="cpu", max_running=400)
     num_pages = count_pages(hybrid, [], config, config.sizes("cpu"), found.num_bytes)
     assert num_pages == (25 * MIB - found.num_bytes) // bytes_of(hybrid, 1)

@@ -113,6 +113,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "backend": "torch",
         "dtype": "float32", "quantize": "none", "kv-cache-dtype": "int8", "kv-tokens": "64",
         "page-size": "1", "pin-quota": "0.5", "cache-quota": "0.4", "max-model-len": "99",
+        "session-ttl": "60", "state-memory": "64MiB", "state-interval": "512",
         "max-batch-tokens": "8", "aging-seconds": "3", "max-priority": "4",
         "max-slowdown": "3", "overlap": "on",
         "kv-host": "64MiB", "kv-disk": "d:1GiB", "kv-remote": "mooncake://h:1?lend=1GiB",

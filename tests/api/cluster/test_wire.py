@@ -185,7 +185,13 @@ def test_pages_are_told_by_the_beginning_of_their_keys_in_order() -> None:
 
 # -- greeting -------------------------------------------------------------------------------------
 
-OWN = {"engine", "path", "events", "keys"}  # fields of `Built` that each process has of its own
+OWN = {
+    "engine",
+    "path",
+    "events",
+    "keys",
+    "set_openings",
+}  # fields of `Built` that each process has of its own
 
 
 def test_all_that_is_known_of_a_model_comes_back() -> None:
@@ -233,7 +239,7 @@ CARRIED = {
 ANEW = {  # written by the engine that serves it, or by the process that has its text
     "on_token", "arrival_time", "serial", "urgency", "max_len", "status", "num_computed", "lease",
     "usage", "num_preemptions", "num_charged_not_computed", "num_tokens_accounted",
-    "num_uncached", "load", "is_early",
+    "num_uncached", "load", "is_early", "suspect_until", "suspect_beside_drafts",
 }  # fmt: skip
 EOS = frozenset({1, 2})
 
