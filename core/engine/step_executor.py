@@ -361,5 +361,5 @@ class StepExecutor:
                     failed,
                     is_explained=bisection.is_explained,
                     with_drafts=with_drafts,
-                )  # fmt: skip
+                )
             )
