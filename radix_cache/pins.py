@@ -70,6 +70,34 @@ class ByAge(Generic[Item]):
         return {(name, item) for name, items in self.of.items() for item in items}
 
 
+class PageCounts:
+    """Pages of namespaces; those that have any are there in order, the most pages first."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str | None, tuple[int, int]] = {}  # pages, and a number of its own
+        self._names: SortedDict[tuple[int, int], str | None] = SortedDict()
+        self._num_made = 0
+
+    def __getitem__(self, namespace: str | None) -> int:
+        return self._sizes.get(namespace, (0, 0))[0]
+
+    def __iter__(self) -> Iterator[str | None]:
+        return reversed(self._names.values())
+
+    def add(self, namespace: str | None, num_pages: int) -> None:
+        """Add pages to a namespace's, or take some from it. O(log n)."""
+        size = self._sizes.pop(namespace, None)
+        if size is None:
+            self._num_made += 1
+            size = (0, -self._num_made)  # of equals the one that came first is the first
+        else:
+            del self._names[size]
+        now = (size[0] + num_pages, size[1])
+        if now[0]:
+            self._sizes[namespace] = now
+            self._names[now] = namespace
+
+
 class PinnedPrefixes:
     """The pins of a tree, one at most for each prefix.
 
@@ -90,7 +118,7 @@ class PinnedPrefixes:
         self._pins: OrderedDict[Node, PinnedPrefix] = OrderedDict()
         # by the time they end
         self._due: SortedDict[tuple[float, int], PinnedPrefix] = SortedDict()
-        self._num_pages: Counter[str | None] = Counter()  # pinned pages of each namespace
+        self._num_pages = PageCounts()  # pinned pages of each namespace
         self._num_made = 0
         # the pins that give way first, which are there for sessions alone, and those behind them
         self._unasked: ByAge[PinnedPrefix] = ByAge()
@@ -110,8 +138,8 @@ class PinnedPrefixes:
     def keep(self, match: Match, ttl: float, session: str | None = None) -> None:
         """Pin a match of at most ``quota`` pages, or prolong the pin it has.
 
-        O(depth), and O(namespaces * log namespaces) for each pin that gives way, beside the pins
-        under longer ones that it passes over.
+        O(depth), and O(namespaces) for each pin that gives way, or O(log namespaces) where the
+        biggest has one that may, beside the pins under longer ones that it passes over.
 
         The pin of a ``session`` takes the place of the one of the turn before. It makes no pin
         that was asked for give way: it goes itself, where the quota has no room beside them.
@@ -133,7 +161,7 @@ class PinnedPrefixes:
             known.ttl = max(known.ttl, ttl)
             self._renew(known)
             return known
-        self._num_pages[match.namespace] += self._tree.num_pinned_pages - before
+        self._num_pages.add(match.namespace, self._tree.num_pinned_pages - before)
         self._num_made += 1
         pinned = PinnedPrefix(lock, ttl, self.now + ttl, self._num_made)
         self._pins[lock.node] = self._due[pinned.until, pinned.serial] = pinned
@@ -259,7 +287,9 @@ class PinnedPrefixes:
         num_ordered = len(self._unasked.all) + len(self._asked.all)
         assert num_ordered == len(self._pins), "a pin that is gone has an age"
         assert len(self._due) == len(self._pins), "the end of a pin that is gone is still awaited"
-        assert +found == +self._num_pages, f"{found} pages are pinned, not {self._num_pages}"
+        counts = {name: self._num_pages[name] for name in self._num_pages}
+        assert found == counts, f"{found} pages are pinned, not {counts}"
+        assert list(counts.values()) == sorted(counts.values(), reverse=True), "not in order"
         assert found.total() <= self.total_quota, "more is pinned than may be"
         assert max(found.values(), default=0) <= self.quota, "a namespace pins more than it may"
 
@@ -273,9 +303,7 @@ class PinnedPrefixes:
     def _drop(self, pinned: PinnedPrefix) -> None:
         before = self._tree.num_pinned_pages
         self._tree.unlock(pinned.lock)
-        self._num_pages[pinned.namespace] -= before - self._tree.num_pinned_pages
-        if not self._num_pages[pinned.namespace]:
-            del self._num_pages[pinned.namespace]
+        self._num_pages.add(pinned.namespace, self._tree.num_pinned_pages - before)
         del self._pins[pinned.lock.node], self._due[pinned.until, pinned.serial]
         self._ages(pinned).remove(pinned.namespace, pinned)
         for session in pinned.sessions:
@@ -293,13 +321,14 @@ class PinnedPrefixes:
         while self._num_pages[own] > self.quota:
             self._give_way(self._first_to_go([own], newest))
         while self._tree.num_pinned_pages > self.total_quota:
-            biggest = [name for name, _ in self._num_pages.most_common()]
-            self._give_way(self._first_to_go(biggest, newest))
+            self._give_way(self._first_to_go(self._num_pages, newest))
 
     def _first_to_go(self, namespaces: Iterable[str | None], newest: PinnedPrefix) -> PinnedPrefix:
         """The pin that gives way to the newest: of sessions first, then the oldest."""
         ranks = [self._unasked] if not newest.is_asked else [self._unasked, self._asked]
-        others = (pin for ages in ranks for name in namespaces for pin in ages.of.get(name, ()))
+        others = (
+            pin for ages in ranks if ages.of for name in namespaces for pin in ages.of.get(name, ())
+        )
         # One under a longer pin would go in vain: none of its pages would be unpinned.
         found = (pin for pin in others if pin is not newest and pin.lock.node.pins == 1)
         return next(found, newest)

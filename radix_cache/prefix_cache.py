@@ -249,8 +249,8 @@ class PrefixCache:
 
         False means that it does not fit, and then nothing has changed. With ``evict=False`` only
         free pages are taken: drafts never push out what is committed. Pins yield when all else is
-        gone. Raises ValueError for a released lease. O(pages added + log n per leaf evicted), and
-        O(pins) for each that yields.
+        gone. Raises ValueError for a released lease. O(pages added + log n per leaf evicted), beside
+        the pins that are passed over for each that yields.
         """
         lease.require_live()
         needed = -(-upto // self.page_size) - len(lease.page_ids)
@@ -347,7 +347,7 @@ class PrefixCache:
         """Keep the first ``num_tokens`` as the last turn of a session, for `session_ttl` seconds.
 
         The pin of the turn before is over, even before its time. As `pin` else, but it makes no pin
-        give way that was asked for. O(num_tokens + depth + pins).
+        give way that was asked for. O(num_tokens + depth), and what `PinnedPrefixes.keep` takes.
         """
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens and self.session_ttl:
