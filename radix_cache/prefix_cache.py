@@ -249,8 +249,8 @@ class PrefixCache:
 
         False means that it does not fit, and then nothing has changed. With ``evict=False`` only
         free pages are taken: drafts never push out what is committed. Pins yield when all else is
-        gone. Raises ValueError for a released lease. O(pages added + log n per leaf evicted), beside
-        the pins that are passed over for each that yields.
+        gone. Raises ValueError for a released lease. O(pages added + log n per leaf evicted); for
+        each pin that yields, those that are passed over.
         """
         lease.require_live()
         needed = -(-upto // self.page_size) - len(lease.page_ids)
@@ -334,7 +334,8 @@ class PrefixCache:
         """Keep the first ``num_tokens`` for ``ttl`` seconds past the last `tick` or later hit.
 
         Whole pages, as far as they are cached and the namespace's quota goes; returns how many
-        tokens that is. Then older pins of the namespace give way. O(num_tokens + depth + pins).
+        tokens that is. Then older pins give way. O(num_tokens + depth), and what
+        `PinnedPrefixes.keep` takes.
         """
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens:
