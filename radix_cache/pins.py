@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import TypeAlias
+from itertools import chain
+from typing import Generic, TypeAlias, TypeVar
 
 from sortedcontainers import SortedDict
 
 from .node import LockHandle, Match, Node
 from .tree import RadixTree
 
+Item = TypeVar("Item")
 MAX_CONVERSATIONS = 8  # of one session, that are pinned: its own and those of its sub-agents
 Session: TypeAlias = tuple[str | None, str]
 """The namespace of a session and its name."""
@@ -42,12 +43,70 @@ class PinnedPrefix:
         return self.lock.node.namespace
 
 
+class ByAge(Generic[Item]):
+    """Items of namespaces, the one without a use for longest first. Every operation is O(1)."""
+
+    def __init__(self) -> None:
+        self.all: OrderedDict[Item, None] = OrderedDict()
+        # no namespace without an item; the one without a use for longest first
+        self.of: OrderedDict[str | None, OrderedDict[Item, None]] = OrderedDict()
+
+    def use(self, namespace: str | None, item: Item) -> None:
+        """Make an item the youngest; it is added if it is not there."""
+        own = self.of.setdefault(namespace, OrderedDict())
+        self.of.move_to_end(namespace)
+        for items in (self.all, own):
+            items[item] = None
+            items.move_to_end(item)
+
+    def remove(self, namespace: str | None, item: Item) -> None:
+        """Remove an item; it must be there."""
+        del self.all[item], self.of[namespace][item]
+        if not self.of[namespace]:
+            del self.of[namespace]
+
+    def by_namespace(self) -> set[tuple[str | None, Item]]:
+        """Every item with its namespace. O(items)."""
+        return {(name, item) for name, items in self.of.items() for item in items}
+
+
+class PageCounts:
+    """Pages of namespaces; those that have any are there in order, the most pages first."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str | None, tuple[int, int]] = {}  # pages, and a number of its own
+        self._names: SortedDict[tuple[int, int], str | None] = SortedDict()
+        self._num_made = 0
+
+    def __getitem__(self, namespace: str | None) -> int:
+        return self._sizes.get(namespace, (0, 0))[0]
+
+    def __iter__(self) -> Iterator[str | None]:
+        return reversed(self._names.values())
+
+    def add(self, namespace: str | None, num_pages: int) -> None:
+        """Add pages to a namespace's, or take some from it. O(log n)."""
+        size = self._sizes.pop(namespace, None)
+        if size is None:
+            self._num_made += 1
+            size = (0, -self._num_made)  # of equals the one that came first is the first
+        else:
+            del self._names[size]
+        now = (size[0] + num_pages, size[1])
+        if now[0]:
+            self._sizes[namespace] = now
+            self._names[now] = namespace
+
+
 class PinnedPrefixes:
     """The pins of a tree, one at most for each prefix.
 
     ``quota``: pages that one namespace may pin; all together may pin twice as many, as far as
     ``num_pages`` goes. Beyond that the oldest pin of the namespace gives way, or of the one that
     pins most. A pin is as old as its last hit. Pages under several pins count once.
+
+    There are no more sessions than pages that may be pinned, for many may have one prompt. Beyond
+    that the oldest session of the namespace that has most of them ends.
     """
 
     def __init__(self, tree: RadixTree, *, quota: int, num_pages: int) -> None:
@@ -59,10 +118,13 @@ class PinnedPrefixes:
         self._pins: OrderedDict[Node, PinnedPrefix] = OrderedDict()
         # by the time they end
         self._due: SortedDict[tuple[float, int], PinnedPrefix] = SortedDict()
-        self._num_pages: Counter[str | None] = Counter()  # pinned pages of each namespace
+        self._num_pages = PageCounts()  # pinned pages of each namespace
         self._num_made = 0
-        # each session's pins, the oldest first; the session without a turn for longest first
-        self._sessions: OrderedDict[Session, list[PinnedPrefix]] = OrderedDict()
+        # the pins that give way first, which are there for sessions alone, and those behind them
+        self._unasked: ByAge[PinnedPrefix] = ByAge()
+        self._asked: ByAge[PinnedPrefix] = ByAge()
+        self._sessions: dict[Session, list[PinnedPrefix]] = {}  # each one's pins, the oldest first
+        self._session_ages: ByAge[Session] = ByAge()  # a turn is a use
         self.num_session_yields = 0  # pins of sessions that gave way before their time
 
     def __len__(self) -> int:
@@ -74,14 +136,17 @@ class PinnedPrefixes:
         return len(self._sessions)
 
     def keep(self, match: Match, ttl: float, session: str | None = None) -> None:
-        """Pin a match of at most ``quota`` pages, or prolong the pin it has. O(depth + pins).
+        """Pin a match of at most ``quota`` pages, or prolong the pin it has.
+
+        O(depth), and O(namespaces) for each pin that gives way, or O(log namespaces) where the
+        biggest has one that may, beside the pins under longer ones that it passes over.
 
         The pin of a ``session`` takes the place of the one of the turn before. It makes no pin
         that was asked for give way: it goes itself, where the quota has no room beside them.
         """
         pinned = self._pinned(match, ttl)
         if session is None:
-            pinned.is_asked = True
+            self._ask(pinned)
         else:
             self._move((match.namespace, session), pinned)
         self._shrink(pinned)
@@ -96,35 +161,56 @@ class PinnedPrefixes:
             known.ttl = max(known.ttl, ttl)
             self._renew(known)
             return known
-        self._num_pages[match.namespace] += self._tree.num_pinned_pages - before
+        self._num_pages.add(match.namespace, self._tree.num_pinned_pages - before)
         self._num_made += 1
         pinned = PinnedPrefix(lock, ttl, self.now + ttl, self._num_made)
         self._pins[lock.node] = self._due[pinned.until, pinned.serial] = pinned
+        self._ages(pinned).use(pinned.namespace, pinned)
         return pinned
 
-    def _move(self, session: Session, pinned: PinnedPrefix) -> None:
-        """Make a pin the session's; those that it goes on from are the session's no more.
+    def _ages(self, pinned: PinnedPrefix) -> ByAge[PinnedPrefix]:
+        return self._asked if pinned.is_asked else self._unasked
 
-        There are no more sessions than pages that may be pinned: many may have one prompt.
-        """
-        known = self._sessions.pop(session, [])
+    def _ask(self, pinned: PinnedPrefix) -> None:
+        """Note that a request asked for a pin, which has just been used."""
+        self._ages(pinned).remove(pinned.namespace, pinned)
+        pinned.is_asked = True
+        self._ages(pinned).use(pinned.namespace, pinned)
+
+    def _move(self, session: Session, pinned: PinnedPrefix) -> None:
+        """Make a pin the session's; those that it goes on from are the session's no more."""
+        known = self._sessions.get(session, [])
         others = [each for each in known if each is not pinned and not _goes_on(pinned, each)]
         kept = [*others[1 - MAX_CONVERSATIONS :], pinned]
         self._sessions[session] = kept
+        self._session_ages.use(session[0], session)
         pinned.sessions.add(session)
         for each in known:
-            if each not in kept:
-                self._leave(session, each)
+            if each not in kept and self._leave(session, each):
+                self._drop(each)
         while len(self._sessions) > self.total_quota:
-            oldest, pins = self._sessions.popitem(last=False)
-            for each in pins:
-                self._leave(oldest, each)
+            self._end_a_session()
 
-    def _leave(self, session: Session, pinned: PinnedPrefix) -> None:
-        """Take a session from a pin, which goes where nothing else wants it."""
+    def _end_a_session(self) -> None:
+        """End the oldest session of the namespace that has most; its pins give way. O(namespaces).
+
+        A caller that invents names of sessions so ends its own.
+        """
+        most = max(self._session_ages.of.values(), key=len)
+        session = next(iter(most))
+        for each in self._forget(session):
+            if self._leave(session, each):
+                self._give_way(each)
+
+    def _forget(self, session: Session) -> list[PinnedPrefix]:
+        """Remove a session; returns its pins, which still know it."""
+        self._session_ages.remove(session[0], session)
+        return self._sessions.pop(session)
+
+    def _leave(self, session: Session, pinned: PinnedPrefix) -> bool:
+        """Take a session from a pin; returns whether nothing else wants the pin."""
         pinned.sessions.discard(session)
-        if not pinned.sessions and not pinned.is_asked:
-            self._drop(pinned)
+        return not pinned.sessions and not pinned.is_asked
 
     def touch(self, node: Node) -> None:
         """A request hit the path to ``node``: its pins live on. O(depth) where there are pins."""
@@ -140,12 +226,13 @@ class PinnedPrefixes:
             self._drop(self._due.peekitem(0)[1])
 
     def evict_pin(self) -> None:
-        """Remove the oldest pin that makes pages evictable; there must be one. O(pins).
+        """Remove the oldest pin that makes pages evictable; there must be one.
 
-        A pin that was asked for is removed only where sessions have none.
+        A pin that was asked for is removed only where sessions have none. O(1), beside the older
+        pins that it passes over: requests read them, or they are under longer ones.
         """
-        found = (pin for pin in self._pins.values() if pin.lock.node.ref_count == 1)
-        self._give_way(min(found, key=attrgetter("is_asked")))
+        pins = chain(self._unasked.all, self._asked.all)
+        self._give_way(next(pin for pin in pins if pin.lock.node.ref_count == 1))
 
     def drop(self, *namespaces: str | None) -> None:
         """Remove all pins of these namespaces, of all when none is named. O(pins)."""
@@ -186,13 +273,23 @@ class PinnedPrefixes:
             assert pinned.lock.is_pin, "a pin holds the lock of a lease"
             assert self._due[pinned.until, pinned.serial] is pinned, "a pin has no end"
             assert pinned.is_asked or pinned.sessions, "nothing wants a pin that is there"
+            ages = self._ages(pinned).of[pinned.namespace]
+            assert pinned in ages, "a pin is not among those of its rank and namespace"
         of_sessions = {(name, id(pin)) for name, pins in self._sessions.items() for pin in pins}
         of_pins = {(name, id(pin)) for pin in self._pins.values() for name in pin.sessions}
         assert of_sessions == of_pins, "a session and its pins do not know each other"
         assert all(self._sessions.values()), "a session without a pin is known"
         assert len(self._sessions) <= self.total_quota, "more sessions than pages are known"
+        assert self._session_ages.by_namespace() == {(name[0], name) for name in self._sessions}
+        for kind in (self._unasked, self._asked, self._session_ages):
+            assert len(kind.all) == sum(map(len, kind.of.values())), "two orders of age differ"
+            assert all(kind.of.values()), "a namespace without an item has an order of age"
+        num_ordered = len(self._unasked.all) + len(self._asked.all)
+        assert num_ordered == len(self._pins), "a pin that is gone has an age"
         assert len(self._due) == len(self._pins), "the end of a pin that is gone is still awaited"
-        assert +found == +self._num_pages, f"{found} pages are pinned, not {self._num_pages}"
+        counts = {name: self._num_pages[name] for name in self._num_pages}
+        assert found == counts, f"{found} pages are pinned, not {counts}"
+        assert list(counts.values()) == sorted(counts.values(), reverse=True), "not in order"
         assert found.total() <= self.total_quota, "more is pinned than may be"
         assert max(found.values(), default=0) <= self.quota, "a namespace pins more than it may"
 
@@ -201,18 +298,18 @@ class PinnedPrefixes:
         pinned.until = self.now + pinned.ttl
         self._due[pinned.until, pinned.serial] = pinned
         self._pins.move_to_end(pinned.lock.node)
+        self._ages(pinned).use(pinned.namespace, pinned)
 
     def _drop(self, pinned: PinnedPrefix) -> None:
         before = self._tree.num_pinned_pages
         self._tree.unlock(pinned.lock)
-        self._num_pages[pinned.namespace] -= before - self._tree.num_pinned_pages
-        if not self._num_pages[pinned.namespace]:
-            del self._num_pages[pinned.namespace]
+        self._num_pages.add(pinned.namespace, self._tree.num_pinned_pages - before)
         del self._pins[pinned.lock.node], self._due[pinned.until, pinned.serial]
+        self._ages(pinned).remove(pinned.namespace, pinned)
         for session in pinned.sessions:
             self._sessions[session].remove(pinned)
             if not self._sessions[session]:
-                del self._sessions[session]
+                self._forget(session)
 
     def _give_way(self, pinned: PinnedPrefix) -> None:
         self.num_session_yields += not pinned.is_asked
@@ -224,23 +321,17 @@ class PinnedPrefixes:
         while self._num_pages[own] > self.quota:
             self._give_way(self._first_to_go([own], newest))
         while self._tree.num_pinned_pages > self.total_quota:
-            biggest = [name for name, _ in self._num_pages.most_common()]
-            self._give_way(self._first_to_go(biggest, newest))
+            self._give_way(self._first_to_go(self._num_pages, newest))
 
     def _first_to_go(self, namespaces: Iterable[str | None], newest: PinnedPrefix) -> PinnedPrefix:
         """The pin that gives way to the newest: of sessions first, then the oldest."""
-        others = (pin for name in namespaces for pin in self._others(name, newest))
-        found = min(others, key=attrgetter("is_asked"), default=newest)
-        return newest if found.is_asked and not newest.is_asked else found
-
-    def _others(self, namespace: str | None, newest: PinnedPrefix) -> Iterator[PinnedPrefix]:
-        """Pins of a namespace whose going unpins pages, but for the newest; the oldest first."""
-        return (
-            pinned
-            for pinned in self._pins.values()
-            if pinned.namespace == namespace and pinned is not newest
-            if pinned.lock.node.pins == 1
+        ranks = [self._unasked] if not newest.is_asked else [self._unasked, self._asked]
+        others = (
+            pin for ages in ranks if ages.of for name in namespaces for pin in ages.of.get(name, ())
         )
+        # One under a longer pin would go in vain: none of its pages would be unpinned.
+        found = (pin for pin in others if pin is not newest and pin.lock.node.pins == 1)
+        return next(found, newest)
 
 
 def _goes_on(now: PinnedPrefix, before: PinnedPrefix) -> bool:

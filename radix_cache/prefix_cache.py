@@ -249,8 +249,8 @@ class PrefixCache:
 
         False means that it does not fit, and then nothing has changed. With ``evict=False`` only
         free pages are taken: drafts never push out what is committed. Pins yield when all else is
-        gone. Raises ValueError for a released lease. O(pages added + log n per leaf evicted), and
-        O(pins) for each that yields.
+        gone. Raises ValueError for a released lease. O(pages added + log n per leaf evicted); for
+        each pin that yields, those that are passed over.
         """
         lease.require_live()
         needed = -(-upto // self.page_size) - len(lease.page_ids)
@@ -334,7 +334,8 @@ class PrefixCache:
         """Keep the first ``num_tokens`` for ``ttl`` seconds past the last `tick` or later hit.
 
         Whole pages, as far as they are cached and the namespace's quota goes; returns how many
-        tokens that is. Then older pins of the namespace give way. O(num_tokens + depth + pins).
+        tokens that is. Then older pins give way. O(num_tokens + depth), and what
+        `PinnedPrefixes.keep` takes.
         """
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens:
@@ -347,7 +348,7 @@ class PrefixCache:
         """Keep the first ``num_tokens`` as the last turn of a session, for `session_ttl` seconds.
 
         The pin of the turn before is over, even before its time. As `pin` else, but it makes no pin
-        give way that was asked for. O(num_tokens + depth + pins).
+        give way that was asked for. O(num_tokens + depth), and what `PinnedPrefixes.keep` takes.
         """
         match = self._pinnable(tokens, num_tokens, namespace)
         if match.num_tokens and self.session_ttl:

@@ -199,23 +199,29 @@ class Explainer:
     def _cause(
         self, found: Explanation, why: Cause | None, prompt: Remembered, other: Remembered | None
     ) -> Cause:
-        readable = self._whole(prompt.num_tokens - 1)
-        if not readable:
-            return "too_short"
-        if found.cached_tokens >= readable:
-            return "hit"
-        if not prompt.reads:
-            return "not_read"
-        if prompt.usage.cache_loss is not None:
-            return prompt.usage.cache_loss.cause
+        known = self.known_cause(prompt)
+        if known is not None:
+            return known
         if other is None:
             return "first_seen"
-        common = self._whole(min(found.reusable_tokens, readable))
+        common = self._whole(min(found.reusable_tokens, prompt.num_tokens - 1))
         if found.cached_tokens < common:
             return "evicted" if _was_written(other, prompt) else "not_written"
         if why is not None:
             return why
         return "hit" if _grew(prompt, other, found.reusable_tokens) else "changed"
+
+    def known_cause(self, prompt: Remembered) -> Cause | None:
+        """The cause that needs no comparison with another prompt, None where it needs one. O(1)."""
+        readable = self._whole(prompt.num_tokens - 1)
+        if not readable:
+            return "too_short"
+        if prompt.usage.cached_tokens >= readable:
+            return "hit"
+        if not prompt.reads:
+            return "not_read"
+        loss = prompt.usage.cache_loss
+        return None if loss is None else loss.cause
 
     def _of_answers(
         self, prompt: Remembered, other: Remembered

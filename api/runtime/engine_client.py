@@ -11,15 +11,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from ...core.config import TEMPLATE_KWARGS, EngineConfig
-from ...core.errors import EngineDead, ForetokenError, InvalidRequest
+from ...core.errors import EngineDead, InvalidRequest
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.ops.host_memory import keep_freed_memory
 from ..build.built import Built
 from ..structured.compiler import Grammars
 from ..text.chat_template import check_options, read_template
 from ..text.detokenizer import AnswerText
+from ..text.executor import Worker
 from ..text.openings import find_openings
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import APART_BYTES, Tokenizer
 from ..types.request_context import arrival, note_answer, random_id, seconds_left, session_key
 from ..types.results import Body, Completion
 from ..types.sampling_params import SamplingParams
@@ -40,6 +41,8 @@ from .preprocess import (
 )
 from .prompt_history import NO_NOTE, PromptLog, PromptNote, Remembered
 from .serving_engine import ServingEngine
+
+MAX_COMPARISONS = 8  # that wait for the thread; prompts beyond are not counted by their cause
 
 
 class EngineClient:
@@ -64,6 +67,8 @@ class EngineClient:
         self.causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self.counts_causes = False  # which costs a comparison with earlier prompts for each
         self._counting: set[asyncio.Task[None]] = set()
+        # a thread of its own: the texts of requests wait for no comparison
+        self._comparing = Worker("foretoken-causes")
         self._answers: dict[str, Answer] = {}  # until the caller is done with them
         self._room = asyncio.Event()  # set when an answer ends
 
@@ -108,6 +113,7 @@ class EngineClient:
         self._closed = True
         for task in self._counting:
             task.cancel()
+        self._comparing.close()
         async with self._starting:
             if self._built is not None:
                 await self._built.engine.close(drain_seconds=drain_seconds)
@@ -315,19 +321,27 @@ class EngineClient:
         self._room.set()
 
     def _count_cause(self, answer: Answer) -> None:
-        """Count why the prompt missed the cache, behind the answer."""
+        """Count why the prompt missed the cache; a comparison runs behind the answer."""
         prompt = self.prompts.find(answer.request_id) if self.counts_causes else None
-        if prompt is not None and prompt.usage.completion_tokens and not self._closed:
-            task = asyncio.create_task(self._count_cause_of(prompt))
-            self._counting.add(task)
-            task.add_done_callback(self._counting.discard)
+        if prompt is None or not prompt.usage.completion_tokens or self._closed:
+            return
+        known = self._explainer.known_cause(prompt)
+        if known is not None:
+            self.causes[known] += 1
+            return
+        task = asyncio.create_task(self._count_cause_of(prompt))
+        self._counting.add(task)
+        task.add_done_callback(self._counting.discard)
 
     async def _count_cause_of(self, prompt: Remembered) -> None:
-        """Count it; not where the server has no time for the comparison, or ends."""
-        explain = partial(self._explainer.explain_among, prompt, self.prompts.earlier(prompt))
-        try:
-            found = await self.tokenizer.apart(prompt.note.num_bytes, explain)
-        except ForetokenError:
+        """Count the cause by comparison: a long one in a thread, none where too many wait."""
+        earlier = self.prompts.earlier(prompt)
+        explain = partial(self._explainer.explain_among, prompt, earlier)
+        if sum(each.num_compared_bytes for each in (prompt, *earlier)) <= APART_BYTES:
+            found = explain()
+        elif self._comparing.num_waiting < MAX_COMPARISONS:
+            found = await asyncio.wrap_future(self._comparing.submit(explain))
+        else:
             return
         is_new = found.cause == "first_seen"
         if is_new and self.prompts.has_in_other_salt(prompt, self.page_size):

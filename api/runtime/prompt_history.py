@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from ..types.request_context import Owner, Shares, caller, owner_of
 
 MAX_BYTES = 32 * 2**20
 TOKEN_BYTES = 4
+MAX_COMPARED = 256  # earlier prompts that one is compared with, the latest
 MAX_ALIKE = 32  # prompts whose texts are compared, the latest
 OVERHEAD = 2048  # bytes, about, of a remembered prompt with its usage, beside tokens and texts
 Kind = Literal["tools", "system", "messages", "format", "prompt"]
@@ -123,6 +125,11 @@ class Remembered:
         answers = sum(map(len, self.answers))
         return OVERHEAD + len(self.tokens) + self.note.num_bytes + names + answers
 
+    @property
+    def num_compared_bytes(self) -> int:
+        """Bytes of its tokens and texts, which a comparison reads at most."""
+        return len(self.tokens) + self.note.num_bytes
+
     def ids(self, start: int, stop: int) -> list[int]:
         """Token ids of a span."""
         return ids_of(self.tokens[max(0, start) * TOKEN_BYTES : stop * TOKEN_BYTES])
@@ -171,6 +178,7 @@ class PromptLog:
         self._shares: Shares[str] = Shares(max_bytes)
         self._prompts: dict[str, Remembered] = {}  # by response id, oldest first
         self._by_owner: dict[Owner, dict[str, Remembered]] = {}  # those that were to be written
+        self._by_caller: dict[bytes, dict[str, Remembered]] = {}
         self._num_recorded = 0
 
     def __len__(self) -> int:
@@ -197,6 +205,7 @@ class PromptLog:
             usage=request.usage,
         )
         self._prompts[response_id] = prompt
+        self._by_caller.setdefault(prompt.caller, {})[response_id] = prompt
         if prompt.writes:
             self._by_owner.setdefault(prompt.owner, {})[response_id] = prompt
         self._shares.add(prompt.owner, response_id, prompt.num_bytes)
@@ -221,22 +230,22 @@ class PromptLog:
         return self._prompts.get(response_id)
 
     def earlier(self, prompt: Remembered) -> list[Remembered]:
-        """The owner's prompts that came before this one, the latest first. O(prompts)."""
-        siblings = reversed(self._by_owner.get(prompt.owner, {}).values())
-        return [other for other in siblings if other.serial < prompt.serial]
+        """The owner's last prompts before this one, the latest first; `MAX_COMPARED` at most.
+
+        O(those), beside the owner's later prompts.
+        """
+        return list(_last_before(prompt, self._by_owner.get(prompt.owner, {})))
 
     def has_in_other_salt(self, prompt: Remembered, num_tokens: int) -> bool:
-        """Whether the caller has an earlier prompt under another salt that begins so. O(prompts).
+        """Whether the caller has an earlier prompt under another salt that begins so.
 
-        It is for counts only: a caller may be a gateway, whose salts keep its tenants apart.
+        Among the caller's last `MAX_COMPARED` prompts before it; O(those), as `earlier`. It is for
+        counts only: a caller may be a gateway, whose salts keep its tenants apart.
         """
         probe = prompt.tokens[: num_tokens * TOKEN_BYTES]
         return any(
-            other.caller == prompt.caller
-            and other.namespace != prompt.namespace
-            and other.serial < prompt.serial
-            and other.tokens.startswith(probe)
-            for other in self._prompts.values()
+            other.namespace != prompt.namespace and other.tokens.startswith(probe)
+            for other in _last_before(prompt, self._by_caller.get(prompt.caller, {}))
         )
 
     def flush(self, *namespaces: str | None) -> None:
@@ -257,9 +266,16 @@ class PromptLog:
         if prompt is None:
             return
         self._shares.remove(response_id)
-        siblings = self._by_owner.get(prompt.owner, {})
-        if siblings.pop(response_id, None) is not None and not siblings:
-            del self._by_owner[prompt.owner]
+        for groups, name in ((self._by_owner, prompt.owner), (self._by_caller, prompt.caller)):
+            group = groups.get(name, {})
+            if group.pop(response_id, None) is not None and not group:
+                del groups[name]
+
+
+def _last_before(prompt: Remembered, group: dict[str, Remembered]) -> Iterable[Remembered]:
+    """The last of a group, which is in order of arrival, that came before a prompt."""
+    earlier = (other for other in reversed(group.values()) if other.serial < prompt.serial)
+    return islice(earlier, MAX_COMPARED)
 
 
 def most_similar(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import sys
 from array import array
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
 
 import pytest
 
-from foretoken.radix_cache import KVLease, PrefixCache
+from foretoken.radix_cache import KVLease, PrefixCache, pins
 
 
 def seq(num_tokens: int, first: int = 0) -> array[int]:
@@ -298,6 +302,49 @@ def test_no_more_losses_are_remembered_than_the_log_holds() -> None:
     for first in range(10_000):
         serve(cache, seq(1, first))
     assert 5_000 < len(cache.eviction_log) < 9_000
+
+
+def num_steps(act: Callable[[], object]) -> int:
+    """Instructions of the pins' own code that run meanwhile."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, arg: object) -> object:
+        nonlocal count
+        if frame.f_code.co_filename != pins.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_a_pin_gives_way_in_as_many_steps_however_many_there_are(is_asked, is_evicted) -> None:
+    steps = []
+    for num_pins in (16, 256):
+        cache = PrefixCache(2 * num_pins, 1)
+        keep = partial(cache.pin, ttl=9.0) if is_asked else partial(cache.pin_session, session="s")
+        for number in range(num_pins):
+            serve(cache, seq(1), f"{number}")
+            keep(seq(1), 1, namespace=f"{number}")
+        assert len(cache.pins) == num_pins
+        serve(cache, seq(1), "new")
+        if is_evicted:
+            lease = cache.acquire(array("q"))
+            steps.append(num_steps(partial(cache.extend, lease, num_pins + 1)))
+            assert len(cache.pins) == num_pins - 1
+        else:
+            steps.append(num_steps(partial(keep, seq(1), 1, namespace="new")))
+            assert len(cache.pins) == num_pins
+            assert not cache.pins.of("0")
+    assert steps[0] == steps[1] > 0
 
 
 class Tenants:

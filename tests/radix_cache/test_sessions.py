@@ -153,6 +153,44 @@ def test_a_flood_of_sessions_pins_and_remembers_no_more_than_the_quota(is_one_pr
     assert cache.pins.num_sessions == (32 if is_one_prompt else 5)
 
 
+def test_a_flood_of_sessions_of_one_prompt_ends_no_session_of_others() -> None:
+    cache = PrefixCache(64, 1)  # 32 pages may be pinned, so there are 32 sessions at most
+    for name in ("a", "b"):
+        turn(cache, seq(4), "theirs", name)
+    for number in range(100):
+        turn(cache, seq(1), f"s-{number}", "flood")
+    assert cache.pins.num_sessions == 32
+    assert [ends(cache, name) for name in ("a", "b")] == [[(3, 4)], [(3, 4)]]
+    turn(cache, seq(8), "theirs", "a")
+    assert ends(cache, "a") == [(7, 8)], "it is still the session that it was"
+
+
+def test_of_namespaces_with_as_many_sessions_the_one_without_a_turn_for_longest_has_one_less() -> (
+    None
+):
+    cache = PrefixCache(8, 1)  # 2 pages each, 4 together
+    for name in ("a", "b"):
+        turn(cache, seq(1), "first", name)
+        turn(cache, seq(1), "second", name)
+    turn(cache, seq(1), "first", "a")
+    turn(cache, seq(1), "first", "c")
+    turn(cache, seq(2), "second", "b")
+    assert ends(cache, "b") == [(1, 2)], "its first had ended"
+    turn(cache, seq(2), "second", "a")
+    assert ends(cache, "a") == [(0, 1), (1, 2)]
+
+
+def test_the_pin_of_a_session_that_ends_for_others_is_counted() -> None:
+    cache = PrefixCache(64, 1)  # 32 sessions at most
+    turn(cache, seq(4, 100), "first")
+    for number in range(31):
+        turn(cache, seq(1), f"s-{number}")
+    assert (len(cache.pins), cache.pins.num_session_yields) == (2, 0)
+    turn(cache, seq(1), "one too many")
+    assert ends(cache) == [(0, 1)]
+    assert cache.pins.num_session_yields == 1
+
+
 def test_a_name_in_two_namespaces_is_two_sessions() -> None:
     cache = PrefixCache(128, 1)
     turn(cache, seq(4), namespace="a")

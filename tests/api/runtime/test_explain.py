@@ -17,6 +17,7 @@ from foretoken.api.runtime.cache_diagnostics import (
     openai_diagnostics,
 )
 from foretoken.api.runtime.prompt_history import (
+    MAX_COMPARED,
     Part,
     PromptLog,
     PromptNote,
@@ -260,6 +261,26 @@ def test_other_salts_of_the_caller_are_found_for_the_count() -> None:
         prompt = scene.log.find(name)
         assert prompt is not None
         assert scene.log.has_in_other_salt(prompt, 3 * PAGE) is expected
+
+
+def test_only_the_last_prompts_are_compared_of_the_salt_and_of_the_caller() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?", salt="s")
+    scene.say("first", "You do.", "Another.", salt="t")
+    for number in range(MAX_COMPARED - 2):
+        scene.say(f"{number}", "You do.", "Another.", salt="t")
+    for name, is_found in (("b", True), ("c", False)):
+        scene.say(name, "You help.", "What is new?", salt="t")
+        prompt = scene.log.find(name)
+        assert prompt is not None
+        assert scene.log.has_in_other_salt(prompt, PAGE) is is_found
+    scene.say("last", "You do.", "Another.", salt="t")
+    for name, names in (("c", ["b", "first"]), ("last", ["c", "0"])):
+        prompt = scene.log.find(name)
+        assert prompt is not None
+        found = [each.response_id for each in scene.log.earlier(prompt)]
+        assert [found[0], found[-1]] == names
+        assert len(found) <= MAX_COMPARED
 
 
 def test_pages_that_were_lost_before_it_are_the_cause() -> None:

@@ -16,8 +16,8 @@ MUTATIONS = (
     Mutation(
         "pins-of-sessions-push-others-out",
         "PinnedPrefixes._first_to_go",
-        "return newest if found.is_asked and not newest.is_asked else found",
-        "return found",
+        "if not newest.is_asked else",
+        "if newest is None else",
         ("test_a_session_makes_no_pin_give_way_that_was_asked_for",),
         "a session displaces no pin that was asked for",
     ),
@@ -28,6 +28,14 @@ MUTATIONS = (
         "while False:",
         ("test_a_flood_of_sessions_pins_and_remembers_no_more_than_the_quota",),
         "a flood of sessions is bounded",
+    ),
+    Mutation(
+        "pins-of-sessions-end-for-the-flood-of-another",
+        "PinnedPrefixes._end_a_session",
+        "most = max(self._session_ages.of.values(), key=len)",
+        "most = self._session_ages.all",
+        ("test_a_flood_of_sessions_of_one_prompt_ends_no_session_of_others",),
+        "a flood of sessions ends no session of another namespace",
     ),
     Mutation(
         "pins-of-sessions-stay-behind",
