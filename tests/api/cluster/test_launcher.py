@@ -387,6 +387,7 @@ def test_a_front_closes_behind_a_change_that_is_under_way(monkeypatch: pytest.Mo
         changing = asyncio.create_task(replicas.change((1, 1), None))
         await asyncio.to_thread(begun.wait, SECONDS)
         closing = asyncio.create_task(replicas.close())
+        await asyncio.sleep(0)
         await asyncio.to_thread(int)  # a turn of other threads
         assert cluster.is_open
         goes_on.set()
