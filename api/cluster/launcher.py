@@ -168,6 +168,7 @@ class PlannedReplicas:
         `LauncherError`, as long as an update is under way, too.
         """
         async with self._changing:
+            self._check_open()
             if self._is_updating:
                 raise LauncherError(
                     "an update is under way: try again when /replicas shows its end"
@@ -175,11 +176,16 @@ class PlannedReplicas:
             before, plan = self.plan, _changed(self.plan, bounds, options)
             if is_update := plan.version != before.version:
                 await self._settle()
+                self._check_open()
             await asyncio.to_thread(self._cluster.deploy, plan, is_update=is_update)
             self.plan = plan
             if is_update:
                 self._note("running")
                 self._updating = asyncio.create_task(self._follow(before))
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise LauncherError("the front closes: its replicas change no more")
 
     async def _settle(self) -> None:
         """Wait for replicas that start: an update would end them at once, others go one by one."""
@@ -198,18 +204,52 @@ class PlannedReplicas:
 
     async def _follow(self, before: ReplicaPlan) -> None:
         """Wait until all replicas are new; undo the update if one of them does not come."""
-        num_joined, since = self._num_joined(), self._clock()
+        reason = await self._hindrance()
+        if reason is not None and not self._closed.is_set():
+            logger.warning(
+                "the replicas keep their options, because a new one did not come: %s", reason
+            )
+            self.plan = before
+            if (further := await self._hindrance(before)) is not None:
+                reason = f"{reason}; {further}"
+        if self._closed.is_set():
+            return
+        if reason is None:
+            logger.info("all replicas are new")
+        self._note("done" if reason is None else "undone", reason)
+
+    async def _hindrance(self, again: ReplicaPlan | None = None) -> str | None:
+        """Wait until all replicas are there, or until `close`; returns why one is not.
+
+        ``again``: an earlier plan to be deployed first; replicas of it that are there stay.
+        """
+        try:
+            if again is not None:
+                await asyncio.to_thread(self._cluster.deploy, again)
+            return await self._wait_until_complete()
+        except LauncherError as error:
+            return str(error)
+        except Exception as error:
+            logger.exception("how far the replicas are is unknown")
+            return str(error) or type(error).__name__
+
+    async def _wait_until_complete(self) -> str | None:
+        num_joined, began = self._num_joined(), self._clock()
+        most_seconds = UPDATE_SECONDS * self.plan.most  # old replicas that join again are no news
+        since = began
         while not (rollout := await asyncio.to_thread(self._cluster.rollout)).is_complete:
             if rollout.failure is not None:
-                return await self._undo(before, rollout.failure)
+                return rollout.failure
+            now = self._clock()
             if self._num_joined() > num_joined:
-                num_joined, since = self._num_joined(), self._clock()
-            elif self._clock() - since >= UPDATE_SECONDS:
-                return await self._undo(before, f"no new replica came in {UPDATE_SECONDS:g} s")
+                num_joined, since = self._num_joined(), now
+            elif now - since >= UPDATE_SECONDS:
+                return f"no new replica came in {UPDATE_SECONDS:g} s"
+            if now - began >= most_seconds:
+                return f"not all replicas were there in {most_seconds:g} s"
             if await self._closes_within(self._look_seconds):
-                return None
-        logger.info("all replicas are new")
-        return self._note("done")
+                break
+        return None
 
     async def _closes_within(self, seconds: float) -> bool:
         try:
@@ -217,18 +257,6 @@ class PlannedReplicas:
         except TimeoutError:
             return False
         return True
-
-    async def _undo(self, before: ReplicaPlan, reason: str) -> None:
-        """Ask for the replicas of the earlier plan: those of it that are there stay."""
-        self.plan = before
-        try:
-            await asyncio.to_thread(self._cluster.deploy, before)
-        except LauncherError as error:
-            reason = f"{reason}; {error}"
-        logger.warning(
-            "the replicas keep their options, because a new one did not come: %s", reason
-        )
-        self._note("undone", reason)
 
     async def failure(self) -> str | None:
         """Why replicas cannot be started, or that nothing starts them; None if all is well.
@@ -239,11 +267,14 @@ class PlannedReplicas:
         return rollout.failure if rollout.is_gone or not self._is_updating else None
 
     async def close(self) -> None:
-        """End the replicas."""
+        """End the replicas, once no change of them is under way."""
         self._closed.set()
-        if self._updating is not None:
-            await self._updating
-        await asyncio.to_thread(self._cluster.close)
+        async with self._changing:
+            try:
+                if self._updating is not None:
+                    await asyncio.wait((self._updating,))
+            finally:
+                await asyncio.to_thread(self._cluster.close)
 
 
 def _changed(

@@ -216,10 +216,13 @@ class RayCluster:
     def _require_room(self, plan: ReplicaPlan, *, is_update: bool = False) -> None:
         """Refuse a plan that would wait for ever. Raises `RayError`."""
         there = ray.cluster_resources()
+        num_replicas = plan.least
+        if is_update:  # as many as the load has asked for, and one more
+            num_replicas = min(plan.most, max(plan.least, _num_running())) + 1
         if self._owns_ray:
             there["CPU"] = num_cpus() + (plan.cpus if is_update else 0)
         for name, each in (("CPU", plan.cpus), ("GPU", plan.gpus)):
-            needed, found = (plan.least + is_update) * each, there.get(name, 0.0)
+            needed, found = num_replicas * each, there.get(name, 0.0)
             if needed <= found:
                 continue
             if is_update:
@@ -236,10 +239,12 @@ class RayCluster:
         """Deploy the application of a plan; returns when Ray has taken note. Raises `RayError`."""
         if not _is_reachable(self._head):
             raise RayError(NO_RAY_WILL_RESTART)
-        self._require_room(plan, is_update=is_update)
         try:
+            self._require_room(plan, is_update=is_update)
             target = serve.RunTarget(application(plan), name=APP, route_prefix=None)
             serve.run_many([target], wait_for_applications_running=False)
+        except RayError:
+            raise
         except Exception as error:
             raise RayError(f"Ray refuses the replicas: {_first_line(error)}") from error
 
@@ -271,6 +276,13 @@ class RayCluster:
         ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _num_running() -> int:
+    """Replicas that serve now; Ray has no call for the number that its policy wants."""
+    status = serve.status().applications.get(APP)
+    deployment = status and status.deployments.get(DEPLOYMENT)
+    return deployment.replica_states.get("RUNNING", 0) if deployment else 0
 
 
 def _is_reachable(address: str) -> bool:

@@ -10,13 +10,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from ...core.config import TEMPLATE_KWARGS, EngineConfig
+from ...core.config import EngineConfig
 from ...core.errors import EngineDead, InvalidRequest
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.ops.host_memory import keep_freed_memory
 from ..build.built import Built
 from ..structured.compiler import Grammars
-from ..text.chat_template import check_options, read_template
+from ..text.chat_template import template_of
 from ..text.detokenizer import AnswerText
 from ..text.executor import Worker
 from ..text.openings import find_openings
@@ -89,7 +89,7 @@ class EngineClient:
             self._check_open()
             if self._tokenizer is not None:
                 return
-            template, options = _template_of(self.config)  # before the slow part
+            template, options = template_of(self.config)  # before the slow part
             if self._built is None:
                 self._built = await self._build()
             tokenizer = await asyncio.to_thread(
@@ -428,15 +428,6 @@ class EngineClient:
             on_token=on_token,
             cache=answer.cache,
         )
-
-
-def _template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
-    """The chat template of the options, "" for the model's own, and its arguments by default."""
-    text = "" if config.chat_template is None else read_template(config.chat_template)
-    options = config.default_chat_template_kwargs or {}
-    assert not isinstance(options, str)  # parsed when it was checked
-    check_options(options, TEMPLATE_KWARGS)
-    return text, options
 
 
 def _build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built[ServingEngine]:

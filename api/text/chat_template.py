@@ -26,6 +26,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from ...core.config import TEMPLATE_KWARGS, EngineConfig
 from ...core.errors import InvalidRequest
 
 SECONDS = 5.0  # for one conversation; then it is the template's fault
@@ -400,6 +401,18 @@ def check_options(options: Mapping[str, Any], param: str = "chat_template_kwargs
     for name in options:
         if name in RESERVED:
             raise InvalidRequest(f"{param} must not contain {name}", param=param)
+
+
+def template_of(config: EngineConfig) -> tuple[str, Mapping[str, Any]]:
+    """The chat template of the options, "" for the model's own, and its arguments by default.
+
+    Raises `InvalidRequest` if the file cannot be read or is no jinja, and for a reserved name.
+    """
+    text = "" if config.chat_template is None else read_template(config.chat_template)
+    options = config.default_chat_template_kwargs or {}
+    assert not isinstance(options, str)  # parsed when it was checked
+    check_options(options, TEMPLATE_KWARGS)
+    return text, options
 
 
 def read_template(path: str) -> str:

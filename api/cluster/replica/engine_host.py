@@ -11,6 +11,7 @@ from ....core.config import EngineConfig
 from ....core.errors import ForetokenError
 from ...build.built import Built
 from ...structured.compiler import Grammars
+from ...text.chat_template import template_of
 from ...text.openings import find_openings
 from ...text.tokenizer import Tokenizer
 from ..wire.messages import Load
@@ -69,9 +70,11 @@ class EngineHost:
         return self._hosted.load
 
     async def start(self) -> None:
-        """Start the engine."""
+        """Start the engine. Raises `InvalidRequest` for a chat template that cannot be read."""
         if (set_openings := self._hosted.built.set_openings) is not None:
-            set_openings(await find_openings(self._hosted.tokenizer))
+            tokenizer = self._hosted.tokenizer
+            tokenizer.use_template(*template_of(self.config))  # as the front renders
+            set_openings(await find_openings(tokenizer))
         await self.engine.start()
 
     async def run(self) -> None:

@@ -34,6 +34,7 @@ MAX_MESSAGE = 2**25  # bytes; a prompt of a million tokens has 8 MiB
 MAX_UNSENT = 10_000  # messages to one process; it reads more in a second
 MAX_UNREAD = 32  # messages of one replica in the front; more wait where they come from
 MESSAGES_PER_SECOND = 4000  # of one replica: more than any engine has steps
+MAX_FORGOTTEN = 1000  # closed connections whose late messages are known
 MAX_MESSAGES = 16_000  # at once: what came while the front was held up
 BYTES_PER_SECOND = 2**25  # of one replica; a million deltas have as many
 MAX_BYTES = 2**27  # at once
@@ -98,6 +99,7 @@ class _Link(Generic[M]):
         ):
             self.socket.setsockopt(option, value)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._closed: int | None = None  # descriptor of a connection that may have messages left
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
         for each in (self.socket, self._monitor):
             self._loop.add_reader(each.fileno(), self._news.set)
@@ -114,12 +116,17 @@ class _Link(Generic[M]):
         return True
 
     def read(self) -> list[zmq.Frame] | int | None:
-        """The frames of the next message, else the descriptor of a closed connection, if any."""
+        """The frames of the next message, else the descriptor of a closed connection, if any.
+
+        The news of a close is read first and returned last: no message may come between.
+        """
+        if self._closed is None:
+            with contextlib.suppress(zmq.Again):
+                self._closed = recv_monitor_message(self._monitor, flags=zmq.NOBLOCK)["value"]
         with contextlib.suppress(zmq.Again):
             return self.socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
-        with contextlib.suppress(zmq.Again):
-            return recv_monitor_message(self._monitor, flags=zmq.NOBLOCK)["value"]
-        return None
+        closed, self._closed = self._closed, None
+        return closed
 
     async def when_readable(self) -> None:
         """Wait for what `read` returns, once it has returned None. Nothing may be there yet."""
@@ -178,6 +185,7 @@ class FrontSocket:
         self._parted: set[bytes] = set()  # connected peers that are not heard any more
         self._closed: deque[bytes] = deque()  # peers to be reported as closed
         self._reused: Counter[int] = Counter()  # descriptors whose next news of a close is known
+        self._forgotten: deque[bytes] = deque(maxlen=MAX_FORGOTTEN)  # peers reported as closed
         socket = self._link.socket
         socket.router_mandatory = True
         try:
@@ -217,9 +225,11 @@ class FrontSocket:
         if not rest:
             return None
         name, descriptor = peer.bytes, rest[-1].get(zmq.SRCFD)
-        before = self._peers.get(descriptor, name)
+        before = self._peers.get(descriptor)
+        if before != name and name in self._forgotten:
+            return None  # its descriptor is closed, or another connection's
         self._peers[descriptor] = name
-        if before != name:  # its connection closed, and the news of it is still to come
+        if before not in (None, name):  # it closed, and the news of that is still to come
             self._closed.append(before)
             self._reused[descriptor] += 1
         if name in self._parted:
@@ -238,6 +248,7 @@ class FrontSocket:
     def _forget(self, peer: bytes) -> bytes:
         self._parted.discard(peer)
         self._quotas.pop(peer, None)
+        self._forgotten.append(peer)
         return peer
 
     def part(self, peer: bytes, message: Leaving | None = None) -> None:
@@ -281,6 +292,7 @@ class ReplicaSocket:
 
     async def receive(self) -> FromFront | WireError | None:
         """The next message; an error if it is none; None: the front closed the connection."""
+        await asyncio.sleep(0)  # others have a turn, however much comes in
         while (found := self._link.read()) is None:
             await self._link.when_readable()
         return None if isinstance(found, int) else self._link.decoded(found[-1].bytes)

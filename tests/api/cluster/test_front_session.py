@@ -53,14 +53,14 @@ ENDLESS = SamplingParams(max_tokens=200, seed=0)
 class Replica:
     """A host of a fake engine, with the fronts that it has dialled, by hand."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: EngineConfig | None = None) -> None:
         self.engine = FakeEngine()
         self.tokenizer = Tokenizer.load(folder, max_model_len=256)
         self.built: Any = make_built(self.engine, folder, 0, len(self.tokenizer.vocab))
         self.links: list[MemoryLink] = []
         self.fronts: list[HandFront] = []
         self.host = EngineHost(
-            self.built, self.tokenizer, self._dial, address="here", config=EngineConfig()
+            self.built, self.tokenizer, self._dial, address="here", config=config or EngineConfig()
         )
         self._dialled = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,6 +129,28 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_session, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(engine_host, "REDIAL_SECONDS", 0.02)
     monkeypatch.setattr(engine_host, "REFUSED_SECONDS", 0.02)
+
+
+def test_openings_are_those_of_the_template_that_the_front_renders(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% if add_generation_prompt %}{{ who }}>{% endif %}")
+    config = EngineConfig(chat_template=str(file), default_chat_template_kwargs={"who": "me"})
+    found: list[array[int]] = []
+
+    async def main() -> None:
+        replica = Replica(byte_level_folder, config)
+        replica.built.set_openings = found.extend
+        await replica.host.start()
+        await replica.host.close()
+
+    tokenizer = Tokenizer.load(byte_level_folder, max_model_len=256)
+    try:
+        asyncio.run(main())
+        assert [list(ids) for ids in found] == [tokenizer.encode_word("me>")]
+    finally:
+        tokenizer.close()
 
 
 # -- what is said ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class RollingCluster:
     start_seconds: float = 5.0
     num_good: int = 1000  # new replicas with bad options that come all the same, before one fails
     hangs: bool = False  # a bad replica does not fail, and never comes
+    rejoins: bool = False  # at each look an old one has joined once more
     now: float = 0.0
     num_joined: int = 0
     is_gone: bool = False
@@ -68,6 +70,7 @@ class RollingCluster:
         self.is_open = False
 
     def deploy(self, plan: ReplicaPlan, *, is_update: bool = False) -> None:
+        assert self.is_open
         if self.is_gone:
             raise LauncherError("it is gone")
         if not self.deployed:
@@ -85,6 +88,7 @@ class RollingCluster:
 
     def rollout(self) -> Rollout:
         self.now += 1
+        self.num_joined += self.rejoins
         if self.is_gone:
             return Rollout(failure="it is gone", is_gone=True)
         if self._failure is None:
@@ -201,6 +205,47 @@ def test_a_new_replica_that_does_not_come_in_time_leaves_all_as_it_was() -> None
     assert cluster.fewest == 2
 
 
+def test_old_replicas_that_join_again_keep_no_update_from_its_end() -> None:
+    cluster = RollingCluster(num_good=0, hangs=True, rejoins=True)
+
+    async def test(replicas: PlannedReplicas) -> None:
+        await replicas.change(None, BAD)
+        assert await ended(replicas) == {
+            "state": "undone", "reason": f"not all replicas were there in {UPDATE_SECONDS:g} s",
+        }  # fmt: skip
+        assert UPDATE_SECONDS <= cluster.now < UPDATE_SECONDS + 5
+
+    run(test, cluster, plan(1))
+
+
+def test_an_error_that_is_not_known_ends_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = RollingCluster()
+
+    def fail() -> Rollout:
+        monkeypatch.undo()  # of this one call
+        raise OSError("no route to the head")
+
+    async def test(replicas: PlannedReplicas) -> None:
+        wanted = replicas.plan
+        await replicas.change(None, GOOD)
+        monkeypatch.setattr(cluster, "rollout", fail)
+        assert await ended(replicas) == {"state": "undone", "reason": "no route to the head"}
+        assert replicas.plan == wanted
+
+    run(test, cluster, plan())
+
+
+def test_a_front_ends_its_replicas_whatever_became_of_an_update() -> None:
+    cluster = RollingCluster(start_seconds=1e9)
+
+    async def test(replicas: PlannedReplicas) -> None:
+        await replicas.change(None, GOOD)
+        assert replicas._updating is not None
+        replicas._updating.cancel()
+
+    run(test, cluster, plan())
+
+
 def test_replicas_that_come_slowly_have_the_whole_time_each() -> None:
     cluster = RollingCluster(start_seconds=0.9 * UPDATE_SECONDS)
 
@@ -220,9 +265,6 @@ def test_an_update_that_fails_half_way_is_taken_back(hangs: bool) -> None:
         wanted = replicas.plan
         await replicas.change(None, BAD)
         assert (await ended(replicas))["state"] == "undone"
-        assert cluster.versions[wanted.version] == 1
-        while not cluster.rollout().is_complete:
-            pass
         assert cluster.versions == {wanted.version: 3}
 
     run(test, cluster, plan(3))
@@ -301,6 +343,58 @@ def test_a_front_that_ends_waits_for_no_update() -> None:
 
     run(test, cluster, plan())
     assert cluster.now < UPDATE_SECONDS
+
+
+def test_a_front_that_has_closed_changes_nothing() -> None:
+    cluster = RollingCluster()
+
+    async def test(replicas: PlannedReplicas) -> None:
+        await replicas.close()
+        with pytest.raises(LauncherError, match="the front closes"):
+            await replicas.change((3, 3), None)
+        assert len(cluster.deployed) == 1
+
+    run(test, cluster, plan())
+
+
+def test_a_front_that_closes_takes_back_an_update_that_waits() -> None:
+    cluster = RollingCluster(start_seconds=1e9)
+
+    async def test(replicas: PlannedReplicas) -> None:
+        await replicas.change((3, 3), None)
+        updating = asyncio.create_task(replicas.change(None, GOOD))
+        while not cluster.now:  # noqa: ASYNC110 - it waits for the third replica
+            await asyncio.sleep(0)
+        await replicas.close()
+        with pytest.raises(LauncherError, match="the front closes"):
+            await updating
+        assert len(cluster.deployed) == 2
+
+    run(test, cluster, plan())
+
+
+def test_a_front_closes_behind_a_change_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = RollingCluster()
+    deploy, begun, goes_on = cluster.deploy, threading.Event(), threading.Event()
+
+    def deploy_slowly(plan: ReplicaPlan, *, is_update: bool = False) -> None:
+        begun.set()
+        goes_on.wait(SECONDS)
+        deploy(plan, is_update=is_update)
+
+    async def test(replicas: PlannedReplicas) -> None:
+        monkeypatch.setattr(cluster, "deploy", deploy_slowly)
+        changing = asyncio.create_task(replicas.change((1, 1), None))
+        await asyncio.to_thread(begun.wait, SECONDS)
+        closing = asyncio.create_task(replicas.close())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(int)  # a turn of other threads
+        assert cluster.is_open
+        goes_on.set()
+        await asyncio.gather(changing, closing)
+        assert len(cluster.deployed) == 2
+
+    run(test, cluster, plan())
 
 
 def test_another_number_of_replicas_replaces_none() -> None:

@@ -232,6 +232,29 @@ async def given_up(waiting: Coroutine[Any, Any, object]) -> None:
     await asyncio.wait([task])
 
 
+def test_a_replica_that_reads_much_leaves_turns_to_others() -> None:
+    async def body() -> None:
+        async with front_of() as front, connected(front) as (replica, peer):
+            for _ in range(100):
+                assert front.send(peer, Beat())
+            await let_come(replica._link.socket)
+            turns = 0
+
+            async def others() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            task = asyncio.create_task(others())
+            for _ in range(100):
+                assert await replica.receive() == Beat()
+            task.cancel()
+            assert turns >= 100
+
+    run(body())
+
+
 # -- keys -----------------------------------------------------------------------------------------
 
 
@@ -306,7 +329,7 @@ def test_a_replica_that_dials_anew_is_not_taken_for_the_one_that_was_closed() ->
                 first.close()
                 with closing(ReplicaSocket(front.address, None)) as second:
                     assert second.send(Beat())
-                    await let_connect(front)
+                    await let_come(front._link.socket)
                     seen = [await front.receive() for _ in range(2)]
                     [new] = [peer for peer, message in seen if message is not None]
                     assert sorted(seen, key=repr) == sorted([(old, None), (new, Beat())], key=repr)
@@ -317,10 +340,60 @@ def test_a_replica_that_dials_anew_is_not_taken_for_the_one_that_was_closed() ->
     run(body())
 
 
-async def let_connect(front: FrontSocket) -> None:
-    """Wait until a message is there to be read; the loop is held up meanwhile."""
-    while not front._link.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-        pass
+async def let_come(*sockets: zmq.Socket[bytes]) -> None:
+    """Wait until a message is there to be read in each; the loop is held up meanwhile."""
+    for each in sockets:
+        each.poll(SECONDS * 1000)
+
+
+def test_news_of_a_close_that_comes_with_the_last_message_is_read_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        async with front_of() as front:
+            replica = ReplicaSocket(front.address, None)
+            peer = await introduced(front, replica)
+            socket, monitor = front._link.socket, front._link._monitor
+            receive, has_closed = zmq.Socket.recv_multipart, False
+
+            def receive_late(self: zmq.Socket[bytes], flags: int = 0, copy: bool = True) -> Any:
+                """Say that nothing is there; then the last message and the close come at once."""
+                nonlocal has_closed
+                if self is not socket or has_closed:
+                    return receive(self, flags, copy)
+                has_closed = True
+                assert replica.send(Leaving(reason="the last word"))
+                replica.close()
+                socket.poll(SECONDS * 1000)
+                monitor.poll(SECONDS * 1000)
+                raise zmq.Again
+
+            monkeypatch.setattr(zmq.Socket, "recv_multipart", receive_late)
+            assert await front.receive() == (peer, Leaving(reason="the last word"))
+            assert await front.receive() == (peer, None)
+            assert not front._peers
+
+    run(body())
+
+
+def test_a_message_that_comes_behind_the_end_of_its_connection_is_dropped() -> None:
+    """Its descriptor may be that of another connection by now, which would be closed for it."""
+
+    async def body() -> None:
+        async with front_of() as front:
+            replica = ReplicaSocket(front.address, None)
+            assert replica.send(Beat())
+            await let_come(front._link.socket)
+            frames = front._link.read()
+            assert isinstance(frames, list)
+            heard = front._heard(frames)
+            assert heard is not None
+            replica.close()
+            assert await front.receive() == (heard[0], None)
+            assert front._heard(frames) is None
+            assert not front._peers
+
+    run(body())
 
 
 def test_what_cannot_be_sent_at_once_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
