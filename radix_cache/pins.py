@@ -82,7 +82,7 @@ class PageCounts:
         return self._sizes.get(namespace, (0, 0))[0]
 
     def __iter__(self) -> Iterator[str | None]:
-        return reversed(self._names.values())
+        yield from reversed(self._names.values())
 
     def add(self, namespace: str | None, num_pages: int) -> None:
         """Add pages to a namespace's, or take some from it. O(log n)."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from foretoken.api.parsing.reasoning import Thinking
+from foretoken.api.runtime import prompt_history
 from foretoken.api.runtime.cache_diagnostics import (
     Decode,
     Explainer,
@@ -261,6 +262,18 @@ def test_other_salts_of_the_caller_are_found_for_the_count() -> None:
         prompt = scene.log.find(name)
         assert prompt is not None
         assert scene.log.has_in_other_salt(prompt, 3 * PAGE) is expected
+
+
+def test_salts_of_another_caller_are_not_found_for_the_count(monkeypatch) -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?", salt="s")
+    monkeypatch.setattr(prompt_history, "caller", lambda: b"another")
+    scene.say("b", "You help.", "What is new?", salt="t")
+    prompt = scene.log.find("b")
+    assert prompt is not None
+    assert not scene.log.has_in_other_salt(prompt, PAGE)
+    scene.log.flush()
+    assert not scene.log._by_caller
 
 
 def test_only_the_last_prompts_are_compared_of_the_salt_and_of_the_caller() -> None:
