@@ -282,7 +282,8 @@ def _num_running() -> int:
     """Replicas that serve now; Ray has no call for the number that its policy wants."""
     status = serve.status().applications.get(APP)
     deployment = status and status.deployments.get(DEPLOYMENT)
-    return deployment.replica_states.get("RUNNING", 0) if deployment else 0
+    states = deployment.replica_states if deployment else {}
+    return sum(number for state, number in states.items() if state == "RUNNING")
 
 
 def _is_reachable(address: str) -> bool:

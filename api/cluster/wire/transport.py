@@ -229,7 +229,7 @@ class FrontSocket:
         if before != name and name in self._forgotten:
             return None  # its descriptor is closed, or another connection's
         self._peers[descriptor] = name
-        if before not in (None, name):  # it closed, and the news of that is still to come
+        if before is not None and before != name:  # it closed; the news of that is still to come
             self._closed.append(before)
             self._reused[descriptor] += 1
         if name in self._parted:

@@ -1,4 +1,4 @@
-"""What Ray is asked before it replaces replicas, and its errors; no Ray is started here."""
+"""Room that a Ray cluster asks for before it replaces replicas, and its errors; no Ray starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan(least: int, most: int) -> ReplicaPlan:
 
 @pytest.fixture
 def deployed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a Ray of 32 CPUs and 4 GPUs was asked for; three replicas run."""
+    """Applications that a Ray of 32 CPUs and 4 GPUs was asked for; three replicas run."""
     asked: list[Any] = []
     deployment = SimpleNamespace(replica_states={"RUNNING": 3, "STOPPING": 1})
     application = SimpleNamespace(deployments={ray_app.DEPLOYMENT: deployment})

@@ -377,7 +377,7 @@ def test_news_of_a_close_that_comes_with_the_last_message_is_read_behind_it(
 
 
 def test_a_message_that_comes_behind_the_end_of_its_connection_is_dropped() -> None:
-    """Its descriptor may be that of another connection by now, which would be closed for it."""
+    """The descriptor may be that of another connection by now, which would be closed for it."""
 
     async def body() -> None:
         async with front_of() as front:
