@@ -91,7 +91,6 @@ EQUIVALENT: dict[str, str] = {
     "RadixTree.insert_below: off by one 1": _TICKS,
     "RadixTree._split: off by one 1 #2": _TICKS,
     "RadixTree._drop: off by one 1 #3": _TICKS,
-    "PinnedPrefixes.keep: off by one 1": _TICKS,
     "PrefixCache.publish: bound start >= stop": "no page is given, to a node that is held anyway",
     "Scheduler._fill_in_turn: bound early[0].order < head.order": "no two requests have one place",
     "Node.common_pages: off by one 0": "a child is found by its first page, which is common",
