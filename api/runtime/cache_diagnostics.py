@@ -334,8 +334,10 @@ def change_of(before: Sequence[Part], now: Sequence[Part]) -> tuple[Cause, str |
     """The cause of a prompt that differs, and the rule of ``--normalize`` for it. O(text)."""
     old, new = first_pair(before, now) or (None, None)
     if "tools" in {part.kind for part in (old, new) if part is not None}:
-        same = old is not None and new is not None and _sorted(old.text) == _sorted(new.text)
-        return "tools_changed", TOOL_ORDER if same else None
+        if old is None or new is None or old.kind != new.kind:
+            return "tools_changed", None
+        is_order = _sorted(old.text) == _sorted(new.text)
+        return "tools_changed", TOOL_ORDER if is_order else None
     if old is None or new is None or old.path != new.path or new.kind != "system":
         return "changed", None
     for rule in RULES:

@@ -387,6 +387,13 @@ def test_tools_in_another_order_are_named() -> None:
     assert (found.cause, found.rule) == ("tools_changed", "tool-order")
 
 
+def test_tools_that_are_left_out_are_named() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?", tools=TOOLS)
+    found = scene.say("b", "You help.", "What is new?", found=True)
+    assert (found.cause, found.rule) == ("tools_changed", None)
+
+
 def test_the_most_similar_prompt_is_chosen_and_of_equals_the_latest() -> None:
     scene = Scene()
     scene.say("far", "You help.", "What is old?")
