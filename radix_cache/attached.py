@@ -62,7 +62,7 @@ class StateSlots:
     # -- leases
 
     def num_resumable(self, page_ids: array[int]) -> int:
-        """How many of these first pages of a prefix a request can go on behind. O(pages)."""
+        """Count the first pages of a prefix that a request can go on behind. O(pages)."""
         for index in range(len(page_ids) - 1, -1, -1):
             if page_ids[index] in self.attached:
                 return index + 1

@@ -96,13 +96,13 @@ class PrefixCache:
     def match_len(
         self, tokens: array[int], *, namespace: str | None = None, limit: int | None = None
     ) -> int:
-        """How many tokens `acquire` would find cached; changes nothing. O(len + depth)."""
+        """Count the tokens that `acquire` would find cached. O(len + depth)."""
         limit = _borrowable(len(tokens), limit)
         match = self.tree.match(tokens, namespace=namespace, limit=limit)
         return self._num_resumable(match) * self.page_size
 
     def _num_resumable(self, match: Match) -> int:
-        """How many pages of a match a request can go on behind."""
+        """Count the pages of a match that a request can go on behind."""
         page_ids = match.page_ids
         return len(page_ids) if self.states is None else self.states.num_resumable(page_ids)
 

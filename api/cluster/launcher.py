@@ -98,7 +98,7 @@ def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) 
 
 
 class Rollout(NamedTuple):
-    """How far a cluster is with the plan that was deployed last."""
+    """Progress of a cluster with the plan that was deployed last."""
 
     failure: str | None = None  # in one line: why its replicas cannot be started
     is_complete: bool = False  # all of them are there, and none of an earlier plan
@@ -118,7 +118,7 @@ class Cluster(Protocol):
         """
 
     def rollout(self) -> Rollout:
-        """How far it is."""
+        """Progress with the plan that was deployed last."""
 
     def close(self) -> None:
         """End the replicas."""

@@ -249,7 +249,7 @@ class RayCluster:
             raise RayError(f"Ray refuses the replicas: {_first_line(error)}") from error
 
     def rollout(self) -> Rollout:
-        """How far Ray is; that it is gone is a failure, too."""
+        """Progress of Ray; that it is gone is a failure, too."""
         if not _is_reachable(self._head):
             return GONE
         try:

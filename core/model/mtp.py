@@ -40,7 +40,7 @@ from .shapes import (
 
 
 def count_mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> int:
-    """How many layers that predict further tokens a checkpoint has; 0: none, or no known ones.
+    """Count the layers of a checkpoint that predict further tokens; 0: none, or no known ones.
 
     Raises `ModelLoadError` where the first of them lacks tensors or has other shapes.
     """

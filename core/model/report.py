@@ -83,7 +83,7 @@ def _own(path: Path) -> ModelReport:
 
 
 def _mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> str:
-    """How many layers predict further tokens, or what the first one lacks."""
+    """Count the layers that predict further tokens, or name what the first one lacks."""
     try:
         count = count_mtp_layers(config, checkpoint)
     except ModelLoadError as problem:

@@ -129,7 +129,7 @@ class Replicas:
 
     @property
     def limits(self) -> RequestRoom:
-        """How many requests all replicas accept; without any, the last ones did."""
+        """Requests that all replicas accept; without any, those that the last ones did."""
         return self._roster.room
 
     @property
@@ -144,7 +144,7 @@ class Replicas:
 
     @property
     def num_joined(self) -> int:
-        """How many replicas have ever joined."""
+        """Replicas that have ever joined, counted."""
         return self._roster.num_joined
 
     def describe(self) -> list[Body]:

@@ -35,7 +35,7 @@ class UnfitError(WireError):
 
 @dataclass(frozen=True, slots=True)
 class RequestRoom:
-    """How many requests all replicas accept together."""
+    """Numbers of requests that all replicas accept together."""
 
     max_running: int
     max_queued: int
