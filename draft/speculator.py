@@ -326,8 +326,6 @@ class DraftSpeculator(Speculator):
             return
         self._state_of(request).proposer_len = request.num_computed if self._uses_proposer else 0
         self._indexer.join(request)
-        for state in self._states.values():  # the load has changed
-            state.paused_until = 0
 
     def leave(self, request: Request) -> None:
         """Forget a request; the sources keep its tokens later, while a step runs."""

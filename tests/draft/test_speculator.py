@@ -645,14 +645,15 @@ def test_the_pauses_of_requests_that_joined_at_other_times_end_together() -> Non
     assert 2 * LONGEST + "a" in silent
 
 
-def test_a_request_that_joins_ends_the_silence_of_all() -> None:
+def test_a_request_that_joins_ends_no_pause_of_others() -> None:
+    """Short answers come and go all the time; a pause is short enough to end by itself."""
     bench = Bench(Says("nothing"), overlaps=True)
     request = bench.request(TEXT)
     bench_steps = GROWING.index(LONGEST) + 1
     pattern(bench, request, NEWS[:bench_steps])
     assert bench.speculator.drafts_nothing([request])
     newcomer = bench.request(TEXT)
-    assert not bench.speculator.drafts_nothing([request])
+    assert bench.speculator.drafts_nothing([request])
     assert not bench.speculator.drafts_nothing([newcomer])
 
 
