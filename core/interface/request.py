@@ -82,7 +82,7 @@ class RequestStatus(Enum):
 class FinishReason(StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"  # a stop token or a stop string
+    STOP = "stop"  # a stop token or a stop string; the prompt's end where nothing is generated
     LENGTH = "length"  # max_tokens or the end of the context
     ABORT = "abort"  # the caller left, or its deadline passed
 
@@ -123,6 +123,7 @@ class Delta(msgspec.Struct, kw_only=True):
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] = []
+    pooled: array[float] | None = None  # in the last one, of a request that generates nothing
     num_proposed: int = 0  # draft tokens that were verified
     proposed_sources: list[str] = []  # [num_proposed]
     accepted_sources: list[str] = []  # of each draft token served
@@ -145,6 +146,7 @@ class Delta(msgspec.Struct, kw_only=True):
         self.proposed_sources += later.proposed_sources
         self.accepted_sources += later.accepted_sources
         self.token_sources += later.token_sources
+        self.pooled = later.pooled
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.error = later.error
@@ -156,6 +158,7 @@ class Request:
 
     There is no prefill state and no decode state: ``num_pending`` tokens lack their KV. More than
     one is a prefill, cut into chunks by the token budget; one is a decode, drafts ride behind it.
+    With ``sampling.pooling`` it ends when its prompt is computed, and drafts nothing.
     """
 
     request_id: str
