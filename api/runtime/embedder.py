@@ -23,9 +23,9 @@ HIDDEN_STATE = Pooling()
 
 def unit_vector(numbers: array[float], dimensions: int | None = None) -> NDArray[np.float32]:
     """Cut a vector to its first ``dimensions`` and scale it to length 1; zeros stay zeros."""
-    vector = np.frombuffer(numbers, np.float32)[:dimensions]
-    length = float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
-    return vector / np.float32(length or 1.0)
+    vector = np.frombuffer(numbers, np.float32)[:dimensions].astype(np.float64)
+    length = float(np.sqrt(np.square(vector).sum())) or 1.0
+    return (vector / length).astype(np.float32)
 
 
 class Embedder:

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from foretoken.core.config import EngineConfig
 from support.checkpoints import make_reference, save
 
 TEXTS = [
@@ -31,6 +32,28 @@ TEMPLATE = (
 """The part of Qwen3's chat template that a reranker's prompt needs."""
 POOLING = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
 CUTS = [16, 32]
+
+
+class TinyModel:
+    """A model in a folder, and transformers' own of it."""
+
+    def __init__(self, folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.folder, self.model, self.tokenizer = folder, model, tokenizer
+
+    def vector(self, text: str | Sequence[int], dimensions: int | None = None) -> list[float]:
+        ids = self.tokenizer(text).input_ids if isinstance(text, str) else text
+        return unit_vector(self.model, ids, dimensions)
+
+
+def tiny_config(**options: Any) -> EngineConfig:
+    return EngineConfig(**{"draft": "none", "threads": 1, "kv_tokens": 8192} | options)
+
+
+def is_near(found: Sequence[float], wanted: Sequence[float]) -> bool:
+    """Whether all numbers are equal to 1e-5."""
+    return len(found) == len(wanted) and all(
+        abs(a - b) <= 1e-5 for a, b in zip(found, wanted, strict=True)
+    )
 
 
 def write_tokenizer(folder: Path, *, adds_end: bool) -> PreTrainedTokenizerFast:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,56 +15,33 @@ import pytest
 from foretoken import LLM, InvalidRequest, PromptTooLong
 from foretoken.api.build.built import Built
 from foretoken.api.build.engine_builder import build
-from foretoken.core.config import EngineConfig
 from foretoken.core.engine.engine import Engine
-from support.embedders import CUTS, relevance, unit_vector, write_embedder, write_reranker
+from support.embedders import (
+    CUTS,
+    TinyModel,
+    is_near,
+    tiny_config,
+    unit_vector,
+    write_embedder,
+    write_reranker,
+)
 
 SHORT = "how long is a marathon?"
 INSTRUCT = "Instruct: find the passage that answers the question.\nQuery: "
 TEXTS = [f"{INSTRUCT}{animal} {number}?" for number in range(16) for animal in
          ("which bats sleep", "do bears fly", "hedgehogs, swallows", "yes")]  # fmt: skip
-DOCUMENTS = ["A marathon has 42 kilometres.", "Bears sleep in winter.", "", "yes, it is long"]
-TOLERANCE = 1e-5
-
-
-class Maker:
-    """A tiny model in a folder, and transformers' own of it."""
-
-    def __init__(self, folder: Path, made: tuple[Any, Any]) -> None:
-        self.folder = folder
-        self.model, self.tokenizer = made
-
-    def vector(self, text: str | Sequence[int], dimensions: int | None = None) -> list[float]:
-        ids = self.tokenizer(text).input_ids if isinstance(text, str) else text
-        return unit_vector(self.model, ids, dimensions)
 
 
 @pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     folder = tmp_path_factory.mktemp("embedder")
-    return Maker(folder, write_embedder(folder))
-
-
-@pytest.fixture(scope="module")
-def reranker(tmp_path_factory: pytest.TempPathFactory) -> Maker:
-    folder = tmp_path_factory.mktemp("reranker")
-    return Maker(folder, write_reranker(folder))
-
-
-def config(**options: Any) -> EngineConfig:
-    return EngineConfig(**{"draft": "none", "threads": 1, "kv_tokens": 8192} | options)
+    return TinyModel(folder, *write_embedder(folder))
 
 
 @pytest.fixture
-def built(embedder: Maker) -> Built[Engine]:
+def built(embedder: TinyModel) -> Built[Engine]:
     """The engine of the fixtures `llm` and `server`."""
-    return build(embedder.folder, config())
-
-
-def is_near(found: Sequence[float], wanted: Sequence[float], tolerance: float = TOLERANCE) -> bool:
-    return len(found) == len(wanted) and all(
-        abs(a - b) <= tolerance for a, b in zip(found, wanted, strict=True)
-    )
+    return build(embedder.folder, tiny_config())
 
 
 # -- vectors ---------------------------------------------------------------------------------------
@@ -72,7 +49,7 @@ def is_near(found: Sequence[float], wanted: Sequence[float], tolerance: float = 
 
 @pytest.mark.parametrize("count", [1, 3, 64])
 def test_vectors_are_transformers_own_cold_and_cached(
-    llm: LLM, embedder: Maker, count: int
+    llm: LLM, embedder: TinyModel, count: int
 ) -> None:
     texts = TEXTS[:count]
     wanted = [embedder.vector(text) for text in texts]
@@ -86,7 +63,7 @@ def test_vectors_are_transformers_own_cold_and_cached(
     assert [each.usage.cached_tokens >= shared for each in cold] == [False] + [True] * (count - 1)
 
 
-def test_token_ids_are_taken_as_they_are(llm: LLM, embedder: Maker) -> None:
+def test_token_ids_are_taken_as_they_are(llm: LLM, embedder: TinyModel) -> None:
     ids = embedder.tokenizer(SHORT, add_special_tokens=False).input_ids
     assert is_near(llm.embed(ids).embedding, embedder.vector(ids))
     both = llm.embed([ids, SHORT])
@@ -94,7 +71,7 @@ def test_token_ids_are_taken_as_they_are(llm: LLM, embedder: Maker) -> None:
     assert is_near(both[1].embedding, embedder.vector(SHORT))
 
 
-def test_chunks_of_16_and_a_prompt_that_fills_the_context(embedder: Maker) -> None:
+def test_chunks_of_16_and_a_prompt_that_fills_the_context(embedder: TinyModel) -> None:
     text = " ".join(TEXTS[:7])
     ids = embedder.tokenizer(text).input_ids[:96]
     options = {"max_batch_tokens": 16, "max_model_len": 96, "page_size": 16}
@@ -109,7 +86,7 @@ def test_chunks_of_16_and_a_prompt_that_fills_the_context(embedder: Maker) -> No
         assert caught.value.param == "inputs[1]"
 
 
-def test_int8_weights_cost_what_they_round(embedder: Maker) -> None:
+def test_int8_weights_cost_what_they_round(embedder: TinyModel) -> None:
     with LLM(embedder.folder, draft="none", threads=1, quantize="int8", kv_tokens=1024) as llm:
         for text, each in zip(TEXTS[:4], llm.embed(TEXTS[:4]), strict=True):
             wanted = embedder.vector(text)
@@ -117,7 +94,7 @@ def test_int8_weights_cost_what_they_round(embedder: Maker) -> None:
             assert 0.995 < cosine < 1 - 1e-9
 
 
-def test_drafts_and_answers_leave_vectors_as_they_are(embedder: Maker) -> None:
+def test_drafts_and_answers_leave_vectors_as_they_are(embedder: TinyModel) -> None:
     with LLM(embedder.folder, draft="radix,suffix", threads=1, kv_tokens=2048) as llm:
         llm.generate(SHORT)
         found = llm.embed(SHORT)
@@ -125,7 +102,7 @@ def test_drafts_and_answers_leave_vectors_as_they_are(embedder: Maker) -> None:
         assert (found.usage.proposed_tokens, found.usage.completion_tokens) == (0, 0)
 
 
-def test_dimensions_cut_before_the_length_becomes_1(llm: LLM, embedder: Maker) -> None:
+def test_dimensions_cut_before_the_length_becomes_1(llm: LLM, embedder: TinyModel) -> None:
     for dimensions in (*CUTS, 64):
         found = llm.embed(SHORT, dimensions=dimensions).embedding
         assert is_near(found, embedder.vector(SHORT, dimensions))
@@ -154,18 +131,18 @@ def test_a_bad_input_is_named(llm: LLM, inputs: Any, param: str) -> None:
 
 
 def test_a_model_that_is_not_made_for_vectors_embeds_with_one_warning(
-    reranker: Maker, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with LLM(reranker.folder, draft="none", threads=1, kv_tokens=1024) as llm:
+    chat = TinyModel(tmp_path, *write_reranker(tmp_path))
+    with LLM(tmp_path, draft="none", threads=1, kv_tokens=1024) as llm:
         found = llm.embed([SHORT, SHORT])
         llm.embed(SHORT)
-    assert is_near(found[0].embedding, unit_vector(
-        reranker.model.model, reranker.tokenizer(SHORT).input_ids))  # fmt: skip
-    assert [
-        each.message for each in caplog.records if "vectors may mean little" in each.message
-    ] == [
-        f"the files of {reranker.folder.name} name no pooling (modules.json), as those of an "
-        "embedding model do: its vectors may mean little"
+    wanted = unit_vector(chat.model.model, chat.tokenizer(SHORT).input_ids)
+    assert is_near(found[0].embedding, wanted)
+    warnings = [each.message for each in caplog.records if "may mean little" in each.message]
+    assert warnings == [
+        f"the files of {tmp_path.name} name no pooling (modules.json), as those of an embedding "
+        "model do: its vectors may mean little"
     ]
 
 
@@ -178,7 +155,7 @@ def client(server: Any) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_openai_s_client_reads_both_encodings(client: openai.OpenAI, embedder: Maker) -> None:
+def test_openai_s_client_reads_both_encodings(client: openai.OpenAI, embedder: TinyModel) -> None:
     name = embedder.folder.name
     texts = [TEXTS[0], TEXTS[5]]
     packed = client.embeddings.create(model=name, input=texts)  # asks for base64
@@ -197,7 +174,7 @@ def test_openai_s_client_reads_both_encodings(client: openai.OpenAI, embedder: M
 @pytest.mark.parametrize(
     "given", ["text", "ids", "texts", "lists"], ids=["text", "ids", "texts", "lists of ids"]
 )
-def test_all_forms_of_input(server: Any, embedder: Maker, given: str) -> None:
+def test_all_forms_of_input(server: Any, embedder: TinyModel, given: str) -> None:
     ids = [embedder.tokenizer(text).input_ids for text in TEXTS[:2]]
     value = {"text": TEXTS[0], "ids": ids[0], "texts": TEXTS[:2], "lists": ids}[given]
     body = {"input": value, "encoding_format": "base64", "dimensions": 32, "stream": True, "n": 3}
@@ -260,119 +237,3 @@ def test_keys_models_and_counters_hold_as_for_other_routes(serve: Any) -> None:
     found = [value for name, value in counts.items() if "http_requests_total" in name]
     assert found.count("1.0") == 3, "one of each status"
     assert any(f"http_requests_total{{{route}}}" in name for name in counts)
-
-
-# -- scores ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def reranking(reranker: Maker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A server of the reranker."""
-    from api.conftest import RunningServer
-
-    from foretoken import AsyncLLM
-    from foretoken.api.serving.settings import Settings
-
-    server = RunningServer(AsyncLLM(reranker.folder, draft="none", threads=1), Settings())
-    yield server
-    server.stop()
-
-
-def scores(reranker: Maker, instruct: str) -> list[float]:
-    return [
-        relevance(reranker.model, reranker.tokenizer, SHORT, document, instruct)
-        for document in DOCUMENTS
-    ]
-
-
-def test_scores_are_those_of_transformers_recipe(reranking: Any, reranker: Maker) -> None:
-    instruct = "Find what the question asks for"
-    wanted = scores(reranker, instruct)
-    body = {"query": SHORT, "documents": DOCUMENTS, "instruct": instruct}
-    for path in ("/v1/rerank", "/rerank"):
-        answer = httpx.post(reranking.url + path, json=body).raise_for_status().json()
-        found = {each["index"]: each["relevance_score"] for each in answer["results"]}
-        assert is_near([found[index] for index in range(len(DOCUMENTS))], wanted)
-        best = sorted(range(len(DOCUMENTS)), key=lambda index: -wanted[index])
-        assert [each["index"] for each in answer["results"]] == best
-        assert all(each["document"]["text"] == DOCUMENTS[each["index"]]
-                   for each in answer["results"])  # fmt: skip
-    usage = answer["usage"]
-    assert usage["prompt_tokens"] == usage["total_tokens"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 4 * 16
-
-
-def test_documents_share_the_prefix_of_their_query(reranking: Any, reranker: Maker) -> None:
-    body = {"query": SHORT, "documents": [{"text": text} for text in DOCUMENTS]}
-    usage = httpx.post(f"{reranking.url}/v1/rerank", json=body).json()["usage"]
-    whole = reranker.tokenizer.apply_chat_template(
-        [{"role": "system", "content": "Judge"}], tokenize=False
-    )
-    assert whole.startswith("<|im_start|>system")
-    shared = usage["prompt_tokens_details"]["cached_tokens"]
-    assert shared % 16 == 0
-    assert shared >= 3 * (usage["prompt_tokens"] // 4 // 2), "most of a prompt is the shared part"
-
-
-def test_top_n_and_the_documents_may_be_left_out(reranking: Any, reranker: Maker) -> None:
-    body = {"query": SHORT, "documents": DOCUMENTS, "top_n": 2, "return_documents": False}
-    results = httpx.post(f"{reranking.url}/v1/rerank", json=body).json()["results"]
-    assert [set(each) for each in results] == [{"index", "relevance_score"}] * 2
-    every = httpx.post(f"{reranking.url}/v1/rerank", json=body | {"top_n": 99}).json()["results"]
-    assert every[:2] == results
-    assert len(every) == len(DOCUMENTS)
-
-
-def test_scores_of_pairs_come_in_their_order(reranking: Any, reranker: Maker) -> None:
-    from foretoken.api.runtime.reranker import INSTRUCTION
-
-    url, wanted = f"{reranking.url}/v1/score", scores(reranker, INSTRUCTION)
-    for body in (
-        {"text_1": SHORT, "text_2": DOCUMENTS},
-        {"query": [SHORT] * 4, "documents": DOCUMENTS},
-    ):
-        answer = httpx.post(url, json=body).raise_for_status().json()
-        assert is_near([each["score"] for each in answer["data"]], wanted)
-        assert [each["index"] for each in answer["data"]] == [0, 1, 2, 3]
-    one = httpx.post(url, json={"query": SHORT, "documents": DOCUMENTS[1]}).json()
-    assert is_near([each["score"] for each in one["data"]], wanted[1:2])
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/rerank", {"query": "a"}, "documents"),
-        ("/rerank", {"query": "", "documents": ["a"]}, "query"),
-        ("/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["a", 3]}, "documents[1]"),
-        ("/rerank", {"query": "a", "documents": ["b", "a b" * 3000]}, "documents[1]"),
-        ("/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
-        ("/v1/score", {"query": "a", "text_1": "b", "documents": "c"}, "query"),
-        ("/v1/score", {"query": "a"}, "documents"),
-        ("/v1/score", {"query": ["a", "b"], "documents": ["c"] * 3}, "query"),
-        ("/v1/score", {"query": "a", "text_2": []}, "text_2"),
-    ],
-)
-def test_bad_rankings_are_refused_with_the_field(
-    reranking: Any, path: str, body: dict[str, Any], param: str
-) -> None:
-    answer = httpx.post(reranking.url + path, json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-def test_the_sdk_ranks(reranker: Maker) -> None:
-    with LLM(reranker.folder, draft="none", threads=1, kv_tokens=4096) as llm:
-        found = llm.rerank(SHORT, DOCUMENTS, top_n=3, instruct="x")
-        wanted = scores(reranker, "x")
-        assert [each.index for each in found] == sorted(range(4), key=lambda i: -wanted[i])[:3]
-        for each in found:
-            assert abs(each.relevance_score - wanted[each.index]) <= TOLERANCE
-            assert each.document == DOCUMENTS[each.index]
-        for bad, param in (
-            (("", ["a"]), "query"), (("a", []), "documents"), (("a", "b"), "documents"),
-            (("a", [3]), "documents[0]"),
-        ):  # fmt: skip
-            with pytest.raises(InvalidRequest) as caught:
-                llm.rerank(*bad)
-            assert caught.value.param == param

@@ -14,6 +14,7 @@ from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.pooling import NO_POOLING, PoolingSpec, read_pooling
 from support.checkpoints import make_checkpoint
+from support.gguf_files import write_gguf
 
 MODEL = "sentence_transformers.models."
 LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
