@@ -12,13 +12,13 @@ from msgspec import Raw
 from ...core.errors import InvalidRequest
 from ..protocol.sampling import decoder
 from ..runtime.embedder import Embedder, unit_vector
-from ..runtime.pooled_prompts import Pooled
+from ..runtime.pooled_prompts import Pooled, entry_names
 from ..runtime.preprocess import Prompt
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from .completions import read_prompts
-from .pooled import PooledReply, names, params_of, usage_body
+from .pooled import PooledReply, params_of, usage_body
 from .protocol import EmbeddingBody, EmbeddingsBody
 from .schema import MAX_INPUTS, EmbeddingsRequest
 
@@ -43,7 +43,7 @@ class EmbeddingsRoute(Dialect[EmbeddingsRequest]):
         """Tokenise and check all inputs; they are computed when the answer is read."""
         inputs = read_inputs(body)
         prompts = await self._embedder.open(
-            inputs, params_of(body), body.dimensions, name=names("input", len(inputs))
+            inputs, params_of(body), body.dimensions, name=entry_names("input", len(inputs))
         )
         num_numbers = len(inputs) * self.service.llm.built.pooling.dimensions
         return PooledReply(

@@ -22,11 +22,6 @@ def params_of(body: PooledRequest) -> SamplingParams:
     return pool_params(cache_salt=body.cache_salt, priority=body.priority, deadline=seconds)
 
 
-def names(param: str, count: int) -> Callable[[int], str]:
-    """Names of the entries of a field in errors; a single one has the field's own."""
-    return lambda index: param if count == 1 else f"{param}[{index}]"
-
-
 def usage_body(pooled: Sequence[Pooled]) -> PooledUsage:
     """``usage`` of all prompts."""
     usage = batch_usage([each.usage for each in pooled])

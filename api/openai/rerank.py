@@ -9,13 +9,13 @@ from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
 from ..protocol.sampling import decoder
-from ..runtime.pooled_prompts import Pooled
+from ..runtime.pooled_prompts import Pooled, entry_names
 from ..runtime.reranker import Reranker, ranked, score_of
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..types.request_context import random_id
-from .pooled import PooledReply, names, params_of, usage_body
+from .pooled import PooledReply, params_of, usage_body
 from .protocol import DocumentBody, RankBody, RerankBody, ScoreBody, ScoresBody
 from .schema import MAX_INPUTS, RerankRequest, ScoreRequest
 
@@ -43,7 +43,7 @@ class RerankRoute(Dialect[RerankRequest]):
             [(body.query, text) for text in texts],
             params_of(body),
             body.instruct,
-            name=names("documents", len(texts)),
+            name=entry_names("documents", len(texts)),
         )
         return PooledReply(self.service, prompts, lambda pooled: self._answer(body, texts, pooled))
 
@@ -84,7 +84,7 @@ class ScoreRoute(Dialect[ScoreRequest]):
         """Write and check the prompts of all pairs; they are computed when it is read."""
         pairs, param = read_pairs(body)
         prompts = await self._reranker.open(
-            pairs, params_of(body), body.instruct, name=names(param, len(pairs))
+            pairs, params_of(body), body.instruct, name=entry_names(param, len(pairs))
         )
         return PooledReply(self.service, prompts, self._answer)
 

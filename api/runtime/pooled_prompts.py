@@ -35,6 +35,11 @@ def pool_params(
     )
 
 
+def entry_names(param: str, count: int) -> Callable[[int], str]:
+    """Names of the entries of a field, for errors; a single one has the field's own."""
+    return lambda index: param if count == 1 else f"{param}[{index}]"
+
+
 class PooledPrompts:
     """Prompts that were checked; `read` computes them, some at a time. `close` it in a ``finally``.
 

@@ -18,7 +18,7 @@ from ..runtime.chat_input import ChatInput, Handle
 from ..runtime.embedder import Embedder, unit_vector
 from ..runtime.engine_client import EngineClient
 from ..runtime.generation import Answer
-from ..runtime.pooled_prompts import Pooled, PooledPrompts, pool_params
+from ..runtime.pooled_prompts import Pooled, PooledPrompts, entry_names, pool_params
 from ..runtime.preprocess import (
     Conversation,
     Message,
@@ -264,7 +264,10 @@ class AsyncLLM(EngineClient):
             raise
         each: Sequence[Prompt] = [inputs] if is_one else list(inputs)  # type: ignore[list-item, arg-type]
         prompts = await self._embedder.open(
-            each, pool_params(cache_salt=cache_salt), dimensions, name=_names("inputs", is_one)
+            each,
+            pool_params(cache_salt=cache_salt),
+            dimensions,
+            name=entry_names("inputs", len(each)),
         )
         found = [
             Embedding(
@@ -298,7 +301,7 @@ class AsyncLLM(EngineClient):
             [(query, text) for text in texts],
             pool_params(cache_salt=cache_salt),
             instruct,
-            name=_names("documents", len(texts) == 1),
+            name=entry_names("documents", len(texts)),
         )
         pooled = await self._read(prompts)
         return [
@@ -424,10 +427,6 @@ def _texts(query: str, documents: Sequence[str], instruct: str | None) -> list[s
     require(isinstance(query, str) and bool(query), "query", "must be a text, and not empty")
     require(instruct is None or isinstance(instruct, str), "instruct", "must be a text")
     return texts  # type: ignore[return-value]
-
-
-def _names(param: str, is_one: bool) -> Callable[[int], str]:
-    return lambda index: param if is_one else f"{param}[{index}]"
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
