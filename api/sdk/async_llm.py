@@ -257,18 +257,9 @@ class AsyncLLM(EngineClient):
         for models whose config names this length. Raises `InvalidRequest`, naming the input.
         """
         await self.start()
-        try:
-            is_one = is_one_prompt(inputs)
-        except InvalidRequest as error:
-            error.param = "inputs"
-            raise
-        each: Sequence[Prompt] = [inputs] if is_one else list(inputs)  # type: ignore[list-item, arg-type]
-        prompts = await self._embedder.open(
-            each,
-            pool_params(cache_salt=cache_salt),
-            dimensions,
-            name=entry_names("inputs", len(each)),
-        )
+        each, is_one = _inputs(inputs)
+        name, params = entry_names("inputs", len(each)), pool_params(cache_salt=cache_salt)
+        prompts = await self._embedder.open(each, params, dimensions, name=name)
         found = [
             Embedding(
                 embedding=unit_vector(pooled.numbers, dimensions).tolist(),
@@ -416,6 +407,17 @@ class AsyncLLM(EngineClient):
                     raise
                 refused = True
                 await _wait(self._room, full.retry_after)
+
+
+def _inputs(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The inputs of a call, and whether it was a single one. Raises `InvalidRequest`."""
+    try:
+        if is_one_prompt(given):
+            return [given], True
+    except InvalidRequest as error:
+        error.param = "inputs"
+        raise
+    return list(given), False  # type: ignore[arg-type]
 
 
 def _texts(query: str, documents: Sequence[str], instruct: str | None) -> list[str]:
