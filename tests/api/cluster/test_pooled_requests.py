@@ -60,7 +60,7 @@ def test_a_prompt_may_fill_the_context_of_the_replicas() -> None:
     [
         ({"pooled": VECTOR[:63]}, "in 252 bytes, not 256"),
         ({}, "does not want"),
-        ({"token_ids": [5], "pooled": VECTOR}, "does not want"),
+        ({"token_ids": [5], "pooled": VECTOR}, "more tokens than a request may have"),
         ({"pooled": VECTOR, "finish_reason": FinishReason.LENGTH}, "does not want"),
     ],
 )
@@ -70,12 +70,11 @@ def test_another_end_is_a_replica_s_lie_and_the_next_one_computes_it(
     async def body() -> None:
         async with front_of(2) as front, replicas_of(front, 2) as (first, second):
             wanted = request(pooling=Pooling(), max_tokens=None)
-            wanted.max_len = 9
             stream = front.submit(wanted)
             await first.submitted()
             given = {"finish_reason": FinishReason.STOP} | fields
             first.finish("r", *given.pop("token_ids", ()), **given)
-            assert reason in await first.refusal() or "more tokens" in reason
+            assert reason in await first.refusal()
             again = await second.submitted()
             assert (again.output, again.pooling) == (b"", [])
             second.finish("r", pooled=VECTOR, finish_reason=FinishReason.STOP)
