@@ -1,4 +1,4 @@
-"""Which checkpoints are for vectors and scores, by their files, and which are refused."""
+"""Checkpoints for vectors and scores, by their files, and those that are refused."""
 
 from __future__ import annotations
 
