@@ -123,13 +123,13 @@ class Delta(msgspec.Struct, kw_only=True):
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] = []
-    pooled: array[float] | None = None  # in the last one, of a request that generates nothing
     num_proposed: int = 0  # draft tokens that were verified
     proposed_sources: list[str] = []  # [num_proposed]
     accepted_sources: list[str] = []  # of each draft token served
     token_sources: list[str] = []  # [token_ids] "" for the target's own
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string, if any
+    pooled: array[float] | None = None  # in the last one, of a request that generates nothing
     error: ForetokenError | None = None  # terminal, as finish_reason is
 
     @property
@@ -146,9 +146,9 @@ class Delta(msgspec.Struct, kw_only=True):
         self.proposed_sources += later.proposed_sources
         self.accepted_sources += later.accepted_sources
         self.token_sources += later.token_sources
-        self.pooled = later.pooled
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
+        self.pooled = later.pooled
         self.error = later.error
 
 
