@@ -108,7 +108,12 @@ def test_dimensions_cut_before_the_length_becomes_1(llm: LLM, embedder: TinyMode
         found = llm.embed(SHORT, dimensions=dimensions).embedding
         assert is_near(found, embedder.vector(SHORT, dimensions))
         assert sum(number**2 for number in found) == pytest.approx(1)
-    for bad, reason in ((65, "at most 64"), (33, "one of 16, 32, 64"), (0, "from 1"), (True, "integer")):
+    for bad, reason in (
+        (65, "at most 64"),
+        (33, "one of 16, 32, 64"),
+        (0, "from 1"),
+        (True, "integer"),
+    ):
         with pytest.raises(InvalidRequest, match=reason) as caught:
             llm.embed(SHORT, dimensions=bad)
         assert caught.value.param == "dimensions"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from foretoken import LLM, InvalidRequest
 from foretoken.api.build.built import Built
@@ -122,3 +125,50 @@ def test_the_sdk_ranks(reranker: TinyModel) -> None:
             with pytest.raises(InvalidRequest) as caught:
                 llm.rerank(*bad)
             assert caught.value.param == param
+
+
+ROLES = (
+    "{% for m in messages if m['role'] == 'system' %}S {{ m['content'] }}{% endfor %}"
+    "{% for m in messages if m['role'] == 'query' %}Q {{ m['content'] }}{% endfor %}"
+    "{% for m in messages if m['role'] == 'document' %}D {{ m['content'] }}{% endfor %}A:"
+)
+
+
+def test_a_template_with_roles_of_its_own_and_tokens_that_the_files_name(tmp_path: Path) -> None:
+    tiny = TinyModel(tmp_path, *write_reranker(tmp_path))
+    tiny.tokenizer.chat_template = ROLES
+    tiny.tokenizer.save_pretrained(tmp_path)
+    no, yes = 17, 23
+    module = {"path": "1_LogitScore", "type": "sentence_transformers.cross_encoder.LogitScore"}
+    (tmp_path / "modules.json").write_text(json.dumps([module]), "utf-8")
+    (tmp_path / "1_LogitScore").mkdir()
+    ids = {"true_token_id": yes, "false_token_id": no}
+    (tmp_path / "1_LogitScore" / "config.json").write_text(json.dumps(ids), "utf-8")
+    with LLM(tmp_path, draft="none", threads=1, kv_tokens=1024) as llm:
+        for instruct, begin in (("x", "S x"), (None, "")):
+            found = llm.rerank(SHORT, DOCUMENTS, instruct=instruct)
+            for each in found:
+                text = f"{begin}Q {SHORT}D {each.document}A:"
+                wanted = score_by(tiny, text, no, yes)
+                assert abs(each.relevance_score - wanted) <= 1e-5
+                assert each.usage.prompt_tokens == len(tiny.tokenizer(text).input_ids)
+
+
+@torch.inference_mode()
+def score_by(tiny: TinyModel, text: str, no: int, yes: int) -> float:
+    logits = tiny.model(torch.tensor([tiny.tokenizer(text).input_ids])).logits[0, -1]
+    return float(torch.softmax(logits[[no, yes]], dim=0)[1])
+
+
+def test_a_model_without_a_template_or_the_two_tokens_cannot_rerank(tmp_path: Path) -> None:
+    tiny = TinyModel(tmp_path, *write_reranker(tmp_path))
+    (tmp_path / "chat_template.jinja").unlink()
+    with LLM(tmp_path, draft="none", threads=1, kv_tokens=1024) as llm:
+        with pytest.raises(InvalidRequest, match="no chat template") as caught:
+            llm.rerank(SHORT, DOCUMENTS)
+        assert caught.value.param == "model"
+    assert tiny.tokenizer.chat_template
+    with LLM("builtin", draft="none", threads=1, kv_tokens=1024) as llm:
+        with pytest.raises(InvalidRequest, match='lacks a token "yes" or "no"') as caught:
+            llm.rerank(SHORT, DOCUMENTS)
+        assert caught.value.param == "model"
