@@ -3,7 +3,14 @@
 from ._version import __version__
 from .api.sdk.async_llm import AsyncLLM
 from .api.sdk.llm import LLM
-from .api.types.results import Choice, Completion, TextDelta, ToolCall
+from .api.types.results import (
+    Choice,
+    Completion,
+    Embedding,
+    RankedDocument,
+    TextDelta,
+    ToolCall,
+)
 from .api.types.sampling_params import SamplingParams
 from .core.errors import (
     DeadlineExceeded,
@@ -22,12 +29,14 @@ __all__ = [
     "Choice",
     "Completion",
     "DeadlineExceeded",
+    "Embedding",
     "EngineDead",
     "ForetokenError",
     "InvalidRequest",
     "ModelLoadError",
     "PromptTooLong",
     "QueueFull",
+    "RankedDocument",
     "SamplingParams",
     "TextDelta",
     "ToolCall",

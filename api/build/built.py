@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from ...core.model.pooling import NO_POOLING, PoolingSpec
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Built(Generic[EngineT]):
     no_self_draft: str = ""  # why `auto` drafts without the model itself, if it does
     model_path: str = "own"  # what computes the layers: own, or transformers' modules
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
+    pooling: PoolingSpec = NO_POOLING  # uses of its last row
     settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
     fingerprint: bytes | None = None  # of what computes the KV, where it was asked for
     kernels: str = ""  # that compute it, where it was asked for: others may give other bits

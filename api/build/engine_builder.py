@@ -26,6 +26,7 @@ from ...core.model.decoder import Decoder
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
 from ...core.model.opening import open_model
+from ...core.model.pooling import read_pooling
 from ...core.model.report import weight_files
 from ...core.model.shapes import LM_HEAD
 from ...core.ops.base import Ops
@@ -101,6 +102,7 @@ def _build(
 ) -> LocalBuilt:
     logger.info("loading %s (%s)", source.name, format_size(weight_files(source.path)[1]))
     defaults = sampling_defaults(source, config)  # refused before weights are read
+    pooling = read_pooling(source.path)
     spec = parse_draft(config, own_draft=source.draft)
     device = _choose_device(config)
     sizes = config.sizes(device.type)
@@ -165,6 +167,7 @@ def _build(
         no_self_draft=no_self_draft,
         model_path=target.path,
         sampling_defaults=defaults,
+        pooling=replace(pooling, dimensions=target.config.hidden_size),
         settings=settings,
         fingerprint=fingerprint,
         kernels="" if digests is None else digests.kernels(target),

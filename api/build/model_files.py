@@ -221,6 +221,10 @@ def check_model(model: str) -> int:
     return 0
 
 
+def _pooling(report: ModelReport) -> str:
+    return f"embeds, last token, {report.dimensions:,} dimensions"
+
+
 def _described(report: ModelReport, path: str) -> str:
     kv = report.kv_bytes_per_token
     room = "known when it is loaded"
@@ -242,4 +246,5 @@ def _described(report: ModelReport, path: str) -> str:
         + (f"\nMTP       {report.mtp}" if report.mtp else "")
         + f"\nKV        {room}"
         f"\ncontext   {report.max_model_len:,} tokens"
+        + (f"\npooling   {_pooling(report)}" if report.dimensions else "")
     )

@@ -397,14 +397,16 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     )
 
 
-def read_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+def read_prompts(prompt: str | list[str | int | list[int]], param: str = "prompt") -> list[Prompt]:
     """A text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {*map(type, prompt)}  # a loop over a million ids would hold the event loop
     if len(kinds) != 1:
-        message = "prompt must be a text, a list of texts, token ids, or a list of token ids lists"
-        raise InvalidRequest(message, param="prompt")
+        message = (
+            f"{param} must be a text, a list of texts, token ids, or a list of token ids lists"
+        )
+        raise InvalidRequest(message, param=param)
     if kinds == {int}:
         return [cast("list[int]", prompt)]
     return cast("list[Prompt]", prompt)

@@ -10,11 +10,13 @@ from msgspec import Meta, Struct
 from ...core.errors import InvalidRequest
 from ..protocol.sampling import (
     Guess,
+    Milliseconds,
     Name,
     NumChoices,
     NumTop,
     Positive,
     Prediction,
+    Salt,
     Sampling,
     Stop,
     TokenIds,
@@ -26,6 +28,7 @@ from ..types.results import Tool
 from ..types.sampling_params import SamplingParams
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+MAX_INPUTS = 2048  # texts of /v1/embeddings, as OpenAI has it, and documents
 
 
 class StreamOptions(Struct):
@@ -106,6 +109,58 @@ class CompletionRequest(OpenAISampling, kw_only=True):
 
 
 AnyRequest = ChatRequest | CompletionRequest
+
+
+class PooledRequest(Struct, kw_only=True):
+    """Fields that the bodies of the routes share whose answer is no text."""
+
+    model: str | None = None
+    stream: bool | None = None  # known and ignored: nothing comes before the end
+    # extensions
+    cache_salt: Salt | None = None
+    priority: int | None = None
+    deadline_ms: Milliseconds | None = None
+
+
+class EmbeddingsRequest(PooledRequest, kw_only=True):
+    """Body of /v1/embeddings: a text, token ids, or a list of either."""
+
+    input: str | list[str | int | list[int]]
+    dimensions: Positive | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class TextDocument(Struct):
+    """A document as an object."""
+
+    text: str
+
+
+Query = Annotated[str, Meta(min_length=1)]
+Documents = Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+
+class RerankRequest(PooledRequest, kw_only=True):
+    """Body of /v1/rerank and /rerank."""
+
+    query: Query
+    documents: Documents
+    top_n: Positive | None = None
+    return_documents: bool | None = None
+    instruct: str | None = None
+
+
+class ScoreRequest(PooledRequest, kw_only=True):
+    """Body of /v1/score: a query and a document or several, or as many queries as documents.
+
+    ``text_1`` and ``text_2`` are other names of ``query`` and ``documents``.
+    """
+
+    query: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    instruct: str | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):

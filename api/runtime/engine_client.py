@@ -13,6 +13,7 @@ from typing import Any, Self
 from ...core.config import EngineConfig
 from ...core.errors import EngineDead, InvalidRequest
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
+from ...core.interface.sampling import Pooling
 from ...core.ops.host_memory import keep_freed_memory
 from ..build.built import Built
 from ..structured.compiler import Grammars
@@ -215,32 +216,43 @@ class EngineClient:
         needs_closing: bool = False,
         num_spliced: int = 0,
         normalized: tuple[str, ...] = (),
+        pooling: Pooling | None = None,
     ) -> Answer:
         """Tokenise and submit. The caller must `forget` the answer in a ``finally``.
 
         ``shown_ids``: special tokens that its text shows. ``needs_closing``: its grammar must be
         completed within its tokens, as a JSON schema is. ``num_spliced``: tokens of the prompt that
         are those of earlier answers. ``normalized``: names of the rules that changed it before.
-        Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded` and `EngineDead`.
+        ``pooling``: what the request wants in place of text; its prompt is not remembered, and is
+        no turn of a session. Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded` and
+        `EngineDead`.
         """
         since = arrival()
         answer = self._register(params, request_id)
         answer.shown_ids = shown_ids
-        answer.cache = replace(cache, session=session_key(note.cache_key))
+        session = session_key(note.cache_key) if pooling is None else None
+        answer.cache = replace(cache, session=session)
         answer.num_spliced, answer.normalized = num_spliced, normalized
         answer.needs_closing |= needs_closing
+        answer.pooling = pooling
         try:
             await self._prepare(answer, prompt)
             self._submit_choices(answer, since)
-            first = answer.generations[0].request
-            self.prompts.record(answer.request_id, first, note, self.engine.now)
+            if pooling is None:
+                first = answer.generations[0].request
+                self.prompts.record(answer.request_id, first, note, self.engine.now)
         except BaseException:
             self.forget(answer)
             raise
         return answer
 
     async def check(
-        self, prompt: Prompt, params: SamplingParams, *, needs_closing: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        needs_closing: bool = False,
+        pooling: Pooling | None = None,
     ) -> Sequence[int]:
         """Tokenise and check as `open` does, and submit nothing; returns the prompt's token ids.
 
@@ -249,6 +261,7 @@ class EngineClient:
         self._check_open()
         answer = Answer("", self.built.sampling_defaults.fill(params))
         answer.needs_closing |= needs_closing
+        answer.pooling = pooling
         await self._prepare(answer, prompt)
         choice, seed = next(children(answer.params))  # its siblings differ in the seed
         self.engine.check(self._request(answer, choice, seed))
@@ -369,7 +382,8 @@ class EngineClient:
         if isinstance(prompt, str):
             answer.prompt_token_ids = await self.tokenizer.encode(prompt)
         else:
-            self.tokenizer.check_ids(prompt, self.built.vocab_size)
+            generates = answer.pooling is None
+            self.tokenizer.check_ids(prompt, self.built.vocab_size, generates=generates)
             answer.prompt_token_ids = prompt
         answer.bad_words_ids = await bad_words_ids(self.tokenizer, answer.params)
         answer.prediction = await prediction_ids(self.tokenizer, answer.params)
@@ -426,6 +440,7 @@ class EngineClient:
                 needs_closing=answer.needs_closing,
             ),
             on_token=on_token,
+            pooling=answer.pooling,
             cache=answer.cache,
         )
 

@@ -11,8 +11,9 @@ from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 from ...core.engine.inbox import TokenStream
-from ...core.errors import ForetokenError
+from ...core.errors import DeadlineExceeded, EngineDead, ForetokenError
 from ...core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
+from ...core.interface.sampling import Pooling
 from ..structured.matcher import Grammar, GrammarMatcher
 from ..text.detokenizer import AnswerText
 from ..types.results import Choice, Completion, TextDelta, total_usage
@@ -77,6 +78,20 @@ class Generation:
         async for delta in self:
             yield delta
 
+    async def pooled(self) -> array[float]:
+        """The numbers that a request wants in place of an answer, once its prompt is computed.
+
+        Raises `DeadlineExceeded`, and `EngineDead` where it was aborted.
+        """
+        async for delta in self._stream:
+            if delta.finish_reason is not None:
+                self.finish_reason = delta.finish_reason.value
+            if delta.pooled is not None:
+                return delta.pooled
+            if delta.stop_reason == "deadline":
+                raise DeadlineExceeded("the deadline passed before the prompt was computed")
+        raise EngineDead("the request was aborted before its prompt was computed")
+
     def _dress(self, delta: Delta) -> TextDelta:
         if not self._text.watches:
             self._read(delta)
@@ -128,6 +143,7 @@ class Answer:
         self.generations: list[Generation] = []  # until the engine has room
         self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
         self.cache = DEFAULT_CACHE
+        self.pooling: Pooling | None = None  # what it wants in place of text
         self.num_spliced = 0  # tokens of the prompt that are those of earlier answers
         self.normalized: tuple[str, ...] = ()  # names of the rules that changed the prompt before
         self.aborted = False  # maybe before there is anything to abort

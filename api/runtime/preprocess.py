@@ -20,7 +20,7 @@ from ...core.interface.request import (
     OnToken,
     Request,
 )
-from ...core.interface.sampling import SamplingMetadata
+from ...core.interface.sampling import Pooling, SamplingMetadata
 from ...core.sampling.seeds import sibling_seed
 from ..structured.matcher import Grammar
 from ..text.tokenizer import Tokenizer
@@ -173,11 +173,13 @@ def make_request(
     grammar: Grammar | None = None,
     limit: int | None = None,
     on_token: OnToken | None,
+    pooling: Pooling | None = None,
     cache: CacheOptions = DEFAULT_CACHE,
 ) -> Request:
     """Make the request for the scheduler, on behalf of the present caller.
 
     ``limit``: output tokens within which structured output must be completed; None: no limit.
+    ``pooling``: what it wants in place of an answer.
 
     Raises `InvalidRequest` if no token could end structured output.
     """
@@ -195,13 +197,14 @@ def make_request(
         bad_words_ids=bad_words_ids,
         constraint=None if grammar is None else grammar.matcher(stop_ids, limit),
         constraint_param=None if grammar is None else params.structured_field,
+        pooling=pooling,
     )
     return Request(
         request_id=request_id,
         tokens=array("q", prompt_ids),
         sampling=sampling,
         stop_ids=stop_ids,
-        depth=0 if params.speculation == "off" else params.speculation,
+        depth=0 if params.speculation == "off" or pooling is not None else params.speculation,
         prediction=prediction,
         namespace=params.cache_salt,
         tenant=tenant_of(params.cache_salt),

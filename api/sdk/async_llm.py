@@ -12,10 +12,13 @@ from typing import Any, Literal, TypeVar, overload
 import msgspec
 
 from ...core.errors import InvalidRequest, QueueFull
+from ...core.validation import MAX_INT, as_tuple, check_integer, require
 from ..runtime.chat import ChatAnswer, ChatClient
 from ..runtime.chat_input import ChatInput, Handle
+from ..runtime.embedder import Embedder, unit_vector
 from ..runtime.engine_client import EngineClient
 from ..runtime.generation import Answer
+from ..runtime.pooled_prompts import Pooled, PooledPrompts, entry_names, pool_params
 from ..runtime.preprocess import (
     Conversation,
     Message,
@@ -27,8 +30,9 @@ from ..runtime.preprocess import (
     one_id,
     one_params,
 )
+from ..runtime.reranker import Reranker, ranked
 from ..runtime.tools import NamedChoice, Tools, plain_call, read_choice, read_tools
-from ..types.results import Completion, TextDelta, Tool, ToolChoice
+from ..types.results import Completion, Embedding, RankedDocument, TextDelta, Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -222,6 +226,97 @@ class AsyncLLM(EngineClient):
         finally:
             answer.close()
 
+    @overload
+    async def embed(  # type: ignore[overload-overlap]
+        self,
+        inputs: str | list[int],
+        *,
+        dimensions: int | None = None,
+        cache_salt: str | None = None,
+    ) -> Embedding: ...
+
+    @overload
+    async def embed(
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        cache_salt: str | None = None,
+    ) -> list[Embedding]: ...
+
+    async def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        cache_salt: str | None = None,
+    ) -> Embedding | list[Embedding]:
+        """The vector of one text (or token ids), or those of a list of them, in order.
+
+        A vector is the hidden state of the last token, of length 1. ``dimensions``: cut it before,
+        for models whose config names this length. Raises `InvalidRequest`, naming the input.
+        """
+        await self.start()
+        each, is_one = _inputs(inputs)
+        name, params = entry_names("inputs", len(each)), pool_params(cache_salt=cache_salt)
+        prompts = await self._embedder.open(each, params, dimensions, name=name)
+        found = [
+            Embedding(
+                embedding=unit_vector(pooled.numbers, dimensions).tolist(),
+                prompt_token_ids=list(pooled.token_ids),
+                usage=pooled.usage,
+            )
+            for pooled in await self._read(prompts)
+        ]
+        return found[0] if is_one else found
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruct: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RankedDocument]:
+        """Documents with their scores for a query, the best first; ``top_n``: at most so many.
+
+        For models that answer yes or no, as Qwen3-Reranker. ``instruct``: what makes a document
+        relevant. Raises `InvalidRequest`.
+        """
+        await self.start()
+        texts = _texts(query, documents, instruct)
+        if top_n is not None:
+            check_integer("top_n", top_n, 1, MAX_INT)
+        prompts = await self._reranker.open(
+            [(query, text) for text in texts],
+            pool_params(cache_salt=cache_salt),
+            instruct,
+            name=entry_names("documents", len(texts)),
+        )
+        pooled = await self._read(prompts)
+        return [
+            RankedDocument(
+                index=index,
+                relevance_score=score,
+                document=texts[index],
+                usage=pooled[index].usage,
+            )
+            for index, score in ranked(pooled, top_n)
+        ]
+
+    async def _read(self, prompts: PooledPrompts) -> list[Pooled]:
+        """The numbers of all prompts; where the queue is full of other calls, this one waits."""
+        return await self._patiently(prompts.read)
+
+    @cached_property
+    def _embedder(self) -> Embedder:
+        return Embedder(self)
+
+    @cached_property
+    def _reranker(self) -> Reranker:
+        return Reranker(self._chat_client, self)
+
     async def _open_chat(self, chat: ChatInput, request_id: str | None) -> ChatAnswer:
         await self.start()
         return await self._chat_client.open(chat, request_id=request_id, hands_out=True)
@@ -312,6 +407,28 @@ class AsyncLLM(EngineClient):
                     raise
                 refused = True
                 await _wait(self._room, full.retry_after)
+
+
+def _inputs(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The inputs of a call, and whether it was a single one. Raises `InvalidRequest`."""
+    try:
+        if is_one_prompt(given):
+            return [given], True
+    except InvalidRequest as error:
+        error.param = "inputs"
+        raise
+    return list(given), False  # type: ignore[arg-type]
+
+
+def _texts(query: str, documents: Sequence[str], instruct: str | None) -> list[str]:
+    """The documents of a call. Raises `InvalidRequest` for what are no texts, and for none."""
+    texts = list(as_tuple("documents", documents))
+    require(bool(texts), "documents", "must have at least one text")
+    for index, text in enumerate(texts):
+        require(isinstance(text, str), f"documents[{index}]", "must be a text")
+    require(isinstance(query, str) and bool(query), "query", "must be a text, and not empty")
+    require(instruct is None or isinstance(instruct, str), "instruct", "must be a text")
+    return texts  # type: ignore[return-value]
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -16,7 +16,7 @@ from ...core.errors import EngineDead, ForetokenError
 from ..build.built import Built
 from ..runtime.preprocess import Conversation, Prompt
 from ..runtime.serving_engine import ServingEngine
-from ..types.results import Completion, TextDelta
+from ..types.results import Completion, Embedding, RankedDocument, TextDelta
 from ..types.sampling_params import SamplingParams
 from .async_llm import AsyncLLM, GivenChoice, GivenTools, Params, RequestIds
 
@@ -276,6 +276,59 @@ class LLM:
                 tools=tools,
                 tool_choice=tool_choice,
                 parallel_tool_calls=parallel_tool_calls,
+            )
+        )
+
+    @overload
+    def embed(  # type: ignore[overload-overlap]
+        self,
+        inputs: str | list[int],
+        *,
+        dimensions: int | None = None,
+        cache_salt: str | None = None,
+    ) -> Embedding: ...
+
+    @overload
+    def embed(
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        cache_salt: str | None = None,
+    ) -> list[Embedding]: ...
+
+    def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        cache_salt: str | None = None,
+    ) -> Embedding | list[Embedding]:
+        """The vector of one text (or token ids), or those of a list of them, in order.
+
+        A vector is the hidden state of the last token, of length 1. ``dimensions``: cut it before,
+        for models whose config names this length. Raises `InvalidRequest`, naming the input.
+        """
+        embed: Callable[..., Coroutine[Any, Any, Embedding | list[Embedding]]] = self._llm.embed
+        return self._run(embed(inputs, dimensions=dimensions, cache_salt=cache_salt))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruct: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RankedDocument]:
+        """Documents with their scores for a query, the best first; ``top_n``: at most so many.
+
+        For models that answer yes or no, as Qwen3-Reranker. ``instruct``: what makes a document
+        relevant. Raises `InvalidRequest`.
+        """
+        return self._run(
+            self._llm.rerank(
+                query, documents, top_n=top_n, instruct=instruct, cache_salt=cache_salt
             )
         )
 

@@ -24,6 +24,8 @@ from ..anthropic.route import MessagesCount, MessagesRender, MessagesRoute
 from ..openai.branches import BranchesRoute
 from ..openai.chat import ChatRender, ChatRoute
 from ..openai.completions import CompletionsRender, CompletionsRoute
+from ..openai.embeddings import EmbeddingsRoute
+from ..openai.rerank import RerankRoute, ScoreRoute
 from ..openai.responses.route import (
     KeptResponses,
     ResponsesCount,
@@ -296,6 +298,10 @@ def _routes(service: Service) -> list[Route]:
         "/v1/completions": CompletionsRoute(service),
         "/v1/completions/render": CompletionsRender(service),
         "/v1/branches": BranchesRoute(service),
+        "/v1/embeddings": EmbeddingsRoute(service),
+        "/v1/rerank": RerankRoute(service),
+        "/rerank": RerankRoute(service),
+        "/v1/score": ScoreRoute(service),
         "/v1/responses": ResponsesRoute(service, store),
         "/v1/responses/input_tokens": ResponsesCount(service, store),
         "/v1/responses/render": ResponsesRender(service, store),

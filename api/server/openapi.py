@@ -32,7 +32,10 @@ from ..openai.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
     Message,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 from ..protocol.render import Rendered
@@ -154,6 +157,14 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/branches"): Operation(
         body=BranchesRequest, answer=openai.BranchesBody, events=openai.ChunkBody, errors=GENERATES
     ),
+    ("POST", "/v1/embeddings"): Operation(
+        body=EmbeddingsRequest, answer=openai.EmbeddingsBody, errors=GENERATES
+    ),
+    ("POST", "/v1/rerank"): Operation(
+        body=RerankRequest, answer=openai.RerankBody, errors=GENERATES
+    ),
+    ("POST", "/rerank"): Operation(body=RerankRequest, answer=openai.RerankBody, errors=GENERATES),
+    ("POST", "/v1/score"): Operation(body=ScoreRequest, answer=openai.ScoresBody, errors=GENERATES),
     ("POST", "/v1/responses"): Operation(
         body=ResponsesRequest,
         answer=responses.ResponseBody,

@@ -46,8 +46,10 @@ Value = str | bool | int | float | list[str]
 _COMPLETIONS = "/v1/completions"
 
 
-def operation_of(http: RequestContext | None) -> str:
+def operation_of(request: Request, http: RequestContext | None) -> str:
     """The name of the operation."""
+    if request.sampling.pooling is not None:
+        return "embeddings"
     is_text = http is None or http.route == _COMPLETIONS
     return "text_completion" if is_text else "chat"
 
@@ -236,7 +238,7 @@ class Telemetry(EngineObserver):
     def begin(self, request: Request, now: float) -> None:
         """A request was taken; the current span is its caller's."""
         http = CONTEXT.get()
-        operation = operation_of(http)
+        operation = operation_of(request, http)
         offset = time.time_ns() - int(now * NANO)
         span = self._tracer.start_span(
             f"{operation} {self._model}", start_time=offset + int(now * NANO)

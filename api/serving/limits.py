@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ...core.errors import InvalidRequest
@@ -98,7 +99,7 @@ class Limits:
         """Raise `InvalidRequest` for a decoded body, of any route, that exceeds a limit."""
         for param, name in LISTED.items():
             value = getattr(body, param, None)
-            if value and isinstance(value, (list, dict)):
+            if value and isinstance(value, (list, dict)) and not _is_ids(value):
                 self.check(param, len(value), name)
         for param, name in NUMBERS.items():
             value = getattr(body, param, None)
@@ -113,5 +114,9 @@ class Limits:
 
 def _num_prompts(prompt: object) -> int:
     """Number of prompts: a list of token ids is one."""
-    is_many = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return len(prompt) if is_many else 1  # type: ignore[arg-type]
+    return len(prompt) if isinstance(prompt, list) and prompt and not _is_ids(prompt) else 1
+
+
+def _is_ids(value: Collection[object]) -> bool:
+    """Whether this is a list of token ids, which is one prompt."""
+    return isinstance(value, list) and isinstance(value[0], int)

@@ -164,12 +164,23 @@ class Tokenizer:
         """A hash of the whole tokenizer, to recognise token ids of another one."""
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
 
-    def check_ids(self, token_ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
-        """Raise `InvalidRequest` for ids that the model does not have, or for too many."""
+    def check_ids(
+        self,
+        token_ids: Sequence[int],
+        vocab_size: int,
+        param: str = "prompt",
+        *,
+        generates: bool = True,
+    ) -> None:
+        """Raise `InvalidRequest` for ids that the model does not have, or for too many.
+
+        A prompt behind which nothing is generated may fill the context.
+        """
         if isinstance(token_ids, bytes) or not isinstance(token_ids, (list, Sequence)):
             raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
-        if len(token_ids) >= self.max_model_len:
-            raise PromptTooLong(len(token_ids), self.max_model_len - 1, param=param)
+        most = self.max_model_len - generates
+        if len(token_ids) > most:
+            raise PromptTooLong(len(token_ids), most, param=param)
         # By types and by extremes: a loop would hold the event loop for tens of milliseconds.
         kinds = {*map(type, token_ids)} - {int}
         if any(not issubclass(kind, int) or kind is bool for kind in kinds):

@@ -196,6 +196,25 @@ class Completion:
         return self.choices[0].logprobs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """The vector of one text, of length 1, and what it cost."""
+
+    embedding: list[float]
+    prompt_token_ids: list[int]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedDocument:
+    """A document, its place among those given, its score from 0 to 1, and what it cost."""
+
+    index: int
+    relevance_score: float
+    document: str
+    usage: Usage
+
+
 def total_usage(usages: Sequence[Usage]) -> Usage:
     """Usage of sibling choices: the prompt of the first, the sum of what was generated."""
     first = usages[0]

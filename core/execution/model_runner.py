@@ -169,9 +169,10 @@ class ModelRunner:
         if copies := layout.kv_copies([outcome.path for outcome in verified]):
             self.pool.copy_slots(*zip(*copies, strict=True))
         prompts = layout.prompt_logprobs(work.output.logits)
+        pooled = layout.pooled(work.output.hidden, work.output.logits)
         outputs = [
             _output(*each)
-            for each in zip(layout.requests, layout.drafts, verified, prompts, strict=True)
+            for each in zip(layout.requests, layout.drafts, verified, prompts, pooled, strict=True)
         ]
         for index in _chunks_not_finite(work):
             request_id = layout.requests[index].request_id
@@ -366,11 +367,15 @@ class ModelRunner:
 
 
 def _output(
-    scheduled: ScheduledRequest, draft: Draft, outcome: Verified, prompt: Sequence[TokenLogprob]
+    scheduled: ScheduledRequest,
+    draft: Draft,
+    outcome: Verified,
+    prompt: Sequence[TokenLogprob],
+    pooled: array[float] | None,
 ) -> RequestOutput:
-    """Build a request's output; one that does not sample has prompt log-probabilities alone."""
+    """Build a request's output; one that does not sample has what is known of its prompt alone."""
     if not scheduled.samples:
-        return RequestOutput(request_id=scheduled.request_id, prompt_logprobs=prompt)
+        return RequestOutput(request_id=scheduled.request_id, prompt_logprobs=prompt, pooled=pooled)
     return RequestOutput(
         request_id=scheduled.request_id,
         token_ids=outcome.token_ids,

@@ -110,6 +110,9 @@ def request_copies(
 
 def num_logits(scheduled: ScheduledRequest, num_drafted: int) -> int:
     """Last rows whose logits matter, the ``num_drafted`` of the request's draft among them."""
+    pooling = scheduled.sampling.pooling
+    if pooling is not None:
+        return int(scheduled.pools and bool(pooling.token_ids))
     wants_prompt = scheduled.sampling.params.prompt_logprobs is not None
     if wants_prompt and scheduled.start + 1 < scheduled.sampling.prompt_len:
         return scheduled.stop - scheduled.start + num_drafted
@@ -222,6 +225,17 @@ class StepLayout:
             kept.append([*range(first, behind), *(behind + node for node in path)])
         return kept
 
+    def pooled(self, hidden: Tensor, logits: Tensor) -> list[array[float] | None]:
+        """The numbers that each request wants of its prompt's last row; None: none in this step."""
+        return [
+            _pooled(each, hidden[row + each.stop - each.start - 1], logits[logit : logit + 1])
+            if each.pools
+            else None
+            for each, row, logit in zip(
+                self.requests, self.first_rows, self.first_logits, strict=True
+            )
+        ]
+
     def prompt_logprobs(self, logits: Tensor) -> list[Sequence[TokenLogprob]]:
         """Log-probabilities of the prompt tokens behind each chunk's, where they are wanted."""
         return [
@@ -236,3 +250,11 @@ def _logprobs(scheduled: ScheduledRequest, first: int, logits: Tensor) -> Sequen
     if num_top is None or not following:
         return ()
     return token_logprobs(logits[first : first + len(following)], following, num_top)
+
+
+def _pooled(scheduled: ScheduledRequest, hidden: Tensor, logits: Tensor) -> array[float]:
+    """Numbers of a row: ``hidden`` [hidden], ``logits`` [1, vocab], or [0, vocab] if not wanted."""
+    pooling = scheduled.sampling.pooling
+    token_ids = () if pooling is None else pooling.token_ids
+    found = logits[0, list(token_ids)] if token_ids else hidden
+    return array("f", found.float().cpu().numpy().tobytes())

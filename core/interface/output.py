@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     path: Sequence[int] = ()  # its accepted nodes, the first level first
     logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] if requested
     prompt_logprobs: Sequence[TokenLogprob] = ()  # of the prompt in tokens[start + 1 : stop + 1]
+    pooled: array[float] | None = None  # float32: what `Pooling` wants, once the prompt is computed
     error: str | None = (
         None  # this request failed alone (NaN logits); `Refusal`: by its own parameters
     )

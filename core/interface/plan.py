@@ -60,7 +60,12 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the last token, so that its last row yields a new one."""
-        return self.is_ahead or self.stop == len(self.tokens)
+        return self.sampling.pooling is None and (self.is_ahead or self.stop == len(self.tokens))
+
+    @property
+    def pools(self) -> bool:
+        """Whether the chunk reaches the last token, and its row has the numbers of `Pooling`."""
+        return self.sampling.pooling is not None and self.stop == len(self.tokens)
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):

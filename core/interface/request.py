@@ -82,7 +82,7 @@ class RequestStatus(Enum):
 class FinishReason(StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"  # a stop token or a stop string
+    STOP = "stop"  # a stop token or a stop string; the prompt's end where nothing is generated
     LENGTH = "length"  # max_tokens or the end of the context
     ABORT = "abort"  # the caller left, or its deadline passed
 
@@ -129,6 +129,7 @@ class Delta(msgspec.Struct, kw_only=True):
     token_sources: list[str] = []  # [token_ids] "" for the target's own
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string, if any
+    pooled: array[float] | None = None  # in the last one, of a request that generates nothing
     error: ForetokenError | None = None  # terminal, as finish_reason is
 
     @property
@@ -147,6 +148,7 @@ class Delta(msgspec.Struct, kw_only=True):
         self.token_sources += later.token_sources
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
+        self.pooled = later.pooled
         self.error = later.error
 
 
@@ -156,6 +158,7 @@ class Request:
 
     There is no prefill state and no decode state: ``num_pending`` tokens lack their KV. More than
     one is a prefill, cut into chunks by the token budget; one is a decode, drafts ride behind it.
+    With ``sampling.pooling`` it ends when its prompt is computed, and drafts nothing.
     """
 
     request_id: str

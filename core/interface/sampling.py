@@ -162,6 +162,16 @@ class Constraint(Protocol):
         """Another one at the beginning of the output."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """Numbers of a prompt's last row in place of an answer: the request ends when they are there.
+
+    The hidden state behind the final norm, or with ``token_ids`` the unprocessed logits of these.
+    """
+
+    token_ids: tuple[int, ...] = NO_IDS
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class SamplingMetadata:
     """One request's parameters for the samplers of all backends, resolved once at admission.
@@ -179,6 +189,7 @@ class SamplingMetadata:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
     constraint_param: str | None = None  # the field that it was made from, for errors
+    pooling: Pooling | None = None  # None: the request generates
     has_processors: bool = field(init=False)
     needs_history: bool = field(init=False)
     _cache: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)

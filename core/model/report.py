@@ -22,6 +22,7 @@ from .formats.safetensors import TensorFiles
 from .mtp import count_mtp_layers
 from .opening import open_model, read_config
 from .page_layout import PageLayout
+from .pooling import read_pooling
 from .rough_copy import ROUGH_BYTES
 from .shapes import tensor_shapes
 
@@ -47,6 +48,7 @@ class ModelReport:
     state_bytes: int = 0  # of a sequence's recurrent state at one position; 0: it has none
     rough_copy_bytes: int | None = None  # of its matrices in 4 bits; None: it cannot have these
     max_model_len: int = 0  # tokens
+    dimensions: int = 0  # of the vectors of an embedding model; 0: it is none
     mtp: str = ""  # layers that predict further tokens, or what they lack; "": there are none
     problem: str | None = None
 
@@ -54,6 +56,7 @@ class ModelReport:
 def inspect_model(path: Path) -> ModelReport:
     """The report of a folder in Hugging Face layout, with weights or without, or a GGUF file."""
     try:
+        read_pooling(path)  # before anything else: the type of such a model may be unknown, too
         return _own(path)
     except UnsupportedConfig as reason:
         try:
@@ -134,6 +137,7 @@ def _report(
         state_bytes=bytes_per_slot(states, item),
         rough_copy_bytes=int(ROUGH_BYTES * num_parameters) if has_rough_copy else None,
         max_model_len=config.max_model_len,
+        dimensions=config.hidden_size if read_pooling(folder).embeds else 0,
         problem=_missing(folder) if file_format == "no weights" else None,
     )
 

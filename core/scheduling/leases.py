@@ -65,7 +65,7 @@ def num_uncached_tokens(cache: PrefixCache, request: Request) -> int:
 
 
 def would_fit(cache: PrefixCache, request: Request, running: Collection[Request]) -> bool:
-    """Whether all its tokens and one more fit beside those of the requests that run.
+    """Whether all its tokens, and one more if it generates, fit beside those of running requests.
 
     A running request gets the pages of its prompt chunk by chunk. Each has room to grow, too:
     without it a preempted request would be admitted and preempted again at once.
@@ -79,7 +79,7 @@ def would_fit(cache: PrefixCache, request: Request, running: Collection[Request]
     )
     return cache.would_fit(
         request.tokens,
-        len(request.tokens) + 1,
+        len(request.tokens) + (request.sampling.pooling is None),
         namespace=request.namespace,
         limit=cache_limit(request),
         slack=lacking + len(running) * -(-growth // page_size),

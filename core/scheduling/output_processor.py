@@ -27,6 +27,8 @@ def take_output(
         delta.prompt_logprobs = _new_prompt_logprobs(request, scheduled, out)
     _append(request, out, delta)
     request.num_computed = min(scheduled.stop + len(out.path), len(request.tokens))
+    if out.pooled is not None:
+        delta.pooled, delta.finish_reason = out.pooled, FinishReason.STOP
     if delta.token_ids:
         _count(request, out, delta, now)
     return delta

@@ -53,11 +53,25 @@ NO_ARRIVALS = PendingArrivals()
 
 
 def check_fits(request: Request, capacity: int) -> None:
-    """Raise `PromptTooLong` unless the prompt and one more token fit ``capacity`` tokens."""
+    """Raise `PromptTooLong` unless the prompt, and a token if it generates, fit ``capacity``."""
     if not request.tokens:
         raise InvalidRequest("prompt must have at least one token", param="prompt")
-    if request.prompt_len >= capacity:
-        raise PromptTooLong(request.prompt_len, capacity - 1)
+    most = longest_prompt(capacity, generates=request.sampling.pooling is None)
+    if request.prompt_len > most:
+        raise PromptTooLong(request.prompt_len, most)
+
+
+def longest_prompt(capacity: int, *, generates: bool) -> int:
+    """Return the tokens that a prompt may have: a request that generates needs one more."""
+    return capacity - generates
+
+
+def max_len_of(request: Request, capacity: int) -> int:
+    """Return the tokens at which the request ends by length, ``capacity`` at most."""
+    if request.sampling.pooling is not None:
+        return request.prompt_len
+    wanted = request.sampling.params.max_tokens
+    return capacity if wanted is None else min(capacity, request.prompt_len + wanted)
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
@@ -154,11 +168,7 @@ class RequestTable:
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request that `check` let through."""
-        params = request.sampling.params
-        max_len = self.capacity
-        if params.max_tokens is not None:
-            max_len = min(max_len, request.prompt_len + params.max_tokens)
-        request.max_len = max_len
+        request.max_len = max_len_of(request, self.capacity)
         request.arrival_time, request.serial = now, self._num_arrived
         request.urgency = now + request.priority * self._limits.aging_seconds
         request.usage.prompt_tokens = request.prompt_len

@@ -568,6 +568,8 @@ class EngineMetrics:
         if delta.token_ids:
             self._observe_tokens(request, len(delta.token_ids), now)
             self.spec_stats.observe_delta(delta)
+        if delta.pooled is not None:
+            self._observe_prompt(request)
         if delta.terminal:
             self._last_token_times.pop(request.request_id, None)
             self._observe_end(request, delta)
@@ -578,10 +580,13 @@ class EngineMetrics:
         self._last_token_times[request.request_id] = now
         if last is None:
             self._first.observe(request.usage.time_to_first_token)
-            self._queued.observe(request.usage.queue_time)
-            self._prompt_tokens.inc(request.prompt_len)
+            self._observe_prompt(request)
             return
         self._between.observe((now - last) / num_tokens, num_tokens)  # they share the time
+
+    def _observe_prompt(self, request: Request) -> None:
+        self._queued.observe(request.usage.queue_time)
+        self._prompt_tokens.inc(request.prompt_len)
 
     def _observe_end(self, request: Request, delta: Delta) -> None:
         if isinstance(delta.error, DeadlineExceeded) or delta.stop_reason == DEADLINE:

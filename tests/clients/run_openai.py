@@ -247,6 +247,17 @@ def token_ids() -> None:
     expect(answer.usage.prompt_tokens, len(tokens))
 
 
+@features.feature("embeddings")
+def embeddings() -> None:
+    texts = ["One text.", "Another text."]
+    packed = client.embeddings.create(model=MODEL, input=texts)  # the SDK asks for base64
+    plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    expect([each.embedding for each in packed.data], [each.embedding for each in plain.data])
+    expect([each.index for each in plain.data], [0, 1])
+    assert abs(sum(number**2 for number in plain.data[0].embedding) - 1) < 1e-5
+    assert plain.usage.prompt_tokens == plain.usage.total_tokens > 2
+
+
 @features.feature("concurrency")
 async def concurrency() -> None:
     async with AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY) as other:

@@ -101,6 +101,20 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         },
         {"messages": HI, "max_tokens": 2, "branches": [{"messages": HI}, {}]},
     ],
+    "/v1/embeddings": [
+        {
+            "input": ["a", "b"],
+            "dimensions": 256,
+            "encoding_format": "float",
+            "cache_salt": "s",
+            "priority": 0,
+            "deadline_ms": 60000,
+            "stream": False,
+            "model": None,
+        },
+        {"input": [5, 6], "encoding_format": "base64"},
+        {"input": [[5, 6], [7]]},
+    ],
     "/v1/responses": [
         {
             "input": [

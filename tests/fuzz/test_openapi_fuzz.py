@@ -35,6 +35,7 @@ CHECKS = [
 ]
 ENOUGH = 40  # inputs, of which some are accepted
 ASTRAY = ("cache_salt", "previous_id", "after")  # lead a known id to nowhere
+NOT_SERVED = ("/v1/rerank", "/rerank", "/v1/score")  # the built-in model has no token for yes
 ENDLESS = (
     "GET",
     "/ui/events",
@@ -81,7 +82,7 @@ def test_what_the_document_says_is_so(method, path, mode, app, schema, document,
     cases = operation.as_strategy(generation_mode=mode)
     _explore(effort, one, cases, st.sampled_from((True, True, False)))
     is_shallow = mode is GenerationMode.NEGATIVE or effort.examples < ENOUGH
-    assert is_shallow or answered[0], "nothing was accepted"
+    assert is_shallow or path in NOT_SERVED or answered[0], "nothing was accepted"
 
 
 @pytest.mark.parametrize(("method", "path"), WITHOUT_DATA)

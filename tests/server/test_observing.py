@@ -280,7 +280,7 @@ def written() -> Iterator[Written]:
 def test_every_line_of_a_request_has_the_id_that_its_caller_gave_it(
     server: Observed, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(server.llm.tokenizer, "check_ids", fail)
@@ -399,6 +399,15 @@ def test_probes_have_no_span(server: Observed) -> None:
     for path in ("/health", "/ready", "/metrics"):
         server.ask("GET", path)
     assert server.spans() == []
+
+
+def test_a_vector_is_an_operation_of_its_own_without_a_token(server: Observed) -> None:
+    answer = server.ask("POST", "/v1/embeddings", {"input": [5, 6, 7]})
+    assert answer.status_code == 200
+    engine = by_name(server.spans())[f"embeddings {MODEL}"]
+    assert engine.attributes["gen_ai.usage.input_tokens"] == 3
+    assert engine.attributes["gen_ai.usage.output_tokens"] == 0
+    assert engine.attributes["gen_ai.response.finish_reasons"] == ("stop",)
 
 
 def test_a_failed_request_is_an_error(server: Observed, monkeypatch: pytest.MonkeyPatch) -> None:

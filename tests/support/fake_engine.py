@@ -23,6 +23,7 @@ from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead, ForetokenError, InvalidRequest, PromptTooLong
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason, Request
+from foretoken.core.model.pooling import PoolingSpec
 from foretoken.core.telemetry.metrics import EngineObserver
 from foretoken.core.telemetry.overview import RecentRequest
 from foretoken.core.telemetry.spec_decode_stats import Load
@@ -202,6 +203,9 @@ class FakeEngine:
 
     def _feed(self, live: Live) -> Delta:
         request, delta = live.request, Delta()
+        if request.sampling.pooling is not None:
+            numbers = array("f", map(float, request.tokens[-2:]))
+            return Delta(pooled=numbers, finish_reason=FinishReason.STOP)
         params = request.sampling.params
         if params.prompt_logprobs is not None and request.num_output == 0:
             ids = request.tokens[1 : request.prompt_len]
@@ -273,6 +277,7 @@ def make_built(engine: ServingEngine, folder: Path, eos: int, vocab_size: int) -
         vocab_size=vocab_size,
         max_model_len=MAX_MODEL_LEN,
         drafters=("radix",),
+        pooling=PoolingSpec(dimensions=2, embeds=True),
         eos_token_ids=frozenset({eos}),
         settings={"draft": "auto,/models/head", "dump_dir": "/dumps", "kv_tokens": 4096},
     )

@@ -19,7 +19,7 @@ from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import OnKernelsStarted, Pending, Speculator, ignore_kernels
 from foretoken.core.interface.request import OnToken, Request
-from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.interface.sampling import Pooling, SamplingMetadata, TokenSamplingParams
 from foretoken.core.interface.tiers import KVTiers
 from foretoken.core.ops.batch import Segment, SegmentState
 from foretoken.core.scheduling.request_table import SchedulerLimits
@@ -121,7 +121,8 @@ class FakeRunner:
             follow_state(self.states, row, path)
         self.num_computed += row.stop - row.start
         if not row.samples:
-            return RequestOutput(request_id=row.request_id)
+            pooled = array("f", [float(sum(row.tokens))]) if row.pools else None
+            return RequestOutput(request_id=row.request_id, pooled=pooled)
         right = answer(row.tokens, len(draft) + 1)
         num_accepted = 0
         while num_accepted < len(draft) and draft[num_accepted] == right[num_accepted]:
@@ -227,6 +228,7 @@ def make_request(
     deadline: float | None = None,
     depth: int | None = None,
     stop_ids: Sequence[int] = (EOS,),
+    pooling: Pooling | None = None,
     **params: object,
 ) -> Request:
     params.setdefault("max_tokens", 8)
@@ -234,6 +236,7 @@ def make_request(
         params=TokenSamplingParams(**params),  # type: ignore[arg-type]
         seed=0,
         prompt_len=len(prompt),
+        pooling=pooling,
     )
     return Request(
         request_id=request_id,
@@ -259,6 +262,7 @@ class Driver:
         self.now = 0.0
         self.served: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
+        self.pooled: dict[str, list[float]] = {}
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -296,5 +300,7 @@ class Driver:
         for request, delta in events:
             assert request.request_id not in self.ended, "told something after the end"
             self.served[request.request_id] += delta.token_ids
+            if delta.pooled is not None:
+                self.pooled[request.request_id] = list(delta.pooled)
             if delta.terminal:
                 self.ended[request.request_id] = delta.finish_reason or str(delta.error)

@@ -48,6 +48,7 @@ def submit(
     num_prompt_logprobs: int = 0,
     prediction: Sequence[int] = (),
     deadline: float | None = None,
+    pooling: list[int] | None = None,
 ) -> Submit:
     """The message of one choice of a request, as a front sends it."""
     own, seed = list(children(params))[index]
@@ -61,6 +62,7 @@ def submit(
         prediction=ids_form(prediction) if prediction else None,
         cache=CacheForm(),
         deadline=deadline,
+        pooling=pooling,
         num_prompt_logprobs=num_prompt_logprobs,
     )
 

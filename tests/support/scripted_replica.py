@@ -29,6 +29,7 @@ from foretoken.api.cluster.wire.transport import ReplicaSocket
 from foretoken.api.runtime.preprocess import make_request
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
+from foretoken.core.interface.sampling import Pooling
 from support.wire_samples import hello as any_hello
 
 TOKENIZER = "0a1b"
@@ -160,12 +161,18 @@ async def replicas_of(
             each.die()
 
 
-def request(request_id: str = "r", prompt: Iterable[int] = (5, 6, 7), **params: Any) -> Request:
+def request(
+    request_id: str = "r",
+    prompt: Iterable[int] = (5, 6, 7),
+    *,
+    pooling: Pooling | None = None,
+    **params: Any,
+) -> Request:
     """A request as the client makes it; its answer has at most 8 tokens."""
     given = SamplingParams(**({"max_tokens": 8, "seed": 3} | params))
     return make_request(
         request_id, list(prompt), given, seed=3, eos_token_ids=frozenset({EOS}), bad_words_ids=(),
-        prediction=None, on_token=None,
+        prediction=None, on_token=None, pooling=pooling,
     )  # fmt: skip
 
 

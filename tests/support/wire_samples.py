@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from foretoken.api.cluster.wire.forms import (
     cache_form,
     defaults_form,
@@ -9,6 +11,7 @@ from foretoken.api.cluster.wire.forms import (
     error_form,
     ids_form,
     params_form,
+    pooling_form,
     usage_form,
 )
 from foretoken.api.cluster.wire.messages import (
@@ -47,6 +50,7 @@ from foretoken.core.errors import (
 )
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Pin, Usage
+from foretoken.core.model.pooling import PoolingSpec
 from foretoken.radix_cache import Eviction
 
 NOW = 1000.0
@@ -67,7 +71,7 @@ DELTA: dict[str, object] = {
     "token_ids": [5, 2**31 - 1], "logprobs": [LOGPROB], "prompt_logprobs": [TokenLogprob(1, -2.0)],
     "num_proposed": 3, "proposed_sources": ["radix", "lm", "lm"], "accepted_sources": ["radix"],
     "token_sources": ["radix", ""], "finish_reason": FinishReason.STOP, "stop_reason": "end",
-    "error": QueueFull("full", retry_after=2.5),
+    "pooled": array("f", [0.5, -2.0]), "error": QueueFull("full", retry_after=2.5),
 }  # fmt: skip
 USAGE: dict[str, object] = {
     "prompt_tokens": 11, "cached_tokens": 10, "matched_tokens": 10, "loaded_tokens": 9,
@@ -79,6 +83,7 @@ USAGE: dict[str, object] = {
     "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1, "closed_early": True,
     "moves": 2, "queue_time": 0.5, "time_to_first_token": 0.75, "total_time": 1.25,
 }  # fmt: skip
+POOLING = PoolingSpec(dimensions=64, embeds=True, cuts=(16, 32), score_ids=(5, 6))
 DEFAULTS = SamplingDefaults(
     temperature=0.5, top_p=0.25, top_k=8, min_p=0.125, repetition_penalty=1.25
 )
@@ -105,7 +110,7 @@ def hello() -> Hello:
         fingerprint=b"f" * 32, name="tiny/model", aliases=["tiny"], model_path="own",
         vocab_size=100, max_model_len=256, eos_token_ids=[1, 2], exact=False,
         drafters=["radix", "lm"], no_self_draft="is small",
-        sampling_defaults=defaults_form(DEFAULTS),
+        sampling_defaults=defaults_form(DEFAULTS), pooling=pooling_form(POOLING),
         settings=body_form({"draft": "auto", "threads": None}), max_running=8, max_queued=32,
         page_size=16, num_pages=64,
     )  # fmt: skip
@@ -117,7 +122,7 @@ def submit() -> Submit:
         request_id="r-1", prompt=ids_form([1, 2, 3]), output=ids_form([4]),
         params=params_form(SamplingParams(**given)), seed=2**64 - 1,  # type: ignore[arg-type]
         bad_words_ids=[[1, 2], [3]], shown_ids=[4, 5], limit=6, prediction=ids_form([7, 8]),
-        tenant="key-0", cache=cache_form(CacheOptions(**CACHE)),  # type: ignore[arg-type]
+        pooling=[5, 6], tenant="key-0", cache=cache_form(CacheOptions(**CACHE)),  # type: ignore[arg-type]
         deadline=2.5, num_prompt_logprobs=2,
     )  # fmt: skip
 

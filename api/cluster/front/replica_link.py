@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ....core.errors import EngineDead
+from ....core.interface.request import FinishReason
 from ...types.results import Body
 from ..wire.forms import DeltaForm, WireError
 from ..wire.messages import Answer, Call, FromFront, Hello, Load, Question
@@ -95,6 +96,7 @@ class ReplicaLink:
         asked = live.request.sampling.params.logprobs is not None
         if len(form.logprobs) != num_tokens * asked or len(form.token_sources) != num_tokens:
             raise WireError("log-probabilities or sources that do not belong to its tokens")
+        _check_pooled(form, live, self.hello.pooling.dimensions)
 
     def forget(self, request_id: str) -> None:
         """Let go of a request; what it still sends for it is ignored."""
@@ -125,6 +127,18 @@ class ReplicaLink:
         for future in list(self._calls.values()):
             if not future.done():
                 future.set_exception(EngineDead(f"{self} is lost"))
+
+
+def _check_pooled(form: DeltaForm, live: LiveRequest, dimensions: int) -> None:
+    """Raise `WireError` for other numbers of a prompt's last row than the request wants."""
+    pooling = live.request.sampling.pooling
+    has_stopped = pooling is not None and form.finish_reason is FinishReason.STOP
+    if (form.pooled is not None) != has_stopped or (pooling is not None and form.token_ids):
+        raise WireError("tokens or numbers of a last row that the request does not want")
+    if pooling is not None and form.pooled is not None:
+        num_bytes = 4 * (len(pooling.token_ids) or dimensions)
+        if len(form.pooled) != num_bytes:
+            raise WireError(f"numbers of a last row in {len(form.pooled)} bytes, not {num_bytes}")
 
 
 def _highest(form: tuple[int, float, Sequence[tuple[int, float]]]) -> int:

@@ -20,7 +20,12 @@ from ....core.engine.crash_dump import stacks, write_report
 from ....core.engine.inbox import TokenStream
 from ....core.errors import EngineDead
 from ....core.interface.request import Request
-from ....core.scheduling.request_table import check_fits, check_priority, check_token_ids
+from ....core.scheduling.request_table import (
+    check_fits,
+    check_priority,
+    check_token_ids,
+    max_len_of,
+)
 from ....core.telemetry.overview import RecentRequest
 from ...types.request_context import session_id
 from ...types.results import Body
@@ -162,9 +167,7 @@ class Replicas:
         if (refusal := self._refusal) is not None:
             raise EngineDead(refusal)
         self.check(request)
-        most = self._roster.greeting.max_model_len
-        wanted = request.sampling.params.max_tokens
-        request.max_len = most if wanted is None else min(most, request.prompt_len + wanted)
+        request.max_len = max_len_of(request, self._roster.greeting.max_model_len)
         return self._dispatcher.submit(request, session_id() or request.tenant)
 
     def check(self, request: Request) -> None:

@@ -147,6 +147,8 @@ class HostedEngine:
 
     def _check_goes_on(self, request: Request, params: SamplingParams) -> None:
         """Refuse an output that has ended: its next step would be beyond all limits."""
+        if request.sampling.pooling is not None:
+            raise WireError("an output of a request that generates nothing")
         room = self.built.max_model_len - request.prompt_len
         most = room if params.max_tokens is None else min(room, params.max_tokens)
         if request.num_output >= most or request.tokens[-1] in request.stop_ids:

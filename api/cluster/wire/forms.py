@@ -27,6 +27,7 @@ from ....core.errors import (
 )
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import CacheOptions, Delta, FinishReason, Pin, Usage
+from ....core.model.pooling import PoolingSpec
 from ....core.validation import MAX_INT
 from ....radix_cache import Eviction
 from ...serving.errors import INTERNAL, ApiError
@@ -162,6 +163,27 @@ def defaults_of(form: DefaultsForm) -> SamplingDefaults:
     """Raises `WireError` for a value that no request may have."""
     with meaningful("default sampling parameters"):
         return SamplingDefaults(**_values(form))
+
+
+class PoolingForm(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """`PoolingSpec`."""
+
+    dimensions: Count = 0
+    embeds: bool = False
+    cuts: tuple[Count, ...] | None = ()
+    score_ids: tuple[TokenId, TokenId] | None = None
+
+
+def pooling_form(spec: PoolingSpec) -> PoolingForm:
+    """The uses of a model's last row."""
+    return PoolingForm(**{each.name: getattr(spec, each.name) for each in fields(spec)})
+
+
+def pooling_of(form: PoolingForm) -> PoolingSpec:
+    """The uses of a model's last row."""
+    return PoolingSpec(**_values(form))
 
 
 # -- the cache -------------------------------------------------------------------------------------
@@ -351,6 +373,7 @@ class DeltaForm(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     token_sources: list[str]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    pooled: bytes | None
     error: EngineErrorForm | None
 
 
@@ -367,6 +390,7 @@ def delta_form(request_id: str, delta: Delta) -> DeltaForm:
         delta.token_sources,
         delta.finish_reason,
         delta.stop_reason,
+        None if delta.pooled is None else _number_bytes(delta.pooled),
         None if delta.error is None else engine_error_form(delta.error),
     )
 
@@ -383,8 +407,27 @@ def delta_of(form: DeltaForm) -> Delta:
         token_sources=form.token_sources,
         finish_reason=form.finish_reason,
         stop_reason=form.stop_reason,
+        pooled=None if form.pooled is None else _numbers_of(form.pooled),
         error=None if form.error is None else engine_error_of(form.error),
     )
+
+
+def _number_bytes(numbers: array[float]) -> bytes:
+    """Numbers of 32 bits, the lowest byte first."""
+    items = array("f", numbers)
+    if sys.byteorder == "big":
+        items.byteswap()
+    return items.tobytes()
+
+
+def _numbers_of(data: bytes) -> array[float]:
+    """The numbers of `_number_bytes`. Raises `WireError`."""
+    items = array("f")
+    with meaningful("numbers"):
+        items.frombytes(data)
+    if sys.byteorder == "big":
+        items.byteswap()
+    return items
 
 
 def _logprob_forms(logprobs: Sequence[TokenLogprob]) -> list[LogprobForm]:

@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 
 from ...._version import __version__
 from ....core.interface.request import OnToken, Request
+from ....core.interface.sampling import Pooling
 from ...build.built import Built
 from ...runtime.preprocess import make_request
 from ...runtime.serving_engine import ServingEngine
@@ -30,6 +31,7 @@ from .forms import (
     DeltaForm,
     ErrorForm,
     ParamsForm,
+    PoolingForm,
     Seconds,
     TokenId,
     UsageForm,
@@ -42,6 +44,8 @@ from .forms import (
     ids_of,
     meaningful,
     params_form,
+    pooling_form,
+    pooling_of,
 )
 
 VERSION = 1  # of all messages and forms; another one is refused at `Hello`
@@ -107,6 +111,7 @@ class Hello(_Message, tag="hello", frozen=True, kw_only=True):
     drafters: list[str]
     no_self_draft: str
     sampling_defaults: DefaultsForm
+    pooling: PoolingForm
     settings: bytes  # a JSON object
     max_running: Positive
     max_queued: Count
@@ -162,6 +167,7 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     limit: Count | None = None  # output tokens within which structured output is completed
     prediction: bytes | None = None  # `ids_form`
     tenant: str | None = None
+    pooling: list[TokenId] | None = None  # tokens of `Pooling`; None: it generates
     cache: CacheForm
     deadline: Seconds | None = None  # seconds left
     num_prompt_logprobs: Count = 0  # sent already
@@ -346,6 +352,7 @@ def hello_of(built: Built[ServingEngine], *, kernels: str, tokenizer: str, pid: 
         drafters=list(built.drafters),
         no_self_draft=built.no_self_draft,
         sampling_defaults=defaults_form(built.sampling_defaults),
+        pooling=pooling_form(built.pooling),
         settings=body_form(dict(built.settings)),
         max_running=engine.limits.max_running,
         max_queued=engine.limits.max_queued,
@@ -372,6 +379,7 @@ def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
         no_self_draft=hello.no_self_draft,
         model_path=hello.model_path,
         sampling_defaults=defaults_of(hello.sampling_defaults),
+        pooling=pooling_of(hello.pooling),
         settings=body_of(hello.settings),
         fingerprint=hello.fingerprint,
         kernels=hello.kernels,
@@ -393,7 +401,7 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         raise WireError("a request without parameters of the API")
     if not (constraint is None or isinstance(constraint, GrammarMatcher)):
         raise WireError("a request with a constraint that is no grammar")
-    guess = request.prediction
+    guess, pooling = request.prediction, sampling.pooling
     return Submit(
         request_id=request.request_id,
         prompt=ids_form(request.tokens[: request.prompt_len]),
@@ -404,6 +412,7 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         shown_ids=sorted(request.shown_ids),
         limit=None if constraint is None else constraint.limit,
         prediction=None if guess is None else ids_form(guess),
+        pooling=None if pooling is None else list(pooling.token_ids),
         tenant=request.tenant,
         cache=cache_form(request.cache),
         deadline=None if request.deadline is None else request.deadline - elapsed,
@@ -436,6 +445,7 @@ def request_of(
             grammar=grammar,
             limit=submit.limit,
             on_token=on_token,
+            pooling=None if submit.pooling is None else Pooling(tuple(submit.pooling)),
             cache=cache_of(submit.cache),
         )
     request.tokens.extend(ids_of(submit.output))

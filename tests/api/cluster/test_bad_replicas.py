@@ -27,6 +27,7 @@ from foretoken.api.cluster.wire.messages import (
 from foretoken.api.cluster.wire.transport import Quota
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.output import TokenLogprob
+from foretoken.core.interface.request import FinishReason
 from support.scripted_replica import (
     ScriptedReplica,
     front_of,
@@ -46,6 +47,9 @@ LIES: dict[str, FromReplica] = {
     "more tokens than a request may have": step("r", [10] * 9),
     "do not belong to its tokens": step("r", [10], logprobs=[TokenLogprob(10, -1.0)]),
     "vocabulary of 100": step("r", prompt_logprobs=[TokenLogprob(6, -1.0, ((100, -1.0),))]),
+    "the request does not want": step(
+        "r", pooled=array("f", [1.0]), finish_reason=FinishReason.STOP
+    ),
     "keys of pages have 8 bytes": Step(load=LOAD, pages=[PageNews(True, b"1234567")]),
     "more pages than its 64": Step(load=LOAD, pages=[PageNews(True, MANY_KEYS)]),
     "a second greeting": greeting(),

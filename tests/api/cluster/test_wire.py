@@ -44,9 +44,19 @@ from foretoken.api.runtime.preprocess import make_request
 from foretoken.api.structured.compiler import Grammars
 from foretoken.api.types.sampling_params import SamplingDefaults, SamplingParams
 from foretoken.core.interface.request import CacheOptions, Pin, Request
-from foretoken.core.interface.sampling import SamplingMetadata
+from foretoken.core.interface.sampling import Pooling, SamplingMetadata
 from support.fake_engine import FakeEngine
-from support.wire_samples import DEFAULTS, KEYS, LOAD, hello, of_front, of_replica, step, submit
+from support.wire_samples import (
+    DEFAULTS,
+    KEYS,
+    LOAD,
+    POOLING,
+    hello,
+    of_front,
+    of_replica,
+    step,
+    submit,
+)
 
 Message = FromReplica | FromFront
 Read = Callable[[bytes], Message]
@@ -200,7 +210,7 @@ def test_all_that_is_known_of_a_model_comes_back() -> None:
         engine=there, path=Path("/there"), name="a/b", aliases=frozenset({"b", "c"}),
         vocab_size=100, max_model_len=256, eos_token_ids=frozenset({1, 2}), exact=False,
         drafters=("radix", "lm"), no_self_draft="is small", model_path="transformers",
-        sampling_defaults=DEFAULTS, settings={"draft": "auto", "threads": None},
+        sampling_defaults=DEFAULTS, pooling=POOLING, settings={"draft": "auto", "threads": None},
         fingerprint=b"f" * 32, kernels="k",
     )  # fmt: skip
     blank = Built(engine=there, path=Path(), name="", vocab_size=1, max_model_len=1,
@@ -248,7 +258,7 @@ def make(params: SamplingParams, **options: Any) -> Request:
     request = make_request(
         "r-1", [5, 6, 7], params, seed=2**63 + 1, eos_token_ids=EOS, bad_words_ids=((8, 9), (10,)),
         prediction=array("q", [11, 12]), on_token=None,
-        cache=CacheOptions(read=False, pins=(Pin(2, 60.0),)), **options,
+        pooling=Pooling((8, 9)), cache=CacheOptions(read=False, pins=(Pin(2, 60.0),)), **options,
     )  # fmt: skip
     request.tenant = "key-0"
     request.tokens.extend([13, 14])  # its output so far

@@ -1,0 +1,85 @@
+"""POST /v1/embeddings: vectors of texts or token ids."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+
+from ...core.errors import InvalidRequest
+from ..protocol.sampling import decoder
+from ..runtime.embedder import Embedder, unit_vector
+from ..runtime.pooled_prompts import Pooled, entry_names
+from ..runtime.preprocess import Prompt
+from ..serving.serve import Dialect
+from ..serving.serving_context import Service
+from ..serving.sse import Reply
+from .completions import read_prompts
+from .pooled import PooledReply, params_of, usage_body
+from .protocol import EmbeddingBody, EmbeddingsBody
+from .schema import MAX_INPUTS, EmbeddingsRequest
+
+decode = decoder(EmbeddingsRequest)
+NUMBER_BYTES = 20  # of a number in JSON, about
+
+
+class EmbeddingsRoute(Dialect[EmbeddingsRequest]):
+    """Return a vector of each text, or of each list of token ids."""
+
+    can_stream = False
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._embedder = Embedder(service.llm)
+
+    def decode(self, data: bytes) -> EmbeddingsRequest:
+        """A body; raises `ApiError` 400."""
+        return decode(data)
+
+    async def open(self, body: EmbeddingsRequest) -> Reply:
+        """Tokenise and check all inputs; they are computed when the answer is read."""
+        inputs = read_inputs(body)
+        prompts = await self._embedder.open(
+            inputs, params_of(body), body.dimensions, name=entry_names("input", len(inputs))
+        )
+        num_numbers = len(inputs) * self.service.llm.built.pooling.dimensions
+        return PooledReply(
+            self.service,
+            prompts,
+            lambda pooled: embeddings_body(pooled, body, self.service.model),
+            num_bytes=num_numbers * NUMBER_BYTES,
+        )
+
+
+def read_inputs(body: EmbeddingsRequest) -> list[Prompt]:
+    """The inputs of a body. Raises `InvalidRequest` for none, too many, and other lists."""
+    if not body.input:
+        raise InvalidRequest("input must not be empty", param="input")
+    inputs = read_prompts(body.input, "input")
+    if len(inputs) > MAX_INPUTS:
+        message = f"input must have at most {MAX_INPUTS} texts, not {len(inputs)}"
+        raise InvalidRequest(message, param="input")
+    return inputs
+
+
+def embeddings_body(
+    pooled: Sequence[Pooled], body: EmbeddingsRequest, model: str
+) -> dict[str, object]:
+    """`protocol.EmbeddingsBody`, whose vectors are JSON already: they may be millions of numbers.
+
+    One after the other, so that other threads have a turn between two of them.
+    """
+    data = [Raw(_vector_json(index, each, body)) for index, each in enumerate(pooled)]
+    whole = EmbeddingsBody(data=[], model=model, usage=usage_body(pooled))
+    return {**msgspec.structs.asdict(whole), "data": data}
+
+
+def _vector_json(index: int, pooled: Pooled, body: EmbeddingsRequest) -> bytes:
+    vector = unit_vector(pooled.numbers, body.dimensions)
+    if body.encoding_format == "base64":
+        text = base64.b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode()
+        return msgspec.json.encode(EmbeddingBody(index=index, embedding=text))
+    return msgspec.json.encode(EmbeddingBody(index=index, embedding=vector.tolist()))

@@ -1,0 +1,137 @@
+"""POST /v1/rerank and /v1/score: how well documents answer a query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import time
+
+from msgspec import UNSET
+
+from ...core.errors import InvalidRequest
+from ..protocol.sampling import decoder
+from ..runtime.pooled_prompts import Pooled, entry_names
+from ..runtime.reranker import Reranker, ranked, score_of
+from ..serving.serve import Dialect
+from ..serving.serving_context import Service
+from ..serving.sse import Reply
+from ..types.request_context import random_id
+from .pooled import PooledReply, params_of, usage_body
+from .protocol import DocumentBody, RankBody, RerankBody, ScoreBody, ScoresBody
+from .schema import MAX_INPUTS, RerankRequest, ScoreRequest
+
+decode_rerank = decoder(RerankRequest)
+decode_score = decoder(ScoreRequest)
+
+
+class RerankRoute(Dialect[RerankRequest]):
+    """Return documents with their scores for a query, the best first."""
+
+    can_stream = False
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._reranker = Reranker(service.chat, service.llm)
+
+    def decode(self, data: bytes) -> RerankRequest:
+        """A body; raises `ApiError` 400."""
+        return decode_rerank(data)
+
+    async def open(self, body: RerankRequest) -> Reply:
+        """Write and check the prompts of all documents; they are computed when it is read."""
+        texts = [each if isinstance(each, str) else each.text for each in body.documents]
+        prompts = await self._reranker.open(
+            [(body.query, text) for text in texts],
+            params_of(body),
+            body.instruct,
+            name=entry_names("documents", len(texts)),
+        )
+        return PooledReply(self.service, prompts, lambda pooled: self._answer(body, texts, pooled))
+
+    def _answer(
+        self, body: RerankRequest, texts: Sequence[str], pooled: Sequence[Pooled]
+    ) -> RerankBody:
+        shows = body.return_documents is not False
+        results = [
+            RankBody(
+                index=index,
+                relevance_score=score,
+                document=DocumentBody(text=texts[index]) if shows else UNSET,
+            )
+            for index, score in ranked(pooled, body.top_n)
+        ]
+        return RerankBody(
+            id=f"rerank-{random_id()}",
+            model=self.service.model,
+            results=results,
+            usage=usage_body(pooled),
+        )
+
+
+class ScoreRoute(Dialect[ScoreRequest]):
+    """Return the scores of pairs of a query and a document, in their order."""
+
+    can_stream = False
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._reranker = Reranker(service.chat, service.llm)
+
+    def decode(self, data: bytes) -> ScoreRequest:
+        """A body; raises `ApiError` 400."""
+        return decode_score(data)
+
+    async def open(self, body: ScoreRequest) -> Reply:
+        """Write and check the prompts of all pairs; they are computed when it is read."""
+        pairs, param = read_pairs(body)
+        prompts = await self._reranker.open(
+            pairs, params_of(body), body.instruct, name=entry_names(param, len(pairs))
+        )
+        return PooledReply(self.service, prompts, self._answer)
+
+    def _answer(self, pooled: Sequence[Pooled]) -> ScoresBody:
+        return ScoresBody(
+            id=f"score-{random_id()}",
+            created=int(time()),
+            model=self.service.model,
+            data=[
+                ScoreBody(index=index, score=score_of(each.numbers))
+                for index, each in enumerate(pooled)
+            ],
+            usage=usage_body(pooled),
+        )
+
+
+def read_pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
+    """Pairs of a query and a document, and the field of the documents.
+
+    Raises `InvalidRequest` for fields that are missing, doubled, empty, or of unequal lengths.
+    """
+    queries, query_param = _one_of(body, "query", "text_1")
+    documents, param = _one_of(body, "documents", "text_2")
+    if len(documents) > MAX_INPUTS:
+        message = f"{param} must have at most {MAX_INPUTS} texts, not {len(documents)}"
+        raise InvalidRequest(message, param=param)
+    if not all(queries):
+        raise InvalidRequest(f"{query_param} must not be empty", param=query_param)
+    if len(queries) == 1:
+        queries *= len(documents)
+    if len(queries) != len(documents):
+        message = (
+            f"{query_param} must be one text or {len(documents)}, one for each of {param}, "
+            f"not {len(queries)}"
+        )
+        raise InvalidRequest(message, param=query_param)
+    return list(zip(queries, documents, strict=True)), param
+
+
+def _one_of(body: ScoreRequest, name: str, other: str) -> tuple[list[str], str]:
+    """The texts of the field that a body has of these two, and its name."""
+    given = [each for each in (name, other) if getattr(body, each) is not None]
+    if len(given) != 1:
+        message = f"the body needs either {name} or {other}"
+        raise InvalidRequest(message, param=name)
+    value = getattr(body, given[0])
+    texts = [value] if isinstance(value, str) else value
+    if not texts:
+        raise InvalidRequest(f"{given[0]} must not be empty", param=given[0])
+    return texts, given[0]

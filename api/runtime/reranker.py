@@ -1,0 +1,133 @@
+"""Reranker: scores of documents for a query, by a model that answers yes or no."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+from ...core.errors import InvalidRequest
+from ...core.interface.sampling import Pooling, beyond_vocabulary
+from ..types.sampling_params import SamplingParams
+from .chat import ChatClient
+from .chat_input import ChatInput
+from .engine_client import EngineClient
+from .pooled_prompts import Pooled, PooledPrompts
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+"""Both of Qwen3-Reranker's card, the recipe of rerankers that answer yes or no."""
+PROBES = ("foretokenquery", "foretokendocument")  # texts that are looked for in a prompt
+ROLE = re.compile("""['"]query['"]""")  # in a template that knows the role
+WORDS = ("no", "yes")
+
+
+def score_of(numbers: array[float]) -> float:
+    """The probability of "yes" by the logits of "no" and "yes"."""
+    no, yes = numbers
+    return 1 / (1 + math.exp(min(700.0, no - yes)))
+
+
+def ranked(pooled: Sequence[Pooled], top_n: int | None = None) -> list[tuple[int, float]]:
+    """Index and score of each document, the best first; all of them, or the ``top_n`` best."""
+    scores = [score_of(each.numbers) for each in pooled]
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    return [(index, scores[index]) for index in order[:top_n]]
+
+
+class Reranker:
+    """Writes the prompts of a model that says whether a document answers a query, yes or no.
+
+    Query and instruction stand before the document, so all documents share their pages. A template
+    with roles of its own for both writes them itself; any other gets Qwen3-Reranker's text.
+    """
+
+    def __init__(self, chat: ChatClient, llm: EngineClient) -> None:
+        self._chat, self._llm = chat, llm
+        self._has_roles: bool | None = None  # of the template, once it was tried
+
+    async def open(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        params: SamplingParams,
+        instruct: str | None = None,
+        *,
+        name: Callable[[int], str],
+    ) -> PooledPrompts:
+        """Write and check the prompts of pairs of a query and a document; nothing is submitted.
+
+        ``name``: the field of each document, for errors. Raises `InvalidRequest` and `EngineDead`.
+        """
+        pooling, prompts = self.pooling(), []
+        for index, (query, document) in enumerate(pairs):
+            try:
+                prompts.append(await self.prompt(query, document, instruct, params))
+            except InvalidRequest as error:
+                if error.param == "messages":
+                    error.param = name(index)
+                raise
+        return await PooledPrompts.checked(self._llm, prompts, params, pooling, name=name)
+
+    def pooling(self) -> Pooling:
+        """The logits of "no" and "yes".
+
+        Raises `InvalidRequest` without a token for each, or without a chat template.
+        """
+        if not self._llm.tokenizer.chat_template:
+            raise InvalidRequest("the model cannot rerank: no chat template", param="model")
+        ids, vocab_size = self._llm.built.pooling.score_ids, self._llm.built.vocab_size
+        if ids is None:
+            found = [self._llm.tokenizer.encode_behind(word) for word in WORDS]
+            if any(len(each) != 1 for each in found):
+                message = 'the model cannot rerank: its vocabulary lacks a token "yes" or "no"'
+                raise InvalidRequest(message, param="model")
+            ids = found[0][0], found[1][0]
+        if problem := beyond_vocabulary("the tokens of yes and no", ids, vocab_size):
+            raise InvalidRequest(problem, param="model")
+        return Pooling(ids)
+
+    async def prompt(
+        self, query: str, document: str, instruct: str | None, params: SamplingParams
+    ) -> Sequence[int]:
+        """Token ids of the question about one document. Raises `InvalidRequest`."""
+        if self._has_roles is None:
+            self._has_roles = await self._tries_roles()
+        messages = with_roles if self._has_roles else as_question
+        return await self._ids(messages(query, document, instruct), params)
+
+    async def _ids(
+        self, messages: Sequence[Mapping[str, str]], params: SamplingParams
+    ) -> Sequence[int]:
+        template = {"add_generation_prompt": True, "enable_thinking": False}
+        chat = ChatInput(messages=messages, params=params, template=template)
+        return (await self._chat.render(chat)).token_ids
+
+    async def _tries_roles(self) -> bool:
+        """Whether the template writes messages of the roles query and document."""
+        if not ROLE.search(self._llm.tokenizer.chat_template):
+            return False
+        try:
+            text = await self._llm.render_text(with_roles(*PROBES))
+        except InvalidRequest:
+            return False
+        return all(probe in text for probe in PROBES)
+
+
+def with_roles(query: str, document: str, instruct: str | None = None) -> list[Mapping[str, str]]:
+    """Messages for a template of a reranker's own, as sentence-transformers passes them."""
+    system = [] if instruct is None else [{"role": "system", "content": instruct}]
+    return [
+        *system,
+        {"role": "query", "content": query},
+        {"role": "document", "content": document},
+    ]
+
+
+def as_question(query: str, document: str, instruct: str | None) -> list[Mapping[str, str]]:
+    """Messages for the template of a chat model."""
+    text = f"<Instruct>: {instruct or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+    return [{"role": "system", "content": JUDGE}, {"role": "user", "content": text}]

@@ -1,0 +1,155 @@
+"""Pooling: what a checkpoint's last row is for besides the next token, as its files have it.
+
+Embedding models and rerankers are published with the files of sentence-transformers: modules.json
+lists the parts, each with a config of its own. A GGUF file has the kind of pooling in its metadata.
+The engine computes decoders with causal attention and reads the last token's row, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelLoadError
+from .fields import Fields, read_json
+from .formats.files import gguf_file
+
+MODULES = "modules.json"
+OTHERS = "sentence-transformers and text-embeddings-inference serve such models"
+_MODE = "pooling_mode_"
+_LAST = "lasttoken"
+_GGUF_LAST = 3  # of llama.cpp's kinds of pooling
+_GGUF_OTHERS = {1: "mean", 2: "cls"}
+_WHOLE = ("Transformer", "Normalize")  # modules that need no reading: vectors are always normalised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingSpec:
+    """Uses of a model's last row.
+
+    ``dimensions``: of its hidden state, thus of a vector. ``embeds``: whether the model is made for
+    vectors. ``cuts``: lengths that vectors may be cut to (Matryoshka representations, arXiv
+    2205.13147), None for any. ``score_ids``: tokens of "no" and "yes", where the files name them.
+    """
+
+    dimensions: int = 0
+    embeds: bool = False
+    cuts: tuple[int, ...] | None = ()
+    score_ids: tuple[int, int] | None = None
+
+
+NO_POOLING = PoolingSpec()
+
+
+def read_pooling(path: Path) -> PoolingSpec:
+    """Read the pooling of a folder in Hugging Face layout or a GGUF file, but for its dimensions.
+
+    Raises `ModelLoadError` for a model whose vectors
+    are made in another way than from the last token's row of causal attention.
+    """
+    file = gguf_file(path)
+    if file is not None:
+        return PoolingSpec(embeds=_gguf_embeds(file))
+    if not (path / "config.json").is_file():
+        return NO_POOLING
+    config = Fields(read_json(path / "config.json"), str(path / "config.json"))
+    _check_attention(config)
+    embeds, score_ids = False, None
+    for kind, folder in _modules(path):
+        if kind == "Pooling":
+            _check_last_token(folder / "config.json")
+            embeds = True
+        elif kind == "LogitScore":
+            score_ids = _score_ids(folder / "config.json")
+        elif kind not in _WHOLE:
+            raise ModelLoadError(
+                f"{path / MODULES}: a module of type {kind} is not supported; {OTHERS}"
+            )
+    if embeds and "AutoModel" in config.object("auto_map").values:
+        raise ModelLoadError(
+            f"{config.where}: auto_map names code of the model's own, which may attend in both "
+            f"directions; {OTHERS}"
+        )
+    return PoolingSpec(embeds=embeds, cuts=_cuts(config), score_ids=score_ids)
+
+
+def _check_attention(config: Fields) -> None:
+    """Raise `ModelLoadError` for attention in both directions."""
+    given = config.values
+    is_mutual = given.get("use_bidirectional_attention") in (True, "all")
+    if given.get("is_causal") is False or is_mutual:
+        name = "use_bidirectional_attention" if is_mutual else "is_causal"
+        raise ModelLoadError(
+            f"{config.where}: {name} is {given[name]!r}: attention in both directions is not "
+            f"supported; {OTHERS}"
+        )
+
+
+def _modules(path: Path) -> Iterator[tuple[str, Path]]:
+    """The class and the folder of each module; none without modules.json."""
+    file = path / MODULES
+    try:
+        modules: Any = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} cannot be read: {error}") from error
+    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
+        raise ModelLoadError(f"{file} does not contain a list of objects")
+    for module in modules:
+        fields = Fields(module, str(file))
+        folder = fields.values.get("path") or ""
+        if not isinstance(folder, str):
+            raise fields.error("path", "must be a text")
+        yield fields.text("type").rpartition(".")[2], path / folder
+
+
+def _check_last_token(file: Path) -> None:
+    """Raise `ModelLoadError` for pooling of other rows than the last token's."""
+    values = read_json(file)
+    if isinstance(mode := values.get("pooling_mode"), str):
+        modes = [mode]
+    else:
+        modes = [name.removeprefix(_MODE) for name in values if name.startswith(_MODE)]
+        modes = [mode for mode in modes if values[_MODE + mode] is True]
+    if modes != [_LAST]:
+        found = " and ".join(modes) or "none"
+        raise ModelLoadError(
+            f"{file}: pooling of the last token ({_LAST}) is supported, not {found}; {OTHERS}"
+        )
+
+
+def _score_ids(file: Path) -> tuple[int, int]:
+    """The tokens of "no" and "yes". Raises `ModelLoadError` unless there are both."""
+    fields = Fields(read_json(file), str(file))
+    return fields.integer("false_token_id"), fields.integer("true_token_id")
+
+
+def _cuts(config: Fields) -> tuple[int, ...] | None:
+    """Lengths that vectors may be cut to, None for any.
+
+    vLLM reads the same fields, ``matryoshka_dimensions`` and ``is_matryoshka``.
+    """
+    named = config.integers("matryoshka_dimensions")
+    return tuple(named) or (None if config.values.get("is_matryoshka") is True else ())
+
+
+def _gguf_embeds(file: Path) -> bool:
+    """Whether a GGUF file is of an embedding model. Raises `ModelLoadError` as `read_pooling`."""
+    from .formats.gguf_metadata import read_text, read_values  # numpy
+
+    prefix = read_text(file, "general.architecture")
+    kind, causal = f"{prefix}.pooling_type", f"{prefix}.attention.causal"
+    found = read_values(file, (kind, causal))
+    if (other := _GGUF_OTHERS.get(found.get(kind, 0))) is not None:
+        raise ModelLoadError(
+            f"{file}: pooling of the last token is supported, not {other}; {OTHERS}"
+        )
+    if found.get(causal) is False:
+        raise ModelLoadError(
+            f"{file}: {causal} is false: attention in both directions is not supported; {OTHERS}"
+        )
+    return bool(found.get(kind) == _GGUF_LAST)
