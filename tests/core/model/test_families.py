@@ -121,7 +121,18 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize(
-    "kind", ["gemma3", "gemma4", "olmo3", "cohere2", "starcoder2", "gpt_oss", "glm4_moe"]
+    "kind",
+    [
+        "gemma3",
+        "gemma4",
+        "olmo3",
+        "cohere2",
+        "starcoder2",
+        "gpt_oss",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "deepseek_v3_yarn",
+    ],
 )
 def test_a_row_in_half_precision_has_the_same_bits_in_any_batch(
     kind: str, backend: str, tmp_path: Path
@@ -161,7 +172,7 @@ def test_triton_kernels_compute_what_torch_computes(kind: str, tmp_path: Path) -
     torch.testing.assert_close(*found, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss", "deepseek_v2"])
 def test_experts_are_quantised_and_routers_are_not(kind: str, tmp_path: Path) -> None:
     if native_library() is None:
         pytest.skip("no native kernels on this machine")
