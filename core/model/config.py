@@ -186,6 +186,8 @@ class DecoderConfig:
     # One key a position for all heads, whose first items are its value: `num_kv_heads` is 1, and
     # `head_dim` the key's.
     latent: LatentShape | None = None
+    # The files hold what makes keys and values of latents apart, by head, that of keys transposed.
+    has_split_latents: bool = False
     mtp: MtpNames | None = None  # of a layer that checkpoints may have besides; None: unknown
     fold: Fold = NO_FOLD
 

@@ -388,7 +388,7 @@ class Assembly:
         of_queries = (heads.unsqueeze(1) + of_head).flatten()
         first = torch.arange(shape.q_rank) if shape.q_rank else of_queries
         latent = torch.arange(len(first), len(first) + shape.rank)
-        up = self._vector(f"{at}kv_b_proj.weight").view(config.num_heads, -1, shape.rank)
+        keys, values = self._up_of_latents(at, shape)
         place = self._layout.places[index]
         assert place is not None  # of a layer with attention
         return LatentWeights(
@@ -402,13 +402,26 @@ class Assembly:
             if shape.q_rank
             else None,
             kv_norm=self._latent_norm(f"{at}kv_a_layernorm"),
-            keys=tuple(self._ops.pack_linear(head[: shape.nope_dim].T.contiguous()) for head in up),
-            values=tuple(self._ops.pack_linear(head[shape.nope_dim :].contiguous()) for head in up),
+            keys=keys,
+            values=values,
             o=self._linear([f"{at}o_proj"], bias=config.o_bias, factor=config.fold.residual_scale),
             place=place,
             shape=shape,
             tables=self._layout.tables[index],
         )
+
+    def _up_of_latents(self, at: str, shape: LatentShape) -> list[tuple[PackedLinear, ...]]:
+        """Matrices of each head by which queries meet latents, and that make values of these."""
+        count = self._config.num_heads
+        found: list[Iterator[Tensor | QuantizedWeight]]
+        if self._config.has_split_latents:
+            names = (f"{at}k_b_proj.weight", f"{at}v_b_proj.weight")
+            found = [self._stack(name, count, is_turned=False) for name in names]
+        else:
+            up = self._vector(f"{at}kv_b_proj.weight").view(count, -1, shape.rank)
+            keys, values = up.split([shape.nope_dim, shape.value_dim], dim=1)
+            found = [(head.T.contiguous() for head in keys), (head.contiguous() for head in values)]
+        return [tuple(map(self._ops.pack_linear, heads)) for heads in found]
 
     def _latent_norm(self, name: str) -> Norm:
         return Norm(self._vector(f"{name}.weight"), LATENT_EPS)

@@ -141,9 +141,14 @@ def _latent_shapes(config: DecoderConfig, shape: LatentShape) -> Shapes:
     found: Shapes = {
         "self_attn.kv_a_proj_with_mqa.weight": (shape.key_dim, hidden),
         "self_attn.kv_a_layernorm.weight": (shape.rank,),
-        "self_attn.kv_b_proj.weight": (heads * (shape.nope_dim + shape.value_dim), shape.rank),
         "self_attn.o_proj.weight": (hidden, heads * shape.value_dim),
     }
+    if config.has_split_latents:
+        found["self_attn.k_b_proj.weight"] = (heads, shape.rank, shape.nope_dim)
+        found["self_attn.v_b_proj.weight"] = (heads, shape.value_dim, shape.rank)
+    else:
+        width = shape.nope_dim + shape.value_dim
+        found["self_attn.kv_b_proj.weight"] = (heads * width, shape.rank)
     if not shape.q_rank:
         return found | {"self_attn.q_proj.weight": (heads * shape.query_dim, hidden)}
     return found | {

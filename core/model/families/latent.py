@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...ops.base import LatentShape, Routing
@@ -9,6 +10,7 @@ from ..config import BEHIND_THE_LAST, DecoderConfig, LayerSpec
 from ..fields import Fields
 from ..fold import Fold
 from ..rope import RopeSpec, mscale_all, parse_rope
+from ..shapes import layer_prefix
 from .experts import like_deepseek, top_k_of, with_experts
 from .shared import base_config
 
@@ -91,6 +93,12 @@ def minicpm3(fields: Fields) -> DecoderConfig:
     given = {name: value for name, value in fields.values.items() if value is not None}
     fields = Fields(value_dim | given, fields.where)
     return _config(fields, eps=1e-5, tied=True, interleaved=False, fold=fold, mlp_bias=mlp_bias)
+
+
+def as_split(config: DecoderConfig, names: set[str]) -> DecoderConfig:
+    """The config with the matrices of keys and values that the files hold: in one, or apart."""
+    is_split = f"{layer_prefix(0)}self_attn.k_b_proj.weight" in names
+    return replace(config, has_split_latents=is_split)
 
 
 def _config(fields: Fields, *, interleaved: bool, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields

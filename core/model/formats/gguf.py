@@ -242,8 +242,6 @@ class GgufFile:
                 found |= self._gpt_oss_experts(layer_number)
             elif self._architecture.experts == "granite":
                 found |= self._granite_experts(layer_number)
-            if self._architecture.is_latent:
-                found |= self._keys_and_values(layer_number)
         return found
 
     def _model_names(self) -> dict[str, str]:
@@ -330,22 +328,6 @@ class GgufFile:
                 shape, self._behind(tensors), tuple(parts)
             )
         return found
-
-    def _keys_and_values(self, layer: int) -> dict[str, _StoredTensor]:
-        """Rows of each head's keys, then of its values, of what the file has apart."""
-        owns = [f"blk.{layer}.attn_{part}_b.weight" for part in ("k", "v")]
-        if not all(own in self._tensors for own in owns):
-            return {}
-        keys, values = (self._tensors[own] for own in owns)
-        (heads, rank, nope), (_, width, _) = _shape(keys), _shape(values)
-
-        def read() -> StoredWeight:
-            by_head = [_value(each.data, each, self.where) for each in (keys, values)]
-            turned, plain = map(_wide, by_head)
-            return torch.cat((turned.transpose(1, 2), plain), dim=1).flatten(0, 1)
-
-        name = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
-        return {name: _StoredTensor((heads * (nope + width), rank), read, tuple(owns))}
 
     def _behind(self, tensors: list[gguf.ReaderTensor]) -> Callable[[], StoredWeight]:
         def read() -> StoredWeight:

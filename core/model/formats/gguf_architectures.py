@@ -77,7 +77,7 @@ NEXTN_NAMES = {
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_norm": "shared_head.norm",
 }
-# Latent attention; ``attn_k_b`` and ``attn_v_b`` are by head what ``attn_kv_b`` has of both.
+# Latent attention; files of before latents were kept have keys and values in one matrix.
 _LATENT = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -85,6 +85,8 @@ _LATENT = {
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
 }
 _CHOICE_BIAS = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
 _PHI = {

@@ -33,6 +33,15 @@ _DELTA = {  # two key heads for six value heads, of which three read one
     "linear_value_head_dim": 32,
     "shared_expert_intermediate_size": 64,
 }
+_LATENT = {"qk_rope_head_dim": 16, "kv_lora_rank": 32, "v_head_dim": 32, "qk_nope_head_dim": 32}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma2": {"layer_types": _BOTH},
@@ -73,6 +82,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_group": 1, "use_qk_norm": True},
     "dots1": {"n_group": 1, "layer_types": ["full_attention"] * 2, "sliding_window": None},
     "ministral3": {"sliding_window": None},
+    "deepseek_v2": _LATENT | {"q_lora_rank": None},
+    "deepseek_v3": _LATENT | {"rope_parameters": _YARN},
+    "youtu": _LATENT,
     **dict.fromkeys(HYBRIDS, _DELTA),
     "phi3": {
         "sliding_window": None,

@@ -53,7 +53,7 @@ def test_check_prints_that_latents_are_kept(
     folder = save_tiny(tmp_path, "deepseek_v3")
     assert main(["models", "check", str(folder)]) == 0
     # 2 layers of 24 + 8 items of 4 bytes
-    assert "KV        256 B a token; 1 GiB holds 4,194,304 tokens; latent KV\n" in (
+    assert "KV        256 bytes a token; 1 GiB holds 4,194,304 tokens; latent KV\n" in (
         capsys.readouterr().out
     )
 
