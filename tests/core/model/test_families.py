@@ -184,6 +184,13 @@ def test_experts_are_quantised_and_routers_are_not(kind: str, tmp_path: Path) ->
     assert 0 < off < 0.1
 
 
+def test_latents_are_kept_in_the_models_dtype_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "deepseek_v3")
+    assert load_decoder(folder).bytes_per_page(page_size=1) == 3 * (32 + 8) * 4
+    with pytest.raises(ModelLoadError, match="kv_cache_dtype int8 is not supported for deepseek"):
+        load_decoder(folder, kv_dtype="int8")
+
+
 def test_layers_behind_the_last_are_passed_over(tmp_path: Path) -> None:
     """GLM-4.5 comes with a layer that predicts one token more."""
     folder = make_checkpoint(tmp_path, "glm4_moe")
