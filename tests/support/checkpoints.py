@@ -210,7 +210,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", _LATENT_EXPERTS | {"n_group": 1, "topk_group": 1}
                       | _many_heads(20)),
     "minicpm3": ("minicpm3", _LATENT | {"scale_emb": 3.0, "dim_model_base": 32}),
-    "youtu": ("youtu", _LATENT | {"v_head_dim": 4, "tie_word_embeddings": True}
+    "youtu": ("youtu", _LATENT | {"v_head_dim": 6}
               | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4} | _many_heads(128)),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3_gelu": ("qwen3", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
