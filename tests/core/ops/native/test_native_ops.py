@@ -258,10 +258,11 @@ def test_capped_scores_sinks_and_tables_of_a_layer_equal_torch_and_rows_stand_al
 ) -> None:
     """Each difference by itself, too: it must show."""
     layers = Layers(shape, 16, dtype)
+    qkv = torch.randn(130, layers.width).to(dtype)
     if layers.norm is not None:
         layers.norm = HeadNorm(layers.norm.weight, 1e-6, whole=True)
+        qkv *= 2
     pages = array("q", range(9))
-    qkv = (torch.randn(130, layers.width) * 2).to(dtype)
     sinks = torch.randn(shape[0])
     rules: list[dict[str, Any]] = [
         {"cap": 1.5, "sinks": sinks, "tables": Tables(1, 2)},
