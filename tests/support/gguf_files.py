@@ -30,6 +30,7 @@ ARCHS = {
     "granitemoe": "granitemoe", "nemotron": "nemotron", "stablelm": "stablelm", "phi": "phi2",
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "youtu": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
 }  # fmt: skip
 TURNED = (
     "llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo",
@@ -382,8 +383,10 @@ def _deepseek2(writer: Any, config: dict[str, Any]) -> None:
     if "n_routed_experts" not in config:
         writer.add_leading_dense_block_count(config["num_hidden_layers"])
         return
+    if "mlp_layer_types" in config:
+        config = config | {"first_k_dense_replace": config["mlp_layer_types"].count("dense")}
     _experts(writer, config)
-    is_sigmoid = config["model_type"] == "deepseek_v3"
+    is_sigmoid = config["model_type"] != "deepseek_v2"
     kinds = gguf.ExpertGatingFuncType
     writer.add_expert_gating_func(kinds.SIGMOID if is_sigmoid else kinds.SOFTMAX)
     if config.get("n_group"):
@@ -441,5 +444,5 @@ _MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "ministral3": _ministral3,
     "stablelm": _stablelm,
     **dict.fromkeys(_HYBRIDS, _hybrid),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu"), _deepseek2),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), _deepseek2),
 }

@@ -661,6 +661,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 # Of files of these architectures; Mistral's say that they are Llama's.
 GGUF_TYPES = frozenset(each.model_type for each in ARCHITECTURES.values()) | {
     "deepseek_v2",
+    "glm4_moe_lite",
     "mistral",
     "mixtral",
     "olmo3",

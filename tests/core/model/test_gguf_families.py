@@ -84,6 +84,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ministral3": {"sliding_window": None},
     "deepseek_v2": _LATENT | {"q_lora_rank": None},
     "deepseek_v3": _LATENT | {"rope_parameters": _YARN},
+    "glm4_moe_lite": _LATENT | {"n_group": 1},
     "youtu": _LATENT,
     **dict.fromkeys(HYBRIDS, _DELTA),
     "phi3": {
