@@ -419,7 +419,7 @@ class Assembly:
             found = [self._stack(name, count, is_turned=False) for name in names]
         else:
             up = self._vector(f"{at}kv_b_proj.weight").view(count, -1, shape.rank)
-            keys, values = up.split([shape.nope_dim, shape.value_dim], dim=1)
+            keys, values = torch.split(up, [shape.nope_dim, shape.value_dim], dim=1)
             found = [(head.T.contiguous() for head in keys), (head.contiguous() for head in values)]
         return [tuple(map(self._ops.pack_linear, heads)) for heads in found]
 

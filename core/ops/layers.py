@@ -157,7 +157,8 @@ def _latent_rows(ops: Ops, mixer: LatentWeights, x: Tensor) -> Tensor:
     if mixer.q_up is not None:
         assert mixer.q_norm is not None
         q = ops.linear(ops.norm(q.contiguous(), mixer.q_norm), mixer.q_up)
-    nope, turning = q.view(len(q), num_heads, -1).split([shape.nope_dim, shape.rope_dim], dim=2)
+    by_head = q.view(len(q), num_heads, -1)
+    nope, turning = torch.split(by_head, [shape.nope_dim, shape.rope_dim], dim=2)
     met = _by_head(ops, nope.flatten(1), mixer.keys).view(len(q), num_heads, -1)
     queries = torch.cat((met, turning), dim=2).flatten(1)
     return torch.cat((queries, ops.norm(latent.contiguous(), mixer.kv_norm), key), dim=1)

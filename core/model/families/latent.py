@@ -14,14 +14,14 @@ from ..shapes import layer_prefix
 from .experts import like_deepseek, top_k_of, with_experts
 from .shared import base_config
 
-_HEADS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
+_HEADS: dict[str, Any] = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
 _HEADS |= {"v_head_dim": 128, "qk_nope_head_dim": 128}
-_V3 = _HEADS | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+_V3: dict[str, Any] = _HEADS | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
 _V3 |= {"num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_shared_experts": 1}
-_GLM = _HEADS | {"q_lora_rank": 768, "v_head_dim": 256, "qk_nope_head_dim": 192}
+_GLM: dict[str, Any] = _HEADS | {"q_lora_rank": 768, "v_head_dim": 256, "qk_nope_head_dim": 192}
 _GLM |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8}
 _GLM |= {"num_experts_per_tok": 4, "n_shared_experts": 1}
-_MINICPM = {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_rope_head_dim": 32}
+_MINICPM: dict[str, Any] = {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_rope_head_dim": 32}
 _MINICPM |= {"qk_nope_head_dim": 64, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 
 
@@ -109,7 +109,7 @@ def _config(fields: Fields, *, interleaved: bool, **differences: Any) -> Decoder
     if fields.flag("attention_bias", False) and not shape.q_rank:
         raise fields.unsupported("attention_bias", "without q_lora_rank is not supported")
     rope = parse_rope(fields, max_len=fields.positive("max_position_embeddings", 2048))
-    defaults = {"fold": Fold(interleaved=interleaved), "attention_bias": False}
+    defaults: dict[str, Any] = {"fold": Fold(interleaved=interleaved), "attention_bias": False}
     return base_config(
         fields,
         rope=rope,

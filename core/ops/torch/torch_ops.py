@@ -252,7 +252,7 @@ def _write_latents(rows: Tensor, layer: int, plan: TorchPlan, tables: Tables) ->
     Returns the queries, scaled, ``[T, num_heads * head_dim]``.
     """
     heads = plan.heads
-    still, turning = rows.float().split([heads.rank, heads.turned_dim], dim=2)
+    still, turning = torch.split(rows.float(), [heads.rank, heads.turned_dim], dim=2)
     queries = _rotate(turning[:, : heads.num_heads], *plan.tables[tables.queries])
     key = _rotate(turning[:, heads.num_heads :], *plan.tables[tables.keys])
     turned = torch.cat((still, torch.cat((queries, key), dim=1)), dim=2)
