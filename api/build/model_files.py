@@ -230,6 +230,8 @@ def _described(report: ModelReport, path: str) -> str:
     room = "known when it is loaded"
     if kv is not None:
         room = f"{format_size(kv)} a token; 1 GiB holds {2**30 // kv:,} tokens"
+    if report.has_latents:
+        room += "; latent KV"
     if report.state_bytes:
         room += f"; state {format_size(report.state_bytes)} a sequence"
     weights = f"{format_size(report.weight_bytes)}, {report.dtype}, {report.file_format}"

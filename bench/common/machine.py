@@ -100,11 +100,16 @@ def shape_of(decoder: Decoder, pool: KVPool) -> Shape:
 def _layer_params(config: DecoderConfig, layer: int) -> int:
     """Number of parameters of a layer's attention and MLP."""
     num_heads, num_kv_heads, head_dim = config.heads_of(layer)
-    spec = config.layers[layer]
+    spec, latent = config.layers[layer], config.latent
     num_kv = 0 if spec.kv_of is not None else 2 * num_kv_heads
     matrices = 3 if config.activation.gated else 2
-    width = (2 * num_heads + num_kv) * head_dim + 2 * config.token_input_size
-    return config.hidden_size * (width + matrices * (spec.width or config.intermediate_size))
+    width = matrices * (spec.width or config.intermediate_size) + 2 * config.token_input_size
+    if latent is None:
+        return config.hidden_size * ((2 * num_heads + num_kv) * head_dim + width)
+    queries = num_heads * latent.query_dim
+    up = latent.q_rank * queries + num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
+    down = (latent.q_rank or queries) + latent.key_dim + num_heads * latent.value_dim
+    return config.hidden_size * (down + width) + up
 
 
 def _linears(decoder: Decoder) -> Iterator[PackedLinear]:

@@ -174,7 +174,8 @@ def _kv_tokens(model: DecoderConfig, sizes: Sizes, config: EngineConfig) -> int:
     in_batch = BATCHES[-1] * (5 * page_size + sizes.batch_len)  # prompt, answer, and a page to grow
     longest = min(model.max_model_len, sizes.max_len + sizes.decode_len) + 2 * page_size
     item_bytes = _ITEM_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item_bytes
+    num_blocks = 2 if model.latent is None else 1
+    per_token = num_blocks * model.num_layers * model.num_kv_heads * model.head_dim * item_bytes
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(page_size, min(max(in_batch, longest), free // 2 // per_token))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..ops.base import SILU, Activation, DeltaShape, HeadLayout, Routing
+from ..ops.base import SILU, Activation, DeltaShape, HeadLayout, LatentShape, Routing
 from .fold import NO_FOLD, Fold
 from .rope import RopeSpec
 
@@ -183,6 +183,11 @@ class DecoderConfig:
     token_input_size: int = 0  # of what each layer is given of a token besides the stream; 0: none
     layer_factor: str | None = None  # the tensor of what the stream behind a layer is multiplied by
     is_nested: bool = False  # the text model of a checkpoint that holds other models, too
+    # One key a position for all heads, whose first items are its value: `num_kv_heads` is 1, and
+    # `head_dim` the key's.
+    latent: LatentShape | None = None
+    # The files hold what makes keys and values of latents apart, by head, that of keys transposed.
+    has_split_latents: bool = False
     mtp: MtpNames | None = None  # of a layer that checkpoints may have besides; None: unknown
     fold: Fold = NO_FOLD
 
@@ -205,8 +210,10 @@ class DecoderConfig:
         """
         found = (self.heads_of(layer) for layer in range(self.num_layers))
         eps = self.norm_eps if self.norms_values else None
+        rank = 0 if self.latent is None else self.latent.rank
         return tuple(
-            HeadLayout(*heads, self.attention_scale or heads.head_dim**-0.5, eps) for heads in found
+            HeadLayout(*heads, self.attention_scale or heads.head_dim**-0.5, eps, rank)
+            for heads in found
         )
 
     @property

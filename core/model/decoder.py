@@ -189,7 +189,7 @@ class OwnDecoder(PagedDecoder):
         self.exact = getattr(ops, "exact", "spec") != "off"
         self._compiled = ops.compile_forward(weights)
         self._ropes = tuple(
-            tuple(RopeTable(spec, part.heads.head_dim, self.device) for spec in part.ropes)
+            tuple(RopeTable(spec, part.heads.turned_dim, self.device) for spec in part.ropes)
             for part in self._layout.parts
         )
 

@@ -24,6 +24,8 @@ from ..ops.base import (
     Gemma4Extras,
     HeadLayout,
     HeadNorm,
+    LatentShape,
+    LatentWeights,
     LayerWeights,
     MlpWeights,
     Norm,
@@ -70,6 +72,7 @@ from .shapes import (
     tensor_shapes,
 )
 
+LATENT_EPS = 1e-6  # of the norms within latent attention, whatever the config says of the others
 logger = logging.getLogger(__name__)
 LoadFormat: TypeAlias = Literal["auto", "random"]
 ModelImpl: TypeAlias = Literal["auto", "own", "transformers"]
@@ -196,6 +199,11 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
         chosen = _choose_dtype(dtype, checkpoint.stored_dtype, device)
         read = checkpoint.read if on_read is None else observed(checkpoint.read, on_read)
     layout = PageLayout.of(config)
+    if config.latent is not None and options.kv_dtype != "auto":
+        raise ModelLoadError(
+            f"kv_cache_dtype {options.kv_dtype} is not supported for {config.model_type}, which "
+            "keeps latents in the place of keys and values: leave it at auto"
+        )
     ops = options.ops(chosen, [part.heads for part in layout.parts])
     keeps_packed = dtype == "auto" and quantize == "none"
     return Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()
@@ -357,7 +365,7 @@ class Assembly:
         extras = self._extras(prefix, experts)
         return LayerWeights(
             mixer_norm=self._layer_norm(prefix, names.attention),
-            mixer=self._attention(index) if mixer is None else self._delta(index, mixer),
+            mixer=self._attending(index) if mixer is None else self._delta(index, mixer),
             mixer_out_norm=self._layer_norm(prefix, names.attention_out),
             mlp_norm=self._layer_norm(prefix, names.mlp),
             mlp_out_norm=self._layer_norm(prefix, names.mlp_out) if extras is None else None,
@@ -367,6 +375,56 @@ class Assembly:
             is_parallel=config.is_parallel,
             extras=extras,
         )
+
+    def _attending(self, index: int) -> AttentionWeights | LatentWeights:
+        latent = self._config.latent
+        return self._attention(index) if latent is None else self._latent(index, latent)
+
+    def _latent(self, index: int, shape: LatentShape) -> LatentWeights:
+        config, at = self._config, f"{layer_prefix(index)}self_attn."
+        turned = head_order(shape.rope_dim, shape.rope_dim, interleaved=config.fold.interleaved)
+        of_head = torch.cat((torch.arange(shape.nope_dim), shape.nope_dim + turned))
+        heads = shape.query_dim * torch.arange(config.num_heads)
+        of_queries = (heads.unsqueeze(1) + of_head).flatten()
+        first = torch.arange(shape.q_rank) if shape.q_rank else of_queries
+        latent = torch.arange(len(first), len(first) + shape.rank)
+        keys, values = self._up_of_latents(at, shape)
+        place = self._layout.places[index]
+        assert place is not None  # of a layer with attention
+        return LatentWeights(
+            down=self._linear(
+                [f"{at}{'q_a' if shape.q_rank else 'q'}_proj", f"{at}kv_a_proj_with_mqa"],
+                bias=config.qkv_bias,
+                order=torch.cat((first, latent, len(first) + shape.rank + turned)),
+            ),
+            q_norm=self._latent_norm(f"{at}q_a_layernorm") if shape.q_rank else None,
+            q_up=self._linear([f"{at}q_b_proj"], bias=False, order=of_queries)
+            if shape.q_rank
+            else None,
+            kv_norm=self._latent_norm(f"{at}kv_a_layernorm"),
+            keys=keys,
+            values=values,
+            o=self._linear([f"{at}o_proj"], bias=config.o_bias, factor=config.fold.residual_scale),
+            place=place,
+            shape=shape,
+            tables=self._layout.tables[index],
+        )
+
+    def _up_of_latents(self, at: str, shape: LatentShape) -> list[tuple[PackedLinear, ...]]:
+        """Matrices of each head by which queries meet latents, and that make values of these."""
+        count = self._config.num_heads
+        found: list[Iterator[Tensor | QuantizedWeight]]
+        if self._config.has_split_latents:
+            names = (f"{at}k_b_proj.weight", f"{at}v_b_proj.weight")
+            found = [self._stack(name, count, is_turned=False) for name in names]
+        else:
+            up = self._vector(f"{at}kv_b_proj.weight").view(count, -1, shape.rank)
+            keys, values = torch.split(up, [shape.nope_dim, shape.value_dim], dim=1)
+            found = [(head.T.contiguous() for head in keys), (head.contiguous() for head in values)]
+        return [tuple(map(self._ops.pack_linear, heads)) for heads in found]
+
+    def _latent_norm(self, name: str) -> Norm:
+        return Norm(self._vector(f"{name}.weight"), LATENT_EPS)
 
     def _attention(self, index: int) -> AttentionWeights:
         config, prefix, fold = self._config, layer_prefix(index), self._config.fold

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import ModelLoadError
 from .config import DecoderConfig, ExpertsSpec
 from .families.hybrid import as_stored, tiled
+from .families.latent import as_split
 from .families.registry import MODEL_FAMILIES, parse_config
 from .fields import Fields, UnsupportedConfig, read_json
 from .formats.checkpoint import Checkpoint, check_tensors
@@ -61,6 +62,8 @@ def open_model(path: str | Path) -> OpenedModel:
         config = _folder_config(Path(path))
         folder = SafetensorsCheckpoint(Path(path), text_names if config.is_nested else base_names)
         checkpoint, config = folder, _as_stored(config, folder)
+    if config.latent is not None:
+        config = as_split(config, set(checkpoint.shapes))
     if config.deltas:
         config = as_stored(config, set(checkpoint.shapes))
     check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))

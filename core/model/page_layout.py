@@ -65,6 +65,8 @@ class PageLayout:
     def shapes(self) -> list[KvShape]:
         """KV shape of each part of the pool."""
         return [
-            KvShape(part.num_layers, part.heads.num_kv_heads, part.heads.head_dim)
+            KvShape(
+                part.num_layers, part.heads.num_kv_heads, part.heads.head_dim, part.heads.num_blocks
+            )
             for part in self.parts
         ]

@@ -45,6 +45,7 @@ class ModelReport:
     dtype: str = ""
     most_bytes: int = 0  # of weights in memory: fewer where quantised ones stay packed
     kv_bytes_per_token: int | None = None  # in the model's dtype; None: known when it is loaded
+    has_latents: bool = False  # KV is one latent a position and layer, for all heads
     state_bytes: int = 0  # of a sequence's recurrent state at one position; 0: it has none
     rough_copy_bytes: int | None = None  # of its matrices in 4 bits; None: it cannot have these
     max_model_len: int = 0  # tokens
@@ -134,6 +135,7 @@ def _report(
         most_bytes=num_parameters * item.itemsize,
         dtype=dtype,
         kv_bytes_per_token=None if page is None else page // _PAGE,
+        has_latents=path == "own" and config.latent is not None,
         state_bytes=bytes_per_slot(states, item),
         rough_copy_bytes=int(ROUGH_BYTES * num_parameters) if has_rough_copy else None,
         max_model_len=config.max_model_len,

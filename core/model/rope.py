@@ -238,6 +238,13 @@ def attention_scaling(spec: RopeSpec) -> float:
     return _mscale(spec.factor, 1.0)
 
 
+def mscale_all(spec: RopeSpec) -> float:
+    """Factor of DeepSeek's variant of yarn on a whole query or key, turned or not; else 1."""
+    if spec.kind == "default" or not spec.mscale_all_dim:
+        return 1.0
+    return _mscale(spec.factor, spec.mscale_all_dim)
+
+
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 

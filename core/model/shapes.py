@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..ops.base import LatentShape
 from .config import LLAMA_MLP, DecoderConfig, DeltaSpec, ExpertsSpec, MlpNames
 
 Shape = tuple[int, ...]
@@ -110,6 +111,8 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
 
 
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    if config.latent is not None:
+        return _latent_shapes(config, config.latent)
     hidden, spec = config.hidden_size, config.layers[layer]
     num_heads, num_kv_heads, head_dim = config.heads_of(layer)
     q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
@@ -131,6 +134,28 @@ def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if config.has_sinks:
         shapes["self_attn.sinks"] = (num_heads,)
     return shapes
+
+
+def _latent_shapes(config: DecoderConfig, shape: LatentShape) -> Shapes:
+    hidden, heads = config.hidden_size, config.num_heads
+    found: Shapes = {
+        "self_attn.kv_a_proj_with_mqa.weight": (shape.key_dim, hidden),
+        "self_attn.kv_a_layernorm.weight": (shape.rank,),
+        "self_attn.o_proj.weight": (hidden, heads * shape.value_dim),
+    }
+    if config.has_split_latents:
+        found["self_attn.k_b_proj.weight"] = (heads, shape.rank, shape.nope_dim)
+        found["self_attn.v_b_proj.weight"] = (heads, shape.value_dim, shape.rank)
+    else:
+        width = shape.nope_dim + shape.value_dim
+        found["self_attn.kv_b_proj.weight"] = (heads * width, shape.rank)
+    if not shape.q_rank:
+        return found | {"self_attn.q_proj.weight": (heads * shape.query_dim, hidden)}
+    return found | {
+        "self_attn.q_a_proj.weight": (shape.q_rank, hidden),
+        "self_attn.q_a_layernorm.weight": (shape.q_rank,),
+        "self_attn.q_b_proj.weight": (heads * shape.query_dim, shape.q_rank),
+    }
 
 
 def _delta_shapes(hidden: int, spec: DeltaSpec) -> Shapes:
@@ -225,7 +250,8 @@ def _mlp_shapes(config: DecoderConfig, width: int) -> Shapes:
 
 def _biases(config: DecoderConfig, shapes: Shapes) -> Shapes:
     """A bias is as long as its weight has rows."""
-    biased = dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), config.qkv_bias)
+    of_stream = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
+    biased = dict.fromkeys(of_stream, config.qkv_bias)
     biased = {f"self_attn.{name}": has for name, has in biased.items()}
     biased["self_attn.o_proj"] = config.o_bias
     mlp = (*config.mlp_names, FUSED_GATE_UP)

@@ -92,18 +92,38 @@ FIRST_TABLE = Tables()
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How a row of packed QKV is cut into heads: queries, then keys, then values."""
+    """How a row of packed QKV is cut into heads: queries, then keys, then values.
+
+    With a ``rank`` (latent attention) there are no values of their own: a key's first items are its
+    value, too, and RoPE turns the others alone, of queries likewise.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float  # of the scores, usually head_dim ** -0.5
     value_eps: float | None = None  # of an RMS norm of each value, without a weight; None: no norm
+    rank: int = 0  # items of a key that are its value; 0: values have rows of their own
 
     @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a page, layer and KV head."""
+        return 1 if self.rank else 2
+
+    @property
+    def value_dim(self) -> int:
+        """Items of a value."""
+        return self.rank or self.head_dim
+
+    @property
+    def turned_dim(self) -> int:
+        """Items of a query or key that RoPE's tables are of, the last ones."""
+        return self.head_dim - self.rank
 
 
 class ForwardPlan(Protocol):
@@ -324,6 +344,53 @@ class AttentionWeights:
         return (self.qkv, self.o)
 
 
+class LatentShape(NamedTuple):
+    """Sizes of latent attention. Of a head's query ``nope_dim`` items meet the latent."""
+
+    q_rank: int  # of what queries are made of; 0: they are made of the stream
+    rank: int  # of the latent: what is kept of a position besides ``rope_dim`` items
+    nope_dim: int
+    rope_dim: int  # items of a query and of the key that RoPE turns
+    value_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        """Items of a head's query before it meets the latent."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Items that are kept of a position."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1), absorbed.
+
+    A position keeps one row for all heads: its latent, and a key that RoPE has turned. A head's
+    matrix of keys takes its query to the latent's dimensions, and its matrix of values takes what
+    it read of the latents to its output; so no key or value of a head is ever made.
+    """
+
+    down: PackedLinear  # rows: what queries are made of, the latent, the key that RoPE turns
+    q_norm: Norm | None  # None: ``down`` makes the queries themselves
+    q_up: PackedLinear | None  # [num_heads * query_dim, q_rank]
+    kv_norm: Norm  # of the latent
+    keys: tuple[PackedLinear, ...]  # of each head, [rank, nope_dim]
+    values: tuple[PackedLinear, ...]  # of each head, [value_dim, rank]
+    o: PackedLinear
+    place: KvPlace  # of its latents
+    shape: LatentShape
+    tables: Tables = FIRST_TABLE
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Every packed matrix that may be quantised."""
+        up = () if self.q_up is None else (self.q_up,)
+        return (self.down, *up, *self.keys, *self.values, self.o)
+
+
 class DeltaShape(NamedTuple):
     """Heads of a layer of the gated delta rule, and the taps of its convolution.
 
@@ -393,7 +460,7 @@ class LayerWeights:
     """
 
     mixer_norm: Norm | None
-    mixer: AttentionWeights | DeltaWeights
+    mixer: AttentionWeights | LatentWeights | DeltaWeights
     mlp_norm: Norm | None
     mlp: MlpWeights | ExpertWeights
     mixer_out_norm: Norm | None = None
@@ -404,7 +471,8 @@ class LayerWeights:
     @property
     def part(self) -> int:
         """Part of the pool, and so the plan, that the layer's operations read."""
-        return self.mixer.place.part if isinstance(self.mixer, AttentionWeights) else 0
+        mixer = self.mixer
+        return mixer.place.part if isinstance(mixer, AttentionWeights | LatentWeights) else 0
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
@@ -506,7 +574,8 @@ class Ops(Protocol):
 
         ``[T, (num_heads + 2 * num_kv_heads) * head_dim]`` to queries ``[T, num_heads * head_dim]``
         as the backend's own `attention` takes them, scaled. May overwrite ``qkv``. Of queries
-        alone, ``[T, num_heads * head_dim]``, nothing is written.
+        alone, ``[T, num_heads * head_dim]``, nothing is written. Of heads with a `HeadLayout.rank`
+        rows have no values, and there is no ``norm``.
         """
 
     def attention(
@@ -520,6 +589,8 @@ class Ops(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape.
+
+        Of heads with a `HeadLayout.rank` to ``[T, num_heads * rank]``.
 
         With a ``window`` a row sees itself and the ``window - 1`` positions before it. With a
         ``cap`` scores become ``cap * tanh(scores / cap)`` (Gemma 2, arXiv 2408.00118). ``sinks``

@@ -22,10 +22,11 @@ _LONGER = 1.05  # a block, at most, for pages that end with the layers
 
 
 class KVPool:
-    """One tensor ``[num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]``, or of bytes.
+    """``[num_pages, num_layers, num_blocks, num_kv_heads, page_size, head_dim]``, or bytes.
 
     A page is one contiguous blob over all layers: the unit of ownership, copying and transfer.
-    It is made of blocks, one for each layer, K or V, and KV head. With ``kv_dtype`` int8 or fp8
+    It is made of blocks, for each layer and KV head one of keys and one of values; where values are
+    items of the keys (latent attention) there is one block alone. With ``kv_dtype`` int8 or fp8
     (e4m3) a block is scaled: the vectors of its tokens, a byte an item, then a float32 scale for
     each, and the last two dimensions are one. Content is void until written; who owns which page
     is the prefix cache's business. ``states``: of a model with recurrent layers, whose passes get
@@ -44,24 +45,31 @@ class KVPool:
         device: torch.device | str,
         kv_dtype: KvDtype = "auto",
         states: StatePool | None = None,
+        num_blocks: int = 2,
     ) -> None:
         self.num_pages = num_pages
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.num_blocks = num_blocks
         self.page_size = page_size
         self.dtype = dtype  # of what is written and read; kept so, too, unless scaled
         self.states = states
         self.block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
-        self.page_blocks = num_layers * 2 * num_kv_heads  # from a page to the next
+        self.page_blocks = self.own_blocks  # from a page to the next
         items = (page_size, head_dim) if kv_dtype == "auto" else (self.block.num_items,)
-        shape = (num_pages, num_layers, 2, num_kv_heads, *items)
+        shape = (num_pages, num_layers, num_blocks, num_kv_heads, *items)
         self.data: Tensor = _fresh(math.prod(shape), self.block.dtype, device).view(shape)
 
     @property
     def parts(self) -> tuple[KVPool, ...]:
         """Pools of layers that are alike, over the same pages; of a uniform model itself alone."""
         return (self,)
+
+    @property
+    def own_blocks(self) -> int:
+        """Blocks of a page that are of these layers."""
+        return self.num_layers * self.num_blocks * self.num_kv_heads
 
     @property
     def blocks(self) -> Tensor:
@@ -96,7 +104,7 @@ class KVPool:
 
     def _copy_slots(self, slots: Tensor) -> None:
         """``slots`` [2, n]: from, to."""
-        each = torch.arange(self.num_layers * 2 * self.num_kv_heads, device=slots.device)
+        each = torch.arange(self.own_blocks, device=slots.device)
         firsts = (slots // self.page_size).mul_(self.page_blocks)
         blocks, offsets = firsts.unsqueeze(-1) + each, (slots % self.page_size).unsqueeze(-1)
         vectors, scales = self.split(self.blocks)
@@ -119,11 +127,16 @@ def _fresh(num_items: int, dtype: torch.dtype, device: torch.device | str) -> Te
 
 
 class KvShape(NamedTuple):
-    """Layers whose keys and values are alike."""
+    """Layers whose keys and values are alike.
+
+    ``num_blocks`` of a page, layer and KV head: keys and values, or 1 where values are items of the
+    keys.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    num_blocks: int = 2
 
 
 class KvPlace(NamedTuple):
@@ -139,7 +152,7 @@ class _PartPool(KVPool):
     def __init__(self, whole: KVPool, shape: KvShape, block: BlockLayout, memory: Tensor) -> None:
         """``memory``: as much as the whole pool has, from where the shape's first layer lies."""
         self.num_pages, self.page_size, self.dtype = whole.num_pages, whole.page_size, whole.dtype
-        self.num_layers, self.num_kv_heads, self.head_dim = shape
+        self.num_layers, self.num_kv_heads, self.head_dim, self.num_blocks = shape
         self.states = whole.states
         self.block = block
         self.page_blocks = len(memory) // self.num_pages // block.num_items
@@ -230,7 +243,7 @@ def page_items(shapes: Sequence[KvShape], blocks: Sequence[BlockLayout]) -> int:
 
 
 def _layers_items(shape: KvShape, block: BlockLayout) -> int:
-    return 2 * shape.num_layers * shape.num_kv_heads * block.num_items
+    return shape.num_blocks * shape.num_layers * shape.num_kv_heads * block.num_items
 
 
 def _blocks(
@@ -294,10 +307,11 @@ def bytes_per_page(
     page_size: int,
     dtype: torch.dtype,
     kv_dtype: KvDtype = "auto",
+    num_blocks: int = 2,
 ) -> int:
     """Bytes of one page over all layers, keys and values."""
     block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
-    return 2 * num_layers * num_kv_heads * block.num_bytes
+    return num_blocks * num_layers * num_kv_heads * block.num_bytes
 
 
 def to_scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from .base import (
     DeltaWeights,
     ExpertWeights,
     ForwardPlan,
+    LatentWeights,
     LayersOutput,
     LayerWeights,
     MlpWeights,
@@ -100,8 +101,12 @@ def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
 def write_kv(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> None:
     """Write a layer's keys and values of rows ``[T, hidden]`` of the stream, and no more."""
     mixer = layer.mixer
-    assert isinstance(mixer, AttentionWeights), "only attention has keys and values"
     x = x if layer.mixer_norm is None else ops.norm(x, layer.mixer_norm)
+    if isinstance(mixer, LatentWeights):
+        rows = _latent_rows(ops, mixer, x)
+        ops.rope_write(rows, mixer.place.layer, plan, None, mixer.tables)
+        return
+    assert isinstance(mixer, AttentionWeights), "only attention has keys and values"
     qkv = ops.linear(x, mixer.qkv)
     if mixer.gate:
         qkv = qkv[:, : -mixer.gate].contiguous()
@@ -113,6 +118,8 @@ def _mix(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
     mixer = layer.mixer
     if isinstance(mixer, AttentionWeights):
         x = _attend(ops, mixer, x, plan)
+    elif isinstance(mixer, LatentWeights):
+        x = _attend_latents(ops, mixer, x, plan)
     else:
         x = _recur(ops, mixer, x, plan)
     return x if layer.mixer_out_norm is None else ops.norm(x, layer.mixer_out_norm)
@@ -129,6 +136,38 @@ def _attend(ops: Ops, mixer: AttentionWeights, x: Tensor, plan: ForwardPlan) -> 
     if gate is not None:
         attended = ops.gate(attended, gate)
     return ops.linear(attended, mixer.o)
+
+
+def _attend_latents(ops: Ops, mixer: LatentWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
+    """``[T, hidden]`` to the same, by attention over latents in the pages."""
+    index = mixer.place.layer
+    q = ops.rope_write(_latent_rows(ops, mixer, x), index, plan, None, mixer.tables)
+    read = ops.attention(q, index, plan, None)
+    return ops.linear(_by_head(ops, read, mixer.values), mixer.o)
+
+
+def _latent_rows(ops: Ops, mixer: LatentWeights, x: Tensor) -> Tensor:
+    """Rows ``[T, hidden]`` to every head's query and the key, ``[T, (num_heads + 1) * key_dim]``.
+
+    Their last ``rope_dim`` items are still to be turned.
+    """
+    shape, num_heads = mixer.shape, len(mixer.keys)
+    made = ops.linear(x, mixer.down)
+    q, latent, key = made.tensor_split([-shape.key_dim, -shape.rope_dim], dim=1)
+    if mixer.q_up is not None:
+        assert mixer.q_norm is not None
+        q = ops.linear(ops.norm(q.contiguous(), mixer.q_norm), mixer.q_up)
+    by_head = q.view(len(q), num_heads, -1)
+    nope, turning = torch.split(by_head, [shape.nope_dim, shape.rope_dim], dim=2)
+    met = _by_head(ops, nope.flatten(1), mixer.keys).view(len(q), num_heads, -1)
+    queries = torch.cat((met, turning), dim=2).flatten(1)
+    return torch.cat((queries, ops.norm(latent.contiguous(), mixer.kv_norm), key), dim=1)
+
+
+def _by_head(ops: Ops, x: Tensor, weights: Sequence[PackedLinear]) -> Tensor:
+    """``[T, num_heads * in_features] -> [T, num_heads * out_features]``, by a weight a head."""
+    pairs = zip(x.chunk(len(weights), dim=1), weights, strict=True)
+    return torch.cat([ops.linear(part.contiguous(), weight) for part, weight in pairs], dim=1)
 
 
 def _recur(ops: Ops, mixer: DeltaWeights, x: Tensor, plan: ForwardPlan) -> Tensor:

@@ -111,8 +111,18 @@ def taps_of(num_layers: int) -> Taps:
     return tuple(sorted({max(1, round(num_layers * share)) for share in (0.2, 0.5, 0.8)}))
 
 
+def _heads_of(config: DecoderConfig) -> tuple[int, int]:
+    """KV heads of a draft and their size: the target's, or its values' where these are made of
+    latents.
+    """
+    if config.latent is None:
+        return config.num_kv_heads, config.head_dim
+    return config.num_heads, config.latent.value_dim
+
+
 def _new_head(target: Target, shape: Shape) -> Vocabulary:
     config, ids = target.config, shape.draft_ids
+    num_kv_heads, head_dim = _heads_of(config)
     same: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.vocab_size if ids is None else len(ids),
@@ -121,8 +131,8 @@ def _new_head(target: Target, shape: Shape) -> Vocabulary:
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
         "rope": replace(config.rope, query_beta=0.0),
         "max_model_len": config.max_model_len,
         "norm_eps": config.norm_eps,
@@ -152,10 +162,12 @@ def _new_eagle(shape: Shape, same: dict[str, Any]) -> EagleHead:  # noqa: ARG001
 def _check_layers(config: DecoderConfig) -> None:
     """Raise `InvalidRequest` for layers whose matrices fit no draft."""
     for layer in config.layers:
-        if layer.experts or layer.heads or layer.kv_of is not None:
+        is_other = layer.experts or layer.heads or layer.kv_of is not None
+        if is_other or config.latent is not None:
             message = (
-                f"init: the layers of {config.model_type} have experts or heads of several sizes: "
-                "train a draft of kind block from random weights, or begin with one in a folder"
+                f"init: the layers of {config.model_type} have experts, latents or heads of several"
+                " sizes: train a draft of kind block from random weights, or begin with one in a"
+                " folder"
             )
             raise InvalidRequest(message, param="init")
 
@@ -306,14 +318,15 @@ def _language_model(target: Target, shape: Shape, weights: Weights, init: str | 
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     config = target.config
+    num_kv_heads, head_dim = _heads_of(config)
     values: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": min(shape.layers, config.num_layers),
         "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
         "max_position_embeddings": config.max_model_len,

@@ -1,4 +1,4 @@
-"""Layers with heads of two sizes, layers that read the keys of others: same seed, same tokens."""
+"""Heads of two sizes, layers that read the keys of others, latents: same seed, same tokens."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ KINDS = {
     "torch": ("gemma4_shared", "float32", "torch", "auto"),
     "native bfloat16": ("gemma4_shared", "bfloat16", "native", "auto"),
     "native int8": ("gemma4_experts", "bfloat16", "native", "int8"),
+    "mla torch": ("deepseek_v2", "float32", "torch", "auto"),
+    "mla native": ("deepseek_v3", "float32", "native", "auto"),
+    "mla native bfloat16": ("glm4_moe_lite", "bfloat16", "native", "auto"),
 }
 
 
@@ -23,7 +26,9 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     kind, dtype, backend, kv_dtype = KINDS[request.param]
     if backend == "native" and native_library() is None:
         pytest.skip("no native kernels on this machine")
-    sizes = {"vocab_size": 256, "vocab_size_per_layer_input": 256}
+    sizes = {"vocab_size": 256}
+    if kind.startswith("gemma4"):
+        sizes |= {"vocab_size_per_layer_input": 256}
     folder = make_checkpoint(tmp_path_factory.mktemp(kind), kind, **sizes)
     return House.load((folder, folder), dtype, backend, kv_dtype)  # type: ignore[arg-type]
 

@@ -88,6 +88,21 @@ _GROUPS = {
     "topk_group": 2,
     "routed_scaling_factor": 1.6,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "pad_token_id": None,
+}
+_LATENT_EXPERTS = _LATENT | _EXPERTS | _GROUPS | {"n_shared_experts": 1, "first_k_dense_replace": 1}
+
+
+def _many_heads(count: int) -> dict[str, Any]:
+    return {"num_attention_heads": count, "num_key_value_heads": count}
+
 
 # Every family and every kind of RoPE: model type and what differs from SHAPE.
 # fmt: off
@@ -184,6 +199,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                 | _rope("dynamic", alpha=50.0, factor=1.0)),
     "hunyuan_moe": ("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 8, "moe_topk": 3}),
     "hunyuan_linear": ("hunyuan_v1_dense", {"head_dim": 16} | _rope("linear", factor=3.0)),
+    "deepseek_v2": ("deepseek_v2", _LATENT_EXPERTS | {"n_shared_experts": 2, "q_lora_rank": None}
+                    | {"topk_method": "group_limited_greedy"} | _many_heads(16)),
+    "deepseek_v2_greedy": ("deepseek_v2", _LATENT_EXPERTS | {"attention_bias": True}
+                           | _yarn(mscale=0.707, mscale_all_dim=0.707)),
+    "deepseek_v3": ("deepseek_v3", _LATENT_EXPERTS | {"attention_bias": True}
+                    | {"num_nextn_predict_layers": 0}),
+    "deepseek_v3_yarn": ("deepseek_v3", _LATENT_EXPERTS | {"rope_interleave": False}
+                         | {"num_nextn_predict_layers": 0} | _yarn(mscale=1.0, mscale_all_dim=0.5)),
+    "glm4_moe_lite": ("glm4_moe_lite", _LATENT_EXPERTS | {"n_group": 1, "topk_group": 1}
+                      | _many_heads(20)),
+    "minicpm3": ("minicpm3", _LATENT | {"scale_emb": 3.0, "dim_model_base": 32}),
+    "youtu": ("youtu", _LATENT | {"v_head_dim": 6}
+              | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4} | _many_heads(128)),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3_gelu": ("qwen3", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
     "qwen3_biased": ("qwen3", {"head_dim": 32, "attention_bias": True}),
@@ -382,8 +410,7 @@ class ModelDriver:
         self.pool.data[list(sequence.pages[page + 1 :])] = void_item(self.pool)
         for part in self.pool.parts if page < len(sequence.pages) else ():
             blocks = part.data[sequence.pages[page]].view(-1, part.block.num_items)
-            own = 2 * part.num_layers * part.num_kv_heads
-            vectors, scales = part.split(blocks[:own])
+            vectors, scales = part.split(blocks[: part.own_blocks])
             (vectors if scales is None else scales)[:, offset:] = torch.nan
 
 

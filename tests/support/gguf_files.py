@@ -29,6 +29,8 @@ ARCHS = {
     "ernie4_5_moe": "ernie4_5-moe", "olmo": "olmo",
     "granitemoe": "granitemoe", "nemotron": "nemotron", "stablelm": "stablelm", "phi": "phi2",
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "youtu": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
 }  # fmt: skip
 TURNED = (
     "llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo",
@@ -97,6 +99,9 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
         if ".linear_attn." in name:
             found |= _hybrid_tensors(name, values, config)
             continue
+        if name.endswith("kv_b_proj.weight"):
+            found |= _keys_and_values(name, values, config)
+            continue
         if config["model_type"] in LARGER_NORMS and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if turned and name.endswith(("q_proj.bias", "k_proj.bias")):
@@ -124,6 +129,17 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
             name = name.replace(old, new).removeprefix("model.") if old in name else name
         found[name] = np.stack(parts)
     return found
+
+
+def _keys_and_values(name: str, values: Array, config: dict[str, Any]) -> dict[str, Array]:
+    """By head; those of keys are transposed."""
+    by_head = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+    keys, plain = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
+    turned = np.ascontiguousarray(keys.swapaxes(1, 2))
+    return {
+        name.replace("kv_b_proj", "k_b_proj"): turned,
+        name.replace("kv_b_proj", "v_b_proj"): np.ascontiguousarray(plain),
+    }
 
 
 def _hybrid_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str, Array]:
@@ -347,6 +363,37 @@ def _ministral3(writer: Any, config: dict[str, Any]) -> None:
     writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
+def _deepseek2(writer: Any, config: dict[str, Any]) -> None:
+    rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    if config.get("q_lora_rank"):
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + turned)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(turned)
+    rope = config["rope_parameters"]
+    if "factor" in rope:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if "n_routed_experts" not in config:
+        writer.add_leading_dense_block_count(config["num_hidden_layers"])
+        return
+    if "mlp_layer_types" in config:
+        config = config | {"first_k_dense_replace": config["mlp_layer_types"].count("dense")}
+    _experts(writer, config)
+    is_sigmoid = config["model_type"] != "deepseek_v2"
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SIGMOID if is_sigmoid else kinds.SOFTMAX)
+    if config.get("n_group"):
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+
+
 def _hybrid(writer: Any, config: dict[str, Any]) -> None:
     heads = config["linear_num_value_heads"]
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
@@ -397,4 +444,5 @@ _MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "ministral3": _ministral3,
     "stablelm": _stablelm,
     **dict.fromkeys(_HYBRIDS, _hybrid),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), _deepseek2),
 }

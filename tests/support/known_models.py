@@ -157,6 +157,12 @@ KNOWN: dict[str, dict[str, Any]] = {
         n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
         moe_intermediate_size=1408, first_k_dense_replace=1, topk_method="greedy",
     ),
+    "GLM-4.7-Flash": _shape(
+        "glm4_moe_lite", 2048, 10240, 47, 20, 20, 154880, 202752, kv_lora_rank=512,
+        q_lora_rank=768, qk_rope_head_dim=64, qk_nope_head_dim=192, v_head_dim=256,
+        n_routed_experts=64, n_shared_experts=1, num_experts_per_tok=4,
+        moe_intermediate_size=1536, first_k_dense_replace=1,
+    ),
     "Qwen3 32B AWQ": _shape(
         "qwen3", 5120, 25600, 64, 64, 8, 151936, 40960, head_dim=128,
         quantization_config={

@@ -17,6 +17,7 @@ from foretoken.core.model.report import ModelReport, inspect_model
 from support.known_models import KNOWN
 from support.tiny_models import TYPES
 
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 HERE = Path(__file__).resolve().parent / "models_page.md"
 
@@ -52,8 +53,8 @@ def _families() -> str:
 
 
 def _backends(model_type: str) -> str:
-    """Triton's kernels take no heads of several sizes and no states; torch computes such models."""
-    is_torchs = model_type in ("gemma4_text", "gemma4_unified_text", *OWN_ONLY)
+    """Triton's kernels take no heads of several sizes, no latents and no states."""
+    is_torchs = model_type in ("gemma4_text", "gemma4_unified_text", *OWN_ONLY, *_LATENT)
     return "torch, native" if is_torchs else "torch, native, Triton"
 
 

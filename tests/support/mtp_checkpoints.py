@@ -1,4 +1,4 @@
-"""Tiny GLM-4.5 checkpoints with a layer that predicts a further token (MTP)."""
+"""Tiny checkpoints, GLM-4.5's by default, with a layer that predicts a further token (MTP)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BEHIND = f"model.layers.{NUM_LAYERS}."  # prefix of its tensors
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's
 
 
-def save_mtp(folder: Path, *, seed: int = 0, **more: Any) -> Path:
+def save_mtp(folder: Path, model_type: str = "glm4_moe", *, seed: int = 0, **more: Any) -> Path:
     """A checkpoint as the hub has GLM-4.5: the layer lies behind the last one."""
-    save_tiny(folder, "glm4_moe", num_nextn_predict_layers=1, **more)
+    save_tiny(folder, model_type, num_nextn_predict_layers=1, **more)
     add_tensors(folder, random_layer(tensors_of(folder), seed))
     return folder
 

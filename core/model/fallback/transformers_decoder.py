@@ -34,8 +34,7 @@ from ..config import DecoderConfig
 from ..decoder import ModelPath, PagedDecoder, check_taps
 from .transformers_probe import AttentionCall, AttentionSite, hooked
 
-_MAX_NATIVE_DIM = 512
-_MAX_NATIVE_GROUP = 64
+_MAX_NATIVE_DIM = 576
 _ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg"))  # never quantised
 
 
@@ -446,8 +445,7 @@ def _places(
     places = {}
     for site in sites:
         part = pairs.index((site.num_kv_heads, site.head_dim))
-        heads = site.heads
-        fits = heads.head_dim <= _MAX_NATIVE_DIM and heads.group_size <= _MAX_NATIVE_GROUP
+        fits = site.heads.head_dim <= _MAX_NATIVE_DIM
         chosen = ops if site.is_plain and fits else torch_ops
         places[modules[site.module]] = _PagedAttention(site, part, used[part], chosen)
         used[part] += 1

@@ -123,7 +123,7 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
         head_norm="each" if fields.flag("use_qk_norm", False) else "none",
         qkv_bias=fields.flag("attention_bias", False),
         mtp=BEHIND_THE_LAST,
-        layers=_like_deepseek(fields, windowed(fields, None), renorms=True, num_default=1),
+        layers=like_deepseek(fields, windowed(fields, None), renorms=True, num_default=1),
     )
 
 
@@ -154,7 +154,7 @@ def dots1(fields: Fields) -> DecoderConfig:
         fields,
         head_norm="each",
         attention_bias=False,
-        layers=_like_deepseek(fields, layers, renorms=False, num_default=0),
+        layers=like_deepseek(fields, layers, renorms=False, num_default=0),
     )
 
 
@@ -197,7 +197,7 @@ def renorm_of(fields: Fields, default: bool) -> float | None:
     return 0.0 if fields.flag("norm_topk_prob", default) else None
 
 
-def _like_deepseek(
+def like_deepseek(
     fields: Fields, layers: tuple[LayerSpec, ...], *, renorms: bool, num_default: int
 ) -> tuple[LayerSpec, ...]:
     """The router of DeepSeek V3 (arXiv 2412.19437); the first layers are dense.

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from ..config import DecoderConfig
 from ..fields import Fields
 from ..formats.quantized import read_scheme
-from . import dense, experts, gemma4, hybrid
+from . import dense, experts, gemma4, hybrid, latent
 
 MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "arcee": dense.arcee,
     "cohere": dense.cohere,
     "cohere2": dense.cohere2,
+    "deepseek_v2": latent.deepseek_v2,
+    "deepseek_v3": latent.deepseek_v3,
     "dots1": experts.dots1,
     "ernie4_5": dense.ernie,
     "exaone4": dense.exaone4,
@@ -23,12 +25,14 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "glm": dense.glm,
     "glm4": dense.glm4,
     "glm4_moe": experts.glm4_moe,
+    "glm4_moe_lite": latent.glm4_moe_lite,
     "gpt_oss": experts.gpt_oss,
     "granite": dense.granite,
     "helium": dense.helium,
     "hunyuan_v1_dense": dense.hunyuan,
     "hunyuan_v1_moe": experts.hunyuan_moe,
     "llama": dense.llama,
+    "minicpm3": latent.minicpm3,
     "minimax_m2": experts.minimax_m2,
     "ministral3": dense.ministral3,
     "mistral": dense.mistral,
@@ -47,6 +51,7 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "qwen3_next": hybrid.qwen3_next,
     "smollm3": dense.smollm3,
     "starcoder2": dense.starcoder2,
+    "youtu": latent.youtu,
 }
 
 # Text models that transformers has inside of multimodal ones alone. Their fields come with the

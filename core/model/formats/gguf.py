@@ -178,6 +178,8 @@ class GgufFile:
             "pad_token_id": None,
             "dtype": self.stored_dtype,
         }
+        if self._architecture.is_latent:
+            head_dim = meta.number("rope.dimension_count")
         rope = self._rope(head_dim)
         values |= self._architecture.fields(meta)
         if "hidden_size_per_layer_input" in values:

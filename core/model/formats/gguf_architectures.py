@@ -77,6 +77,17 @@ NEXTN_NAMES = {
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_norm": "shared_head.norm",
 }
+# Latent attention; files of before latents were kept have keys and values in one matrix.
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 _CHOICE_BIAS = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
 _PHI = {
     "attn_output": "self_attn.dense",
@@ -137,6 +148,7 @@ class Architecture:
     ``turns_part``: RoPE may turn a part of each head. ``is_turned``: rows of queries and keys lie
     in the pairs that RoPE turns, not in halves. ``norm_offset``: what the file's norms have more
     than the model's. ``has_tiled_heads``: value head j reads key head ``j % num_key_heads``.
+    ``is_latent``: attention is over latents, and RoPE's dimensions are heads of their own.
     """
 
     model_type: str
@@ -146,6 +158,7 @@ class Architecture:
     is_turned: bool = False
     norm_offset: float = 0.0
     has_tiled_heads: bool = False
+    is_latent: bool = False
     experts: Literal["none", "each", "gpt_oss", "granite"] = "none"
     final_norm: str = "model.norm"
 
@@ -378,6 +391,41 @@ def _like_deepseek(meta: Metadata) -> dict[str, Any]:
     }
 
 
+_SIGMOID = 2  # of the kinds of gating
+
+
+def _deepseek2(meta: Metadata) -> dict[str, Any]:
+    """DeepSeek V3 and what is like it where scores are sigmoids, else V2; Youtu without experts.
+
+    Files of before latents were kept have the lengths of heads that are made of them.
+    """
+    turned, stretch = meta.number("rope.dimension_count"), "rope.scaling.yarn_log_multiplier"
+    key, value = (
+        meta.optional(f"attention.{name}_length_mla", 0) or meta.number(f"attention.{name}_length")
+        for name in ("key", "value")
+    )
+    found: dict[str, Any] = {
+        "kv_lora_rank": meta.number("attention.kv_lora_rank"),
+        "q_lora_rank": meta.optional("attention.q_lora_rank", 0) or None,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": key - turned,
+        "v_head_dim": value,
+    }
+    if log_multiplier := meta.optional(stretch, 0.0):  # a tenth of what the model has
+        mscale = 10 * log_multiplier
+        found["rope_parameters"] = {"mscale": mscale, "mscale_all_dim": mscale}
+    if not meta.optional("expert_count", 0):
+        return found | {"model_type": "youtu"}
+    found |= _like_deepseek(meta)
+    first = f"blk.{found['first_k_dense_replace']}"
+    if meta.optional("expert_gating_func", 0) == _SIGMOID or meta.has_tensor(
+        f"{first}.exp_probs_b.bias"
+    ):
+        return found
+    method = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
+    return found | {"model_type": "deepseek_v2", "topk_method": method}
+
+
 def _dots1(meta: Metadata) -> dict[str, Any]:
     return _like_deepseek(meta) | {"sliding_window": None}
 
@@ -460,6 +508,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture(model_type="arcee", fields=_arcee, is_turned=True),
     "cohere2": Architecture(model_type="cohere2", fields=_cohere2),
     "command-r": Architecture(model_type="cohere", fields=_cohere),
+    "deepseek2": Architecture(
+        model_type="deepseek_v3",
+        fields=_deepseek2,
+        names=_EXPERTS | _SHARED_EXPERTS | _CHOICE_BIAS | _LATENT,
+        is_latent=True,
+        experts="each",
+    ),
     "dots1": Architecture(
         model_type="dots1",
         fields=_dots1,
@@ -605,9 +660,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # Of files of these architectures; Mistral's say that they are Llama's.
 GGUF_TYPES = frozenset(each.model_type for each in ARCHITECTURES.values()) | {
+    "deepseek_v2",
+    "glm4_moe_lite",
     "mistral",
     "mixtral",
     "olmo3",
+    "youtu",
 }
 # The text model of a multimodal file; other names of what is Llama's.
 ALIASES = {

@@ -1,7 +1,7 @@
 /* Paged attention in place, for decode, verify and prefill rows alike.
  *
- * A task is rows of one segment, or of several that share pages, and one KV head: all query heads
- * of that KV head together. Keys are taken 64 at a time at absolute positions, in the order of the
+ * A task is rows of one segment, or of several that share pages, and one KV head: the query heads
+ * of that KV head together, up to QUERIES of them. Keys are taken 64 at a time at absolute positions, in the order of the
  * plan's walk, so a query adds up the same numbers in the same order whatever rides beside it.
  *
  * A block's keys are turned once, for all queries that take it, so that sixteen of them lie side by
@@ -28,10 +28,10 @@ static int64_t line_up_queries(const attend_task *task, attend_space *space) {
     return query;
 }
 
-/* A query's first element in q and in out. */
-static int64_t element_of(const attend_task *task, const attend_space *space, int64_t query) {
-    int64_t head = task->head * task->group + query % task->group;
-    return (space->rows[query] * task->job->heads->num_heads + head) * task->dim;
+/* A query's number among those of all rows, which is its place in q and in out. */
+static int64_t place_of(const attend_task *task, const attend_space *space, int64_t query) {
+    int64_t head = task->first + query % task->group;
+    return space->rows[query] * task->job->heads->num_heads + head;
 }
 
 static void begin_task(const attend_task *task, attend_space *space) {
@@ -39,10 +39,11 @@ static void begin_task(const attend_task *task, attend_space *space) {
     int64_t num_queries = line_up_queries(task, space);
     int widens = heads->dtype == FT_BFLOAT16 && !uses_dot(heads);
     for (int64_t i = 0; i < num_queries; i++) {
-        const char *query = task->job->q + element_of(task, space, i) * item_size(heads);
+        int64_t at = place_of(task, space, i) * task->dim;
+        const char *query = task->job->q + at * item_size(heads);
         float *wide = space->wide + i * task->dim;
         const float *sinks = task->job->rule->sinks;
-        space->max_score[i] = sinks ? sinks[task->head * task->group + i % task->group] : HIDDEN;
+        space->max_score[i] = sinks ? sinks[task->first + i % task->group] : HIDDEN;
         space->exp_sum[i] = sinks ? 1.0f : 0.0f;
         if (is_int8(task)) {
             pack_query(space, i, query, task->dim, heads->dtype == FT_BFLOAT16);
@@ -65,11 +66,10 @@ static void begin_task(const attend_task *task, attend_space *space) {
 static void end_task(const attend_task *task, const attend_space *space) {
     int is_bf16 = task->job->heads->dtype == FT_BFLOAT16;
     for (int64_t i = 0; i < space->first_query[task->num_parts]; i++) {
-        int64_t at = element_of(task, space, i);
-        for (int64_t d = 0; d < task->dim; d += FT_WIDTH) {
+        int64_t dim = task->value_dim, at = place_of(task, space, i) * dim;
+        for (int64_t d = 0; d < dim; d += FT_WIDTH) {
             ft_vec sum = v_load(space->acc + i * task->padded + d);
-            v_put(task->job->out, at + d, v_div(sum, v_set(space->exp_sum[i])), task->dim - d,
-                  is_bf16);
+            v_put(task->job->out, at + d, v_div(sum, v_set(space->exp_sum[i])), dim - d, is_bf16);
         }
     }
 }
@@ -110,18 +110,24 @@ static void attend_one(const attend_task *task, attend_space *space) {
     end_task(task, space);
 }
 
-/* A KV head of the index / num_kv_heads-th task of the plan. */
+/* A task of the plan, for all of its shares of the first KV head, then of the next: they are `index`. */
 static attend_task find_task(const attend_job *job, int64_t index) {
     const ft_heads *heads = job->heads;
-    const int64_t *firsts = job->plan->firsts + index / heads->num_kv_heads;
+    int64_t shares = job->plan->num_shares, of_task = heads->num_kv_heads * shares;
+    const int64_t *firsts = job->plan->firsts + index / of_task;
+    int64_t head = index % of_task / shares, share = index % shares;
+    int64_t group = heads->num_heads / heads->num_kv_heads;
+    int64_t first = group * share / shares, stop = group * (share + 1) / shares;
     return (attend_task){
         .job = job,
         .parts = job->plan->parts + firsts[0],
         .num_parts = firsts[1] - firsts[0],
-        .head = index % heads->num_kv_heads,
-        .group = heads->num_heads / heads->num_kv_heads,
+        .head = head,
+        .first = head * group + first,
+        .group = stop - first,
         .dim = heads->head_dim,
-        .padded = ft_ceil_div(heads->head_dim, 16) * 16,
+        .value_dim = ft_value_dim(heads),
+        .padded = ft_ceil_div(ft_value_dim(heads), 16) * 16,
     };
 }
 
@@ -152,7 +158,8 @@ static void attend_piece(void *context, int64_t begin, int64_t end) {
 int ft_attend(const void *q, void *out, const ft_attend_plan *plan, const ft_batch *batch,
               const ft_kv *kv, const ft_heads *heads, int64_t layer, const ft_rule *rule) {
     attend_job job = {q, out, plan, batch, kv, heads, layer, rule, 0};
-    ft_parallel(attend_piece, &job, plan->num_tasks * heads->num_kv_heads, plan->grain);
+    int64_t tasks = plan->num_tasks * heads->num_kv_heads * plan->num_shares;
+    ft_parallel(attend_piece, &job, tasks, plan->grain);
     return job.failed ? -1 : 0;
 }
 

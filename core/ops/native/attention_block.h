@@ -39,14 +39,16 @@ typedef struct {
     int failed; /* set when a thread has no memory */
 } attend_job;
 
-/* A task of the plan for one KV head. Its queries: of every part's rows, the row's `group` query
- * heads one after the other. */
+/* A task of the plan for one KV head, or for a share of the query heads that read it. Its queries: of
+ * every part's rows, `group` of the row's query heads one after the other. */
 typedef struct {
     const attend_job *job;
     const ft_attend_part *parts;
     int64_t num_parts;
-    int64_t head, group;
-    int64_t dim, padded; /* of a head; rounded up to sixteen */
+    int64_t head;         /* the KV head */
+    int64_t first, group; /* of the query heads, how many of them */
+    int64_t dim;          /* of a query and of a key */
+    int64_t value_dim, padded; /* of a value; rounded up to sixteen */
 } attend_task;
 
 /* A thread's own memory. Words are fp32 numbers, or pairs of bf16, or quads of bytes. */
@@ -122,7 +124,8 @@ static int64_t vector_bytes(const attend_task *task) {
 
 /* From a key or its scale to the value's, in bytes. */
 static int64_t value_offset(const attend_task *task) {
-    return task->job->heads->num_kv_heads * task->job->kv->block_bytes;
+    const ft_heads *heads = task->job->heads;
+    return heads->rank ? 0 : heads->num_kv_heads * task->job->kv->block_bytes;
 }
 
 /* Pages lie anywhere, so that the CPU does not foresee what is read next. Into the second cache,
@@ -271,7 +274,7 @@ static void load_keys(const attend_task *task, attend_space *space, const char *
     for (int64_t i = 0; i < count; i += 16) {
         uint32_t *out = space->keys + i * stride;
         for (int64_t j = i; j < ft_min(i + 16, count); j++)
-            fetch_soon(rows[j] + value_offset(task), task->dim * item_size(heads));
+            if (!heads->rank) fetch_soon(rows[j] + value_offset(task), task->dim * item_size(heads));
         if (widens)
             turn_wide(rows + i, task->dim, out);
         else
@@ -308,8 +311,8 @@ static const char *value_row(const attend_task *task, const char *const *rows, i
  * the keys that follow. */
 static void load_values(const attend_task *task, attend_space *space, const char *const *rows,
                         const char *const *next, int64_t count) {
-    int64_t bytes = task->dim * item_size(task->job->heads);
-    int64_t dim = task->dim, padded = task->padded, stop = filled_keys(task, count);
+    int64_t bytes = task->dim * item_size(task->job->heads); /* of the keys that are fetched */
+    int64_t dim = task->value_dim, padded = task->padded, stop = filled_keys(task, count);
 #if defined(FT_PAIRS)
     if (uses_dot(task->job->heads)) {
         for (int64_t i = 0; i < stop; i += 2) {

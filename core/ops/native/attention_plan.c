@@ -161,14 +161,23 @@ static int64_t find_grain(const builder *build, int64_t head_products) {
     return ft_max(1, LEAST_WORK / work);
 }
 
+/* Shares of a KV head's query heads where its tasks are fewer than the threads. Only of latents, which
+ * all heads read: their keys take as long to turn as a few heads to score. */
+static int64_t more_shares(const builder *build, const ft_heads *heads, int64_t shares) {
+    if (!heads->rank) return shares;
+    int64_t wanted = ft_ceil_div(ft_num_threads(), build->num_tasks * heads->num_kv_heads);
+    return ft_min(ft_max(shares, wanted), heads->num_heads / heads->num_kv_heads);
+}
+
 int ft_plan_attention(const ft_part *parts, int64_t count, ft_attend_plan *plans) {
     builder builds[FT_MAX_PARTS];
-    int64_t groups[FT_MAX_PARTS];
+    int64_t groups[FT_MAX_PARTS], shares[FT_MAX_PARTS];
     size_t bytes = 0;
     for (int64_t i = 0; i < count; i++) {
         groups[i] = parts[i].heads->num_heads / parts[i].heads->num_kv_heads;
+        shares[i] = ft_ceil_div(groups[i], QUERIES);
         builds[i] = (builder){.batch = parts[i].batch, .page_size = parts[i].kv->page_size};
-        builds[i].most_rows = ft_max(1, QUERIES / groups[i]);
+        builds[i].most_rows = QUERIES / ft_ceil_div(groups[i], shares[i]);
         bytes += lay_out(&builds[i], NULL);
     }
     char *memory = ft_scratch(FT_SCRATCH_ATTENTION_PLAN, bytes);
@@ -176,9 +185,10 @@ int ft_plan_attention(const ft_part *parts, int64_t count, ft_attend_plan *plans
     for (int64_t i = 0; i < count; i++) {
         builder *build = &builds[i];
         memory += lay_out(build, memory);
-        build_tasks(build, parts[i].heads->num_kv_heads);
-        int64_t grain = find_grain(build, groups[i] * parts[i].heads->head_dim);
-        plans[i] = (ft_attend_plan){build->parts, build->firsts, build->num_tasks, grain};
+        build_tasks(build, parts[i].heads->num_kv_heads * shares[i]);
+        int64_t num_shares = more_shares(build, parts[i].heads, shares[i]);
+        int64_t grain = find_grain(build, groups[i] / num_shares * parts[i].heads->head_dim);
+        plans[i] = (ft_attend_plan){build->parts, build->firsts, build->num_tasks, num_shares, grain};
     }
     return 0;
 }
@@ -222,7 +232,7 @@ ft_attend_step ft_attend_next(const ft_attend_part *parts, int64_t num_parts, in
     return (ft_attend_step){0};
 }
 
-/* Blocks of keys that attention over a batch brings from the pages, of one KV head, each counted
+/* Blocks of keys that attention over a batch brings from the pages, for a share of a KV head, each counted
  * as often as it is brought; -1 when there is no memory. Computes nothing else. */
 FT_EXPORT int64_t ft_attention_blocks(const ft_batch *batch, const ft_kv *kv,
                                       const ft_heads *heads, int64_t window) {

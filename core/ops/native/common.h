@@ -70,6 +70,7 @@ enum {
     FT_SCRATCH_JOBS,
     FT_SCRATCH_SAMPLE,
     FT_SCRATCH_STATE,
+    FT_SCRATCH_LATENT,
     FT_SCRATCH_SLOTS
 };
 void *ft_scratch(int slot, size_t bytes);

@@ -23,12 +23,12 @@ typedef struct {
     const int64_t *first_tails; /* [num_segments] where in `tails` a segment's begin */
     const int64_t *tails;       /* slots by position */
     const int64_t *slots;      /* [num_rows] page id * page_size + offset, where KV is written */
-    const float *cos, *sin;    /* [tables, num_rows, head_dim / 2] */
+    const float *cos, *sin;    /* [tables, num_rows, turned dimensions / 2] */
     const ft_states *states;   /* of models with recurrent layers, or NULL */
 } ft_batch;
 
-/* A part of the KV pool, [num_layers, 2, num_kv_heads] of a page of blocks [page_size, head_dim]:
- * of the model's dtype, or of int8 and then an fp32 scale for each of the page_size vectors. */
+/* A part of the KV pool, [num_layers, 2, num_kv_heads] of a page of blocks [page_size, head_dim],
+ * or without the 2 where values are items of the keys: of the model's dtype, or of int8 and then an fp32 scale for each of the page_size vectors. */
 typedef struct {
     void *data;
     int64_t page_blocks; /* from a page to the next */
@@ -37,7 +37,8 @@ typedef struct {
     int64_t scales_at; /* bytes before a block's scales; 0: there are none */
 } ft_kv;
 
-/* A row of QKV: queries, keys, values, a head after the other. */
+/* A row of QKV: queries, keys, values, a head after the other. With a rank (latent attention) there
+ * are no values: the first `rank` items of a key are its value, and the others alone are turned. */
 typedef struct {
     int64_t num_heads;
     int64_t num_kv_heads;
@@ -45,10 +46,17 @@ typedef struct {
     int64_t dtype;
     float scale; /* of the scores; queries are multiplied by it before they are rounded */
     float value_eps; /* of an RMS norm of each value, without a weight; below 0: there is none */
+    int64_t rank;    /* 0: values are their own */
 } ft_heads;
 
+/* Items of a value, and of the end of a head that is turned. */
+FT_INLINE int64_t ft_value_dim(const ft_heads *heads) {
+    return heads->rank ? heads->rank : heads->head_dim;
+}
+FT_INLINE int64_t ft_turned_dim(const ft_heads *heads) { return heads->head_dim - heads->rank; }
+
 enum {
-    FT_MAX_DIM = 512, /* of a head */
+    FT_MAX_DIM = 576, /* of a head */
     FT_MAX_PARTS = 4,
 };
 
@@ -59,10 +67,11 @@ typedef struct {
     const ft_heads *heads;
 } ft_part;
 
-/* Address of a page's keys (which = 0) or values (1) of one KV head. */
+/* Address of a page's keys (which = 0) or values (1) of one KV head; of latents there are keys alone. */
 FT_INLINE char *ft_page(const ft_kv *kv, const ft_heads *heads, int64_t page, int64_t layer,
                         int64_t which, int64_t head) {
-    int64_t index = page * kv->page_blocks + (layer * 2 + which) * heads->num_kv_heads + head;
+    int64_t block = heads->rank ? layer : layer * 2 + which;
+    int64_t index = page * kv->page_blocks + block * heads->num_kv_heads + head;
     return (char *)kv->data + index * kv->block_bytes;
 }
 
@@ -112,7 +121,7 @@ typedef struct {
 
 /* Norm and rotate queries and keys, write keys and values to the pool, queries to q.
  * qkv [num_rows, (num_heads + 2 * num_kv_heads) * head_dim + gate]; q [num_rows, num_heads *
- * head_dim]. */
+ * head_dim]. With a rank qkv is [num_rows, (num_heads + 1) * head_dim], without a norm. */
 void ft_rope_rows(const void *qkv, void *q, const ft_batch *batch, const ft_kv *kv,
                   const ft_heads *heads, int64_t layer, const ft_turn *turn);
 
@@ -128,17 +137,18 @@ typedef struct ft_attend_part ft_attend_part;
 typedef struct {
     const ft_attend_part *parts;
     const int64_t *firsts; /* [num_tasks + 1] first part of each task */
-    int64_t num_tasks;     /* of a KV head */
+    int64_t num_tasks;     /* of a share of a KV head's query heads */
+    int64_t num_shares;    /* of a KV head */
     int64_t grain;         /* tasks that are worth another thread */
 } ft_attend_plan;
 
-/* Heads of at most FT_MAX_DIM dimensions, at most 64 query heads per KV head. A plan for each of
+/* Heads of at most FT_MAX_DIM dimensions. A plan for each of
  * `count` parts, in this thread's scratch memory until the next call. Returns -1 when there is no
  * memory, else 0. */
 int ft_plan_attention(const ft_part *parts, int64_t count, ft_attend_plan *plans);
 
-/* Causal attention over the pages: q -> out, both [num_rows, num_heads * head_dim]. `plan` is of
- * this batch. Returns -1 when there is no memory, else 0. */
+/* Causal attention over the pages: q [num_rows, num_heads * head_dim] -> out [num_rows, num_heads *
+ * value dimensions]. `plan` is of this batch. Returns -1 when there is no memory, else 0. */
 int ft_attend(const void *q, void *out, const ft_attend_plan *plan, const ft_batch *batch,
               const ft_kv *kv, const ft_heads *heads, int64_t layer, const ft_rule *rule);
 

@@ -307,6 +307,38 @@ FT_INLINE void turn_head(const rope_job *job, int64_t row, int64_t index, const 
     }
 }
 
+/* Items of a head of which the last ones are turned, times `scale`: a query, or a key. */
+FT_INLINE void turn_latent(const rope_job *job, int64_t row, int64_t table, const char *head,
+                           float scale, int dtype, void *out) {
+    int64_t rank = job->heads->rank, half = ft_turned_dim(job->heads) / 2;
+    int64_t at = (table * job->batch->num_rows + row) * half;
+    ft_vec scales = v_set(scale);
+    for (int64_t i = 0; i < rank; i += FT_WIDTH)
+        v_put(out, i, v_mul(v_get(head, i, rank - i, dtype), scales), rank - i, dtype);
+    for (int64_t i = 0; i < half; i += FT_WIDTH) {
+        int64_t n = half - i, first = rank + i, second = rank + half + i;
+        turned_pair pair = turn_items(v_get(head, first, n, dtype), v_get(head, second, n, dtype),
+                                      job->batch->cos + at + i, job->batch->sin + at + i, n);
+        v_put(out, first, v_mul(pair.first, scales), n, dtype);
+        v_put(out, second, v_mul(pair.second, scales), n, dtype);
+    }
+}
+
+/* The queries of a row and the key that all of them read. */
+FT_INLINE void latent_row(const rope_job *job, int64_t row, int dtype) {
+    const ft_heads *heads = job->heads;
+    const ft_kv *kv = job->kv;
+    int64_t bytes = heads->head_dim * (dtype == FT_BFLOAT16 ? 2 : 4);
+    const char *head = job->qkv + row * (heads->num_heads + 1) * bytes;
+    char *q = job->q + row * heads->num_heads * bytes;
+    for (int64_t i = 0; i < heads->num_heads; i++, head += bytes, q += bytes)
+        turn_latent(job, row, job->turn->q_table, head, heads->scale, dtype, q);
+    int64_t page = job->batch->slots[row] / kv->page_size;
+    int64_t offset = job->batch->slots[row] % kv->page_size;
+    char *keys = ft_page(kv, heads, page, job->layer, 0, 0);
+    turn_latent(job, row, job->turn->k_table, head, 1.0f, dtype, keys + offset * bytes);
+}
+
 /* A vector to its place in a block, as int8: its largest item becomes 127, zeros have the scale 0.
  * One that is not finite has a scale of NaN, so that all of it is NaN when it is read. */
 static void put_int8(const ft_kv *kv, char *block, int64_t offset, const float *vector,
@@ -384,7 +416,11 @@ FT_INLINE void rope_row(const rope_job *job, int64_t row, int dtype) {
 static void rope_piece(void *context, int64_t begin, int64_t end) {
     const rope_job *job = context;
     for (int64_t row = begin; row < end; row++)
-        if (job->heads->dtype == FT_BFLOAT16)
+        if (job->heads->rank && job->heads->dtype == FT_BFLOAT16)
+            latent_row(job, row, FT_BFLOAT16);
+        else if (job->heads->rank)
+            latent_row(job, row, FT_FLOAT32);
+        else if (job->heads->dtype == FT_BFLOAT16)
             rope_row(job, row, FT_BFLOAT16);
         else
             rope_row(job, row, FT_FLOAT32);

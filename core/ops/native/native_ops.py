@@ -167,10 +167,10 @@ class NativeOps:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape."""
+        """Causal attention over the pages; see `Ops.attention`."""
         assert isinstance(plan, NativePlan)
-        q = q.contiguous()
-        out = torch.empty_like(q)
+        q, heads = q.contiguous(), plan.heads
+        out = q.new_empty((len(q), heads.num_heads * heads.value_dim))
         rule = rule_struct(window, cap, sinks)
         failed = self.library.c.ft_attention(
             q.data_ptr(), out.data_ptr(), *plan.pointers, layer, ctypes.byref(rule)

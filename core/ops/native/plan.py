@@ -15,9 +15,8 @@ from ..kv_pool import KvDtype, KVPool
 from .library import DTYPES
 from .state import StatesStructs
 
-MAX_HEAD_DIM = 512  # as in decoder.h, and the number of parts
+MAX_HEAD_DIM = 576  # as in decoder.h, and the number of parts
 MAX_PARTS = 4
-MAX_GROUP = 64  # query heads of a KV head
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 
@@ -65,6 +64,7 @@ class HeadsStruct(ctypes.Structure):
         ("dtype", _I64),
         ("scale", ctypes.c_float),
         ("value_eps", ctypes.c_float),
+        ("rank", _I64),
     )
 
 
@@ -85,8 +85,8 @@ def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype 
     for each in heads:
         if each.head_dim > MAX_HEAD_DIM:
             return f"heads of {each.head_dim} dimensions"
-        if each.group_size > MAX_GROUP:
-            return f"{each.group_size} query heads per KV head"
+        if each.rank and kv_dtype != "auto":
+            return f"latents of {kv_dtype}"
     return ""
 
 
@@ -108,6 +108,7 @@ def heads_struct(heads: HeadLayout, dtype: torch.dtype) -> HeadsStruct:
         DTYPES[dtype],
         heads.scale,
         -1.0 if heads.value_eps is None else heads.value_eps,
+        heads.rank,
     )
 
 
@@ -124,7 +125,7 @@ class NativePlan:
         heads: HeadLayout,
         tables: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        """``tables``: cos and sin ``[num_rows, head_dim / 2]`` of each table."""
+        """``tables``: cos and sin ``[num_rows, turned_dim / 2]`` of each table."""
         if batch.num_rows != int(batch.lens.sum()):
             raise ValueError("the native kernels take batches without copies of their last row")
         arrays = (

@@ -1,6 +1,7 @@
 /* The layers of a whole decoder in one call: the same kernels in the same order as one by one. */
 #include "decoder.h"
 #include "experts.h"
+#include "latent.h"
 #include "linear.h"
 #include "sample.h"
 #include "state.h"
@@ -61,6 +62,7 @@ typedef struct {
     int64_t part, kv_layer;    /* where its keys and values are */
     const ft_extras *extras;   /* or NULL */
     const ft_recurrent *recurrent; /* in place of attention, or NULL */
+    const ft_latent *latent;       /* of latent attention, or NULL */
 } ft_layer;
 
 typedef struct {
@@ -190,8 +192,13 @@ static const char *run_recurrent(const step_job *step, int64_t index, const char
 /* Rows x to what the mixer adds to the stream, in `out`, which may be x. */
 static int run_mixer(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
-    const char *mixed =
-        layer->recurrent ? run_recurrent(step, index, x) : run_attention(step, index, x);
+    const ft_part *part = &step->parts[layer->part];
+    const char *mixed;
+    if (layer->latent)
+        mixed = ft_run_latent(layer->latent, layer->first, x, part, &step->plans[layer->part],
+                              layer->kv_layer, &layer->turn, &layer->rule);
+    else
+        mixed = layer->recurrent ? run_recurrent(step, index, x) : run_attention(step, index, x);
     if (!mixed) return -1;
     ft_linear_ahead(layer->gate_up);
     if (ft_linear(layer->second, mixed, step->dtype, step->rows, out, step->dtype)) return -1;
@@ -364,7 +371,7 @@ typedef struct {
     const ft_kv *kv;
     const ft_heads *heads;
     int64_t num_tables;
-    const float *const *tables; /* [num_tables] cos, then as many sin: [positions, head_dim / 2] */
+    const float *const *tables; /* [num_tables] cos, then as many sin: [positions, turned / 2] */
 } ft_row_part;
 
 /* A row: at `layout` its token, its position, how many pages and how many slots of a tail it has,
@@ -427,7 +434,7 @@ static void read_rows(const int64_t *layout, int64_t rows, int64_t max_pages, in
 
 /* The turns of the rows' positions: cos of each table, then sin of each. */
 static void read_turns(const ft_row_part *part, const pass_space *space, int64_t rows, float *out) {
-    const int64_t width = part->heads->head_dim / 2;
+    const int64_t width = ft_turned_dim(part->heads) / 2;
     for (int64_t table = 0; table < 2 * part->num_tables; table++)
         for (int64_t row = 0; row < rows; row++, out += width)
             memcpy(out, part->tables[table] + space->starts[row] * width, (size_t)width * 4);
@@ -459,7 +466,7 @@ FT_EXPORT int ft_row_pass(const ft_decoder *decoder, const ft_linear_weight *hea
     ft_batch batches[FT_MAX_PARTS];
     ft_part of_batch[FT_MAX_PARTS];
     for (int64_t i = 0; i < num_parts; i++) {
-        const int64_t sin_at = parts[i].num_tables * rows * (parts[i].heads->head_dim / 2);
+        const int64_t sin_at = parts[i].num_tables * rows * (ft_turned_dim(parts[i].heads) / 2);
         read_turns(&parts[i], &space, rows, space.turns[i]);
         batches[i] = (ft_batch){rows, rows, max_pages, space.starts, space.lens, space.first_rows,
                                 space.pages, space.tail_from, space.first_tails, layout, space.slots,

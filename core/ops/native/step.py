@@ -18,6 +18,7 @@ from ..base import (
     ForwardPlan,
     Gemma4Extras,
     HeadLayout,
+    LatentWeights,
     LayersOutput,
     LayerWeights,
     MlpWeights,
@@ -31,6 +32,7 @@ from ..batch import Taps, Wanted
 from ..kv_pool import KVPool
 from .experts import ExpertStructs
 from .gemma4 import BesideStruct, ExtrasStruct, TokenInputsStruct, TokenInputStruct
+from .latent import LatentStruct, latent_struct
 from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
 from .plan import NativePlan, PartStruct
@@ -72,6 +74,7 @@ class LayerStruct(ctypes.Structure):
         ("kv_layer", _I64),
         ("extras", ctypes.POINTER(ExtrasStruct)),
         ("recurrent", ctypes.POINTER(RecurrentStruct)),
+        ("latent", ctypes.POINTER(LatentStruct)),
     )
 
 
@@ -98,7 +101,7 @@ class NativeStep:
     def __init__(self, library: NativeLibrary, weights: DecoderWeights) -> None:
         self._library = library
         self._weights = weights  # alive as long as the structs point into them
-        self._structs: list[NormStruct | ExtrasStruct] = []  # likewise
+        self._structs: list[NormStruct | ExtrasStruct | LatentStruct] = []  # likewise
         self._experts: list[ExpertStructs] = []
         self._deltas: list[DeltaStructs] = []
         layers = (LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
@@ -126,21 +129,29 @@ class NativeStep:
             activation = layer.mlp.activation
         mixer = layer.mixer
         attention = mixer if isinstance(mixer, AttentionWeights) else None
-        linears = (*mixer.linears, gate_up, down)
+        latent = mixer if isinstance(mixer, LatentWeights) else None
+        mixing = mixer.linears if latent is None else (latent.down, latent.o)
+        linears = (*mixing, gate_up, down)
+        placed = attention or latent
         return LayerStruct(
             *(None if each is None else _pointer(each) for each in linears),
             *map(self._lent, norms),
-            TurnStruct() if attention is None else _turn(attention),
+            TurnStruct() if placed is None else _turn(placed),
             RuleStruct()
             if attention is None
             else rule_struct(attention.window, attention.cap, attention.sinks),
             activation_struct(activation),
             layer.is_parallel,
             experts,
-            *((0, 0) if attention is None else attention.place),
+            *((0, 0) if placed is None else placed.place),
             self._extras(layer.extras),
             self._recurrent(mixer) if isinstance(mixer, DeltaWeights) else None,
+            None if latent is None else self._latent(latent),
         )
+
+    def _latent(self, weights: LatentWeights) -> object:
+        self._structs.append(latent_struct(weights))
+        return ctypes.pointer(self._structs[-1])
 
     def _recurrent(self, weights: DeltaWeights) -> object:
         structs = DeltaStructs(weights)
@@ -243,8 +254,10 @@ class NativeStep:
         """Do nothing: the first call is as fast as any."""
 
 
-def _turn(mixer: AttentionWeights) -> TurnStruct:
+def _turn(mixer: AttentionWeights | LatentWeights) -> TurnStruct:
     """How it turns rows; it writes if QKV has keys and values of its own beside the queries."""
+    if isinstance(mixer, LatentWeights):
+        return turn_struct(None, mixer.tables, writes=True)
     writes = _native(mixer.qkv).out_features > _native(mixer.o).in_features
     return turn_struct(mixer.head_norm, mixer.tables, writes=writes, gate=mixer.gate)
 

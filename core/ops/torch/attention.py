@@ -25,7 +25,7 @@ def attend(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """``[T, num_heads * head_dim]`` scaled queries to attention outputs of that shape.
+    """``[T, num_heads * head_dim]`` scaled queries to outputs, ``[T, num_heads * value_dim]``.
 
     ``cap``: scores become ``cap * tanh(scores / cap)`` (Gemma 2, arXiv 2408.00118). ``sinks``
     [num_heads]: the score of a key without a value that each row sees besides (gpt-oss).
@@ -38,7 +38,7 @@ def attend(
         for group, blocks in zip(plan.groups, plan.blocks(window), strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return out.index_select(0, plan.unpack).view(q.shape)
+    return out.index_select(0, plan.unpack).view(len(q), -1)
 
 
 def _attend_group(
@@ -50,25 +50,26 @@ def _attend_group(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """``[n * num_kv_heads * num_rows, group * head_dim]`` queries to outputs of that shape."""
+    """``[n * num_kv_heads * num_rows, group * head_dim]`` queries to ``group * value_dim``."""
     heads = plan.heads
     items = len(group.members) * heads.num_kv_heads
     queries = q.view(items, -1, heads.head_dim)
     state: _Softmax | None = None
     for block in blocks:
         span = slice(block.first * heads.num_kv_heads, block.last * heads.num_kv_heads)
-        keys, values = plan.read(pages, block).chunk(2)
+        found = plan.read(pages, block)
+        keys, values = (found, found[..., : heads.rank]) if heads.rank else found.chunk(2)
         scores = torch.bmm(queries[span], keys.transpose(1, 2)).float()
         scores = capped(scores, cap)
         if state is None and len(scores) == items:
             state = _Softmax.of(scores, values, block)
             continue
-        state = state or _Softmax.empty(queries)
+        state = state or _Softmax.empty(queries, heads.value_dim)
         state.merge(scores, values, block, span)
     assert state is not None  # every row sees itself
     if sinks is not None:
         state.add_sinks(sinks.float().view(heads.num_kv_heads, 1, -1))
-    return state.result(q.dtype).view(q.shape)
+    return state.result(q.dtype).view(len(q), -1)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +82,7 @@ class _Softmax:
 
     max_score: Tensor  # [items, num_rows, 1]
     exp_sum: Tensor  # [items, num_rows, 1]
-    acc: Tensor  # [items, num_rows, head_dim] float32
+    acc: Tensor  # [items, num_rows, value_dim] float32
 
     @classmethod
     def of(cls, scores: Tensor, values: Tensor, block: Block) -> _Softmax:
@@ -92,10 +93,10 @@ class _Softmax:
         return cls(max_score, weights.sum(dim=-1, keepdim=True), acc)
 
     @classmethod
-    def empty(cls, queries: Tensor) -> _Softmax:
+    def empty(cls, queries: Tensor, value_dim: int) -> _Softmax:
         """The state before any block."""
         max_score = queries.new_full((*queries.shape[:2], 1), HIDDEN, dtype=torch.float32)
-        acc = torch.zeros_like(queries, dtype=torch.float32)
+        acc = queries.new_zeros((*queries.shape[:2], value_dim), dtype=torch.float32)
         return cls(max_score, torch.zeros_like(max_score), acc)
 
     def merge(self, scores: Tensor, values: Tensor, block: Block, span: slice) -> None:
@@ -120,7 +121,7 @@ class _Softmax:
         self.acc *= keep.view_as(self.exp_sum)
 
     def result(self, dtype: torch.dtype) -> Tensor:
-        """The outputs, ``[items, num_rows, head_dim]``."""
+        """The outputs, ``[items, num_rows, value_dim]``."""
         return self.acc.div_(self.exp_sum).to(dtype)
 
 

@@ -44,7 +44,7 @@ class Block:
     first: int
     last: int
     width: int
-    kv_rows: Tensor  # [2 * count * num_kv_heads * pages] into the pool's blocks of layer 0
+    kv_rows: Tensor  # [num_blocks * count * num_kv_heads * pages] into the blocks of layer 0
     # K and V rows behind the end of what a sequence has in its pages: stale content, NaN perhaps
     void_rows: Tensor | None
     tail: TailRows | None
@@ -75,7 +75,7 @@ class TorchPlan:
         *,
         pad_rows: bool,
     ) -> None:
-        """``tables``: cos and sin ``[T, head_dim / 2]`` of the rows, of each table."""
+        """``tables``: cos and sin ``[T, turned_dim / 2]`` of the rows, of each table."""
         self.batch = batch
         self.heads = heads
         self.tables = [
@@ -87,7 +87,7 @@ class TorchPlan:
         ]
         self._pool = pool
         self.states = pass_states(batch, pool.states)
-        self._kv_heads = 2 * pool.num_kv_heads  # K and V of one layer and page
+        self._kv_heads = pool.num_blocks * pool.num_kv_heads  # K and V of one layer and page
         self._write_at = self._find_write_at()
         multiple = _ROW_MULTIPLE if pad_rows and pool.dtype == torch.float32 else 1
         self.groups = [self._group(m, multiple) for m in _split(batch)]
@@ -95,7 +95,7 @@ class TorchPlan:
         self._blocks: dict[int | None, list[list[Block]]] = {}
 
     def write(self, kv: Tensor, layer: int) -> None:
-        """Store ``[T, 2 * num_kv_heads, head_dim]`` float32: keys, then values."""
+        """Store ``[T, num_blocks * num_kv_heads, head_dim]`` float32: keys, then values."""
         vectors, scales = self._pool.split(self.pages(layer))
         if scales is None:
             vectors[self._write_at] = kv.to(vectors.dtype)
@@ -108,7 +108,7 @@ class TorchPlan:
         return self._pool.blocks[layer * self._kv_heads :]
 
     def read(self, pages: Tensor, block: Block) -> Tensor:
-        """Keys, then values of a block, ``[2 * count * num_kv_heads, width, head_dim]``."""
+        """Keys, then values of a block, ``[.., width, head_dim]``, as `Block.kv_rows` has them."""
         pool = self._pool
         # Of bytes: not every torch that computes on a GPU selects float8.
         whole = pages.view(torch.int8) if pages.itemsize == 1 else pages
@@ -139,7 +139,7 @@ class TorchPlan:
         return self._blocks[window]
 
     def _find_write_at(self) -> tuple[Tensor, Tensor]:
-        """Blocks ``[T, 2 * num_kv_heads]`` of layer 0, and places in them."""
+        """Blocks ``[T, num_blocks * num_kv_heads]`` of layer 0, and places in them."""
         pool, slots = self._pool, self.batch.slots
         first = (slots // pool.page_size).mul_(pool.page_blocks).unsqueeze(1)
         heads = torch.arange(self._kv_heads, device=slots.device)
@@ -224,7 +224,7 @@ class TorchPlan:
         # Behind its end a sequence is given its first page: finite content, and masked anyhow.
         pages = np.where(pages < self.batch.page_table.shape[1], pages, 0)
         ids = self.batch.page_table[members[:, None], pages] * pool.page_blocks
-        heads = np.arange(self._kv_heads).reshape(2, 1, pool.num_kv_heads, 1)
+        heads = np.arange(self._kv_heads).reshape(pool.num_blocks, 1, pool.num_kv_heads, 1)
         return self._to((ids[:, None, :] + heads).ravel())
 
     def _void_rows(self, stops: IntArray, lo: int, width: int) -> Tensor | None:
@@ -239,8 +239,8 @@ class TorchPlan:
             return None
         head = sequence[:, None] * num_kv_heads + np.arange(num_kv_heads)
         keys = head * width + column[:, None]
-        values = keys + len(stops) * num_kv_heads * width
-        return self._to(np.concatenate((keys, values)).ravel())
+        kinds = np.arange(self._pool.num_blocks)[:, None, None]
+        return self._to((keys + kinds * len(stops) * num_kv_heads * width).ravel())
 
     def _tail_rows(self, members: IntArray, lo: int, width: int) -> TailRows | None:
         """Find the keys and values at the positions of tails; None where there are no tails."""
@@ -251,14 +251,16 @@ class TorchPlan:
         if not len(sequence):
             return None
         slots = batch.tails[batch.first_tails[members[sequence]] + behind[sequence, column]]
-        kinds = np.arange(2)[:, None, None]
+        kinds = np.arange(pool.num_blocks)[:, None, None]
         heads = np.arange(pool.num_kv_heads)
         head_rows = (kinds * len(members) + sequence[:, None]) * pool.num_kv_heads + heads
         pages = (slots // pool.page_size)[:, None] * pool.page_blocks
         return TailRows(
             rows=self._to((head_rows * width + column[:, None]).ravel()),
             blocks=self._to((pages + kinds * pool.num_kv_heads + heads).ravel()),
-            offsets=self._to(np.tile(np.repeat(slots % pool.page_size, pool.num_kv_heads), 2)),
+            offsets=self._to(
+                np.tile(np.repeat(slots % pool.page_size, pool.num_kv_heads), pool.num_blocks)
+            ),
         )
 
     def _seen(self, positions: Tensor, lo: int, width: int, window: int | None) -> Tensor:

@@ -146,6 +146,8 @@ class TorchOps:
         assert isinstance(plan, TorchPlan)
         heads = plan.heads
         qkv = qkv.view(len(qkv), -1, heads.head_dim)
+        if heads.rank:
+            return _write_latents(qkv, layer, plan, tables)
         turning = qkv[:, : heads.num_heads + heads.num_kv_heads].float()
         if norm is not None and not norm.is_behind:
             turning = _normed_heads(turning, norm, heads.num_heads)
@@ -175,7 +177,7 @@ class TorchOps:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape."""
+        """Causal attention over the pages; see `Ops.attention`."""
         assert isinstance(plan, TorchPlan)
         return attend(q, layer, plan, window, cap=cap, sinks=sinks)
 
@@ -242,6 +244,20 @@ def _packs(dtype: torch.dtype) -> bool:
         logger.info("PyTorch multiplies %s weights as float32 on this CPU: %s", dtype, reason)
         return False
     return True
+
+
+def _write_latents(rows: Tensor, layer: int, plan: TorchPlan, tables: Tables) -> Tensor:
+    """Turn the last items of queries and key, ``[T, num_heads + 1, head_dim]``; write the key.
+
+    Returns the queries, scaled, ``[T, num_heads * head_dim]``.
+    """
+    heads = plan.heads
+    still, turning = torch.split(rows.float(), [heads.rank, heads.turned_dim], dim=2)
+    queries = _rotate(turning[:, : heads.num_heads], *plan.tables[tables.queries])
+    key = _rotate(turning[:, heads.num_heads :], *plan.tables[tables.keys])
+    turned = torch.cat((still, torch.cat((queries, key), dim=1)), dim=2)
+    plan.write(turned[:, heads.num_heads :], layer)
+    return turned[:, : heads.num_heads].mul(heads.scale).to(rows.dtype).flatten(1)
 
 
 def _normed_heads(x: Tensor, norm: HeadNorm, num_heads: int) -> Tensor:

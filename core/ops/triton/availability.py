@@ -58,6 +58,8 @@ def _unsuited_model(dtype: torch.dtype, heads: Sequence[HeadLayout]) -> str:
 
 def unsuited_heads(heads: HeadLayout) -> str:
     """Why the kernels cannot compute heads of this shape, or nothing."""
+    if heads.rank:
+        return "no Triton kernels for latent attention"
     dim = heads.head_dim
     if dim & (dim - 1) or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
         limits = f"a power of two from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"

@@ -121,7 +121,18 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize(
-    "kind", ["gemma3", "gemma4", "olmo3", "cohere2", "starcoder2", "gpt_oss", "glm4_moe"]
+    "kind",
+    [
+        "gemma3",
+        "gemma4",
+        "olmo3",
+        "cohere2",
+        "starcoder2",
+        "gpt_oss",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "deepseek_v3_yarn",
+    ],
 )
 def test_a_row_in_half_precision_has_the_same_bits_in_any_batch(
     kind: str, backend: str, tmp_path: Path
@@ -161,7 +172,7 @@ def test_triton_kernels_compute_what_torch_computes(kind: str, tmp_path: Path) -
     torch.testing.assert_close(*found, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss", "deepseek_v2"])
 def test_experts_are_quantised_and_routers_are_not(kind: str, tmp_path: Path) -> None:
     if native_library() is None:
         pytest.skip("no native kernels on this machine")
@@ -171,6 +182,13 @@ def test_experts_are_quantised_and_routers_are_not(kind: str, tmp_path: Path) ->
         found.append(driver.prefill(driver.add(ids), 20))
     off = (found[0] - found[1]).abs().mean() / found[0].std()
     assert 0 < off < 0.1
+
+
+def test_latents_are_kept_in_the_models_dtype_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "deepseek_v3")
+    assert load_decoder(folder).bytes_per_page(page_size=1) == 3 * (32 + 8) * 4
+    with pytest.raises(ModelLoadError, match="kv_cache_dtype int8 is not supported for deepseek"):
+        load_decoder(folder, kv_dtype="int8")
 
 
 def test_layers_behind_the_last_are_passed_over(tmp_path: Path) -> None:

@@ -81,6 +81,15 @@ TAKEN_AWAY: dict[tuple[str, str], Any] = {
     ("gpt_oss", "windows"): lambda c: replace(c, layers=_all(c, window=None)),
     ("gpt_oss", "activation"): lambda c: _experts(c, activation=Activation()),
     ("gpt_oss", "limit"): lambda c: _experts(c, activation=Activation("clamped_swiglu", True, 9.0)),
+    ("deepseek_v3", "interleaved"): lambda c: replace(c, fold=replace(c.fold, interleaved=False)),
+    ("deepseek_v3_yarn", "interleaved"): lambda c: replace(
+        c, fold=replace(c.fold, interleaved=True)
+    ),
+    ("deepseek_v3_yarn", "mscale"): lambda c: replace(c, rope=replace(c.rope, mscale=0.5)),
+    ("deepseek_v2", "groups_by"): lambda c: _routed(c, groups_by="best two"),
+    ("deepseek_v2_greedy", "attention_scale"): lambda c: replace(c, attention_scale=20**-0.5),
+    ("minicpm3", "residual_scale"): lambda c: replace(c, fold=replace(c.fold, residual_scale=1.0)),
+    ("minicpm3", "logit_scale"): lambda c: replace(c, fold=replace(c.fold, logit_scale=1.0)),
     ("phi3_longrope", "factor"): lambda c: replace(c, rope=replace(c.rope, attention_factor=1.0)),
 }
 
@@ -155,6 +164,8 @@ NAMED: dict[tuple[str, str], Any] = {
     ("gemma4_experts", "stacked"): lambda c: _named(c, stacked="gpt-oss"),
     ("minimax_m2", "whole"): lambda c: replace(c, head_norm="each"),
     ("gpt_oss", "sinks"): lambda c: replace(c, has_sinks=False),
+    ("deepseek_v3", "latent"): lambda c: replace(c, latent=None),
+    ("deepseek_v3", "q_rank"): lambda c: replace(c, latent=c.latent._replace(q_rank=0)),
     ("glm4_moe", "choice_bias"): lambda c: _experts(c, names=ExpertNames()),
     ("qwen2_moe", "shared"): lambda c: _experts(c, shared_width=0),
     ("qwen2_moe", "dense"): lambda c: replace(c, layers=(c.layers[0],) * c.num_layers),

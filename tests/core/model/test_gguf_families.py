@@ -13,7 +13,7 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.formats.gguf_architectures import ALIASES, ARCHITECTURES, REFUSED
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
-from foretoken.core.ops.base import ExpertWeights
+from foretoken.core.ops.base import ExpertWeights, LatentWeights
 from foretoken.core.ops.native import native_library
 from support.checkpoints import ModelDriver, save
 from support.gguf_files import ARCHS, rounded, write_gguf
@@ -32,6 +32,15 @@ _DELTA = {  # two key heads for six value heads, of which three read one
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
     "shared_expert_intermediate_size": 64,
+}
+_LATENT = {"qk_rope_head_dim": 16, "kv_lora_rank": 32, "v_head_dim": 32, "qk_nope_head_dim": 32}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
 }
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -73,6 +82,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_group": 1, "use_qk_norm": True},
     "dots1": {"n_group": 1, "layer_types": ["full_attention"] * 2, "sliding_window": None},
     "ministral3": {"sliding_window": None},
+    "deepseek_v2": _LATENT | {"q_lora_rank": None},
+    "deepseek_v3": _LATENT | {"rope_parameters": _YARN},
+    "glm4_moe_lite": _LATENT | {"n_group": 1},
+    "youtu": _LATENT,
     **dict.fromkeys(HYBRIDS, _DELTA),
     "phi3": {
         "sliding_window": None,
@@ -172,7 +185,21 @@ def test_experts_of_a_file_stay_packed_and_lose_nothing(model_type: str, tmp_pat
     assert ours < 1.5 * theirs
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", *HYBRIDS])
+def test_matrices_of_latents_stay_packed_and_lose_nothing(tmp_path: Path) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels here")
+    _, file = made("deepseek_v2", tmp_path, GgmlType.Q8_0)
+    mixer = load_decoder(file, backend="native").weights.layers[0].mixer
+    assert isinstance(mixer, LatentWeights)
+    assert {each.struct.kind for each in mixer.linears} == {5}
+    wide = logits_of(file, dtype="float32")
+    found = logits_of(file, backend="native")
+    rounded = logits_of(file, dtype="bfloat16", backend="native")
+    ours, theirs = ((each - wide).norm(dim=-1).median() for each in (found, rounded))
+    assert ours < 1.5 * theirs
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "deepseek_v3", *HYBRIDS])
 def test_greedy_tokens_of_a_file_equal_generate(model_type: str, tmp_path: Path) -> None:
     model, file = made(model_type, tmp_path)
     prompts = [IDS[:7], IDS[5:30], IDS]

@@ -38,13 +38,24 @@ def test_check_prints_what_an_own_model_needs(
 def test_check_prints_what_a_model_of_transformers_modules_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = save_tiny(tmp_path, "deepseek_v3")
+    folder = save_tiny(tmp_path, "axk1")
     assert main(["models", "check", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "transformers' modules" in printed
     # 2 layers of 4 heads of 24 items of 4 bytes, keys and values padded to them
     assert "KV        1.5 KiB a token" in printed
     assert "safetensors" in printed
+
+
+def test_check_prints_that_latents_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny(tmp_path, "deepseek_v3")
+    assert main(["models", "check", str(folder)]) == 0
+    # 2 layers of 24 + 8 items of 4 bytes
+    assert "KV        256 bytes a token; 1 GiB holds 4,194,304 tokens; latent KV\n" in (
+        capsys.readouterr().out
+    )
 
 
 def test_check_prints_the_state_of_a_sequence(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS: tuple[KvDtype, ...] = ("int8", "fp8")
 
 
-def make_pool(kv_dtype: KvDtype, *, page_size: int = 16, head_dim: int = 64) -> KVPool:
+def make_pool(
+    kv_dtype: KvDtype, *, page_size: int = 16, head_dim: int = 64, num_blocks: int = 2
+) -> KVPool:
     return KVPool(
         5,
         num_layers=3,
@@ -31,6 +35,7 @@ def make_pool(kv_dtype: KvDtype, *, page_size: int = 16, head_dim: int = 64) -> 
         dtype=torch.bfloat16,
         device="cpu",
         kv_dtype=kv_dtype,
+        num_blocks=num_blocks,
     )
 
 
@@ -126,9 +131,12 @@ def parts_by_slot(pool: KVPool) -> list[torch.Tensor]:
     return [part.unflatten(0, (pool.num_pages, -1)).transpose(1, 2).flatten(0, 1) for part in found]
 
 
+@pytest.mark.parametrize("num_blocks", [2, 1])
 @pytest.mark.parametrize("kind", ["auto", *KINDS])
-def test_several_slots_are_copied_at_once_and_no_other_changes(kind: KvDtype) -> None:
-    pool = make_pool(kind, page_size=3, head_dim=6)
+def test_several_slots_are_copied_at_once_and_no_other_changes(
+    kind: KvDtype, num_blocks: int
+) -> None:
+    pool = make_pool(kind, page_size=3, head_dim=6, num_blocks=num_blocks)
     memory = pool.data.view(torch.int32)
     memory.copy_(torch.randint(2**30, memory.shape))
     before = [part.clone() for part in parts_by_slot(pool)]
@@ -179,19 +187,16 @@ def test_parts_whose_blocks_are_nearly_multiples_are_split_into_vectors(kind: Kv
 
 
 def test_parts_of_a_pool_have_no_byte_in_common() -> None:
-    shapes = [KvShape(2, 3, 6), KvShape(3, 1, 8), KvShape(1, 2, 6)]
+    shapes = [KvShape(2, 3, 6), KvShape(3, 1, 8), KvShape(1, 2, 6), KvShape(3, 1, 10, 1)]
     pool = make_mixed_pool(5, shapes, page_size=3, dtype=torch.float32, device="cpu")
     pool.data.zero_()
     for index, (part, shape) in enumerate(zip(pool.parts, shapes, strict=True)):
-        vectors, _ = part.split(
-            part.data[:, : 2 * shape.num_layers * shape.num_kv_heads].flatten(0, 1)
-        )
+        vectors, _ = part.split(part.data[:, : part.own_blocks].flatten(0, 1))
+        assert part.own_blocks == math.prod((shape.num_blocks, *shape[:2]))
         assert (vectors == 0).all()
-        part.data[:, : 2 * shape.num_layers * shape.num_kv_heads] = index + 1.0
+        part.data[:, : part.own_blocks] = index + 1.0
     written = (pool.data > 0).sum(dim=1)
-    assert (
-        written == sum(2 * s.num_layers * s.num_kv_heads * 3 * s.head_dim for s in shapes)
-    ).all()
+    assert (written == sum(math.prod(shape) * 3 for shape in shapes)).all()
     before = pool.data.clone()
     pool.copy_slots([0, 4], [7, 14])
     assert torch.equal(pool.data, before)  # every slot of a part holds the same

@@ -147,6 +147,16 @@ def test_the_logits_of_each_level_are_those_of_transformers(
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_layer_that_keeps_latents_is_that_of_transformers(tmp_path: Path, backend: str) -> None:
+    folder = save_mtp(tmp_path, "deepseek_v3")
+    expected = MtpReference(folder).levels(prompt_of(9), [5, 7])
+    for ours, theirs in zip(
+        Levels(folder, load(folder, backend)).of(prompt_of(9), [5, 7]), expected, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 def same_levels(folder: Path, target: OwnDecoder, expected: list[Tensor]) -> None:
     for ours, theirs in zip(Levels(folder, target).of(prompt_of(9), [5, 7]), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)

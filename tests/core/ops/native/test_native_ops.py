@@ -48,6 +48,11 @@ SHAPES = [  # (query heads, KV heads, head_dim): odd sizes, many heads in a grou
     (4, 4, 64),
     (2, 1, 512),  # with a norm of values
 ]
+LATENTS = [  # the first items of a key are its value; more heads than a task takes; real sizes
+    (20, 1, 40, 32),
+    (128, 1, 14, 8),
+    (4, 1, 576, 512),
+]
 
 
 @pytest.fixture(params=every_variant())
@@ -63,11 +68,11 @@ def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
 class Layers:
     """A pool of two layers, and how rows are put into it and read from it."""
 
-    def __init__(self, shape: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> None:
-        num_heads, num_kv_heads, head_dim = shape
+    def __init__(self, shape: tuple[int, ...], page_size: int, dtype: torch.dtype) -> None:
+        num_heads, num_kv_heads, head_dim, *ranks = shape
         eps = 1e-6 if head_dim == 512 else None
-        self.heads = HeadLayout(num_heads, num_kv_heads, head_dim, head_dim**-0.5, eps)
-        self.width = (num_heads + 2 * num_kv_heads) * head_dim
+        self.heads = HeadLayout(num_heads, num_kv_heads, head_dim, head_dim**-0.5, eps, *ranks)
+        self.width = (num_heads + self.heads.num_blocks * num_kv_heads) * head_dim
         self.page_size = page_size
         self.pool = KVPool(
             500 // page_size + 8,
@@ -77,14 +82,15 @@ class Layers:
             page_size=page_size,
             dtype=dtype,
             device="cpu",
+            num_blocks=self.heads.num_blocks,
         )
         self.pool.data.fill_(torch.nan)  # what nobody has written must reach nobody
         norm = torch.rand(num_heads + num_kv_heads, head_dim) + 0.5
-        self.norm = HeadNorm(norm, 1e-6)
+        self.norm = None if ranks else HeadNorm(norm, 1e-6)
 
     @property
     def turns(self) -> Turns:
-        return Turns(0.7 ** torch.arange(self.heads.head_dim // 2))
+        return Turns(0.7 ** torch.arange(self.heads.turned_dim // 2))
 
     def run(
         self,
@@ -97,7 +103,7 @@ class Layers:
     ) -> tuple[Tensor, Tensor]:
         """Queries and attention outputs of a batch, in the second layer."""
         batch = build_batch(segments, page_size=self.page_size, device="cpu", min_rows=1)
-        others = (Turns(0.3 ** torch.arange(self.heads.head_dim // 2)), self.turns)
+        others = (Turns(0.3 ** torch.arange(self.heads.turned_dim // 2)), self.turns)
         plan = ops.plan(batch, self.pool, self.heads, self.turns, *others)
         q = ops.rope_write(qkv.clone(), 1, plan, self.norm, tables)
         return q, ops.attention(q, 1, plan, window, **rule)
@@ -122,6 +128,7 @@ def test_queries_alone_are_turned_as_beside_keys_and_nothing_is_written(
     batch = build_batch([segment], page_size=16, device="cpu", min_rows=1)
     for each in (ops, TorchOps()):
         plan = each.plan(batch, layers.pool, layers.heads, layers.turns)
+        assert layers.norm is not None
         alone = HeadNorm(layers.norm.weight[:6], layers.norm.eps)
         found = each.rope_write(qkv[:, :144].contiguous(), 1, plan, alone)
         assert layers.pool.data.isnan().all()
@@ -216,12 +223,12 @@ def test_embedding_rows_are_the_tables(ops: NativeOps) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *LATENTS])
 @pytest.mark.parametrize(("page_size", "window"), [(1, 30), (3, None), (16, 100), (512, 1)])
 def test_attention_equals_torch_over_ragged_batches(
     page_size: int,
     window: int | None,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     dtype: torch.dtype,
     ops: NativeOps,
 ) -> None:
@@ -245,15 +252,17 @@ def test_attention_equals_torch_over_ragged_batches(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *LATENTS])
 def test_capped_scores_sinks_and_tables_of_a_layer_equal_torch_and_rows_stand_alone(
-    shape: tuple[int, int, int], dtype: torch.dtype, ops: NativeOps
+    shape: tuple[int, ...], dtype: torch.dtype, ops: NativeOps
 ) -> None:
     """Each difference by itself, too: it must show."""
     layers = Layers(shape, 16, dtype)
-    layers.norm = HeadNorm(layers.norm.weight, 1e-6, whole=True)
+    qkv = torch.randn(130, layers.width).to(dtype)
+    if layers.norm is not None:
+        layers.norm = HeadNorm(layers.norm.weight, 1e-6, whole=True)
+        qkv *= 2
     pages = array("q", range(9))
-    qkv = (torch.randn(130, layers.width) * 2).to(dtype)
     sinks = torch.randn(shape[0])
     rules: list[dict[str, Any]] = [
         {"cap": 1.5, "sinks": sinks, "tables": Tables(1, 2)},
@@ -277,12 +286,13 @@ def test_capped_scores_sinks_and_tables_of_a_layer_equal_torch_and_rows_stand_al
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("shape", [(6, 2, 48), (20, 1, 40, 32), (80, 1, 24, 16)])
 def test_attention_rows_are_the_same_bits_in_any_batch_on_any_number_of_threads(
-    window: int | None, dtype: torch.dtype, ops: NativeOps
+    shape: tuple[int, ...], window: int | None, dtype: torch.dtype, ops: NativeOps
 ) -> None:
     """One sequence in one chunk, and again in random chunks beside a stranger."""
     rng = random.Random(3)
-    layers, length = Layers((6, 2, 48), 16, dtype), 230
+    layers, length = Layers(shape, 16, dtype), 230
     pages = array("q", range(-(-length // 16)))
     other = array("q", range(len(pages), len(pages) + 4))
     qkv = torch.randn(length, layers.width).to(dtype)
@@ -320,7 +330,10 @@ def test_a_batch_with_copies_of_its_last_row_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["qwen3", "mistral_window", "qwen2", "gemma4"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3", "mistral_window", "qwen2", "gemma4", "deepseek_v2", "deepseek_v3", "minicpm3"],
+)
 def test_a_step_in_one_call_is_the_same_bits_as_one_operation_after_another(
     kind: str, dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

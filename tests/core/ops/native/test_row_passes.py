@@ -101,7 +101,10 @@ def content(pool: KVPool) -> Tensor:
     return pool.data.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma2", "gemma3", "gemma4", "gpt_oss"])
+KINDS = ("llama", "qwen3_moe", "gemma2", "gemma3", "gemma4", "gpt_oss", "deepseek_v3", "minicpm3")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_call_writes_the_pages_and_finds_the_tokens_of_three(tmp_path: Path, kind: str) -> None:
     drafting = Drafting(decoder_of(tmp_path, kind))
     for _ in range(6):
