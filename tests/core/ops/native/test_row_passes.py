@@ -92,7 +92,7 @@ class Drafting:
         assert [each.token_ids for each in found] == [each.token_ids for each in expected]
         assert [each.error for each in found] == [each.error for each in expected]
         for one, other in zip(found, expected, strict=True):
-            assert one.scores == pytest.approx(other.scores, rel=1e-5, abs=1e-5)
+            assert one.scores == pytest.approx(other.scores, rel=1e-4, abs=1e-5)
         ours, theirs = (content(pool) for pool in self.pools)
         assert torch.equal(ours, theirs)
 
