@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..ops.base import SILU, Activation, DeltaShape, HeadLayout, Routing
+from ..ops.base import SILU, Activation, ConvShape, DeltaShape, HeadLayout, Routing
+from ..ops.state_pool import StateShape
 from .fold import NO_FOLD, Fold
 from .rope import RopeSpec
 
@@ -80,6 +81,19 @@ class DeltaSpec(NamedTuple):
     fused_ba: bool = False
 
 
+class ConvSpec(NamedTuple):
+    """A gated short convolution in the place of attention (arXiv 2511.23404).
+
+    ``has_bias``: of both matrices and of the convolution.
+    """
+
+    shape: ConvShape
+    has_bias: bool = False
+
+
+MixerSpec: TypeAlias = DeltaSpec | ConvSpec
+
+
 class HeadSpec(NamedTuple):
     """The heads of a layer."""
 
@@ -104,7 +118,7 @@ class LayerSpec:
     kv_of: int | None = None
     heads: HeadSpec | None = None  # None: those of the model
     keys_as_values: bool = False
-    mixer: DeltaSpec | None = None
+    mixer: MixerSpec | None = None
 
 
 class NormNames(NamedTuple):
@@ -184,6 +198,8 @@ class DecoderConfig:
     layer_factor: str | None = None  # the tensor of what the stream behind a layer is multiplied by
     is_nested: bool = False  # the text model of a checkpoint that holds other models, too
     mtp: MtpNames | None = None  # of a layer that checkpoints may have besides; None: unknown
+    # Parts of tensors' names as they are here, and as the family's files have them.
+    stored_names: tuple[tuple[str, str], ...] = ()
     fold: Fold = NO_FOLD
 
     def heads_of(self, layer: int) -> HeadSpec:
@@ -193,9 +209,9 @@ class DecoderConfig:
         )
 
     @property
-    def deltas(self) -> tuple[DeltaShape, ...]:
-        """The shapes of the layers with a recurrent state, in their order."""
-        return tuple(layer.mixer.shape for layer in self.layers if layer.mixer is not None)
+    def states(self) -> tuple[StateShape, ...]:
+        """The states of the layers that have one, in their order."""
+        return tuple(layer.mixer.shape.state for layer in self.layers if layer.mixer is not None)
 
     @property
     def head_layouts(self) -> tuple[HeadLayout, ...]:

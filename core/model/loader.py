@@ -16,6 +16,7 @@ from ..ops.backends import Backend, choose_ops
 from ..ops.base import (
     Activation,
     AttentionWeights,
+    ConvWeights,
     DecoderWeights,
     DeltaWeights,
     Exactness,
@@ -25,6 +26,7 @@ from ..ops.base import (
     HeadLayout,
     HeadNorm,
     LayerWeights,
+    MixerWeights,
     MlpWeights,
     Norm,
     Ops,
@@ -38,6 +40,7 @@ from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeig
 from .config import (
     LLAMA_MLP,
     BesideNames,
+    ConvSpec,
     DecoderConfig,
     DeltaSpec,
     ExpertsSpec,
@@ -52,6 +55,7 @@ from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rope import RopeSpec, rotary_dim
 from .shapes import (
+    CONV,
     DELTA,
     EMBEDDING,
     FINAL_NORM,
@@ -67,6 +71,7 @@ from .shapes import (
     TOKEN_PROJECTION,
     TOKEN_TABLE,
     layer_prefix,
+    stored_name,
     tensor_shapes,
 )
 
@@ -82,9 +87,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _RANDOM_STD = 0.02
 _RANDOM_FACTORS = {
     "o_proj.weight": 0.2,
-    "linear_attn.out_proj.weight": 0.2,
+    "out_proj.weight": 0.2,
     "down_proj.weight": 8.0,
+    "w2.weight": 8.0,
     "conv1d.weight": 25.0,
+    "conv.conv.weight": 25.0,
     "A_log": 100.0,  # log decays of a token from 0.01 to 10
 }
 
@@ -293,7 +300,8 @@ class Assembly:
         *,
         keeps_packed: bool,
     ) -> None:
-        self._config, self._read, self._ops = config, read, ops
+        self._config, self._ops = config, ops
+        self._read: _Read = lambda name: read(stored_name(config, name))
         self._dtype, self._device = dtype, device
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
         self._layout = PageLayout.of(config)
@@ -353,11 +361,11 @@ class Assembly:
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
-        experts, mixer = config.layers[index].experts, config.layers[index].mixer
+        experts = config.layers[index].experts
         extras = self._extras(prefix, experts)
         return LayerWeights(
             mixer_norm=self._layer_norm(prefix, names.attention),
-            mixer=self._attention(index) if mixer is None else self._delta(index, mixer),
+            mixer=self._mixer(index),
             mixer_out_norm=self._layer_norm(prefix, names.attention_out),
             mlp_norm=self._layer_norm(prefix, names.mlp),
             mlp_out_norm=self._layer_norm(prefix, names.mlp_out) if extras is None else None,
@@ -367,6 +375,15 @@ class Assembly:
             is_parallel=config.is_parallel,
             extras=extras,
         )
+
+    def _mixer(self, index: int) -> MixerWeights:
+        match self._config.layers[index].mixer:
+            case None:
+                return self._attention(index)
+            case DeltaSpec() as delta:
+                return self._delta(index, delta)
+            case ConvSpec() as conv:
+                return self._conv(index, conv)
 
     def _attention(self, index: int) -> AttentionWeights:
         config, prefix, fold = self._config, layer_prefix(index), self._config.fold
@@ -416,8 +433,22 @@ class Assembly:
             norm_eps=self._config.norm_eps,
             out=self._linear([f"{at}out_proj"], bias=False),
             shape=shape,
-            layer=sum(each.mixer is not None for each in self._config.layers[:index]),
+            layer=self._state_layer(index),
         )
+
+    def _conv(self, index: int, spec: ConvSpec) -> ConvWeights:
+        at, has_bias = layer_prefix(index) + CONV, spec.has_bias
+        return ConvWeights(
+            in_proj=self._linear([f"{at}in_proj"], bias=has_bias),
+            conv=self._float(f"{at}conv.weight").view(spec.shape),
+            bias=self._float(f"{at}conv.bias") if has_bias else None,
+            out=self._linear([f"{at}out_proj"], bias=has_bias),
+            layer=self._state_layer(index),
+        )
+
+    def _state_layer(self, index: int) -> int:
+        """The number of a layer among those with a state."""
+        return sum(each.mixer is not None for each in self._config.layers[:index])
 
     def _extras(self, prefix: str, experts: ExpertsSpec | None) -> Gemma4Extras | None:
         """The parts of a layer that only Gemma 4 has; it alone has a factor on the stream."""

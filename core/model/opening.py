@@ -61,7 +61,7 @@ def open_model(path: str | Path) -> OpenedModel:
         config = _folder_config(Path(path))
         folder = SafetensorsCheckpoint(Path(path), text_names if config.is_nested else base_names)
         checkpoint, config = folder, _as_stored(config, folder)
-    if config.deltas:
+    if config.states:
         config = as_stored(config, set(checkpoint.shapes))
     check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
     return OpenedModel(config, checkpoint)

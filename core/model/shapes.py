@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .config import LLAMA_MLP, DecoderConfig, DeltaSpec, ExpertsSpec, MlpNames
+from .config import LLAMA_MLP, ConvSpec, DecoderConfig, DeltaSpec, ExpertsSpec, MlpNames
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -23,12 +23,20 @@ TOKEN_OUT_NORM = "post_per_layer_input_norm"
 MTP_EMBEDDING_NORM, MTP_HIDDEN_NORM = "model.mtp.enorm.weight", "model.mtp.hnorm.weight"
 MTP_PROJECTION = "model.mtp.eh_proj"
 DELTA = "linear_attn."
+CONV = "conv."
 _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 def layer_prefix(layer: int) -> str:
     """Prefix of the names of a layer's tensors."""
     return f"model.layers.{layer}."
+
+
+def stored_name(config: DecoderConfig, name: str) -> str:
+    """The name that a tensor has in the files."""
+    for ours, theirs in config.stored_names:
+        name = name.replace(ours, theirs)
+    return name
 
 
 def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
@@ -69,7 +77,7 @@ def _layer_of(name: str) -> int:
 
 
 def tensor_shapes(config: DecoderConfig) -> Shapes:
-    """Every tensor that a checkpoint must hold."""
+    """Every tensor that a checkpoint must hold, by its name there."""
     shapes: Shapes = {
         EMBEDDING: (config.vocab_size, config.hidden_size),
         FINAL_NORM: (config.hidden_size,),
@@ -85,7 +93,7 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
     for layer in range(config.num_layers):
         prefix = layer_prefix(layer)
         shapes |= {prefix + name: shape for name, shape in _layer_shapes(config, layer).items()}
-    return shapes
+    return {stored_name(config, name): shape for name, shape in shapes.items()}
 
 
 def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
@@ -93,10 +101,7 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     norms = [f"{name}.weight" for name in config.norms if name is not None]
     shapes: Shapes = dict.fromkeys(norms, (hidden,))
     shapes |= _norm_biases(config, shapes)
-    if spec.mixer is None:
-        shapes |= _attention_shapes(config, layer)
-    else:
-        shapes |= _delta_shapes(hidden, spec.mixer)
+    shapes |= _mixer_shapes(config, layer)
     if config.layer_factor is not None:
         shapes[config.layer_factor] = (1,)
     if config.token_input_size:
@@ -107,6 +112,16 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if spec.experts is None or spec.experts.beside is not None:
         shapes |= _mlp_shapes(config, spec.width or config.intermediate_size)
     return shapes | _biases(config, shapes) | experts
+
+
+def _mixer_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    match config.layers[layer].mixer:
+        case None:
+            return _attention_shapes(config, layer)
+        case DeltaSpec() as delta:
+            return _delta_shapes(config.hidden_size, delta)
+        case ConvSpec() as conv:
+            return _conv_shapes(config.hidden_size, conv)
 
 
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
@@ -152,6 +167,19 @@ def _delta_shapes(hidden: int, spec: DeltaSpec) -> Shapes:
     if spec.fused_ba:
         return shapes | {f"{at}in_proj_ba.weight": (2 * heads, hidden)}
     return shapes | {f"{at}in_proj_{name}.weight": (heads, hidden) for name in "ba"}
+
+
+def _conv_shapes(hidden: int, spec: ConvSpec) -> Shapes:
+    channels, conv_len = spec.shape
+    shapes: Shapes = {
+        f"{CONV}in_proj.weight": (3 * channels, hidden),
+        f"{CONV}conv.weight": (channels, 1, conv_len),
+        f"{CONV}out_proj.weight": (hidden, channels),
+    }
+    if spec.has_bias:
+        biases = {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+        return shapes | biases
+    return shapes
 
 
 def _expert_shapes(config: DecoderConfig, spec: ExpertsSpec) -> Shapes:

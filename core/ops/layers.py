@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .base import (
     AttentionWeights,
+    ConvWeights,
     DecoderWeights,
     DeltaWeights,
     ExpertWeights,
@@ -113,6 +114,8 @@ def _mix(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
     mixer = layer.mixer
     if isinstance(mixer, AttentionWeights):
         x = _attend(ops, mixer, x, plan)
+    elif isinstance(mixer, ConvWeights):
+        x = _convolve(ops, mixer, x, plan)
     else:
         x = _recur(ops, mixer, x, plan)
     return x if layer.mixer_out_norm is None else ops.norm(x, layer.mixer_out_norm)
@@ -135,3 +138,8 @@ def _recur(ops: Ops, mixer: DeltaWeights, x: Tensor, plan: ForwardPlan) -> Tenso
     """``[T, hidden]`` to the same, by the states of the sequences."""
     mixed, ba = ops.linear(x, mixer.in_proj), ops.logits(x, mixer.ba)
     return ops.linear(ops.delta(mixed, ba, mixer, plan), mixer.out)
+
+
+def _convolve(ops: Ops, mixer: ConvWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
+    """``[T, hidden]`` to the same, by the rows before each that a convolution reads."""
+    return ops.linear(ops.short_conv(ops.linear(x, mixer.in_proj), mixer, plan), mixer.out)

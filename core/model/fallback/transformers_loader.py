@@ -50,8 +50,6 @@ REFUSED: dict[str, str] = {
             "granitemoehybrid",
             "jamba",
             "kimi_linear",
-            "lfm2",
-            "lfm2_moe",
             "lfm3",
             "mamba",
             "mamba2",
@@ -78,7 +76,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("diffllama", "hrm_text"), "a layer calls attention twice in a pass"),
 }
 # Types whose recurrent states foretoken's own decoder alone keeps.
-OWN_ONLY = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+OWN_ONLY = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _TEST_TOKENS = 12
 _TEST_PAGE = 4
 # Fields that count layers behind the last, which predict further tokens.

@@ -114,7 +114,7 @@ def as_stored(config: DecoderConfig, names: set[str]) -> DecoderConfig:
     )
 
     def stored(layer: LayerSpec) -> LayerSpec:
-        if layer.mixer is not None:
+        if isinstance(layer.mixer, DeltaSpec):
             mixer = layer.mixer._replace(fused_qkvz=fused_qkvz, fused_ba=fused_ba)
             layer = replace(layer, mixer=mixer)
         if layer.experts is not None and is_stacked:
@@ -131,7 +131,7 @@ def tiled(config: DecoderConfig) -> DecoderConfig:
 
 
 def _tiled_layer(layer: LayerSpec) -> LayerSpec:
-    if layer.mixer is None:
+    if not isinstance(layer.mixer, DeltaSpec):
         return layer
     shape = layer.mixer.shape._replace(is_tiled=True)
     return replace(layer, mixer=layer.mixer._replace(shape=shape))
