@@ -12,7 +12,6 @@ from ..base import (
     SILU,
     AttentionWeights,
     DecoderWeights,
-    DeltaWeights,
     ExpertsBeside,
     ExpertWeights,
     ForwardPlan,
@@ -23,6 +22,7 @@ from ..base import (
     MlpWeights,
     Norm,
     PackedLinear,
+    RecurrentWeights,
     Rope,
     TokenInputs,
     TokenInputWeights,
@@ -35,7 +35,7 @@ from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
 from .plan import NativePlan, PartStruct
 from .row_passes import NativeRowPasses
-from .state import DeltaStructs, RecurrentStruct
+from .state import RecurrentStruct, RecurrentStructs
 from .structs import (
     ActivationStruct,
     NormStruct,
@@ -86,7 +86,7 @@ class DecoderStruct(ctypes.Structure):
         ("hidden", _I64),
         ("width", _I64),
         ("mixed", _I64),
-        ("ba", _I64),
+        ("gates", _I64),
         ("read", _I64),
         ("token_inputs", TokenInputsStruct),
     )
@@ -100,7 +100,7 @@ class NativeStep:
         self._weights = weights  # alive as long as the structs point into them
         self._structs: list[NormStruct | ExtrasStruct] = []  # likewise
         self._experts: list[ExpertStructs] = []
-        self._deltas: list[DeltaStructs] = []
+        self._recurrents: list[RecurrentStructs] = []
         layers = (LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
         mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
         width = max((_native(mlp.down).in_features for mlp in mlps), default=0)
@@ -121,12 +121,12 @@ class NativeStep:
         activation = SILU
         if isinstance(layer.mlp, ExpertWeights):
             experts = self._mixture(layer.mlp)
-        else:
+        elif layer.mlp is not None:
             gate_up, down = layer.mlp.linears
             activation = layer.mlp.activation
         mixer = layer.mixer
         attention = mixer if isinstance(mixer, AttentionWeights) else None
-        linears = (*mixer.linears, gate_up, down)
+        linears = (*((None, None) if mixer is None else mixer.linears), gate_up, down)
         return LayerStruct(
             *(None if each is None else _pointer(each) for each in linears),
             *map(self._lent, norms),
@@ -139,13 +139,13 @@ class NativeStep:
             experts,
             *((0, 0) if attention is None else attention.place),
             self._extras(layer.extras),
-            self._recurrent(mixer) if isinstance(mixer, DeltaWeights) else None,
+            self._recurrent(mixer) if isinstance(mixer, RecurrentWeights) else None,
         )
 
-    def _recurrent(self, weights: DeltaWeights) -> object:
-        structs = DeltaStructs(weights)
-        self._deltas.append(structs)
-        return ctypes.pointer(structs.recurrent(_native(weights.ba).struct))
+    def _recurrent(self, weights: RecurrentWeights) -> object:
+        structs = RecurrentStructs(weights)
+        self._recurrents.append(structs)
+        return ctypes.pointer(structs.recurrent(_native(weights.gates).struct))
 
     def _mixture(self, weights: ExpertWeights) -> int:
         self._experts.append(ExpertStructs(weights))
@@ -202,7 +202,7 @@ class NativeStep:
         """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError."""
         native = [plan for plan in plans if isinstance(plan, NativePlan)]
         assert len(native) == len(plans)
-        assert native[0].states is not None or not self._deltas  # the C side would read nothing
+        assert native[0].states is not None or not self._recurrents  # the C side would read nothing
         plan, parts = native[0], (PartStruct * len(native))(*(plan.part for plan in native))
         token_ids = token_ids.contiguous()
         out = torch.empty((plan.num_rows, self._struct.hidden), dtype=plan.dtype)
@@ -226,7 +226,7 @@ class NativeStep:
 
         None of a decoder with recurrent layers: rows have no states there.
         """
-        if self._deltas:
+        if self._recurrents:
             return None
         head, cap = _native(self._weights.lm_head).struct, self._weights.logit_cap or 0.0
         return NativeRowPasses(self._library, self._struct, head, pool, parts, cap=cap)
@@ -252,15 +252,15 @@ def _turn(mixer: AttentionWeights) -> TurnStruct:
 def _mixed_widths(weights: DecoderWeights) -> tuple[int, int, int]:
     """The widest rows that recurrent layers, and gated ones, make, as step.c needs memory."""
     mixers = [layer.mixer for layer in weights.layers]
-    deltas = [mixer for mixer in mixers if isinstance(mixer, DeltaWeights)]
+    recurrent = [mixer for mixer in mixers if isinstance(mixer, RecurrentWeights)]
     gated = [
         _native(mixer.qkv).out_features
         for mixer in mixers
         if isinstance(mixer, AttentionWeights) and mixer.gate
     ]
-    mixed = max((*gated, *(_native(each.in_proj).out_features for each in deltas)), default=0)
-    ba = max((_native(each.ba).out_features for each in deltas), default=0)
-    return mixed, ba, max((_native(each.out).in_features for each in deltas), default=0)
+    mixed = max((*gated, *(_native(each.in_proj).out_features for each in recurrent)), default=0)
+    gates = max((_native(each.gates).out_features for each in recurrent), default=0)
+    return mixed, gates, max((_native(each.out).in_features for each in recurrent), default=0)
 
 
 def _address(tensor: Tensor | None) -> int | None:

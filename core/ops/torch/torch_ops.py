@@ -18,7 +18,6 @@ from ..base import (
     SILU,
     Activation,
     DecoderWeights,
-    DeltaWeights,
     Exactness,
     ExpertWeights,
     ForwardPlan,
@@ -26,6 +25,7 @@ from ..base import (
     HeadNorm,
     Norm,
     PackedLinear,
+    RecurrentWeights,
     Rope,
     Tables,
     capped,
@@ -38,7 +38,7 @@ from ..quantize import QuantizedWeight, WeightKind
 from .attention import attend
 from .experts import run_experts
 from .plan import TorchPlan
-from .state import run_delta
+from .state import run_recurrent
 
 logger = logging.getLogger(__name__)
 ONEDNN_SETTING = "ONEDNN_MAX_CPU_ISA"
@@ -203,11 +203,13 @@ class TorchOps:
         """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
         return gated(x, gate)
 
-    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
-        """The gated delta rule over the states and logs of the plan's pass."""
+    def recur(
+        self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
+    ) -> Tensor:
+        """A recurrent layer over the states and logs of the plan's pass."""
         assert isinstance(plan, TorchPlan)
         assert plan.states is not None
-        return run_delta(mixed, ba, weights, plan.batch, plan.states)
+        return run_recurrent(mixed, gates, weights, plan.batch, plan.states)
 
     def experts(
         self,

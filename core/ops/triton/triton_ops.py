@@ -19,7 +19,6 @@ from ..base import (
     SILU,
     Activation,
     DecoderWeights,
-    DeltaWeights,
     Exactness,
     ExpertWeights,
     ForwardPlan,
@@ -27,6 +26,7 @@ from ..base import (
     HeadNorm,
     Norm,
     PackedLinear,
+    RecurrentWeights,
     Rope,
     Tables,
     capped,
@@ -35,7 +35,7 @@ from ..base import (
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
-from ..torch.state import run_delta
+from ..torch.state import run_recurrent
 from .attention.attention import attend_kernel, merge_kernel
 from .attention.tile_schedule import SPLIT
 from .availability import unsuited_heads
@@ -102,7 +102,7 @@ class TritonOps:
         """One graph per number of rows: all layers, and where rows are few the tokens, too."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
-        if any(isinstance(layer.mixer, DeltaWeights) for layer in weights.layers):
+        if any(isinstance(layer.mixer, RecurrentWeights) for layer in weights.layers):
             make_graph = None
             logger.warning(
                 "there are no Triton kernels for recurrent layers: torch computes them, one row "
@@ -214,13 +214,15 @@ class TritonOps:
         """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
         return gated(x, gate)
 
-    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
-        """The gated delta rule, by torch; not in a graph, which has no batch."""
+    def recur(
+        self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
+    ) -> Tensor:
+        """A recurrent layer, by torch; not in a graph, which has no batch."""
         device = _on_device(plan)
         states = device.geometry.pool.states
         assert device.batch is not None
         assert states is not None
-        return run_delta(mixed, ba, weights, device.batch, states)
+        return run_recurrent(mixed, gates, weights, device.batch, states)
 
     def experts(
         self,
