@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..ops.base import SILU, Activation, ConvShape, DeltaShape, HeadLayout, Routing
+from ..ops.base import SILU, Activation, ConvShape, HeadLayout, RecurrentShape, Routing
 from ..ops.state_pool import StateShape
 from .fold import NO_FOLD, Fold
 from .rope import RopeSpec
@@ -39,6 +39,7 @@ class ExpertNames(NamedTuple):
     mlp: MlpNames = LLAMA_MLP
     choice_bias: str | None = None
     shared: str = "mlp.shared_experts."
+    shared_mlp: MlpNames = LLAMA_MLP
     shared_gate: str | None = None
     stacked: Literal["none", "gpt-oss", "rows", "columns"] = "none"
     factors: str | None = None
@@ -76,9 +77,21 @@ class DeltaSpec(NamedTuple):
     else one has queries, then keys, then values, another z. ``fused_ba``: likewise of b and a.
     """
 
-    shape: DeltaShape
+    shape: RecurrentShape
     fused_qkvz: bool = False
     fused_ba: bool = False
+
+
+class Mamba2Spec(NamedTuple):
+    """Mamba-2 in the place of attention (arXiv 2405.21060).
+
+    ``num_norms``: equal parts of a row of its output, each of which has an RMS norm of its own.
+    """
+
+    shape: RecurrentShape
+    num_norms: int = 1
+    has_conv_bias: bool = True
+    has_bias: bool = False  # of its matrices
 
 
 class ConvSpec(NamedTuple):
@@ -91,7 +104,7 @@ class ConvSpec(NamedTuple):
     has_bias: bool = False
 
 
-MixerSpec: TypeAlias = DeltaSpec | ConvSpec
+MixerSpec: TypeAlias = DeltaSpec | Mamba2Spec | ConvSpec
 
 
 class HeadSpec(NamedTuple):
@@ -109,6 +122,7 @@ class LayerSpec:
     ``keys_as_values``: there is no matrix of values, which are keys before norm and RoPE.
     ``kv_of``: the earlier layer whose keys and values this one reads in place of its own.
     ``mixer``: a layer with a recurrent state keeps no keys and values; None: attention.
+    ``parts``: a layer may be a mixer alone or an MLP alone, with one norm, `NormNames.attention`.
     """
 
     window: int | None = None  # positions that a row sees, itself included; None: all before it
@@ -119,6 +133,12 @@ class LayerSpec:
     heads: HeadSpec | None = None  # None: those of the model
     keys_as_values: bool = False
     mixer: MixerSpec | None = None
+    parts: Literal["both", "mixer", "mlp"] = "both"
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether it reads keys and values."""
+        return self.mixer is None and self.parts != "mlp"
 
 
 class NormNames(NamedTuple):
@@ -198,9 +218,9 @@ class DecoderConfig:
     layer_factor: str | None = None  # the tensor of what the stream behind a layer is multiplied by
     is_nested: bool = False  # the text model of a checkpoint that holds other models, too
     mtp: MtpNames | None = None  # of a layer that checkpoints may have besides; None: unknown
-    # Parts of tensors' names as they are here, and as the family's files have them.
-    stored_names: tuple[tuple[str, str], ...] = ()
     fold: Fold = NO_FOLD
+    # Pairs: a part of a tensor's name as checkpoints have it, and as `tensor_shapes` does.
+    stored_names: tuple[tuple[str, str], ...] = ()
 
     def heads_of(self, layer: int) -> HeadSpec:
         """The heads of a layer."""
@@ -210,8 +230,12 @@ class DecoderConfig:
 
     @property
     def states(self) -> tuple[StateShape, ...]:
-        """The states of the layers that have one, in their order."""
+        """The shapes of the recurrent states, in the order of the layers that have one."""
         return tuple(layer.mixer.shape.state for layer in self.layers if layer.mixer is not None)
+
+    def state_of(self, layer: int) -> int:
+        """The place of a layer's state in `states`."""
+        return sum(each.mixer is not None for each in self.layers[:layer])
 
     @property
     def head_layouts(self) -> tuple[HeadLayout, ...]:

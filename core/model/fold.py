@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.base import DeltaShape
+from ..ops.base import RecurrentShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
     return torch.cat((first, still[0], second, still[1]))
 
 
-def qkvz_order(shape: DeltaShape) -> Tensor:
+def qkvz_order(shape: RecurrentShape) -> Tensor:
     """Rows of queries, keys, values and z of all heads, where those of a key head lie together.
 
     [2 * key heads * key_dim + 2 * value heads * value_dim]
@@ -57,7 +57,18 @@ def qkvz_order(shape: DeltaShape) -> Tensor:
     return _apart(shape.num_key_heads, [shape.key_dim, shape.key_dim, width, width])
 
 
-def ba_order(shape: DeltaShape) -> Tensor:
+def mamba_orders(shape: RecurrentShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of Mamba-2's matrix z, x, B, C, dt: those of C, B, x, z and those of dt; channels of its
+    convolution of x, B, C in the order C, B, x.
+    """
+    values, keys = shape.value_width, shape.num_key_heads * shape.key_dim
+    widths = [values, values, keys, keys, shape.num_value_heads]
+    z, x, b, c, dt = torch.split(torch.arange(sum(widths)), widths)
+    mixed = torch.cat((c, b, x))
+    return torch.cat((mixed, z)), dt, mixed - values
+
+
+def ba_order(shape: RecurrentShape) -> Tensor:
     """Rows of b, then of a, where those of a key head lie together, [2 * value heads]."""
     group = shape.num_value_heads // shape.num_key_heads
     return _apart(shape.num_key_heads, [group, group])

@@ -26,11 +26,13 @@ from ..ops.base import (
     HeadLayout,
     HeadNorm,
     LayerWeights,
+    Mamba2Weights,
     MixerWeights,
     MlpWeights,
     Norm,
     Ops,
     PackedLinear,
+    RecurrentWeights,
     TokenInputs,
     TokenInputWeights,
 )
@@ -38,18 +40,19 @@ from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeight, stack
 from .config import (
-    LLAMA_MLP,
     BesideNames,
     ConvSpec,
     DecoderConfig,
     DeltaSpec,
     ExpertsSpec,
     HeadSpec,
+    Mamba2Spec,
+    MixerSpec,
     MlpNames,
 )
 from .decoder import Decoder, OwnDecoder
 from .fields import UnsupportedConfig
-from .fold import ba_order, head_order, qkvz_order, rounded, scaled
+from .fold import ba_order, head_order, mamba_orders, qkvz_order, rounded, scaled
 from .formats.checkpoint import OnRead
 from .opening import open_model, read_config
 from .page_layout import PageLayout
@@ -61,6 +64,7 @@ from .shapes import (
     FINAL_NORM,
     FUSED_GATE_UP,
     LM_HEAD,
+    MAMBA,
     MTP_EMBEDDING_NORM,
     MTP_HIDDEN_NORM,
     MTP_PROJECTION,
@@ -71,7 +75,6 @@ from .shapes import (
     TOKEN_PROJECTION,
     TOKEN_TABLE,
     layer_prefix,
-    stored_name,
     tensor_shapes,
 )
 
@@ -89,7 +92,6 @@ _RANDOM_FACTORS = {
     "o_proj.weight": 0.2,
     "out_proj.weight": 0.2,
     "down_proj.weight": 8.0,
-    "w2.weight": 8.0,
     "conv1d.weight": 25.0,
     "conv.conv.weight": 25.0,
     "A_log": 100.0,  # log decays of a token from 0.01 to 10
@@ -236,7 +238,7 @@ def _random_reader(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     def read(name: str) -> Tensor:
         if name.endswith("norm.weight"):
             ones = torch.ones(shapes[name], dtype=drawn, device=device)
-            is_gated = name.endswith(f"{DELTA}norm.weight")
+            is_gated = name.endswith((f"{DELTA}norm.weight", f"{MAMBA}norm.weight"))
             return ones if is_gated else ones - config.fold.norm_offset
         factors = (f for suffix, f in _RANDOM_FACTORS.items() if name.endswith(suffix))
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -300,8 +302,7 @@ class Assembly:
         *,
         keeps_packed: bool,
     ) -> None:
-        self._config, self._ops = config, ops
-        self._read: _Read = lambda name: read(stored_name(config, name))
+        self._config, self._read, self._ops = config, read, ops
         self._dtype, self._device = dtype, device
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
         self._layout = PageLayout.of(config)
@@ -361,7 +362,7 @@ class Assembly:
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
-        experts = config.layers[index].experts
+        spec, experts = config.layers[index], config.layers[index].experts
         extras = self._extras(prefix, experts)
         return LayerWeights(
             mixer_norm=self._layer_norm(prefix, names.attention),
@@ -369,21 +370,30 @@ class Assembly:
             mixer_out_norm=self._layer_norm(prefix, names.attention_out),
             mlp_norm=self._layer_norm(prefix, names.mlp),
             mlp_out_norm=self._layer_norm(prefix, names.mlp_out) if extras is None else None,
-            mlp=self._mlp(f"{prefix}mlp.")
-            if experts is None or experts.beside is not None
-            else self._experts(prefix, experts),
+            mlp=None if spec.parts == "mixer" else self._mlp_or_experts(prefix, experts),
             is_parallel=config.is_parallel,
             extras=extras,
         )
 
-    def _mixer(self, index: int) -> MixerWeights:
-        match self._config.layers[index].mixer:
-            case None:
-                return self._attention(index)
-            case DeltaSpec() as delta:
-                return self._delta(index, delta)
-            case ConvSpec() as conv:
-                return self._conv(index, conv)
+    def _mlp_or_experts(
+        self, prefix: str, experts: ExpertsSpec | None
+    ) -> MlpWeights | ExpertWeights:
+        if experts is None or experts.beside is not None:
+            return self._mlp(f"{prefix}mlp.")
+        return self._experts(prefix, experts)
+
+    def _mixer(self, index: int) -> MixerWeights | None:
+        spec = self._config.layers[index]
+        if spec.has_attention:
+            return self._attention(index)
+        return None if spec.mixer is None else self._with_state(index, spec.mixer)
+
+    def _with_state(self, index: int, spec: MixerSpec) -> RecurrentWeights | ConvWeights:
+        if isinstance(spec, DeltaSpec):
+            return self._delta(index, spec)
+        if isinstance(spec, ConvSpec):
+            return self._conv(index, spec)
+        return self._mamba(index, spec)
 
     def _attention(self, index: int) -> AttentionWeights:
         config, prefix, fold = self._config, layer_prefix(index), self._config.fold
@@ -425,7 +435,7 @@ class Assembly:
                 bias=False,
                 order=qkvz_order(shape) if spec.fused_qkvz else None,
             ),
-            ba=self._ops.pack_linear(of_steps, plain=True),
+            gates=self._ops.pack_linear(of_steps, plain=True),
             conv=self._float(f"{at}conv1d.weight").view(-1, shape.conv_len),
             decay=-torch.exp(self._float(f"{at}A_log")),
             dt_bias=self._float(f"{at}dt_bias"),
@@ -433,7 +443,38 @@ class Assembly:
             norm_eps=self._config.norm_eps,
             out=self._linear([f"{at}out_proj"], bias=False),
             shape=shape,
-            layer=self._state_layer(index),
+            layer=self._config.state_of(index),
+        )
+
+    def _mamba(self, index: int, spec: Mamba2Spec) -> Mamba2Weights:
+        at, shape = layer_prefix(index) + MAMBA, spec.shape
+        rows, gates, channels = mamba_orders(shape)
+        weight = self._stacked([self._read(f"{at}in_proj.weight")], keeps=True)
+        bias = self._vector(f"{at}in_proj.bias") if spec.has_bias else None
+        conv = self._float(f"{at}conv1d.weight").view(-1, shape.conv_len)
+        conv_bias = self._float(f"{at}conv1d.bias")[channels] if spec.has_conv_bias else None
+        return Mamba2Weights(
+            in_proj=self._ops.pack_linear(
+                _in_order(weight, rows), None if bias is None else bias[rows]
+            ),
+            gates=self._ops.pack_linear(
+                self._cast(_in_order(weight, gates)),
+                None if bias is None else bias[gates],
+                plain=True,
+            ),
+            conv=conv[channels],
+            conv_bias=conv_bias,
+            decay=-torch.exp(self._float(f"{at}A_log")),
+            dt_bias=self._float(f"{at}dt_bias"),
+            skip=self._float(f"{at}D"),
+            norm=self._float(f"{at}norm.weight"),
+            norm_eps=self._config.norm_eps,
+            num_norms=spec.num_norms,
+            out=self._linear(
+                [f"{at}out_proj"], bias=spec.has_bias, factor=self._config.fold.residual_scale
+            ),
+            shape=shape,
+            layer=self._config.state_of(index),
         )
 
     def _conv(self, index: int, spec: ConvSpec) -> ConvWeights:
@@ -443,12 +484,8 @@ class Assembly:
             conv=self._float(f"{at}conv.weight").view(spec.shape),
             bias=self._float(f"{at}conv.bias") if has_bias else None,
             out=self._linear([f"{at}out_proj"], bias=has_bias),
-            layer=self._state_layer(index),
+            layer=self._config.state_of(index),
         )
-
-    def _state_layer(self, index: int) -> int:
-        """The number of a layer among those with a state."""
-        return sum(each.mixer is not None for each in self._config.layers[:index])
 
     def _extras(self, prefix: str, experts: ExpertsSpec | None) -> Gemma4Extras | None:
         """The parts of a layer that only Gemma 4 has; it alone has a factor on the stream."""
@@ -497,14 +534,13 @@ class Assembly:
         )
 
     def _mlp(self, prefix: str) -> MlpWeights:
-        config, names, fold = self._config, self._config.mlp_names, self._config.fold
-        first = [names.up] if names.gate is None else [names.gate, names.up]
-        if fold.fused_gate_up:
-            first = [FUSED_GATE_UP]
-        return MlpWeights(
-            self._linear([prefix + name for name in first], bias=config.mlp_bias),
-            self._linear([prefix + names.down], bias=config.mlp_bias, factor=fold.residual_scale),
+        config = self._config
+        return self._mlp_of(
+            prefix,
+            config.mlp_names,
             config.activation,
+            fused=config.fold.fused_gate_up,
+            bias=config.mlp_bias,
         )
 
     def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
@@ -513,13 +549,18 @@ class Assembly:
             self._stacked_experts(prefix, spec)
             if names.stacked != "none"
             else tuple(
-                self._gated(prefix + names.expert.format(number), names.mlp, spec.activation)
+                self._mlp_of(prefix + names.expert.format(number), names.mlp, spec.activation)
                 for number in range(spec.count)
             )
         )
         shared = gate = None
         if spec.shared_width:
-            shared = self._gated(prefix + names.shared, LLAMA_MLP, spec.activation)
+            shared = self._mlp_of(
+                prefix + names.shared,
+                names.shared_mlp,
+                spec.activation,
+                fused=self._config.fold.fused_gate_up,
+            )
             if names.shared_gate is not None:
                 gate = self._plain(prefix + names.shared_gate, bias=False)
         return ExpertWeights(
@@ -534,11 +575,22 @@ class Assembly:
             shared_gate=gate,
         )
 
-    def _gated(self, prefix: str, names: MlpNames, activation: Activation) -> MlpWeights:
+    def _mlp_of(
+        self,
+        prefix: str,
+        names: MlpNames,
+        activation: Activation,
+        *,
+        fused: bool = False,
+        bias: bool = False,
+    ) -> MlpWeights:
+        first = [names.up] if names.gate is None else [names.gate, names.up]
+        if fused:
+            first = [FUSED_GATE_UP]
         factor = self._config.fold.residual_scale
         return MlpWeights(
-            self._linear([f"{prefix}{names.gate}", f"{prefix}{names.up}"], bias=False),
-            self._linear([f"{prefix}{names.down}"], bias=False, factor=factor),
+            self._linear([prefix + name for name in first], bias=bias),
+            self._linear([prefix + names.down], bias=bias, factor=factor),
             activation,
         )
 

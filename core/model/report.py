@@ -119,7 +119,8 @@ def _report(
 ) -> ModelReport:
     item, quantization = getattr(torch, dtype), _quantization(folder)
     page = bytes_per_mixed_page(shapes, page_size=_PAGE, dtype=item) if shapes else None
-    has_rough_copy = path == "own" and quantization in _ROUNDED and not config.states
+    states = config.states
+    has_rough_copy = path == "own" and quantization in _ROUNDED and not states
     return ModelReport(
         model_type=config.model_type,
         path=path,
@@ -130,7 +131,7 @@ def _report(
         most_bytes=num_parameters * item.itemsize,
         dtype=dtype,
         kv_bytes_per_token=None if page is None else page // _PAGE,
-        state_bytes=bytes_per_slot(config.states, item),
+        state_bytes=bytes_per_slot(states, item),
         rough_copy_bytes=int(ROUGH_BYTES * num_parameters) if has_rough_copy else None,
         max_model_len=config.max_model_len,
         problem=_missing(folder) if file_format == "no weights" else None,

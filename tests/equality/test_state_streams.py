@@ -14,7 +14,7 @@ from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.ops.base import DeltaWeights
+from foretoken.core.ops.base import RecurrentWeights
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.quantize import Quantize
 from foretoken.core.ops.torch.torch_ops import TorchOps
@@ -152,17 +152,19 @@ class Failing(Driver):
     def _twice(self, plan: StepPlan) -> StepOutput:
         if all(each.stop - each.start == 1 for each in plan.requests):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(self._ops, "delta", self._fail(self._ops.delta))
+                patch.setattr(self._ops, "recur", self._fail(self._ops.recur))
                 with pytest.raises(RuntimeError, match="a layer fails"):
                     self._compute(plan)
             Failing.num_failed += 1
         return self._compute(plan)
 
-    def _fail(self, delta: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def failing(mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: object) -> Tensor:
+    def _fail(self, recur: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def failing(
+            mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: object
+        ) -> Tensor:
             if weights.layer == self.layer:
                 raise RuntimeError("a layer fails")
-            return delta(mixed, ba, weights, plan)
+            return recur(mixed, gates, weights, plan)
 
         return failing
 

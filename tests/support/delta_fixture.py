@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.core.ops.base import DeltaShape, DeltaWeights, HeadLayout, Ops, PackedLinear
+from foretoken.core.ops.base import DeltaWeights, HeadLayout, Ops, PackedLinear, RecurrentShape
 from foretoken.core.ops.batch import Segment, SegmentState, build_batch
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.state_pool import StatePool
 from support.rope_fixture import Turns
 
-SHAPE = DeltaShape(2, 4, key_dim=24, value_dim=40, conv_len=4)
+SHAPE = RecurrentShape(2, 4, key_dim=24, value_dim=40, conv_len=4)
 HEADS = HeadLayout(1, 1, 8, 1.0)
 NO_MATRIX = PackedLinear(torch.empty(0), None, packed=False)
 
@@ -33,12 +33,12 @@ class Rows(NamedTuple):
     keeps: tuple[tuple[int, int], ...] = ()
 
 
-def make_weights(shape: DeltaShape = SHAPE, layer: int = 0) -> DeltaWeights:
+def make_weights(shape: RecurrentShape = SHAPE, layer: int = 0) -> DeltaWeights:
     """Log decays of a token are from -0.001 to -8, by head."""
     heads = shape.num_value_heads
     return DeltaWeights(
         in_proj=NO_MATRIX,
-        ba=NO_MATRIX,
+        gates=NO_MATRIX,
         conv=torch.randn(shape.conv_channels, shape.conv_len) * 0.6,
         decay=-(10.0 ** torch.linspace(-3.0, 0.9, heads)),
         dt_bias=torch.randn(heads) * 0.3,
@@ -109,7 +109,7 @@ class Sequences:
         padding = batch.num_rows - int(batch.lens.sum())
         rows = [torch.cat([*each, *[each[-1][-1:]] * padding]) for each in (mixed, ba)]
         for layer in layers:
-            out = self.ops.delta(*rows, self.weights[layer], plan)
+            out = self.ops.recur(*rows, self.weights[layer], plan)
         firsts = batch.first_rows.tolist()
         return [out[first : first + rows.count] for first, rows in zip(firsts, passes, strict=True)]
 

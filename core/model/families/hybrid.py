@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...errors import ModelLoadError
-from ...ops.base import DeltaShape, Routing
+from ...ops.base import RecurrentShape, Routing
 from ..config import BESIDE_THE_MODEL, DecoderConfig, DeltaSpec, ExpertNames, LayerSpec
 from ..fields import Fields, UnsupportedConfig
 from ..fold import Fold
@@ -61,7 +61,7 @@ def _layers(fields: Fields, *, is_fused: bool) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec() if is_full else delta for is_full in _full_layers(fields))
 
 
-def _shape(fields: Fields) -> DeltaShape:
+def _shape(fields: Fields) -> RecurrentShape:
     num_key_heads = fields.positive("linear_num_key_heads", 16)
     num_value_heads = fields.positive("linear_num_value_heads", 32)
     if num_value_heads % num_key_heads:
@@ -70,7 +70,7 @@ def _shape(fields: Fields) -> DeltaShape:
     conv_len = fields.positive("linear_conv_kernel_dim", 4)
     if conv_len < 2:
         raise fields.error("linear_conv_kernel_dim", f"must be at least 2, not {conv_len}")
-    return DeltaShape(
+    return RecurrentShape(
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
         key_dim=fields.positive("linear_key_head_dim", 128),

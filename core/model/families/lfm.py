@@ -7,19 +7,23 @@ from typing import Any
 
 from ...errors import ModelLoadError
 from ...ops.base import ConvShape, Routing
-from ..config import ConvSpec, DecoderConfig, ExpertNames, LayerSpec, MlpNames, NormNames
+from ..config import ConvSpec, DecoderConfig, ExpertNames, LayerSpec
 from ..fields import Fields, UnsupportedConfig
 from .experts import renorm_of, top_k_of, with_experts
 from .shared import base_config
 
 _KINDS = ("full_attention", "conv")
-_MLP = MlpNames("w1", "w3", "w2")
-_STORED_NAMES = (
-    ("model.norm.", "model.embedding_norm."),
-    ("self_attn.o_proj.", "self_attn.out_proj."),
-    ("mlp.gate_proj.", f"feed_forward.{_MLP.gate}."),
-    ("mlp.up_proj.", f"feed_forward.{_MLP.up}."),
-    ("mlp.down_proj.", f"feed_forward.{_MLP.down}."),
+_NAMES = (
+    ("model.embedding_norm.", "model.norm."),
+    (".operator_norm.", ".input_layernorm."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+    (".q_layernorm.", ".q_norm."),
+    (".k_layernorm.", ".k_norm."),
+    (".self_attn.out_proj.", ".self_attn.o_proj."),
+    (".feed_forward.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w3.", ".up_proj."),
+    (".w2.", ".down_proj."),
 )
 _RENORM = 1e-6  # beside the sum of a row's weights
 # Of the classes' configs.
@@ -44,12 +48,8 @@ def lfm2_moe(fields: Fields) -> DecoderConfig:
     defaults = {"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792}
     defaults |= {"num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2}
     fields = _with(fields, _DEFAULTS | defaults)
-    names = ExpertNames(
-        "feed_forward.gate",
-        "feed_forward.experts.{}.",
-        _MLP,
-        choice_bias="feed_forward.expert_bias" if fields.flag("use_expert_bias", True) else None,
-    )
+    has_bias = fields.flag("use_expert_bias", True)
+    names = ExpertNames(choice_bias="mlp.expert_bias" if has_bias else None)
     routing = Routing(
         top_k_of(fields),
         score="sigmoid",
@@ -78,10 +78,8 @@ def _config(
             theta=1e6,
             norm_eps=fields.number("norm_eps", 1e-5),
             tie_embeddings=is_tied,
-            norms=NormNames(attention="operator_norm", mlp="ffn_norm"),
             head_norm="each",
-            head_norm_names=("q_layernorm", "k_layernorm"),
-            stored_names=_STORED_NAMES,
+            stored_names=_NAMES,
             layers=layers,
             **differences,
         )

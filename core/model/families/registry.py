@@ -7,10 +7,11 @@ from collections.abc import Callable
 from ..config import DecoderConfig
 from ..fields import Fields
 from ..formats.quantized import read_scheme
-from . import dense, experts, gemma4, hybrid, lfm
+from . import dense, experts, gemma4, hybrid, lfm, mamba
 
 MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "arcee": dense.arcee,
+    "bamba": mamba.bamba,
     "cohere": dense.cohere,
     "cohere2": dense.cohere2,
     "dots1": experts.dots1,
@@ -25,6 +26,7 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "glm4_moe": experts.glm4_moe,
     "gpt_oss": experts.gpt_oss,
     "granite": dense.granite,
+    "granitemoehybrid": mamba.granite_hybrid,
     "helium": dense.helium,
     "hunyuan_v1_dense": dense.hunyuan,
     "hunyuan_v1_moe": experts.hunyuan_moe,
@@ -36,6 +38,7 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "mistral": dense.mistral,
     "mixtral": experts.mixtral,
     "nemotron": dense.nemotron,
+    "nemotron_h": mamba.nemotron_h,
     "olmo2": dense.olmo2,
     "olmo3": dense.olmo3,
     "olmoe": experts.olmoe,

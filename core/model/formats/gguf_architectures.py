@@ -91,24 +91,9 @@ _BEFORE_AND_AFTER = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
 
 
 _LFM = {
-    "attn_norm": "operator_norm",
-    "attn_output": "self_attn.out_proj",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.out_proj",
-}
-_LFM_EXPERTS = _LFM | {
-    "ffn_gate_inp": "feed_forward.gate",
-    "ffn_gate_exps": "feed_forward.experts.{}.w1",
-    "ffn_up_exps": "feed_forward.experts.{}.w3",
-    "ffn_down_exps": "feed_forward.experts.{}.w2",
-    "exp_probs_b": "feed_forward.expert_bias",
 }
 _HYBRID = {
     "post_attention_norm": "post_attention_layernorm",
@@ -581,15 +566,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="lfm2",
         fields=_lfm2,
         names=_LFM,
-        final_norm="model.embedding_norm",
         own_final_norm="token_embd_norm",
     ),
     "lfm2moe": Architecture(
         model_type="lfm2_moe",
         fields=_lfm2_moe,
-        names=_LFM_EXPERTS,
+        names=_LFM | _EXPERTS | {"exp_probs_b": "mlp.expert_bias"},
         experts="each",
-        final_norm="model.embedding_norm",
         own_final_norm="token_embd_norm",
     ),
     "llama": _LLAMA,

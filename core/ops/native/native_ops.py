@@ -14,13 +14,13 @@ from ..base import (
     Activation,
     ConvWeights,
     DecoderWeights,
-    DeltaWeights,
     ExpertWeights,
     ForwardPlan,
     HeadLayout,
     HeadNorm,
     Norm,
     PackedLinear,
+    RecurrentWeights,
     Rope,
     Tables,
     capped,
@@ -33,7 +33,7 @@ from .library import DTYPES, NativeLibrary
 from .linear import NativeLinear, Products, linear, pack_linear, rough_copy
 from .plan import NativePlan, unsuited
 from .sampler import NativeSampler
-from .state import ConvStructs, DeltaStructs
+from .state import ConvStructs, RecurrentStructs
 from .step import NativeStep
 from .structs import activation_struct, norm_struct, rule_struct, turn_struct
 
@@ -197,16 +197,17 @@ class NativeOps:
         self.library.c.ft_gate(out.data_ptr(), gate.data_ptr(), *out.shape, DTYPES[out.dtype])
         return out
 
-    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
-        """The gated delta rule over the states and logs of the plan's pass."""
+    def recur(
+        self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
+    ) -> Tensor:
+        """A recurrent layer over the states and logs of the plan's pass."""
         assert isinstance(plan, NativePlan)
         assert plan.states is not None
-        mixed, ba, structs = mixed.contiguous(), ba.contiguous(), DeltaStructs(weights)
-        shape = weights.shape
-        out = mixed.new_empty((len(mixed), shape.num_value_heads * shape.value_dim))
+        mixed, gates, structs = mixed.contiguous(), gates.contiguous(), RecurrentStructs(weights)
+        out = mixed.new_empty((len(mixed), weights.shape.value_width))
         batch, _, _ = plan.pointers
-        failed = self.library.c.ft_delta_rule(
-            mixed.data_ptr(), ba.data_ptr(), out.data_ptr(), batch, structs.pointer,
+        failed = self.library.c.ft_recur(
+            mixed.data_ptr(), gates.data_ptr(), out.data_ptr(), batch, structs.pointer,
             DTYPES[mixed.dtype],
         )  # fmt: skip
         if failed:

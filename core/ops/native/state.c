@@ -1,9 +1,10 @@
-/* The gated delta rule (arXiv 2412.06464), a page after the other.
+/* The gated delta rule (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060), a page after the other.
  *
  * With S the state of a page's start, c the sum of log decays since then, and s the page's rows before:
  *     u_t = beta_t (v_t - e^c_t S^T k_t - sum e^(c_t - c_s) (k_s k_t) u_s)
  *     o_t = e^c_t S^T q_t + sum e^(c_t - c_s) (k_s q_t) u_s + (k_t q_t) u_t
- * and S of the next page, n being the last row, is e^c_n S + sum e^(c_n - c_s) k_s u_s^T.
+ * and S of the next page, n being the last row, is e^c_n S + sum e^(c_n - c_s) k_s u_s^T. Of Mamba-2
+ * q, k and v are C, B and x, u_t = dt_t v_t, and o_t has the skip's D v_t besides.
  *
  * A task is a segment and a head. Each sum is one chain in the order of key_dim, or of rows; how many
  * rows share a load of S changes no bits.
@@ -36,19 +37,21 @@ typedef struct {
     float *weighed; /* [page, keys] keys, times what decay leaves of them */
     float *u;       /* [page, values] values, then u */
     float *read;    /* [page, 2, values] what S gives for x */
-    float *c, *beta; /* [page] */
+    float *c, *beta; /* [page]; of Mamba-2 dt is in beta's place */
     float *own;     /* [key_dim, values] S where a slot's rows are not whole vectors */
     float *draft;   /* [key_dim, values] S behind the last final row */
 } delta_space;
 
 typedef struct {
     const char *mixed;
-    const float *ba;
+    const float *gates;
     char *out;
     const ft_batch *batch;
     const ft_states *states;
-    const ft_delta *delta;
+    const ft_recurrence *delta;
     int dtype;
+    int64_t num_gates; /* of a row */
+    float *gated;      /* of Mamba-2: [num_rows, num_heads * value_dim], before the norm */
     ft_inputs inputs;
     int64_t keys, values; /* padded */
     delta_space *spaces;
@@ -64,12 +67,14 @@ typedef struct {
     char *log;
 } delta_task;
 
+static int is_mamba(const delta_job *job) { return job->delta->skip != NULL; }
+
 static int64_t item_of(const delta_job *job) { return job->dtype == FT_BFLOAT16 ? 2 : 4; }
 
 /* -- slots and logs --------------------------------------------------------------------------- */
 
 static float *state_of(const delta_task *task, int64_t slot) {
-    const ft_delta *delta = task->job->delta;
+    const ft_recurrence *delta = task->job->delta;
     float *states = (float *)ft_slot_field(&task->job->inputs, slot, FT_SLOT_STATE);
     return states + task->head * delta->key_dim * delta->value_dim;
 }
@@ -82,7 +87,7 @@ static void copy_rows(const float *from, int64_t from_step, float *to, int64_t t
 }
 
 static void store_state(const delta_task *task, const float *state, int64_t slot) {
-    const ft_delta *delta = task->job->delta;
+    const ft_recurrence *delta = task->job->delta;
     float *to = state_of(task, slot);
     if (to == state) return;
     copy_rows(state, task->job->values, to, delta->value_dim, delta->key_dim, delta->value_dim);
@@ -138,6 +143,8 @@ FT_INLINE void convolve(const delta_job *job, const char *const *inputs, int64_t
         for (int64_t tap = 1; tap < num_taps; tap++)
             sum = v_fma(v_get(inputs[tap], first + i, n, dtype),
                         v_load_n(taps + tap * job->inputs.channels, n), sum);
+        if (job->delta->taps_bias)
+            sum = v_add(sum, v_load_n(job->delta->taps_bias + first + i, n));
         v_store(out + i, v_silu(sum));
     }
 }
@@ -175,7 +182,7 @@ static float exp_one(float x) {
 static void read_inputs(const delta_task *task, int64_t base, int64_t position) {
     const delta_job *job = task->job;
     const delta_space *space = task->space;
-    const ft_delta *delta = job->delta;
+    const ft_recurrence *delta = job->delta;
     int64_t row = position - base, heads = delta->num_heads, num_taps = delta->num_taps;
     int64_t key_head = delta->is_tiled ? task->head % delta->num_key_heads
                                        : task->head / (heads / delta->num_key_heads);
@@ -190,13 +197,18 @@ static void read_inputs(const delta_task *task, int64_t base, int64_t position) 
     convolve_part(job, inputs, keys_width + query_at, delta->key_dim, key);
     convolve_part(job, inputs, query_at, delta->key_dim, query);
     convolve_part(job, inputs, value_at, delta->value_dim, value);
+    int64_t batch_row = job->batch->first_rows[task->segment] + position - task->start;
+    const float *gates = job->gates + batch_row * job->num_gates;
+    float x = gates[job->num_gates - heads + task->head] + delta->dt_bias[task->head];
+    float softplus = log1pf(exp_one(-fabsf(x))) + (x > 0.0f ? x : 0.0f);
+    space->c[row] = delta->decay[task->head] * softplus + (row ? space->c[row - 1] : 0.0f);
+    if (is_mamba(job)) {
+        space->beta[row] = softplus;
+        return;
+    }
     to_length(key, job->keys, 1.0f);
     to_length(query, job->keys, 1.0f / sqrtf((float)delta->key_dim));
-    const float *ba = job->ba + (job->batch->first_rows[task->segment] + position - task->start) * 2 * heads;
-    float x = ba[heads + task->head] + delta->dt_bias[task->head];
-    float softplus = log1pf(exp_one(-fabsf(x))) + (x > 0.0f ? x : 0.0f);
-    space->beta[row] = 1.0f / (1.0f + exp_one(-ba[task->head]));
-    space->c[row] = delta->decay[task->head] * softplus + (row ? space->c[row - 1] : 0.0f);
+    space->beta[row] = 1.0f / (1.0f + exp_one(-gates[task->head]));
 }
 
 /* -- products ---------------------------------------------------------------------------------- */
@@ -249,9 +261,11 @@ FT_INLINE void multiply_column(const product *p, int64_t rows, int64_t column, i
 
 static void multiply_terms(const product *p, int64_t rows) {
     int64_t column = 0, step = BLOCK_VECTORS * FT_WIDTH, wide = WIDE_VECTORS * FT_WIDTH;
-    if (rows == 2) /* key and query of a decoding row: more columns, so that as many sums run */
-        for (; column + wide <= p->width; column += wide)
-            multiply_block(p, 0, column, 2, WIDE_VECTORS);
+    /* Of a decoding row, its key and query or the query alone: more columns, so that as many sums run. */
+    for (; rows <= 2 && column + wide <= p->width; column += wide) {
+        if (rows == 2) multiply_block(p, 0, column, 2, WIDE_VECTORS);
+        else multiply_block(p, 0, column, 1, WIDE_VECTORS);
+    }
     for (; column + step <= p->width; column += step) multiply_column(p, rows, column, BLOCK_VECTORS);
     for (; column < p->width; column += FT_WIDTH) multiply_column(p, rows, column, 1);
 }
@@ -316,10 +330,32 @@ static void run_row(const delta_task *task, int64_t row) {
     }
 }
 
+/* The same of Mamba-2, for whose query alone S was read. */
+static void run_mamba_row(const delta_task *task, int64_t row) {
+    const delta_space *space = task->space;
+    int64_t keys = task->job->keys, values = task->job->values;
+    const float *key = space->x + 2 * row * keys, *query = key + keys;
+    float *out = space->read + row * values;
+    float for_query[FT_MAX_STATE_PAGE], decays[FT_MAX_STATE_PAGE];
+    find_decays(space->c, row, decays);
+    for (int64_t s = 0; s < row; s++)
+        for_query[s] = decays[s] * dot(space->x + 2 * s * keys, query, keys);
+    float left = exp_one(space->c[row]);
+    ft_vec own = v_set(dot(key, query, keys)), dt = v_set(space->beta[row]);
+    ft_vec skip = v_set(task->job->delta->skip[task->head]);
+    for (int64_t i = 0; i < values; i += FT_WIDTH) {
+        float *u = space->u + row * values + i;
+        ft_vec value = v_load(u), added = v_mul(dt, value);
+        ft_vec sum = gather(out + i, left, for_query, space->u + i, row, values);
+        v_store(u, added);
+        v_store(out + i, v_fma(skip, value, v_fma(own, added, sum)));
+    }
+}
+
 /* The norm of a head's output, times silu(z), into out. */
 FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_row, int dtype) {
     const delta_job *job = task->job;
-    const ft_delta *delta = job->delta;
+    const ft_recurrence *delta = job->delta;
     int64_t width = delta->value_dim, all = delta->num_heads * width, item = item_of(job);
     const char *z = job->mixed + (batch_row * (job->inputs.channels + all) + job->inputs.channels) * item;
     char *out = job->out + batch_row * all * item;
@@ -336,21 +372,41 @@ FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_
     }
 }
 
+/* A head's output of Mamba-2 times silu(z), which is normed behind all heads. */
+static void put_gated(const delta_task *task, const float *read, int64_t batch_row) {
+    const delta_job *job = task->job;
+    int64_t width = job->delta->value_dim, all = job->delta->num_heads * width;
+    const char *z = job->mixed + (batch_row * (job->inputs.channels + all) + job->inputs.channels) * item_of(job);
+    float *out = job->gated + batch_row * all;
+    for (int64_t i = 0; i < width; i += FT_WIDTH) {
+        int64_t n = width - i, at = task->head * width + i;
+        ft_vec gate = v_silu(v_get(z, at, n, job->dtype == FT_BFLOAT16));
+        v_put(out, at, v_mul(v_load(read + i), gate), n, 0);
+    }
+}
+
 /* Rows [first, stop) of the page at `base`, whose state is S. */
 static void run_rows(const delta_task *task, const float *state, int64_t base, int64_t first,
                      int64_t stop) {
     const delta_job *job = task->job;
     const delta_space *space = task->space;
     int64_t row = first - base, count = stop - first;
+    int64_t reads_a_row = is_mamba(job) ? 1 : 2; /* for the query, before it for the key */
     for (int64_t position = first; position < stop; position++) read_inputs(task, base, position);
-    product reads = {.left = space->x + 2 * row * job->keys, .left_row = job->keys, .left_term = 1,
-                     .right = state, .terms = job->delta->key_dim,
-                     .out = space->read + 2 * row * job->values, .width = job->values};
-    multiply(&reads, 2 * count);
+    product reads = {.left = space->x + (2 * row + 2 - reads_a_row) * job->keys,
+                     .left_row = 2 / reads_a_row * job->keys, .left_term = 1, .right = state,
+                     .terms = job->delta->key_dim,
+                     .out = space->read + reads_a_row * row * job->values, .width = job->values};
+    multiply(&reads, reads_a_row * count);
     for (int64_t i = 0; i < count; i++, row++) {
-        run_row(task, row);
-        const float *read = space->read + (2 * row + 1) * job->values;
+        const float *read = space->read + (reads_a_row * (row + 1) - 1) * job->values;
         int64_t batch_row = job->batch->first_rows[task->segment] + first + i - task->start;
+        if (is_mamba(job)) {
+            run_mamba_row(task, row);
+            put_gated(task, read, batch_row);
+            continue;
+        }
+        run_row(task, row);
         if (job->dtype == FT_BFLOAT16) put_row(task, read, batch_row, FT_BFLOAT16);
         else put_row(task, read, batch_row, FT_FLOAT32);
     }
@@ -387,7 +443,7 @@ static int64_t keeper_of(const delta_job *job, int64_t segment, int64_t position
 /* S as the products take it: a slot's own memory where its rows are whole vectors. */
 static float *load_state(const delta_task *task, float *slot_state) {
     const delta_job *job = task->job;
-    const ft_delta *delta = job->delta;
+    const ft_recurrence *delta = job->delta;
     if (job->values == delta->value_dim) return slot_state;
     copy_rows(slot_state, delta->value_dim, task->space->own, job->values, delta->key_dim,
               delta->value_dim);
@@ -456,6 +512,31 @@ static void delta_piece(void *context, int64_t begin, int64_t end) {
     atomic_flag_clear(&job->taken[space]);
 }
 
+/* -- the norm of Mamba-2 ------------------------------------------------------------------------- */
+
+/* Parts of rows, each with a norm of its own. */
+static void norm_piece(void *context, int64_t begin, int64_t end) {
+    const delta_job *job = context;
+    const ft_recurrence *rule = job->delta;
+    int64_t width = rule->num_heads * rule->value_dim / rule->num_norms;
+    for (int64_t index = begin; index < end; index++) {
+        int64_t weights_at = index % rule->num_norms * width;
+        const float *part = job->gated + index * width;
+        ft_vec squares = v_set(0.0f);
+        for (int64_t i = 0; i < width; i += FT_WIDTH) {
+            ft_vec value = v_load_n(part + i, width - i);
+            squares = v_fma(value, value, squares);
+        }
+        ft_vec inverse = v_set(1.0f / sqrtf(v_sum(squares) / (float)width + rule->eps));
+        for (int64_t i = 0; i < width; i += FT_WIDTH) {
+            int64_t n = width - i;
+            ft_vec normed = v_mul(v_load_n(part + i, n), inverse);
+            v_put(job->out, index * width + i, v_mul(normed, v_load_n(rule->norm + weights_at + i, n)),
+                  n, job->dtype == FT_BFLOAT16);
+        }
+    }
+}
+
 /* -- the call ------------------------------------------------------------------------------------ */
 
 static float *take(char **memory, int64_t floats) {
@@ -484,8 +565,11 @@ static int find_spaces(delta_job *job) {
     delta_space one;
     int64_t threads = ft_num_threads(), bytes = lay_out(job, NULL, &one);
     int64_t head = ft_ceil_div(threads * (int64_t)(sizeof one + sizeof *job->taken), 64) * 64;
-    char *memory = ft_scratch(FT_SCRATCH_STATE, (size_t)(head + threads * bytes));
+    int64_t values = job->delta->num_heads * job->delta->value_dim;
+    int64_t gated = is_mamba(job) ? job->batch->num_rows * values * 4 : 0;
+    char *memory = ft_scratch(FT_SCRATCH_STATE, (size_t)(head + threads * bytes + gated));
     if (!memory) return -1;
+    job->gated = (float *)(memory + head + threads * bytes);
     job->spaces = (delta_space *)memory;
     job->taken = (atomic_flag *)(memory + threads * (int64_t)sizeof one);
     for (int64_t i = 0; i < threads; i++) {
@@ -498,10 +582,11 @@ static int find_spaces(delta_job *job) {
     return 0;
 }
 
-int ft_run_delta(const void *mixed, const float *ba, void *out, const ft_batch *batch,
-                 const ft_delta *delta, int dtype) {
-    delta_job job = {.mixed = mixed, .ba = ba, .out = out, .batch = batch, .states = batch->states,
-                     .delta = delta, .dtype = dtype};
+int ft_run_recurrent(const void *mixed, const float *gates, void *out, const ft_batch *batch,
+                     const ft_recurrence *delta, int dtype) {
+    delta_job job = {.mixed = mixed, .gates = gates, .out = out, .batch = batch,
+                     .states = batch->states, .delta = delta, .dtype = dtype};
+    job.num_gates = (is_mamba(&job) ? 1 : 2) * delta->num_heads;
     int64_t values = delta->num_heads * delta->value_dim;
     int64_t channels = 2 * delta->num_key_heads * delta->key_dim + values;
     job.inputs = (ft_inputs){mixed, (channels + values) * item_of(&job), channels, delta->num_taps,
@@ -513,10 +598,11 @@ int ft_run_delta(const void *mixed, const float *ba, void *out, const ft_batch *
     ft_parallel(delta_piece, &job, batch->num_segments * delta->num_heads,
                 ft_max(1, LEAST_WORK / work));
     ft_keep_inputs(&job.inputs);
+    if (is_mamba(&job)) ft_parallel(norm_piece, &job, batch->num_rows * delta->num_norms, 4);
     return 0;
 }
 
-FT_EXPORT int ft_delta_rule(const void *mixed, const float *ba, void *out, const ft_batch *batch,
-                            const ft_delta *delta, int dtype) {
-    return ft_run_delta(mixed, ba, out, batch, delta, dtype);
+FT_EXPORT int ft_recur(const void *mixed, const float *gates, void *out, const ft_batch *batch,
+                       const ft_recurrence *rule, int dtype) {
+    return ft_run_recurrent(mixed, gates, out, batch, rule, dtype);
 }

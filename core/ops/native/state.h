@@ -9,18 +9,23 @@ enum {
     FT_MAX_STATE_PAGE = 64,
 };
 
-/* A layer of the gated delta rule. A row of its input: queries and keys of num_key_heads, values of
- * num_heads, which the convolution reads (channels), then the gate z of as many items as values. */
+/* A layer of the gated delta rule or of Mamba-2. A row of its input: queries and keys of num_key_heads,
+ * values of num_heads, which the convolution reads (channels), then the gate z of as many items as
+ * values. */
 typedef struct {
     int64_t num_key_heads, num_heads, key_dim, value_dim;
     int64_t num_taps;
     int64_t is_tiled;      /* head j reads key head j % num_key_heads, not one of neighbours */
     const float *taps;     /* [num_taps, channels], the last is the row's own */
     const float *decay, *dt_bias; /* [num_heads] */
-    const float *norm;     /* [value_dim] */
+    const float *norm;     /* [value_dim]; of Mamba-2 [num_heads * value_dim] */
     float eps;             /* of the norm */
     int64_t layer;         /* of the slots and logs */
-} ft_delta;
+    /* Of Mamba-2 alone, else NULL: */
+    const float *skip;      /* [num_heads] */
+    const float *taps_bias; /* [channels], or NULL */
+    int64_t num_norms;      /* equal parts of a row, each with a norm of its own */
+} ft_recurrence;
 
 enum { FT_SLOT_STATE, FT_SLOT_TAIL, FT_SLOT_FIELDS };
 enum { FT_LOG_K, FT_LOG_U, FT_LOG_C, FT_LOG_INPUTS, FT_LOG_FIELDS };
@@ -40,8 +45,8 @@ struct ft_states {
     const int64_t *keeps;       /* [.., 2] page ends, rising, and the slots that get their states */
 };
 
-/* Rows of a pass that the convolution of a recurrent layer reads: `channels` items each, then what
- * else a row has. */
+/* Rows of a pass that the convolution of a layer reads: `channels` items each, then what else a row
+ * has. */
 typedef struct {
     const char *rows;
     int64_t row_bytes, channels, num_taps;
@@ -80,10 +85,10 @@ typedef struct {
  * b becomes b * x, which the convolution reads. */
 void ft_run_conv(void *mixed, void *out, const ft_batch *batch, const ft_conv *conv, int dtype);
 
-/* mixed [num_rows, channels + values] of `dtype` and ba [num_rows, 2 * num_heads] to out [num_rows,
- * num_heads * value_dim]; moves states and logs of the batch. Returns -1 when there is no memory; then
- * nothing has moved. */
-int ft_run_delta(const void *mixed, const float *ba, void *out, const ft_batch *batch,
-                 const ft_delta *delta, int dtype);
+/* mixed [num_rows, channels + values] of `dtype` and gates to out [num_rows, num_heads * value_dim];
+ * moves states and logs of the batch. Gates [num_rows, 2 * num_heads] are of beta, then of the decay;
+ * of Mamba-2 [num_rows, num_heads], of dt. Returns -1 when there is no memory; then nothing has moved. */
+int ft_run_recurrent(const void *mixed, const float *gates, void *out, const ft_batch *batch,
+                     const ft_recurrence *rule, int dtype);
 
 #endif

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ..base import ConvWeights, DeltaWeights
+from ..base import ConvWeights, DeltaWeights, RecurrentWeights
 from ..batch import RaggedBatch
 from ..state_pool import StatePool
 from .linear import LinearStruct
@@ -17,8 +17,8 @@ MAX_TAPS = 8  # as in state.h
 _I64, _PTR, _F32 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
-class DeltaStruct(ctypes.Structure):
-    """``ft_delta``; lends the weights' memory."""
+class RuleStruct(ctypes.Structure):
+    """``ft_recurrence``; lends the weights' memory."""
 
     _fields_ = (
         ("num_key_heads", _I64),
@@ -33,13 +33,16 @@ class DeltaStruct(ctypes.Structure):
         ("norm", _PTR),
         ("eps", _F32),
         ("layer", _I64),
+        ("skip", _PTR),
+        ("taps_bias", _PTR),
+        ("num_norms", _I64),
     )
 
 
 class RecurrentStruct(ctypes.Structure):
     """``ft_recurrent`` of step.c."""
 
-    _fields_ = (("ba", ctypes.POINTER(LinearStruct)), ("rule", DeltaStruct))
+    _fields_ = (("gates", ctypes.POINTER(LinearStruct)), ("rule", RuleStruct))
 
 
 class ConvStruct(ctypes.Structure):
@@ -76,17 +79,17 @@ class StatesStruct(ctypes.Structure):
     )
 
 
-class DeltaStructs:
-    """Lends the C side a layer of the delta rule; keeps alive what it points to.
+class RecurrentStructs:
+    """Lends the C side a recurrent layer; keeps alive what it points to.
 
     Raises `ModelLoadError` for a convolution of more taps than the kernels have room for.
     """
 
-    def __init__(self, weights: DeltaWeights) -> None:
+    def __init__(self, weights: RecurrentWeights) -> None:
         shape, taps = weights.shape, _taps_of(weights.conv)
         self._lends = (weights, taps)
         vectors = (taps, weights.decay, weights.dt_bias, weights.norm)
-        self._struct = DeltaStruct(
+        self._struct = RuleStruct(
             shape.num_key_heads,
             shape.num_value_heads,
             shape.key_dim,
@@ -96,6 +99,7 @@ class DeltaStructs:
             *(vector.data_ptr() for vector in vectors),
             weights.norm_eps,
             weights.layer,
+            *_of_mamba2(weights),
         )
 
     @property
@@ -103,15 +107,23 @@ class DeltaStructs:
         """Pointer for an argument of a C function."""
         return ctypes.byref(self._struct)
 
-    def recurrent(self, ba: LinearStruct) -> RecurrentStruct:
+    def recurrent(self, gates: LinearStruct) -> RecurrentStruct:
         """The layer as a decoder's."""
-        return RecurrentStruct(ctypes.pointer(ba), self._struct)
+        return RecurrentStruct(ctypes.pointer(gates), self._struct)
+
+
+def _of_mamba2(weights: RecurrentWeights) -> tuple[int | None, int | None, int]:
+    """The fields that only Mamba-2 has."""
+    if isinstance(weights, DeltaWeights):
+        return None, None, 0
+    bias = None if weights.conv_bias is None else weights.conv_bias.data_ptr()
+    return weights.skip.data_ptr(), bias, weights.num_norms
 
 
 class ConvStructs:
     """Lends the C side a layer of a short convolution; keeps alive what it points to.
 
-    Raises `ModelLoadError` as `DeltaStructs` does.
+    Raises `ModelLoadError` as `RecurrentStructs` does.
     """
 
     def __init__(self, weights: ConvWeights) -> None:

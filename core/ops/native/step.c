@@ -44,12 +44,13 @@ typedef struct {
 /* What mixes rows in place of attention. The layer's `first` makes its rows, `second` takes its
  * output, as they do for attention: `first` makes QKV, and `second` is o. */
 typedef struct {
-    const ft_linear_weight *ba;
-    ft_delta rule;
+    const ft_linear_weight *gates;
+    ft_recurrence rule;
 } ft_recurrent;
 
 /* Norms that a layer does not have are NULL. Without one before the mixer or the MLP, these read
- * the residual stream itself. */
+ * the residual stream itself. A layer without a mixer has no `second`, one without an MLP neither
+ * `gate_up` nor `experts`. */
 typedef struct {
     const ft_linear_weight *first, *second, *gate_up, *down;
     const ft_norm *mixer_norm, *mixer_out_norm, *mlp_norm, *mlp_out_norm;
@@ -70,7 +71,7 @@ typedef struct {
     const void *embedding; /* [vocab, hidden] */
     const ft_norm *final_norm;
     int64_t hidden, width; /* of the residual stream, of the widest MLP */
-    int64_t mixed, ba, read; /* the widest rows that mixers besides attention or gates make */
+    int64_t mixed, gates, read; /* the widest rows that recurrent layers or gates make, see step_space */
     ft_token_inputs token_inputs;
 } ft_decoder;
 
@@ -82,7 +83,7 @@ typedef struct {
     char *x, *residual; /* hidden */
     char *wide;         /* QKV and its gate, then attention's output, then gate and up; `mixed` */
     char *narrow;       /* queries, then the activation; what recurrent layers `read` */
-    char *beside;       /* what is beside `mixed`: fp32 of `ba`, or gated attention's output */
+    char *beside;       /* what is beside `mixed`: fp32 of `gates`, or gated attention's output */
     char *added;        /* hidden: what a parallel block adds to the stream, what experts say */
     char *inputs;       /* of tokens for all layers */
 } step_space;
@@ -107,7 +108,7 @@ static int find_space(const ft_decoder *decoder, const ft_part *parts, int64_t n
     int64_t hidden = round_up(rows * decoder->hidden * item);
     int64_t wide = round_up(rows * most_qkv * item), inputs = round_up(rows * all_inputs * item);
     int64_t narrow = round_up(rows * ft_max(ft_max(most_queries, width), decoder->read) * item);
-    int64_t beside = decoder->mixed ? round_up(rows * ft_max(most_queries, decoder->ba) * 4) : 0;
+    int64_t beside = decoder->mixed ? round_up(rows * ft_max(most_queries, decoder->gates) * 4) : 0;
     size_t bytes = (size_t)(3 * hidden + wide + narrow + beside + inputs);
     char *memory = ft_scratch(FT_SCRATCH_STEP, bytes);
     if (!memory) return -1;
@@ -177,13 +178,13 @@ static const char *run_recurrent(const step_job *step, int64_t index, const char
     const ft_layer *layer = &step->decoder->layers[index];
     const step_space *space = &step->space;
     int dtype = step->dtype;
-    float *ba = (float *)space->beside;
-    ft_linear_ahead(layer->recurrent->ba);
+    float *gates = (float *)space->beside;
+    ft_linear_ahead(layer->recurrent->gates);
     if (ft_linear(layer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
     ft_linear_ahead(layer->second);
-    if (ft_linear(layer->recurrent->ba, x, dtype, step->rows, ba, FT_FLOAT32)) return NULL;
-    if (ft_run_delta(space->wide, ba, space->narrow, step->parts->batch, &layer->recurrent->rule,
-                     dtype))
+    if (ft_linear(layer->recurrent->gates, x, dtype, step->rows, gates, FT_FLOAT32)) return NULL;
+    if (ft_run_recurrent(space->wide, gates, space->narrow, step->parts->batch,
+                         &layer->recurrent->rule, dtype))
         return NULL;
     return space->narrow;
 }
@@ -199,8 +200,8 @@ static const char *run_conv(const step_job *step, int64_t index, const char *x) 
     return space->narrow;
 }
 
-/* The rows that `second` takes. */
-static const char *run_mixing(const step_job *step, int64_t index, const char *x) {
+/* The same by whichever the layer has. */
+static const char *run_any(const step_job *step, int64_t index, const char *x) {
     const ft_layer *layer = &step->decoder->layers[index];
     if (layer->conv) return run_conv(step, index, x);
     return layer->recurrent ? run_recurrent(step, index, x) : run_attention(step, index, x);
@@ -209,7 +210,7 @@ static const char *run_mixing(const step_job *step, int64_t index, const char *x
 /* Rows x to what the mixer adds to the stream, in `out`, which may be x. */
 static int run_mixer(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
-    const char *mixed = run_mixing(step, index, x);
+    const char *mixed = run_any(step, index, x);
     if (!mixed) return -1;
     ft_linear_ahead(layer->gate_up);
     if (ft_linear(layer->second, mixed, step->dtype, step->rows, out, step->dtype)) return -1;
@@ -306,9 +307,12 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
     const ft_layer *layer = &step->decoder->layers[index];
     /* In parallel x is read again. */
     char *added = layer->is_parallel ? step->space.added : step->space.x;
-    if (run_mixer(step, index, x, added)) return NULL;
-    const ft_norm *norm = layer->is_parallel ? NULL : layer->mlp_norm;
-    const char *next = add(step, added, 1.0f, norm, step->space.x);
+    const char *next = x;
+    if (layer->second) {
+        if (run_mixer(step, index, x, added)) return NULL;
+        if (!layer->gate_up && !layer->experts) return add(step, added, 1.0f, next_norm, out);
+        next = add(step, added, 1.0f, layer->is_parallel ? NULL : layer->mlp_norm, step->space.x);
+    }
     if (run_mlp(step, index, layer->is_parallel ? x : next, added)) return NULL;
     if (layer->extras && add_extras(step, index, added)) return NULL;
     return add(step, added, layer->extras ? layer->extras->factor : 1.0f, next_norm, out);

@@ -18,10 +18,8 @@ from ..base import (
     FIRST_TABLE,
     SILU,
     Activation,
-    AttentionWeights,
     ConvWeights,
     DecoderWeights,
-    DeltaWeights,
     Exactness,
     ExpertWeights,
     ForwardPlan,
@@ -29,6 +27,7 @@ from ..base import (
     HeadNorm,
     Norm,
     PackedLinear,
+    RecurrentWeights,
     Rope,
     Tables,
     capped,
@@ -39,7 +38,7 @@ from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
 from ..state_pool import StatePool
 from ..torch.conv import run_short_conv
-from ..torch.state import run_delta
+from ..torch.state import run_recurrent
 from .attention.attention import attend_kernel, merge_kernel
 from .attention.tile_schedule import SPLIT
 from .availability import unsuited_heads
@@ -106,7 +105,7 @@ class TritonOps:
         """One graph per number of rows: all layers, and where rows are few the tokens, too."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
-        if not all(isinstance(layer.mixer, AttentionWeights) for layer in weights.layers):
+        if any(isinstance(layer.mixer, RecurrentWeights | ConvWeights) for layer in weights.layers):
             make_graph = None
             logger.warning(
                 "there are no Triton kernels for recurrent layers: torch computes them, one row "
@@ -218,9 +217,11 @@ class TritonOps:
         """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
         return gated(x, gate)
 
-    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
-        """The gated delta rule, by torch; not in a graph, which has no batch."""
-        return run_delta(mixed, ba, weights, *_states_of(plan))
+    def recur(
+        self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
+    ) -> Tensor:
+        """A recurrent layer, by torch; not in a graph, which has no batch."""
+        return run_recurrent(mixed, gates, weights, *_states_of(plan))
 
     def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
         """A gated short convolution, by torch; not in a graph, which has no batch."""

@@ -19,7 +19,7 @@ from foretoken.core.model.fields import Fields
 from foretoken.core.model.fold import ba_order, qkvz_order
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
-from foretoken.core.ops.base import DeltaShape, DeltaWeights
+from foretoken.core.ops.base import DeltaWeights, RecurrentShape
 from foretoken.core.ops.native import native_library
 from support.checkpoints import (
     HYBRIDS,
@@ -65,7 +65,7 @@ def test_fused_matrices_are_cut_apart_as_transformers_cuts_their_outputs() -> No
         linear_key_head_dim=3,
         linear_value_head_dim=5,
     )
-    shape = DeltaShape(2, 6, key_dim=3, value_dim=5, conv_len=4)
+    shape = RecurrentShape(2, 6, key_dim=3, value_dim=5, conv_len=4)
     qkvz, ba = torch.arange(12 + 60), torch.arange(12)
     layer = Qwen3NextGatedDeltaNet(config, 0)
     parts = layer.fix_query_key_value_ordering(qkvz.view(1, 1, -1), ba.view(1, 1, -1))

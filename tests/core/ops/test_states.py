@@ -14,7 +14,6 @@ from torch import Tensor
 from foretoken.core.ops.base import (
     AttentionWeights,
     DecoderWeights,
-    DeltaShape,
     HeadLayout,
     HeadNorm,
     LayerWeights,
@@ -22,6 +21,7 @@ from foretoken.core.ops.base import (
     Norm,
     Ops,
     PackedLinear,
+    RecurrentShape,
 )
 from foretoken.core.ops.batch import NOTHING_MORE, Segment, SegmentState, build_batch
 from foretoken.core.ops.kv_pool import KvPlace, KVPool
@@ -39,8 +39,8 @@ LENGTH = 150
 SHAPES = {
     "grouped": SHAPE,
     "tiled": SHAPE._replace(is_tiled=True),
-    "three taps": DeltaShape(1, 3, key_dim=16, value_dim=16, conv_len=3),
-    "real": DeltaShape(1, 2, key_dim=128, value_dim=128, conv_len=4),
+    "three taps": RecurrentShape(1, 3, key_dim=16, value_dim=16, conv_len=3),
+    "real": RecurrentShape(1, 2, key_dim=128, value_dim=128, conv_len=4),
 }
 
 
@@ -179,7 +179,7 @@ class Mixers:
         delta = replace(
             delta,
             in_proj=self.matrix(shape.conv_channels + values, hidden),
-            ba=self.matrix(2 * shape.num_value_heads, hidden),
+            gates=self.matrix(2 * shape.num_value_heads, hidden),
             out=self.matrix(hidden, values),
         )
         attention = AttentionWeights(
@@ -300,7 +300,7 @@ def test_the_layer_is_that_of_qwen3_next(ratio: int, ops: Ops) -> None:
     layer = Qwen3NextGatedDeltaNet(config, 0).float().eval()
     layer.norm.weight.data.uniform_(0.5, 1.5)
     layer.dt_bias.data.normal_()
-    shape = DeltaShape(2, 2 * ratio, key_dim=24, value_dim=40, conv_len=4)
+    shape = RecurrentShape(2, 2 * ratio, key_dim=24, value_dim=40, conv_len=4)
     weights = replace(
         make_weights(shape),
         conv=layer.conv1d.weight.data.squeeze(1),
