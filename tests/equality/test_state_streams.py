@@ -41,6 +41,20 @@ KINDS = {
     "native bfloat16": Kind("qwen3_next", "bfloat16", "native"),
     "native int8": Kind("qwen3_5", "bfloat16", "native", "int8"),
     "native int4": Kind("qwen3_5_moe", "bfloat16", "native", "int4"),
+    "mamba torch": Kind("granite_hybrid_dense", "float32", "torch", num_requests=3),
+    "mamba native": Kind("nemotron_h", "float32", "native"),
+    "mamba native int8": Kind("granite_hybrid", "bfloat16", "native", "int8", num_requests=6),
+    "mamba native int4": Kind("nemotron_h", "bfloat16", "native", "int4", num_requests=6),
+}
+
+
+# Widths that groups of 32 divide.
+_SHARED_SIZES = {"vocab_size": 256, "intermediate_size": 96}
+_SIZES: dict[str, dict[str, int]] = {
+    "qwen3": _SHARED_SIZES | {"linear_value_head_dim": 32},
+    "granite": _SHARED_SIZES,
+    "nemotron": _SHARED_SIZES
+    | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
 }
 
 
@@ -51,9 +65,7 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if kind.backend == "native" and native_library() is None:
         pytest.skip("no native kernels on this machine")
     where: Path = tmp_path_factory.mktemp(kind.family)
-    # widths that groups of 32 divide
-    sizes = {"vocab_size": 256, "intermediate_size": 96, "linear_value_head_dim": 32}
-    folder = make_checkpoint(where / "target", kind.family, **sizes)
+    folder = make_checkpoint(where / "target", kind.family, **_SIZES[kind.family.split("_")[0]])
     draft = make_checkpoint(where / "draft", "qwen3", vocab_size=256)
     options = {"dtype": kind.dtype, "exact": "batch", "backend": kind.backend}
     target = load_decoder(folder, **options, quantize=kind.quantize)  # type: ignore[arg-type]

@@ -125,7 +125,7 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
         layers = with_experts(
             fields,
             layers,
-            # The experts' outputs are scaled as weights of the router, what is shared by its matrix.
+            # The factor of the stream goes into the router's weights, and into the shared matrix.
             Routing(top_k_of(fields), of_chosen=True, factor=residual),
             names=ExpertNames(expert="mlp.experts.", stacked="rows", shared="mlp."),
             width="intermediate_size",
