@@ -108,8 +108,8 @@ class TritonOps:
         if any(isinstance(layer.mixer, RecurrentWeights | ConvWeights) for layer in weights.layers):
             make_graph = None
             logger.warning(
-                "there are no Triton kernels for recurrent layers: torch computes them, one row "
-                "after another, and no CUDA graphs are used"
+                "there are no Triton kernels for recurrent layers: torch computes them, and no "
+                "CUDA graphs are used"
             )
         for layer in weights.layers:
             if isinstance(layer.mlp, ExpertWeights):
