@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..ops.base import SILU, Activation, HeadLayout, RecurrentShape, Routing
+from ..ops.base import SILU, Activation, ConvShape, HeadLayout, RecurrentShape, Routing
 from ..ops.state_pool import StateShape
 from .fold import NO_FOLD, Fold
 from .rope import RopeSpec
@@ -94,7 +94,17 @@ class Mamba2Spec(NamedTuple):
     has_bias: bool = False  # of its matrices
 
 
-MixerSpec: TypeAlias = DeltaSpec | Mamba2Spec
+class ConvSpec(NamedTuple):
+    """A gated short convolution in the place of attention (arXiv 2511.23404).
+
+    ``has_bias``: of both matrices and of the convolution.
+    """
+
+    shape: ConvShape
+    has_bias: bool = False
+
+
+MixerSpec: TypeAlias = DeltaSpec | Mamba2Spec | ConvSpec
 
 
 class HeadSpec(NamedTuple):

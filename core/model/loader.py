@@ -16,6 +16,7 @@ from ..ops.backends import Backend, choose_ops
 from ..ops.base import (
     Activation,
     AttentionWeights,
+    ConvWeights,
     DecoderWeights,
     DeltaWeights,
     Exactness,
@@ -40,6 +41,7 @@ from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeight, stack
 from .config import (
     BesideNames,
+    ConvSpec,
     DecoderConfig,
     DeltaSpec,
     ExpertsSpec,
@@ -56,6 +58,7 @@ from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rope import RopeSpec, rotary_dim
 from .shapes import (
+    CONV,
     DELTA,
     EMBEDDING,
     FINAL_NORM,
@@ -87,10 +90,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _RANDOM_STD = 0.02
 _RANDOM_FACTORS = {
     "o_proj.weight": 0.2,
-    "linear_attn.out_proj.weight": 0.2,
-    "mamba.out_proj.weight": 0.2,
+    "out_proj.weight": 0.2,
     "down_proj.weight": 8.0,
     "conv1d.weight": 25.0,
+    "conv.conv.weight": 25.0,
     "A_log": 100.0,  # log decays of a token from 0.01 to 10
 }
 
@@ -383,11 +386,13 @@ class Assembly:
         spec = self._config.layers[index]
         if spec.has_attention:
             return self._attention(index)
-        return None if spec.mixer is None else self._recurrent(index, spec.mixer)
+        return None if spec.mixer is None else self._with_state(index, spec.mixer)
 
-    def _recurrent(self, index: int, spec: MixerSpec) -> RecurrentWeights:
+    def _with_state(self, index: int, spec: MixerSpec) -> RecurrentWeights | ConvWeights:
         if isinstance(spec, DeltaSpec):
             return self._delta(index, spec)
+        if isinstance(spec, ConvSpec):
+            return self._conv(index, spec)
         return self._mamba(index, spec)
 
     def _attention(self, index: int) -> AttentionWeights:
@@ -469,6 +474,16 @@ class Assembly:
                 [f"{at}out_proj"], bias=spec.has_bias, factor=self._config.fold.residual_scale
             ),
             shape=shape,
+            layer=self._config.state_of(index),
+        )
+
+    def _conv(self, index: int, spec: ConvSpec) -> ConvWeights:
+        at, has_bias = layer_prefix(index) + CONV, spec.has_bias
+        return ConvWeights(
+            in_proj=self._linear([f"{at}in_proj"], bias=has_bias),
+            conv=self._float(f"{at}conv.weight").view(spec.shape),
+            bias=self._float(f"{at}conv.bias") if has_bias else None,
+            out=self._linear([f"{at}out_proj"], bias=has_bias),
             layer=self._config.state_of(index),
         )
 

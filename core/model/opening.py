@@ -70,9 +70,8 @@ def open_model(path: str | Path) -> OpenedModel:
 
 def _names_of(config: DecoderConfig) -> Rename:
     """The tensors' names as `tensor_shapes` has them."""
-    if config.stored_names:
-        return partial(family_names, config.stored_names)
-    return text_names if config.is_nested else base_names
+    base = text_names if config.is_nested else base_names
+    return partial(family_names, config.stored_names, base) if config.stored_names else base
 
 
 def read_config(path: str | Path) -> DecoderConfig:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .config import DecoderConfig, DeltaSpec, ExpertsSpec, Mamba2Spec, MixerSpec, MlpNames
+from .config import (
+    ConvSpec,
+    DecoderConfig,
+    DeltaSpec,
+    ExpertsSpec,
+    Mamba2Spec,
+    MixerSpec,
+    MlpNames,
+)
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -22,7 +30,7 @@ TOKEN_OUT_NORM = "post_per_layer_input_norm"
 # Of a layer that predicts a further token, beside the layer's own.
 MTP_EMBEDDING_NORM, MTP_HIDDEN_NORM = "model.mtp.enorm.weight", "model.mtp.hnorm.weight"
 MTP_PROJECTION = "model.mtp.eh_proj"
-DELTA, MAMBA = "linear_attn.", "mamba."
+DELTA, MAMBA, CONV = "linear_attn.", "mamba.", "conv."
 _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
@@ -136,6 +144,8 @@ def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
 def _recurrent_shapes(hidden: int, spec: MixerSpec) -> Shapes:
     if isinstance(spec, DeltaSpec):
         return _delta_shapes(hidden, spec)
+    if isinstance(spec, ConvSpec):
+        return _conv_shapes(hidden, spec)
     return _mamba_shapes(hidden, spec)
 
 
@@ -175,6 +185,19 @@ def _mamba_shapes(hidden: int, spec: Mamba2Spec) -> Shapes:
         shapes[f"{at}conv1d.bias"] = (shape.conv_channels,)
     if spec.has_bias:
         shapes |= {f"{at}in_proj.bias": (rows,), f"{at}out_proj.bias": (hidden,)}
+    return shapes
+
+
+def _conv_shapes(hidden: int, spec: ConvSpec) -> Shapes:
+    channels, conv_len = spec.shape
+    shapes: Shapes = {
+        f"{CONV}in_proj.weight": (3 * channels, hidden),
+        f"{CONV}conv.weight": (channels, 1, conv_len),
+        f"{CONV}out_proj.weight": (hidden, channels),
+    }
+    if spec.has_bias:
+        biases = {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+        return shapes | biases
     return shapes
 
 

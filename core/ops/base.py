@@ -418,8 +418,45 @@ class Mamba2Weights:
         return (self.in_proj, self.out)
 
 
+class ConvShape(NamedTuple):
+    """A layer of a short convolution: its channels, and its taps, the row itself included."""
+
+    channels: int
+    conv_len: int
+
+    @property
+    def state(self) -> StateShape:
+        """Shape of a sequence's state in this layer: the last inputs of the convolution alone."""
+        return StateShape(0, 0, 0, self.channels, self.conv_len)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConvWeights:
+    """A gated short convolution, as LFM2 has it (arXiv 2511.23404).
+
+    A row of ``in_proj`` is b, c and x. The convolution reads ``b * x`` of a row and of those before
+    it, each rounded to the activations' dtype; its sums times c go through ``out``.
+    """
+
+    in_proj: PackedLinear  # rows: b, c, x
+    conv: Tensor  # [channels, conv_len] float32, the last tap is the row's own
+    bias: Tensor | None  # [channels] float32, of the convolution
+    out: PackedLinear
+    layer: int  # of the pass's `StatePool`
+
+    @property
+    def shape(self) -> ConvShape:
+        """Channels and taps."""
+        return ConvShape(*self.conv.shape)
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Both matrices."""
+        return (self.in_proj, self.out)
+
+
 RecurrentWeights: TypeAlias = DeltaWeights | Mamba2Weights
-MixerWeights: TypeAlias = AttentionWeights | RecurrentWeights
+MixerWeights: TypeAlias = AttentionWeights | RecurrentWeights | ConvWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -578,6 +615,13 @@ class Ops(Protocol):
         ``mixed`` [T, q | k | v | z] in the activations' dtype and ``gates`` [T, rows of
         ``weights.gates``] float32, to ``[T, num_value_heads * value_dim]`` as ``weights.out`` takes
         it. A row's bits depend on its position and on the rows before it alone.
+        """
+
+    def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
+        """A gated short convolution over the states and logs of the plan's pass, which it moves on.
+
+        ``mixed`` [T, b | c | x] to ``[T, channels]`` as ``weights.out`` takes it, computed in
+        float32 and rounded once. A row's bits depend on the rows before it alone.
         """
 
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .base import (
     AttentionWeights,
+    ConvWeights,
     DecoderWeights,
     ExpertWeights,
     ForwardPlan,
@@ -119,6 +120,8 @@ def _mix(
     """Compute the summand that the mixer adds to the residual stream, ``[T, hidden]``."""
     if isinstance(mixer, AttentionWeights):
         x = _attend(ops, mixer, x, plan)
+    elif isinstance(mixer, ConvWeights):
+        x = _convolve(ops, mixer, x, plan)
     else:
         x = _recur(ops, mixer, x, plan)
     return x if layer.mixer_out_norm is None else ops.norm(x, layer.mixer_out_norm)
@@ -141,3 +144,8 @@ def _recur(ops: Ops, mixer: RecurrentWeights, x: Tensor, plan: ForwardPlan) -> T
     """``[T, hidden]`` to the same, by the states of the sequences."""
     mixed, gates = ops.linear(x, mixer.in_proj), ops.logits(x, mixer.gates)
     return ops.linear(ops.recur(mixed, gates, mixer, plan), mixer.out)
+
+
+def _convolve(ops: Ops, mixer: ConvWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
+    """``[T, hidden]`` to the same, by the rows before each that a convolution reads."""
+    return ops.linear(ops.short_conv(ops.linear(x, mixer.in_proj), mixer, plan), mixer.out)

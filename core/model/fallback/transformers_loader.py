@@ -48,8 +48,6 @@ REFUSED: dict[str, str] = {
             "falcon_h1",
             "jamba",
             "kimi_linear",
-            "lfm2",
-            "lfm2_moe",
             "lfm3",
             "mamba",
             "mamba2",
@@ -78,6 +76,8 @@ REFUSED: dict[str, str] = {
 OWN_ONLY = (
     "bamba",
     "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
     "nemotron_h",
     "qwen3_5_text",
     "qwen3_5_moe_text",

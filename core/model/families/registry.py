@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..config import DecoderConfig
 from ..fields import Fields
 from ..formats.quantized import read_scheme
-from . import dense, experts, gemma4, hybrid, mamba
+from . import dense, experts, gemma4, hybrid, lfm, mamba
 
 MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "arcee": dense.arcee,
@@ -30,6 +30,8 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "helium": dense.helium,
     "hunyuan_v1_dense": dense.hunyuan,
     "hunyuan_v1_moe": experts.hunyuan_moe,
+    "lfm2": lfm.lfm2,
+    "lfm2_moe": lfm.lfm2_moe,
     "llama": dense.llama,
     "minimax_m2": experts.minimax_m2,
     "ministral3": dense.ministral3,

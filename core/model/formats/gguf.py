@@ -44,10 +44,13 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias|scale))?")
 # Parameters whose names in transformers have no ending.
 _BARE = (
     "self_attn.sinks", "e_score_correction_bias", "layer_scalar", "router.scale",
-    "per_expert_scale", "A_log", "dt_bias",
+    "per_expert_scale", "A_log", "dt_bias", "expert_bias",
 )  # fmt: skip
 _ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transformers
-_CONV = "conv1d.weight"  # has a dimension of one channel a group in transformers
+_CONV = (
+    "conv1d.weight",
+    "conv.conv.weight",
+)  # has a dimension of one channel a group in transformers
 _LOG = "linear_attn.A_log"
 _GATED_NORM = "linear_attn.norm.weight"  # is stored as it is, whatever the others are
 
@@ -243,8 +246,8 @@ class GgufFile:
         return found
 
     def _model_names(self) -> dict[str, str]:
-        final = self._architecture.final_norm
-        more = {f"output_norm.{ending}": f"{final}.{ending}" for ending in ("weight", "bias")}
+        own, final = self._architecture.own_final_norm, self._architecture.final_norm
+        more = {f"{own}.{ending}": f"{final}.{ending}" for ending in ("weight", "bias")}
         return MODEL_NAMES | more
 
     def _plain(self, name: str, tensor: gguf.ReaderTensor) -> _StoredTensor:

@@ -90,6 +90,11 @@ _AFTER = {
 _BEFORE_AND_AFTER = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
 
 
+_LFM = {
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}
 _HYBRID = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -148,6 +153,7 @@ class Architecture:
     has_tiled_heads: bool = False
     experts: Literal["none", "each", "gpt_oss", "granite"] = "none"
     final_norm: str = "model.norm"
+    own_final_norm: str = "output_norm"  # its name in the file
 
 
 # -- fields ---------------------------------------------------------------------------------------
@@ -335,6 +341,33 @@ def _hybrid(meta: Metadata) -> dict[str, Any]:
 
 def _hybrid_moe(meta: Metadata) -> dict[str, Any]:
     return _hybrid(meta) | _qwen2_moe(meta) | {"norm_topk_prob": True}
+
+
+def _lfm2(meta: Metadata) -> dict[str, Any]:
+    """Layers without heads of keys are convolutions; the width of the MLP is its own already."""
+    heads = meta.by_layer("attention.head_count_kv")
+    attention = "full_attention"
+    if meta.optional("attention.sliding_window", 0):
+        attention = "sliding_attention"
+    if not meta.optional("attention.causal", True):
+        attention = "bidirectional_attention"
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": [attention if count else "conv" for count in heads],
+        "conv_L_cache": meta.number("shortconv.l_cache"),
+        "norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _lfm2_moe(meta: Metadata) -> dict[str, Any]:
+    return {
+        **_lfm2(meta),
+        **_experts(meta),
+        "norm_topk_prob": True,
+        "num_dense_layers": meta.number("leading_dense_block_count"),
+        "routed_scaling_factor": meta.optional("expert_weights_scale", 1.0) or 1.0,
+    }
 
 
 def _gpt_oss(meta: Metadata) -> dict[str, Any]:
@@ -529,6 +562,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         names=_HUNYUAN | _EXPERTS | _SHARED_MLP | {"ffn_gate_inp": "mlp.gate.wg"},
         experts="each",
     ),
+    "lfm2": Architecture(
+        model_type="lfm2",
+        fields=_lfm2,
+        names=_LFM,
+        own_final_norm="token_embd_norm",
+    ),
+    "lfm2moe": Architecture(
+        model_type="lfm2_moe",
+        fields=_lfm2_moe,
+        names=_LFM | _EXPERTS | {"exp_probs_b": "mlp.expert_bias"},
+        experts="each",
+        own_final_norm="token_embd_norm",
+    ),
     "llama": _LLAMA,
     "minimax-m2": Architecture(
         model_type="minimax_m2",
@@ -620,8 +666,8 @@ _NO_DECODER = "it does not predict text token by token"
 # Architectures that are refused, whatever names their tensors have.
 REFUSED = dict.fromkeys(
     (
-        "arwkv7", "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba",
-        "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2",
+        "arwkv7", "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "mamba", "mamba2",
+        "nemotron_h", "nemotron_h_moe", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2",
         "rwkv7",
     ),
     _STATE,

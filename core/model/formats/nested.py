@@ -6,7 +6,7 @@ without an output matrix, and without the prefix that the class with one adds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from ..shapes import EMBEDDING
 
@@ -50,15 +50,18 @@ def base_names(names: Collection[str]) -> dict[str, str]:
     return {name if name.startswith(_HEAD) else _TEXT + name: name for name in names}
 
 
-def family_names(pairs: Iterable[tuple[str, str]], names: Collection[str]) -> dict[str, str]:
-    """Names of the tensors of a family that has others, and as they are stored.
+def family_names(
+    pairs: Iterable[tuple[str, str]],
+    base: Callable[[Collection[str]], dict[str, str]],
+    names: Collection[str],
+) -> dict[str, str]:
+    """Names of the tensors of a family that has others than ``base`` gives, and as they are stored.
 
     ``pairs``: of parts of a name, in the order in which they are replaced. What predicts further
     tokens beside the model is left out.
     """
     found: dict[str, str] = {}
-    for stored in names:
-        name = stored
+    for name, stored in base(names).items():
         for old, new in pairs:
             name = name.replace(old, new)
         if not name.startswith(_MTP):

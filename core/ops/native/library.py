@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ft_activate": (None, (_PTR, _PTR, _I64, _I64, _PTR, _I32)),
     "ft_gate": (None, (_PTR, _PTR, _I64, _I64, _I32)),
     "ft_recur": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I32)),
+    "ft_short_conv": (None, (_PTR, _PTR, _PTR, _PTR, _I32)),
     "ft_rope_write": (None, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _PTR)),
     "ft_mixture": (_I32, (_PTR, _PTR, _PTR, _PTR, _I64, _I32)),
     "ft_embedding": (None, (_PTR, _PTR, _PTR, _I64, _I64)),

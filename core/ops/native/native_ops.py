@@ -12,6 +12,7 @@ from ..base import (
     FIRST_TABLE,
     SILU,
     Activation,
+    ConvWeights,
     DecoderWeights,
     ExpertWeights,
     ForwardPlan,
@@ -32,7 +33,7 @@ from .library import DTYPES, NativeLibrary
 from .linear import NativeLinear, Products, linear, pack_linear, rough_copy
 from .plan import NativePlan, unsuited
 from .sampler import NativeSampler
-from .state import RecurrentStructs
+from .state import ConvStructs, RecurrentStructs
 from .step import NativeStep
 from .structs import activation_struct, norm_struct, rule_struct, turn_struct
 
@@ -211,6 +212,20 @@ class NativeOps:
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the rows of a recurrent layer")
+        return out
+
+    def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
+        """A gated short convolution over the states and logs of the plan's pass."""
+        assert isinstance(plan, NativePlan)
+        assert plan.states is not None
+        # The kernel writes into the rows.
+        mixed = mixed.clone(memory_format=torch.contiguous_format)
+        structs, out = ConvStructs(weights), mixed.new_empty((len(mixed), weights.shape.channels))
+        batch, _, _ = plan.pointers
+        self.library.c.ft_short_conv(
+            mixed.data_ptr(), out.data_ptr(), batch, ctypes.byref(structs.struct),
+            DTYPES[mixed.dtype],
+        )  # fmt: skip
         return out
 
     def experts(

@@ -52,7 +52,7 @@ typedef struct {
     int dtype;
     int64_t num_gates; /* of a row */
     float *gated;      /* of Mamba-2: [num_rows, num_heads * value_dim], before the norm */
-    int64_t channels;
+    ft_inputs inputs;
     int64_t keys, values; /* padded */
     delta_space *spaces;
     atomic_flag *taken; /* of the spaces */
@@ -73,25 +73,9 @@ static int64_t item_of(const delta_job *job) { return job->dtype == FT_BFLOAT16 
 
 /* -- slots and logs --------------------------------------------------------------------------- */
 
-static char *slot_field(const delta_job *job, int64_t slot, int field) {
-    const ft_states *states = job->states;
-    int64_t at = states->slot_fields[job->delta->layer * FT_SLOT_FIELDS + field];
-    return states->slots + slot * states->slot_bytes + at;
-}
-
-static char *log_field(const delta_job *job, int64_t log, int field) {
-    const ft_states *states = job->states;
-    int64_t at = states->log_fields[job->delta->layer * FT_LOG_FIELDS + field];
-    return states->logs + log * states->log_bytes + at;
-}
-
-static int64_t *position_of(const delta_job *job, int64_t slot) {
-    return job->states->at + slot * job->states->num_layers + job->delta->layer;
-}
-
 static float *state_of(const delta_task *task, int64_t slot) {
     const ft_recurrence *delta = task->job->delta;
-    float *states = (float *)slot_field(task->job, slot, FT_SLOT_STATE);
+    float *states = (float *)ft_slot_field(&task->job->inputs, slot, FT_SLOT_STATE);
     return states + task->head * delta->key_dim * delta->value_dim;
 }
 
@@ -112,7 +96,7 @@ static void store_state(const delta_task *task, const float *state, int64_t slot
 /* An entry's k, u or c in the log: `width` items of a position. */
 static float *entry(const delta_task *task, int field, int64_t position, int64_t width) {
     const ft_states *states = task->job->states;
-    float *all = (float *)log_field(task->job, states->log_of[task->segment], field);
+    float *all = (float *)ft_log_field(&task->job->inputs, states->log_of[task->segment], field);
     return all + (task->head * states->ring + position % states->ring) * width;
 }
 
@@ -149,22 +133,6 @@ static void store_entries(const delta_task *task, int64_t base, int64_t first, i
 
 /* -- inputs: convolution, length, gates -------------------------------------------------------- */
 
-/* The input of a position that a row of the segment reads: of the pass, of the log or of the tail. */
-static const char *input_at(const delta_job *job, int64_t segment, int64_t at, int64_t position) {
-    const ft_states *states = job->states;
-    int64_t item = item_of(job), start = job->batch->starts[segment];
-    int64_t bytes = job->channels * item;
-    if (position >= start) {
-        int64_t row = job->batch->first_rows[segment] + position - start;
-        return job->mixed + row * (bytes + job->delta->num_heads * job->delta->value_dim * item);
-    }
-    if (position >= at)
-        return log_field(job, states->log_of[segment], FT_LOG_INPUTS) +
-               position % states->ring * bytes;
-    int64_t index = position - at + job->delta->num_taps - 1;
-    return slot_field(job, states->slot_of[segment], FT_SLOT_TAIL) + index * bytes;
-}
-
 /* `width` channels from `first` on: taps in their order, then silu. Zeros behind them. */
 FT_INLINE void convolve(const delta_job *job, const char *const *inputs, int64_t first, int64_t width,
                         float *out, int64_t num_taps, int dtype) {
@@ -174,7 +142,7 @@ FT_INLINE void convolve(const delta_job *job, const char *const *inputs, int64_t
         ft_vec sum = v_mul(v_get(inputs[0], first + i, n, dtype), v_load_n(taps, n));
         for (int64_t tap = 1; tap < num_taps; tap++)
             sum = v_fma(v_get(inputs[tap], first + i, n, dtype),
-                        v_load_n(taps + tap * job->channels, n), sum);
+                        v_load_n(taps + tap * job->inputs.channels, n), sum);
         if (job->delta->taps_bias)
             sum = v_add(sum, v_load_n(job->delta->taps_bias + first + i, n));
         v_store(out + i, v_silu(sum));
@@ -222,7 +190,8 @@ static void read_inputs(const delta_task *task, int64_t base, int64_t position) 
     int64_t value_at = 2 * keys_width + task->head * delta->value_dim;
     const char *inputs[FT_MAX_TAPS];
     for (int64_t tap = 0; tap < num_taps; tap++)
-        inputs[tap] = input_at(job, task->segment, task->at, position - num_taps + 1 + tap);
+        inputs[tap] =
+            ft_input_at(&job->inputs, task->segment, task->at, position - num_taps + 1 + tap);
     float *key = space->x + 2 * row * job->keys, *query = key + job->keys;
     float *value = space->u + row * job->values;
     convolve_part(job, inputs, keys_width + query_at, delta->key_dim, key);
@@ -388,7 +357,7 @@ FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_
     const delta_job *job = task->job;
     const ft_recurrence *delta = job->delta;
     int64_t width = delta->value_dim, all = delta->num_heads * width, item = item_of(job);
-    const char *z = job->mixed + (batch_row * (job->channels + all) + job->channels) * item;
+    const char *z = job->mixed + (batch_row * (job->inputs.channels + all) + job->inputs.channels) * item;
     char *out = job->out + batch_row * all * item;
     ft_vec squares = v_set(0.0f);
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
@@ -407,7 +376,7 @@ FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_
 static void put_gated(const delta_task *task, const float *read, int64_t batch_row) {
     const delta_job *job = task->job;
     int64_t width = job->delta->value_dim, all = job->delta->num_heads * width;
-    const char *z = job->mixed + (batch_row * (job->channels + all) + job->channels) * item_of(job);
+    const char *z = job->mixed + (batch_row * (job->inputs.channels + all) + job->inputs.channels) * item_of(job);
     float *out = job->gated + batch_row * all;
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         int64_t n = width - i, at = task->head * width + i;
@@ -471,12 +440,6 @@ static int64_t keeper_of(const delta_job *job, int64_t segment, int64_t position
     return -1;
 }
 
-/* Where S of a segment's slot stands behind a pass: at the start of the last final row's page. */
-static int64_t moved_to(const delta_job *job, int64_t segment) {
-    int64_t page = job->states->page_size;
-    return (job->states->final_stops[segment] - 1) / page * page;
-}
-
 /* S as the products take it: a slot's own memory where its rows are whole vectors. */
 static float *load_state(const delta_task *task, float *slot_state) {
     const delta_job *job = task->job;
@@ -489,7 +452,7 @@ static float *load_state(const delta_task *task, float *slot_state) {
 
 static void run_task(const delta_task *task) {
     const delta_job *job = task->job;
-    int64_t page = job->states->page_size, moved = moved_to(job, task->segment);
+    int64_t page = job->states->page_size, moved = ft_moved_to(&job->inputs, task->segment);
     int64_t slot = job->states->slot_of[task->segment], base = task->at;
     float *own = load_state(task, state_of(task, slot)), *state = own;
     for (; base + page <= task->start; base += page) {
@@ -539,7 +502,7 @@ static void delta_piece(void *context, int64_t begin, int64_t end) {
             .start = start,
             .stop = start + job->batch->lens[segment],
             .final_stop = job->states->final_stops[segment],
-            .at = *position_of(job, job->states->slot_of[segment]),
+            .at = *ft_position_of(&job->inputs, job->states->slot_of[segment]),
         };
         run_task(&task);
     }
@@ -547,37 +510,6 @@ static void delta_piece(void *context, int64_t begin, int64_t end) {
     _mm_setcsr(before);
 #endif
     atomic_flag_clear(&job->taken[space]);
-}
-
-/* -- tails and inputs ---------------------------------------------------------------------------- */
-
-/* The state in a slot stands at a position of the segment: its tail, and that it does. */
-static void move_tail(const delta_job *job, int64_t segment, int64_t at, int64_t slot,
-                      int64_t position) {
-    int64_t bytes = job->channels * item_of(job), count = job->delta->num_taps - 1;
-    char *tail = slot_field(job, slot, FT_SLOT_TAIL);
-    for (int64_t i = 0; i < count; i++)
-        memcpy(tail + i * bytes, input_at(job, segment, at, position - count + i), (size_t)bytes);
-    *position_of(job, slot) = position;
-}
-
-/* Behind all heads: what they have in common. */
-static void note_piece(void *context, int64_t begin, int64_t end) {
-    const delta_job *job = context;
-    const ft_states *states = job->states;
-    int64_t bytes = job->channels * item_of(job);
-    for (int64_t segment = begin; segment < end; segment++) {
-        int64_t slot = states->slot_of[segment], at = *position_of(job, slot);
-        int64_t start = job->batch->starts[segment], stop = start + job->batch->lens[segment];
-        int64_t moved = moved_to(job, segment);
-        for (int64_t i = states->first_keeps[segment]; i < states->first_keeps[segment + 1]; i++)
-            move_tail(job, segment, at, states->keeps[2 * i + 1], states->keeps[2 * i]);
-        if (moved > at) move_tail(job, segment, at, slot, moved);
-        char *inputs = log_field(job, states->log_of[segment], FT_LOG_INPUTS);
-        for (int64_t position = ft_max(start, moved); position < stop; position++)
-            memcpy(inputs + position % states->ring * bytes, input_at(job, segment, at, position),
-                   (size_t)bytes);
-    }
 }
 
 /* -- the norm of Mamba-2 ------------------------------------------------------------------------- */
@@ -655,14 +587,17 @@ int ft_run_recurrent(const void *mixed, const float *gates, void *out, const ft_
     delta_job job = {.mixed = mixed, .gates = gates, .out = out, .batch = batch,
                      .states = batch->states, .delta = delta, .dtype = dtype};
     job.num_gates = (is_mamba(&job) ? 1 : 2) * delta->num_heads;
-    job.channels = 2 * delta->num_key_heads * delta->key_dim + delta->num_heads * delta->value_dim;
+    int64_t values = delta->num_heads * delta->value_dim;
+    int64_t channels = 2 * delta->num_key_heads * delta->key_dim + values;
+    job.inputs = (ft_inputs){mixed, (channels + values) * item_of(&job), channels, delta->num_taps,
+                             delta->layer, dtype, batch, batch->states};
     job.keys = ft_ceil_div(delta->key_dim, FT_WIDTH) * FT_WIDTH;
     job.values = ft_ceil_div(delta->value_dim, FT_WIDTH) * FT_WIDTH;
     if (find_spaces(&job)) return -1;
     int64_t work = 2 * delta->key_dim * delta->value_dim * batch->num_rows / batch->num_segments;
     ft_parallel(delta_piece, &job, batch->num_segments * delta->num_heads,
                 ft_max(1, LEAST_WORK / work));
-    ft_parallel(note_piece, &job, batch->num_segments, 4);
+    ft_keep_inputs(&job.inputs);
     if (is_mamba(&job)) ft_parallel(norm_piece, &job, batch->num_rows * delta->num_norms, 4);
     return 0;
 }

@@ -45,6 +45,46 @@ struct ft_states {
     const int64_t *keeps;       /* [.., 2] page ends, rising, and the slots that get their states */
 };
 
+/* Rows of a pass that the convolution of a layer reads: `channels` items each, then what else a row
+ * has. */
+typedef struct {
+    const char *rows;
+    int64_t row_bytes, channels, num_taps;
+    int64_t layer; /* of the slots and logs */
+    int dtype;
+    const ft_batch *batch;
+    const ft_states *states;
+} ft_inputs;
+
+/* A field of a layer in a slot, and in a log. */
+char *ft_slot_field(const ft_inputs *inputs, int64_t slot, int field);
+char *ft_log_field(const ft_inputs *inputs, int64_t log, int field);
+
+/* Where the state of the layer in a slot stands. */
+int64_t *ft_position_of(const ft_inputs *inputs, int64_t slot);
+
+/* Where the state of a segment's slot stands behind a pass: at the start of the last final row's page. */
+int64_t ft_moved_to(const ft_inputs *inputs, int64_t segment);
+
+/* The input of a position that a row of the segment reads, whose state stands `at`: of the pass, of
+ * the log or of the tail. */
+const char *ft_input_at(const ft_inputs *inputs, int64_t segment, int64_t at, int64_t position);
+
+/* Behind a pass: the tails and positions of all slots that it moves or keeps, and inputs in the logs. */
+void ft_keep_inputs(const ft_inputs *inputs);
+
+/* A gated short convolution (arXiv 2511.23404). */
+typedef struct {
+    int64_t channels, num_taps;
+    const float *taps; /* [num_taps, channels], the last is the row's own */
+    const float *bias; /* [channels], or NULL */
+    int64_t layer;     /* of the slots and logs */
+} ft_conv;
+
+/* mixed [num_rows, b | c | x] of `dtype` to out [num_rows, channels]; moves states and logs of the batch.
+ * b becomes b * x, which the convolution reads. */
+void ft_run_conv(void *mixed, void *out, const ft_batch *batch, const ft_conv *conv, int dtype);
+
 /* mixed [num_rows, channels + values] of `dtype` and gates to out [num_rows, num_heads * value_dim];
  * moves states and logs of the batch. Gates [num_rows, 2 * num_heads] are of beta, then of the decay;
  * of Mamba-2 [num_rows, num_heads], of dt. Returns -1 when there is no memory; then nothing has moved. */

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
+from torch import Tensor
 
 from ...errors import ModelLoadError
-from ..base import DeltaWeights, RecurrentWeights
+from ..base import ConvWeights, DeltaWeights, RecurrentWeights
 from ..batch import RaggedBatch
 from ..state_pool import StatePool
 from .linear import LinearStruct
@@ -44,6 +45,18 @@ class RecurrentStruct(ctypes.Structure):
     _fields_ = (("gates", ctypes.POINTER(LinearStruct)), ("rule", RuleStruct))
 
 
+class ConvStruct(ctypes.Structure):
+    """``ft_conv``; lends the weights' memory."""
+
+    _fields_ = (
+        ("channels", _I64),
+        ("num_taps", _I64),
+        ("taps", _PTR),
+        ("bias", _PTR),
+        ("layer", _I64),
+    )
+
+
 class StatesStruct(ctypes.Structure):
     """``ft_states``; lends the pool's memory and the pass's arrays."""
 
@@ -73,12 +86,7 @@ class RecurrentStructs:
     """
 
     def __init__(self, weights: RecurrentWeights) -> None:
-        shape = weights.shape
-        if shape.conv_len > MAX_TAPS:
-            raise ModelLoadError(
-                f"the native kernels support convolutions of {MAX_TAPS} taps, not {shape.conv_len}"
-            )
-        taps = weights.conv.T.contiguous()  # neighbouring channels are read together
+        shape, taps = weights.shape, _taps_of(weights.conv)
         self._lends = (weights, taps)
         vectors = (taps, weights.decay, weights.dt_bias, weights.norm)
         self._struct = RuleStruct(
@@ -110,6 +118,33 @@ def _of_mamba2(weights: RecurrentWeights) -> tuple[int | None, int | None, int]:
         return None, None, 0
     bias = None if weights.conv_bias is None else weights.conv_bias.data_ptr()
     return weights.skip.data_ptr(), bias, weights.num_norms
+
+
+class ConvStructs:
+    """Lends the C side a layer of a short convolution; keeps alive what it points to.
+
+    Raises `ModelLoadError` as `RecurrentStructs` does.
+    """
+
+    def __init__(self, weights: ConvWeights) -> None:
+        taps, bias = _taps_of(weights.conv), weights.bias
+        self._lends = (weights, taps)
+        self.struct = ConvStruct(
+            *weights.shape,
+            taps.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            weights.layer,
+        )
+
+
+def _taps_of(conv: Tensor) -> Tensor:
+    """``[conv_len, channels]``: neighbouring channels are read together."""
+    conv_len = conv.shape[1]
+    if conv_len > MAX_TAPS:
+        raise ModelLoadError(
+            f"the native kernels support convolutions of {MAX_TAPS} taps, not {conv_len}"
+        )
+    return conv.T.contiguous()
 
 
 class StatesStructs:

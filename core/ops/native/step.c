@@ -62,6 +62,7 @@ typedef struct {
     int64_t part, kv_layer;    /* where its keys and values are */
     const ft_extras *extras;   /* or NULL */
     const ft_recurrent *recurrent; /* in place of attention, or NULL */
+    const ft_conv *conv;           /* likewise */
 } ft_layer;
 
 typedef struct {
@@ -188,11 +189,28 @@ static const char *run_recurrent(const step_job *step, int64_t index, const char
     return space->narrow;
 }
 
+/* The same by a short convolution. */
+static const char *run_conv(const step_job *step, int64_t index, const char *x) {
+    const ft_layer *layer = &step->decoder->layers[index];
+    const step_space *space = &step->space;
+    int dtype = step->dtype;
+    ft_linear_ahead(layer->second);
+    if (ft_linear(layer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
+    ft_run_conv(space->wide, space->narrow, step->parts->batch, layer->conv, dtype);
+    return space->narrow;
+}
+
+/* The same by whichever the layer has. */
+static const char *run_any(const step_job *step, int64_t index, const char *x) {
+    const ft_layer *layer = &step->decoder->layers[index];
+    if (layer->conv) return run_conv(step, index, x);
+    return layer->recurrent ? run_recurrent(step, index, x) : run_attention(step, index, x);
+}
+
 /* Rows x to what the mixer adds to the stream, in `out`, which may be x. */
 static int run_mixer(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
-    const char *mixed =
-        layer->recurrent ? run_recurrent(step, index, x) : run_attention(step, index, x);
+    const char *mixed = run_any(step, index, x);
     if (!mixed) return -1;
     ft_linear_ahead(layer->gate_up);
     if (ft_linear(layer->second, mixed, step->dtype, step->rows, out, step->dtype)) return -1;

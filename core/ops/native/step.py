@@ -11,6 +11,7 @@ from torch import Tensor
 from ..base import (
     SILU,
     AttentionWeights,
+    ConvWeights,
     DecoderWeights,
     ExpertsBeside,
     ExpertWeights,
@@ -35,7 +36,7 @@ from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
 from .plan import NativePlan, PartStruct
 from .row_passes import NativeRowPasses
-from .state import RecurrentStruct, RecurrentStructs
+from .state import ConvStruct, ConvStructs, RecurrentStruct, RecurrentStructs
 from .structs import (
     ActivationStruct,
     NormStruct,
@@ -72,6 +73,7 @@ class LayerStruct(ctypes.Structure):
         ("kv_layer", _I64),
         ("extras", ctypes.POINTER(ExtrasStruct)),
         ("recurrent", ctypes.POINTER(RecurrentStruct)),
+        ("conv", ctypes.POINTER(ConvStruct)),
     )
 
 
@@ -100,7 +102,7 @@ class NativeStep:
         self._weights = weights  # alive as long as the structs point into them
         self._structs: list[NormStruct | ExtrasStruct] = []  # likewise
         self._experts: list[ExpertStructs] = []
-        self._recurrents: list[RecurrentStructs] = []
+        self._with_states: list[RecurrentStructs | ConvStructs] = []
         layers = (LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
         mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
         width = max((_native(mlp.down).in_features for mlp in mlps), default=0)
@@ -140,12 +142,18 @@ class NativeStep:
             *((0, 0) if attention is None else attention.place),
             self._extras(layer.extras),
             self._recurrent(mixer) if isinstance(mixer, RecurrentWeights) else None,
+            self._conv(mixer) if isinstance(mixer, ConvWeights) else None,
         )
 
     def _recurrent(self, weights: RecurrentWeights) -> object:
         structs = RecurrentStructs(weights)
-        self._recurrents.append(structs)
+        self._with_states.append(structs)
         return ctypes.pointer(structs.recurrent(_native(weights.gates).struct))
+
+    def _conv(self, weights: ConvWeights) -> object:
+        structs = ConvStructs(weights)
+        self._with_states.append(structs)
+        return ctypes.pointer(structs.struct)
 
     def _mixture(self, weights: ExpertWeights) -> int:
         self._experts.append(ExpertStructs(weights))
@@ -202,7 +210,7 @@ class NativeStep:
         """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError."""
         native = [plan for plan in plans if isinstance(plan, NativePlan)]
         assert len(native) == len(plans)
-        assert native[0].states is not None or not self._recurrents  # the C side would read nothing
+        assert native[0].states is not None or not self._with_states  # else C reads nothing
         plan, parts = native[0], (PartStruct * len(native))(*(plan.part for plan in native))
         token_ids = token_ids.contiguous()
         out = torch.empty((plan.num_rows, self._struct.hidden), dtype=plan.dtype)
@@ -226,7 +234,7 @@ class NativeStep:
 
         None of a decoder with recurrent layers: rows have no states there.
         """
-        if self._recurrents:
+        if self._with_states:
             return None
         head, cap = _native(self._weights.lm_head).struct, self._weights.logit_cap or 0.0
         return NativeRowPasses(self._library, self._struct, head, pool, parts, cap=cap)
@@ -250,17 +258,18 @@ def _turn(mixer: AttentionWeights) -> TurnStruct:
 
 
 def _mixed_widths(weights: DecoderWeights) -> tuple[int, int, int]:
-    """The widest rows that recurrent layers, and gated ones, make, as step.c needs memory."""
+    """The widest rows that layers with states, and gated ones, make, as step.c needs memory."""
     mixers = [layer.mixer for layer in weights.layers]
     recurrent = [mixer for mixer in mixers if isinstance(mixer, RecurrentWeights)]
+    with_states = [*recurrent, *(mixer for mixer in mixers if isinstance(mixer, ConvWeights))]
     gated = [
         _native(mixer.qkv).out_features
         for mixer in mixers
         if isinstance(mixer, AttentionWeights) and mixer.gate
     ]
-    mixed = max((*gated, *(_native(each.in_proj).out_features for each in recurrent)), default=0)
+    mixed = max((*gated, *(_native(each.in_proj).out_features for each in with_states)), default=0)
     gates = max((_native(each.gates).out_features for each in recurrent), default=0)
-    return mixed, gates, max((_native(each.out).in_features for each in recurrent), default=0)
+    return mixed, gates, max((_native(each.out).in_features for each in with_states), default=0)
 
 
 def _address(tensor: Tensor | None) -> int | None:

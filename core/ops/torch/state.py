@@ -21,24 +21,69 @@ _NORM_EPS = 1e-6  # of the length of queries and keys
 _Weights = TypeVar("_Weights", bound=RecurrentWeights)
 
 
-def run_recurrent(
-    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, batch: RaggedBatch, pool: StatePool
-) -> Tensor:
-    """See `Ops.recur`; the batch's copies of its last row get a copy of its result."""
-    outs = [
-        _sequence(weights, batch, pool, index).run(mixed[first:stop], gates[first:stop])
-        for index, (first, stop) in enumerate(_spans(batch))
-    ]
-    missing = len(mixed) - sum(map(len, outs))
+class SegmentStates:
+    """Slot and log of one segment in one layer, and where its state stands."""
+
+    def __init__(self, layer: int, batch: RaggedBatch, pool: StatePool, index: int) -> None:
+        assert batch.states is not None
+        states = batch.states
+        slot, log = int(states.slots[index]), int(states.logs[index])
+        self._layer, self._pool = layer, pool
+        self._slot = slot
+        self._kept, self._log = pool.slot(slot, layer), pool.log(log, layer)
+        self._at = int(pool.at[slot, layer])
+        self._start = int(batch.starts[index])
+        self._final_stop = int(states.final_stops[index])
+        first = int(states.keep_counts[:index].sum())
+        keeps = states.keeps[first : first + int(states.keep_counts[index])].tolist()
+        self._keeps: dict[int, int] = dict(keeps)
+
+    def _write(self, slot: int, state: Tensor, tail: Tensor, at: int) -> None:
+        target = self._pool.slot(slot, self._layer)
+        target.state.copy_(state)
+        target.tail.copy_(tail)
+        self._pool.at[slot, self._layer] = at
+
+    def _inputs_before(self, stop: int) -> Tensor:
+        """The inputs of the ``conv_len - 1`` positions before ``stop``, of the tail and the log."""
+        tail, log, at = self._kept.tail, self._log.inputs, self._at
+        count = len(tail)
+        rows = [
+            log[position % self._pool.ring] if position >= at else tail[position - at + count]
+            for position in range(stop - count, stop)
+        ]
+        return torch.stack(rows)
+
+    def _log_inputs(self, inputs: Tensor) -> None:
+        """Keep the inputs of the last rows, as many as the log holds."""
+        first = max(0, len(inputs) - self._pool.ring)
+        for row in range(first, len(inputs)):
+            self._log.inputs[(self._start + row) % self._pool.ring] = inputs[row]
+
+
+def join_segments(outs: list[Tensor], num_rows: int) -> Tensor:
+    """What segments give, one behind the other; copies of a batch's last row get a copy of it."""
+    missing = num_rows - sum(map(len, outs))
     if missing:
-        outs.append(outs[-1][-1:].expand(missing, -1))
-    return torch.cat(outs).to(mixed.dtype)
+        outs = [*outs, outs[-1][-1:].expand(missing, -1)]
+    return torch.cat(outs)
 
 
-def _spans(batch: RaggedBatch) -> Iterator[tuple[int, int]]:
+def row_spans(batch: RaggedBatch) -> Iterator[tuple[int, int]]:
     """First row of each segment, and the row behind its last."""
     firsts, lens = batch.first_rows.tolist(), batch.lens.tolist()
     return ((first, first + count) for first, count in zip(firsts, lens, strict=True))
+
+
+def run_recurrent(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, batch: RaggedBatch, pool: StatePool
+) -> Tensor:
+    """See `Ops.recur`."""
+    outs = [
+        _sequence(weights, batch, pool, index).run(mixed[first:stop], gates[first:stop])
+        for index, (first, stop) in enumerate(row_spans(batch))
+    ]
+    return join_segments(outs, len(mixed)).to(mixed.dtype)
 
 
 def _sequence(
@@ -49,22 +94,12 @@ def _sequence(
     return _Mamba2Sequence(weights, batch, pool, index)
 
 
-class _Sequence(ABC, Generic[_Weights]):
+class _Sequence(SegmentStates, ABC, Generic[_Weights]):
     """Rows of one segment in one layer."""
 
     def __init__(self, weights: _Weights, batch: RaggedBatch, pool: StatePool, index: int) -> None:
-        assert batch.states is not None
-        states = batch.states
-        slot, log = int(states.slots[index]), int(states.logs[index])
-        self._weights, self._pool = weights, pool
-        self._slot = slot
-        self._kept, self._log = pool.slot(slot, weights.layer), pool.log(log, weights.layer)
-        self._at = int(pool.at[slot, weights.layer])
-        self._start = int(batch.starts[index])
-        self._final_stop = int(states.final_stops[index])
-        first = int(states.keep_counts[:index].sum())
-        keeps = states.keeps[first : first + int(states.keep_counts[index])].tolist()
-        self._keeps: dict[int, int] = dict(keeps)
+        super().__init__(weights.layer, batch, pool, index)
+        self._weights = weights
 
     def run(self, mixed: Tensor, gates: Tensor) -> Tensor:
         """``[n, q | k | v | z]`` and gates to ``[n, num_heads * value_dim]`` float32."""
@@ -101,29 +136,6 @@ class _Sequence(ABC, Generic[_Weights]):
             self._at = at
         if self._start in self._keeps:
             self._write(self._keeps[self._start], *self._kept, at)
-
-    def _write(self, slot: int, state: Tensor, tail: Tensor, at: int) -> None:
-        layer = self._weights.layer
-        target = self._pool.slot(slot, layer)
-        target.state.copy_(state)
-        target.tail.copy_(tail)
-        self._pool.at[slot, layer] = at
-
-    def _inputs_before(self, stop: int) -> Tensor:
-        """The inputs of the ``conv_len - 1`` positions before ``stop``, of the tail and the log."""
-        count = self._weights.shape.conv_len - 1
-        tail, log, at = self._kept.tail, self._log.inputs, self._at
-        rows = [
-            log[position % self._pool.ring] if position >= at else tail[position - at + count]
-            for position in range(stop - count, stop)
-        ]
-        return torch.stack(rows)
-
-    def _log_inputs(self, inputs: Tensor) -> None:
-        """Keep the inputs of the last rows, as many as the log holds."""
-        first = max(0, len(inputs) - self._pool.ring)
-        for row in range(first, len(inputs)):
-            self._log.inputs[(self._start + row) % self._pool.ring] = inputs[row]
 
     def _row(
         self, inputs: Tensor, gates: Tensor, state: Tensor, base: int, position: int

@@ -17,6 +17,7 @@ from ..base import (
     FIRST_TABLE,
     SILU,
     Activation,
+    ConvWeights,
     DecoderWeights,
     Exactness,
     ExpertWeights,
@@ -36,6 +37,7 @@ from ..device import cpu_flags
 from ..kv_pool import KVPool
 from ..quantize import QuantizedWeight, WeightKind
 from .attention import attend
+from .conv import run_short_conv
 from .experts import run_experts
 from .plan import TorchPlan
 from .state import run_recurrent
@@ -210,6 +212,12 @@ class TorchOps:
         assert isinstance(plan, TorchPlan)
         assert plan.states is not None
         return run_recurrent(mixed, gates, weights, plan.batch, plan.states)
+
+    def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
+        """A gated short convolution over the states and logs of the plan's pass."""
+        assert isinstance(plan, TorchPlan)
+        assert plan.states is not None
+        return run_short_conv(mixed, weights, plan.batch, plan.states)
 
     def experts(
         self,

@@ -18,6 +18,7 @@ from ..base import (
     FIRST_TABLE,
     SILU,
     Activation,
+    ConvWeights,
     DecoderWeights,
     Exactness,
     ExpertWeights,
@@ -35,6 +36,8 @@ from ..base import (
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
+from ..state_pool import StatePool
+from ..torch.conv import run_short_conv
 from ..torch.state import run_recurrent
 from .attention.attention import attend_kernel, merge_kernel
 from .attention.tile_schedule import SPLIT
@@ -102,7 +105,7 @@ class TritonOps:
         """One graph per number of rows: all layers, and where rows are few the tokens, too."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
-        if any(isinstance(layer.mixer, RecurrentWeights) for layer in weights.layers):
+        if any(isinstance(layer.mixer, RecurrentWeights | ConvWeights) for layer in weights.layers):
             make_graph = None
             logger.warning(
                 "there are no Triton kernels for recurrent layers: torch computes them, one row "
@@ -218,11 +221,11 @@ class TritonOps:
         self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
     ) -> Tensor:
         """A recurrent layer, by torch; not in a graph, which has no batch."""
-        device = _on_device(plan)
-        states = device.geometry.pool.states
-        assert device.batch is not None
-        assert states is not None
-        return run_recurrent(mixed, gates, weights, device.batch, states)
+        return run_recurrent(mixed, gates, weights, *_states_of(plan))
+
+    def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
+        """A gated short convolution, by torch; not in a graph, which has no batch."""
+        return run_short_conv(mixed, weights, *_states_of(plan))
 
     def experts(
         self,
@@ -280,6 +283,15 @@ def _on_device(plan: ForwardPlan, *windows: int | None) -> DevicePlan:
         return plan.on_device(windows)
     assert isinstance(plan, DevicePlan)
     return plan
+
+
+def _states_of(plan: ForwardPlan) -> tuple[RaggedBatch, StatePool]:
+    """The batch of a pass outside of a graph, and the pool of its states."""
+    device = _on_device(plan)
+    states = device.geometry.pool.states
+    assert device.batch is not None
+    assert states is not None
+    return device.batch, states
 
 
 def _attend(
