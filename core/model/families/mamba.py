@@ -127,7 +127,7 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
             layers,
             # The factor of the stream goes into the router's weights, and into the shared matrix.
             Routing(top_k_of(fields), of_chosen=True, factor=residual),
-            names=ExpertNames(expert="mlp.experts.", stacked="rows", shared="mlp."),
+            names=ExpertNames(shared="mlp."),
             width="intermediate_size",
             shared_width=width,
         )
@@ -144,7 +144,6 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
             embed_scale=fields.number("embedding_multiplier", 1.0),
             residual_scale=residual,
             logit_scale=1 / fields.above_zero("logits_scaling", 1.0),
-            fused_gate_up=True,
         ),
         stored_names=_GRANITE_NAMES,
         **more,
