@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.ops.base import RecurrentWeights
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.quantize import Quantize
 from foretoken.core.ops.torch.torch_ops import TorchOps
@@ -45,6 +44,10 @@ KINDS = {
     "mamba native": Kind("nemotron_h", "float32", "native"),
     "mamba native int8": Kind("granite_hybrid", "bfloat16", "native", "int8", num_requests=6),
     "mamba native int4": Kind("nemotron_h", "bfloat16", "native", "int4", num_requests=6),
+    "conv torch": Kind("lfm2_biased", "float32", "torch", num_requests=4),
+    "conv native": Kind("lfm2", "float32", "native"),
+    "conv native int8": Kind("lfm2", "bfloat16", "native", "int8", num_requests=6),
+    "conv native int4": Kind("lfm2_moe", "bfloat16", "native", "int4", num_requests=6),
 }
 
 
@@ -53,6 +56,7 @@ _SHARED_SIZES = {"vocab_size": 256, "intermediate_size": 96}
 _SIZES: dict[str, dict[str, int]] = {
     "qwen3": _SHARED_SIZES | {"linear_value_head_dim": 32},
     "granite": _SHARED_SIZES,
+    "lfm2": _SHARED_SIZES | {"moe_intermediate_size": 32},
     "nemotron": _SHARED_SIZES
     | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
 }
@@ -164,19 +168,19 @@ class Failing(Driver):
     def _twice(self, plan: StepPlan) -> StepOutput:
         if all(each.stop - each.start == 1 for each in plan.requests):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(self._ops, "recur", self._fail(self._ops.recur))
+                for name in ("recur", "short_conv"):
+                    patch.setattr(self._ops, name, self._fail(getattr(self._ops, name)))
                 with pytest.raises(RuntimeError, match="a layer fails"):
                     self._compute(plan)
             Failing.num_failed += 1
         return self._compute(plan)
 
-    def _fail(self, recur: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def failing(
-            mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: object
-        ) -> Tensor:
+    def _fail(self, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def failing(*arguments: Any) -> Tensor:
+            *_, weights, _ = arguments
             if weights.layer == self.layer:
                 raise RuntimeError("a layer fails")
-            return recur(mixed, gates, weights, plan)
+            return mix(*arguments)
 
         return failing
 

@@ -251,6 +251,12 @@ _NEMOTRON = {
     "moe_shared_expert_intermediate_size": 40,
     "routed_scaling_factor": 1.6,
 }
+_CONV = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv"] * 2 + ["full_attention", "conv"],
+    "pad_token_id": None,
+    "conv_L_cache": 3,
+}
 # Families with a recurrent state: their driver and their pools need more than those of `KINDS`.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", _DELTA_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True}),
@@ -288,6 +294,17 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1",
         _BAMBA | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
+    "lfm2": ("lfm2", _CONV | {"intermediate_size": 140, "block_multiple_of": 32}),
+    "lfm2_biased": (
+        "lfm2",
+        _CONV
+        | {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": True}
+        | {"block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        _CONV | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.6},
+    ),
     "bamba": ("bamba", _BAMBA | {"attn_layer_indices": [2], "mamba_proj_bias": True}),
 }
 
@@ -308,10 +325,10 @@ def make_reference(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
                 parameter.add_(1.0)
             elif name.endswith("A_log"):  # log decays of a token from 0.001 to 8
                 parameter.copy_(torch.linspace(-7.0, 2.0, len(parameter)))
-            elif name.endswith("conv1d.weight"):
+            elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 parameter.mul_(5.0)
         for name, buffer in model.named_buffers():  # which begin at 0 or 1
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3, generator=generator)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)

@@ -1,4 +1,4 @@
-"""Recurrent layers without a decoder: their inputs are drawn, their states kept.
+"""Layers with states without a decoder: their inputs are drawn, their states kept.
 
 A `Sequences` runs any rows of a few sequences over one pool, cut as a test likes.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from foretoken.core.ops.base import (
+    ConvShape,
+    ConvWeights,
     DeltaWeights,
+    ForwardPlan,
     HeadLayout,
     Mamba2Weights,
     Ops,
@@ -28,8 +31,11 @@ from support.rope_fixture import Turns
 
 SHAPE = RecurrentShape(2, 4, key_dim=24, value_dim=40, conv_len=4)
 MAMBA_SHAPE = RecurrentShape(2, 4, key_dim=20, value_dim=24, conv_len=4)
+CONV_SHAPE = ConvShape(56, 3)
 HEADS = HeadLayout(1, 1, 8, 1.0)
 NO_MATRIX = PackedLinear(torch.empty(0), None, packed=False)
+
+Weights: TypeAlias = RecurrentWeights | ConvWeights
 
 
 class Rows(NamedTuple):
@@ -81,8 +87,30 @@ def make_mamba_weights(
     )
 
 
-def gates_width(weights: RecurrentWeights) -> int:
+def make_conv_weights(
+    shape: ConvShape = CONV_SHAPE, layer: int = 0, *, has_bias: bool = True
+) -> ConvWeights:
+    return ConvWeights(
+        in_proj=NO_MATRIX,
+        conv=torch.randn(shape) * 0.6,
+        bias=torch.randn(shape.channels) * 0.3 if has_bias else None,
+        out=NO_MATRIX,
+        layer=layer,
+    )
+
+
+def row_widths(weights: Weights) -> tuple[int, int]:
+    """Items of a row before the layer, and of one behind it."""
+    if isinstance(weights, ConvWeights):
+        return 3 * weights.shape.channels, weights.shape.channels
+    shape = weights.shape
+    return shape.conv_channels + shape.value_width, shape.value_width
+
+
+def gates_width(weights: Weights) -> int:
     """Rows of the gates' matrix."""
+    if isinstance(weights, ConvWeights):
+        return 0
     rows = 2 if isinstance(weights, DeltaWeights) else 1
     return rows * weights.shape.num_value_heads
 
@@ -93,7 +121,7 @@ class Sequences:
     def __init__(
         self,
         ops: Ops,
-        weights: Sequence[RecurrentWeights],
+        weights: Sequence[Weights],
         *,
         length: int,
         count: int = 1,
@@ -103,8 +131,7 @@ class Sequences:
         seed: int = 0,
     ) -> None:
         self.ops, self.weights, self.dtype, self.length = ops, weights, dtype, length
-        shape = weights[0].shape
-        self.width = shape.conv_channels + shape.value_width
+        self.width, _ = row_widths(weights[0])
         draw = torch.Generator().manual_seed(seed)
         self._draw = draw
         self.mixed = torch.randn(count, length, self.width, generator=draw).to(dtype)
@@ -146,9 +173,14 @@ class Sequences:
         padding = batch.num_rows - int(batch.lens.sum())
         rows = [torch.cat([*each, *[each[-1][-1:]] * padding]) for each in (mixed, gates)]
         for layer in layers:
-            out = self.ops.recur(*rows, self.weights[layer], plan)
+            out = self._mix(*rows, self.weights[layer], plan)
         firsts = batch.first_rows.tolist()
         return [out[first : first + rows.count] for first, rows in zip(firsts, passes, strict=True)]
+
+    def _mix(self, mixed: Tensor, gates: Tensor, weights: Weights, plan: ForwardPlan) -> Tensor:
+        if isinstance(weights, ConvWeights):
+            return self.ops.short_conv(mixed, weights, plan)
+        return self.ops.recur(mixed, gates, weights, plan)
 
     def draft_rows(self, sequence: int, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Inputs of drafts: random ones."""

@@ -29,11 +29,13 @@ ARCHS = {
     "ernie4_5_moe": "ernie4_5-moe", "olmo": "olmo",
     "granitemoe": "granitemoe", "nemotron": "nemotron", "stablelm": "stablelm", "phi": "phi2",
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 TURNED = (
     "llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo",
     "granitemoe",
 )  # fmt: skip
+_CONVS = ("conv1d.weight", "shortconv.conv.weight")  # stay float32
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LARGER_NORMS = ("gemma", "gemma2", "gemma3_text", "nemotron", *_HYBRIDS)
@@ -67,7 +69,7 @@ def write_gguf(
     for name, values in _tensors(folder, config).items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert own is not None, name
-        if values.ndim < 2 or own.endswith((".bias", ".scale", "conv1d.weight")):
+        if values.ndim < 2 or own.endswith((".bias", ".scale", *_CONVS)):
             writer.add_tensor(own, np.ascontiguousarray(values, np.float32))
             continue
         raw = gguf.quantize(np.ascontiguousarray(values), kind)
@@ -112,17 +114,20 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
         elif name.endswith("e_score_correction_bias"):
             stem = name.removesuffix("_bias").replace("block_sparse_moe", "mlp.gate")
             found[f"{stem.replace('mlp.moe_statics', 'mlp.gate')}.bias"] = values
+        elif name.endswith("expert_bias"):
+            found[f"{name}.bias"] = values
+        elif name.endswith("conv.conv.weight"):
+            found[name] = values.squeeze(1)
         elif name.endswith("input_linear.weight"):
             for part, rows in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 own = name.replace("input_linear", f"experts.{part}_proj")
                 found[own.replace("block_sparse_moe", "mlp")] = np.ascontiguousarray(rows)
         else:
             found[f"{name}.weight" if name.endswith("sinks") else name] = values
-    mixtral = {"block_sparse_moe.experts": "feed_forward.experts"}
     for name, parts in experts.items():
-        for old, new in mixtral.items():
-            name = name.replace(old, new).removeprefix("model.") if old in name else name
-        found[name] = np.stack(parts)
+        name = name.replace("block_sparse_moe.experts", "feed_forward.experts")
+        is_bare = "feed_forward.experts" in name  # in gguf's table
+        found[name.removeprefix("model.") if is_bare else name] = np.stack(parts)
     return found
 
 
@@ -359,6 +364,21 @@ def _hybrid(writer: Any, config: dict[str, Any]) -> None:
         _experts(writer, config)
 
 
+def _lfm2(writer: Any, config: dict[str, Any]) -> None:
+    """The width of the MLP as it is; no heads of keys in layers of convolutions."""
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([0 if kind == "conv" else heads for kind in config["layer_types"]])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    if "num_experts" in config:
+        _experts(writer, config)
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        return
+    width, multiple = int(2 * config["intermediate_size"] / 3), config["block_multiple_of"]
+    writer.add_feed_forward_length(multiple * -(-width // multiple))
+
+
 def _stablelm(writer: Any, config: dict[str, Any]) -> None:
     writer.add_parallel_residual(config["use_parallel_residual"])
 
@@ -396,5 +416,7 @@ _MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "granitemoe": _granite_moe,
     "ministral3": _ministral3,
     "stablelm": _stablelm,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
     **dict.fromkeys(_HYBRIDS, _hybrid),
 }

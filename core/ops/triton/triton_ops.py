@@ -109,8 +109,8 @@ class TritonOps:
         if any(isinstance(mixer, RecurrentWeights | ConvWeights) for mixer in mixers):
             make_graph = None
             logger.warning(
-                "there are no Triton kernels for recurrent layers: torch computes them, one row "
-                "after another, and no CUDA graphs are used"
+                "there are no Triton kernels for recurrent layers: torch computes them, and no "
+                "CUDA graphs are used"
             )
         for layer in weights.layers:
             if isinstance(layer.mlp, ExpertWeights):

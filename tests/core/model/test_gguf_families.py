@@ -33,6 +33,12 @@ _DELTA = {  # two key heads for six value heads, of which three read one
     "linear_value_head_dim": 32,
     "shared_expert_intermediate_size": 64,
 }
+_CONV = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_multiple_of": 32,
+    "intermediate_size": 96,
+}
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma2": {"layer_types": _BOTH},
@@ -74,6 +80,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dots1": {"n_group": 1, "layer_types": ["full_attention"] * 2, "sliding_window": None},
     "ministral3": {"sliding_window": None},
     **dict.fromkeys(HYBRIDS, _DELTA),
+    "lfm2": _CONV,
+    "lfm2_moe": _CONV,
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,
@@ -133,7 +141,7 @@ def test_a_file_says_what_transformers_says(model_type: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q4_0, GgmlType.Q5_1])
 @pytest.mark.parametrize(
-    "model_type", ["granite", "olmo2", "qwen3", "smollm3", "qwen3_5_text", "qwen3_next"]
+    "model_type", ["granite", "olmo2", "qwen3", "smollm3", "qwen3_5_text", "qwen3_next", "lfm2"]
 )
 def test_a_quantised_file_says_what_its_dequantised_weights_say(
     model_type: str, kind: GgmlType, tmp_path: Path
@@ -172,7 +180,7 @@ def test_experts_of_a_file_stay_packed_and_lose_nothing(model_type: str, tmp_pat
     assert ours < 1.5 * theirs
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", *HYBRIDS])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", *HYBRIDS, "lfm2", "lfm2_moe"])
 def test_greedy_tokens_of_a_file_equal_generate(model_type: str, tmp_path: Path) -> None:
     model, file = made(model_type, tmp_path)
     prompts = [IDS[:7], IDS[5:30], IDS]
@@ -224,7 +232,7 @@ def test_divided_frequencies_are_refused_where_modules_do_not_take_them(tmp_path
 
 @pytest.mark.parametrize(
     ("architecture", "reason"),
-    [("jamba", "state"), ("lfm2", "state"), ("t5", "token by token"), ("bloom", "ALiBi")],
+    [("jamba", "state"), ("rwkv7", "state"), ("t5", "token by token"), ("bloom", "ALiBi")],
 )
 def test_what_cannot_be_served_is_refused_by_name(
     architecture: str, reason: str, tmp_path: Path

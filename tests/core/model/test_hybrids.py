@@ -115,7 +115,7 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
     assert torch.equal(torch.cat(found), whole)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "granite_hybrid", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "granite_hybrid", "nemotron_h", "lfm2_biased"])
 def test_a_sequence_resumed_from_a_state_has_the_bits_of_the_whole(kind: str, loaded: dict) -> None:
     _, decoder = loaded[kind]
     ids = random_ids(130)
@@ -246,6 +246,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _CONFIG | _GRANITE,
     "bamba": _CONFIG | {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "nemotron_h": _CONFIG | {"hybrid_override_pattern": "M-M*M-M*"},
+    "lfm2": _CONFIG | {"layer_types": ["conv", "full_attention"] * 4},
 }
 
 
@@ -315,6 +316,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             {"hybrid_override_pattern": "ME*-M-M*", "mlp_bias": True},
             "mlp_bias beside experts is not supported",
         ),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be at least 2, not 1"),
+        ("lfm2", {"layer_types": ["conv", "mamba"] * 4}, "layer_types must be 8 of full_attention"),
+        ("lfm2", {"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [8]}, "without any full_attention"),
+        ("lfm2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ],
 )
 def test_configs_that_fit_no_layer_are_refused_with_their_numbers(
@@ -326,25 +332,31 @@ def test_configs_that_fit_no_layer_are_refused_with_their_numbers(
 
 
 @pytest.mark.parametrize(
-    ("kind", "field", "channels"),
-    [("qwen3_5", "linear_conv_kernel_dim", 160), ("nemotron_h", "conv_kernel", 224)],
+    ("kind", "field", "name", "channels"),
+    [
+        ("qwen3_5", "linear_conv_kernel_dim", "conv1d", 160),
+        ("nemotron_h", "conv_kernel", "conv1d", 224),
+        ("lfm2_biased", "conv_L_cache", "conv.conv", 64),
+    ],
 )
 def test_taps_that_the_tensors_do_not_have_are_refused(
-    kind: str, field: str, channels: int, tmp_path: Path
+    kind: str, field: str, name: str, channels: int, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path, kind)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: 3}))
     message = (
-        rf"conv1d\.weight has shape \[{channels}, 1, 4\], "
+        rf"{name}\.weight has shape \[{channels}, 1, 4\], "
         rf"but its config implies \[{channels}, 1, 3\]"
     )
     with pytest.raises(ModelLoadError, match=message):
         load_decoder(folder)
-    assert "conv1d" in (inspect_model(folder).problem or "")
+    assert name in (inspect_model(folder).problem or "")
 
 
-@pytest.mark.parametrize(("kind", "model_type"), [("qwen3_5", "qwen3_5_text"), ("bamba", "bamba")])
+@pytest.mark.parametrize(
+    ("kind", "model_type"), [("qwen3_5", "qwen3_5_text"), ("bamba", "bamba"), ("lfm2", "lfm2")]
+)
 def test_modules_of_transformers_are_refused_by_name(
     kind: str, model_type: str, tmp_path: Path
 ) -> None:

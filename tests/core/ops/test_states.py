@@ -14,6 +14,8 @@ from torch import Tensor
 from foretoken.core.model.fold import mamba_orders
 from foretoken.core.ops.base import (
     AttentionWeights,
+    ConvShape,
+    ConvWeights,
     DecoderWeights,
     HeadLayout,
     HeadNorm,
@@ -24,7 +26,6 @@ from foretoken.core.ops.base import (
     Ops,
     PackedLinear,
     RecurrentShape,
-    RecurrentWeights,
 )
 from foretoken.core.ops.batch import NOTHING_MORE, Segment, SegmentState, build_batch
 from foretoken.core.ops.kv_pool import KvPlace, KVPool
@@ -34,24 +35,29 @@ from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.state_pool import DRAFT_ROOM, StatePool, bytes_per_log, bytes_per_slot
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from support.delta_fixture import (
+    CONV_SHAPE,
     MAMBA_SHAPE,
     SHAPE,
     Rows,
     Sequences,
+    Weights,
     gates_width,
+    make_conv_weights,
     make_mamba_weights,
     make_weights,
+    row_widths,
 )
 from support.native_variants import every_variant
 from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH = 150
-RULES: dict[str, Callable[..., RecurrentWeights]] = {
+RULES: dict[str, Callable[..., Weights]] = {
     "delta": make_weights,
     "mamba2": make_mamba_weights,
+    "conv": make_conv_weights,
 }
-KINDS: dict[str, Callable[[], RecurrentWeights]] = {
+KINDS: dict[str, Callable[[], Weights]] = {
     "grouped": make_weights,
     "tiled": lambda: make_weights(SHAPE._replace(is_tiled=True)),
     "three taps": lambda: make_weights(RecurrentShape(1, 3, 16, 16, conv_len=3)),
@@ -61,6 +67,9 @@ KINDS: dict[str, Callable[[], RecurrentWeights]] = {
         RecurrentShape(1, 3, 16, 32, conv_len=3), has_bias=False
     ),
     "mamba2 real": lambda: make_mamba_weights(RecurrentShape(1, 2, 128, 64, conv_len=4)),
+    "conv": make_conv_weights,
+    "conv without a bias": lambda: make_conv_weights(ConvShape(37, 2), has_bias=False),
+    "conv of five taps": lambda: make_conv_weights(ConvShape(64, 5)),
 }
 
 
@@ -78,7 +87,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
 
 
 @pytest.fixture(params=RULES)
-def make(request: pytest.FixtureRequest) -> Callable[..., RecurrentWeights]:
+def make(request: pytest.FixtureRequest) -> Callable[..., Weights]:
     return RULES[request.param]
 
 
@@ -96,7 +105,7 @@ def random_cuts(chance: random.Random, length: int = LENGTH) -> Iterator[tuple[i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_bits_of_a_row_are_those_of_any_cut_and_of_any_drafts(
-    page_size: int, dtype: torch.dtype, make: Callable[..., RecurrentWeights], ops: Ops
+    page_size: int, dtype: torch.dtype, make: Callable[..., Weights], ops: Ops
 ) -> None:
     weights = [make()]
     sequences = Sequences(ops, weights, length=LENGTH, page_size=page_size, dtype=dtype)
@@ -108,9 +117,7 @@ def test_bits_of_a_row_are_those_of_any_cut_and_of_any_drafts(
         assert torch.equal(torch.cat(found), expected), seed
 
 
-def test_accepted_drafts_are_not_computed_again(
-    make: Callable[..., RecurrentWeights], ops: Ops
-) -> None:
+def test_accepted_drafts_are_not_computed_again(make: Callable[..., Weights], ops: Ops) -> None:
     """A pass may begin behind rows that were drafts, more than one page end behind the state."""
     sequences = Sequences(ops, [make()], length=LENGTH)
     expected = sequences.one_by_one()
@@ -149,7 +156,7 @@ def test_a_batch_has_the_bits_of_each_of_its_sequences_alone(kind: str, ops: Ops
 
 @pytest.mark.parametrize("num_drafts", [0, 20])
 def test_a_kept_state_continues_with_the_same_bits(
-    num_drafts: int, make: Callable[..., RecurrentWeights], ops: Ops
+    num_drafts: int, make: Callable[..., Weights], ops: Ops
 ) -> None:
     """Kept within a chunk, at its very end, and at the start of a pass."""
     sequences = Sequences(ops, [make()], length=LENGTH, num_slots=8)
@@ -168,7 +175,7 @@ def test_a_kept_state_continues_with_the_same_bits(
 
 
 def test_a_decode_step_that_failed_half_way_may_run_again(
-    make: Callable[..., RecurrentWeights], ops: Ops
+    make: Callable[..., Weights], ops: Ops
 ) -> None:
     """One layer has folded and written its rows, the other has not."""
     weights = [make(), make(layer=1)]
@@ -205,15 +212,14 @@ class Mixers:
 
     HEADS = HeadLayout(2, 1, 16, 0.25)
 
-    def __init__(self, ops: Ops, weights: RecurrentWeights, dtype: torch.dtype) -> None:
+    def __init__(self, ops: Ops, weights: Weights, dtype: torch.dtype) -> None:
         self.ops, self.dtype, self.shape = ops, dtype, weights.shape
-        shape, hidden = weights.shape, 32
-        recurrent = replace(
-            weights,
-            in_proj=self.matrix(shape.conv_channels + shape.value_width, hidden),
-            gates=self.matrix(gates_width(weights), hidden),
-            out=self.matrix(hidden, shape.value_width),
-        )
+        hidden = 32
+        before, behind = row_widths(weights)
+        matrices = {"in_proj": self.matrix(before, hidden), "out": self.matrix(hidden, behind)}
+        if not isinstance(weights, ConvWeights):
+            matrices["gates"] = self.matrix(gates_width(weights), hidden)
+        recurrent = replace(weights, **matrices)
         attention = AttentionWeights(
             qkv=self.matrix((2 + 1 + 1 + 2) * 16, hidden),
             head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
@@ -272,7 +278,7 @@ class Mixers:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decoder_of_both_mixers_has_the_same_bits_in_any_cut(
-    dtype: torch.dtype, make: Callable[..., RecurrentWeights], ops: Ops
+    dtype: torch.dtype, make: Callable[..., Weights], ops: Ops
 ) -> None:
     """Natively in one call, too."""
     mixers = Mixers(ops, make(), dtype)
@@ -399,6 +405,26 @@ def test_the_layer_is_that_of_nemotron_h(taps: int, ops: Ops) -> None:
     torch.testing.assert_close(layer.out_proj(found).detach(), expected, atol=2e-5, rtol=1e-4)
 
 
+def test_the_layer_is_that_of_lfm2(ops: Ops) -> None:
+    from transformers import Lfm2Config
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+    config = Lfm2Config(hidden_size=56, conv_L_cache=4, conv_bias=True, layer_types=["conv"])
+    layer = Lfm2ShortConv(config, 0).float().eval()
+    x = torch.randn(1, 90, 56)
+    with torch.no_grad():
+        expected, projected = layer(x)[0], layer.in_proj(x)
+    weights = replace(
+        make_conv_weights(ConvShape(56, 4)),
+        conv=layer.conv.weight.data.squeeze(1),
+        bias=layer.conv.bias.data,
+    )
+    sequences = Sequences(ops, [weights], length=90)
+    sequences.mixed = projected
+    (found,) = sequences.run(Rows(0, 0, 90))
+    torch.testing.assert_close(layer.out_proj(found).detach(), expected, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gate_weighs_by_its_sigmoid(dtype: torch.dtype, ops: Ops) -> None:
     x, gate = (torch.randn(9, 50).to(dtype) for _ in range(2))
@@ -437,11 +463,11 @@ def test_a_slot_is_one_blob_that_is_copied_with_its_position_and_reset() -> None
 
 
 def test_fields_of_slots_and_logs_do_not_overlap() -> None:
-    shapes = [KINDS["three taps"]().shape.state, SHAPE.state]
+    shapes = [KINDS["three taps"]().shape.state, SHAPE.state, CONV_SHAPE.state]
     states = StatePool(1, 1, shapes, page_size=32, dtype=torch.float32, device="cpu")
     views = [
-        *(states.slot(0, layer) for layer in (0, 1)),
-        *(states.log(0, layer) for layer in (0, 1)),
+        *(states.slot(0, layer) for layer in (0, 1, 2)),
+        *(states.log(0, layer) for layer in (0, 1, 2)),
     ]
     fields = [field for view in views for field in view]
     for number, field in enumerate(fields):
