@@ -179,8 +179,10 @@ def test_a_file_of_a_hybrid_without_experts(model_type: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q4_0, GgmlType.Q5_1])
 @pytest.mark.parametrize(
     "model_type",
-    ["granite", "olmo2", "qwen3", "smollm3", "qwen3_5_text", "qwen3_next", "lfm2"]
-    + ["granitemoehybrid", "nemotron_h"],
+    [
+        *("granite", "olmo2", "qwen3", "smollm3", "qwen3_5_text", "qwen3_next", "lfm2"),
+        *("granitemoehybrid", "nemotron_h"),
+    ],
 )
 def test_a_quantised_file_says_what_its_dequantised_weights_say(
     model_type: str, kind: GgmlType, tmp_path: Path
