@@ -272,7 +272,7 @@ def _found_kinds(fields: Fields, known: Sequence[str]) -> list[str]:
     if not isinstance(found, (list, str)) or not found:
         raise fields.error(name, "must name the kind of each layer")
     for layer, kind in enumerate(found):
-        if names.get(kind) not in known:
+        if names.get(str(kind)) not in known:
             supported = ", ".join(each for each, kind in names.items() if kind in known)
             problem = f"has {kind!r} as layer {layer}, which is none of {supported}"
             raise fields.error(name, problem)

@@ -147,4 +147,20 @@ MUTATIONS = (
         ("test_without_permission_avx512_computes",),
         "no tile without Linux's permission: it would end the process",
     ),
+    Mutation(
+        "kernel-mamba-logs-values-without-dt",
+        "run_mamba_row",
+        "v_store(u, added);",
+        "v_store(u, value);",
+        ("test_native_kernels_agree_with_the_oracle",),
+        "what a row adds to the state is dt times its values",
+    ),
+    Mutation(
+        "kernel-mamba-norms-all-groups-alike",
+        "norm_piece",
+        "index % rule->num_norms * width",
+        "0",
+        ("test_native_kernels_agree_with_the_oracle",),
+        "each part of a row has weights of its own",
+    ),
 )
