@@ -85,13 +85,15 @@ class DeltaSpec(NamedTuple):
 class Mamba2Spec(NamedTuple):
     """Mamba-2 in the place of attention (arXiv 2405.21060).
 
-    ``num_norms``: equal parts of a row of its output, each of which has an RMS norm of its own.
+    ``num_norms``: equal parts of a row of its output, each of which has an RMS norm of its own; 0:
+    there is no norm. ``factors``: of the matrix's rows for z, x, B, C and dt.
     """
 
     shape: RecurrentShape
     num_norms: int = 1
     has_conv_bias: bool = True
     has_bias: bool = False  # of its matrices
+    factors: tuple[float, float, float, float, float] | None = None
 
 
 class ConvSpec(NamedTuple):
@@ -121,7 +123,8 @@ class LayerSpec:
 
     ``keys_as_values``: there is no matrix of values, which are keys before norm and RoPE.
     ``kv_of``: the earlier layer whose keys and values this one reads in place of its own.
-    ``mixer``: a layer with a recurrent state keeps no keys and values; None: attention.
+    ``mixer``: a layer with a recurrent state keeps no keys and values; None: attention. With
+    ``beside_attention`` it has both, which read the same, and whose outputs are added up.
     ``parts``: a layer may be a mixer alone or an MLP alone, with one norm, `NormNames.attention`.
     """
 
@@ -133,12 +136,13 @@ class LayerSpec:
     heads: HeadSpec | None = None  # None: those of the model
     keys_as_values: bool = False
     mixer: MixerSpec | None = None
+    beside_attention: bool = False
     parts: Literal["both", "mixer", "mlp"] = "both"
 
     @property
     def has_attention(self) -> bool:
         """Whether it reads keys and values."""
-        return self.mixer is None and self.parts != "mlp"
+        return (self.mixer is None or self.beside_attention) and self.parts != "mlp"
 
 
 class NormNames(NamedTuple):

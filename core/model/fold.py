@@ -5,6 +5,7 @@ The kernels know none of it: they compute Llama's decoder on the folded weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,10 @@ class Fold:
 
     embed_scale: float = 1.0  # of the embedding's rows
     residual_scale: float = 1.0  # of what a layer adds to the stream, twice
+    attention_out_scale: float = 1.0  # of what attention adds to it, besides
+    mixer_out_scale: float = 1.0  # of what Mamba-2 adds to it, besides
+    gate_scale: float = 1.0  # of the gate of an MLP
+    mlp_out_scale: float = 1.0  # of what an MLP adds to the stream, besides
     logit_scale: float = 1.0
     fused_qkv: bool = False
     fused_gate_up: bool = False
@@ -57,15 +62,20 @@ def qkvz_order(shape: RecurrentShape) -> Tensor:
     return _apart(shape.num_key_heads, [shape.key_dim, shape.key_dim, width, width])
 
 
+def mamba_widths(shape: RecurrentShape) -> list[int]:
+    """Rows of Mamba-2's matrix for z, x, B, C and dt."""
+    values, keys = shape.value_width, shape.num_key_heads * shape.key_dim
+    return [values, values, keys, keys, shape.num_value_heads]
+
+
 def mamba_orders(shape: RecurrentShape) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of Mamba-2's matrix z, x, B, C, dt: those of C, B, x, z and those of dt; channels of its
     convolution of x, B, C in the order C, B, x.
     """
-    values, keys = shape.value_width, shape.num_key_heads * shape.key_dim
-    widths = [values, values, keys, keys, shape.num_value_heads]
+    widths = mamba_widths(shape)
     z, x, b, c, dt = torch.split(torch.arange(sum(widths)), widths)
     mixed = torch.cat((c, b, x))
-    return torch.cat((mixed, z)), dt, mixed - values
+    return torch.cat((mixed, z)), dt, mixed - shape.value_width
 
 
 def ba_order(shape: RecurrentShape) -> Tensor:
@@ -88,3 +98,9 @@ def rounded(factor: float, dtype: torch.dtype) -> float:
 def scaled(weight: Tensor, factor: float) -> Tensor:
     """``weight * factor`` in its own dtype, by way of float32."""
     return weight if factor == 1.0 else (weight.float() * factor).to(weight.dtype)
+
+
+def scaled_rows(weight: Tensor, counts: Sequence[int], factors: Sequence[float]) -> Tensor:
+    """A matrix whose first ``counts[0]`` rows are multiplied by ``factors[0]``, and so on."""
+    each = torch.tensor(factors).repeat_interleave(torch.tensor(counts)).to(weight.device)
+    return (weight.float() * each.unsqueeze(1)).to(weight.dtype)

@@ -52,7 +52,16 @@ from .config import (
 )
 from .decoder import Decoder, OwnDecoder
 from .fields import UnsupportedConfig
-from .fold import ba_order, head_order, mamba_orders, qkvz_order, rounded, scaled
+from .fold import (
+    ba_order,
+    head_order,
+    mamba_orders,
+    mamba_widths,
+    qkvz_order,
+    rounded,
+    scaled,
+    scaled_rows,
+)
 from .formats.checkpoint import OnRead
 from .opening import open_model, read_config
 from .page_layout import PageLayout
@@ -373,6 +382,7 @@ class Assembly:
             mlp=None if spec.parts == "mixer" else self._mlp_or_experts(prefix, experts),
             is_parallel=config.is_parallel,
             extras=extras,
+            beside=self._beside_attention(index),
         )
 
     def _mlp_or_experts(
@@ -387,6 +397,11 @@ class Assembly:
         if spec.has_attention:
             return self._attention(index)
         return None if spec.mixer is None else self._with_state(index, spec.mixer)
+
+    def _beside_attention(self, index: int) -> RecurrentWeights | None:
+        spec = self._config.layers[index]
+        is_there = spec.beside_attention and isinstance(spec.mixer, Mamba2Spec)
+        return self._mamba(index, spec.mixer) if is_there else None
 
     def _with_state(self, index: int, spec: MixerSpec) -> RecurrentWeights | ConvWeights:
         if isinstance(spec, DeltaSpec):
@@ -412,7 +427,9 @@ class Assembly:
             ),
             head_norm=None if config.head_norm == "none" else self._head_norm(prefix, heads, order),
             o=self._linear(
-                [f"{prefix}self_attn.o_proj"], bias=config.o_bias, factor=fold.residual_scale
+                [f"{prefix}self_attn.o_proj"],
+                bias=config.o_bias,
+                factors=[fold.residual_scale * fold.attention_out_scale],
             ),
             window=spec.window,
             tables=self._layout.tables[index],
@@ -447,9 +464,13 @@ class Assembly:
         )
 
     def _mamba(self, index: int, spec: Mamba2Spec) -> Mamba2Weights:
-        at, shape = layer_prefix(index) + MAMBA, spec.shape
+        at, shape, fold = layer_prefix(index) + MAMBA, spec.shape, self._config.fold
         rows, gates, channels = mamba_orders(shape)
-        weight = self._stacked([self._read(f"{at}in_proj.weight")], keeps=True)
+        stored = self._read(f"{at}in_proj.weight")
+        if spec.factors is None:
+            weight = self._stacked([stored], [1.0])
+        else:
+            weight = scaled_rows(self._cast(stored), mamba_widths(shape), spec.factors)
         bias = self._vector(f"{at}in_proj.bias") if spec.has_bias else None
         conv = self._float(f"{at}conv1d.weight").view(-1, shape.conv_len)
         conv_bias = self._float(f"{at}conv1d.bias")[channels] if spec.has_conv_bias else None
@@ -467,11 +488,13 @@ class Assembly:
             decay=-torch.exp(self._float(f"{at}A_log")),
             dt_bias=self._float(f"{at}dt_bias"),
             skip=self._float(f"{at}D"),
-            norm=self._float(f"{at}norm.weight"),
+            norm=self._float(f"{at}norm.weight") if spec.num_norms else None,
             norm_eps=self._config.norm_eps,
             num_norms=spec.num_norms,
             out=self._linear(
-                [f"{at}out_proj"], bias=spec.has_bias, factor=self._config.fold.residual_scale
+                [f"{at}out_proj"],
+                bias=spec.has_bias,
+                factors=[fold.residual_scale * fold.mixer_out_scale],
             ),
             shape=shape,
             layer=self._config.state_of(index),
@@ -584,13 +607,15 @@ class Assembly:
         fused: bool = False,
         bias: bool = False,
     ) -> MlpWeights:
+        fold = self._config.fold
         first = [names.up] if names.gate is None else [names.gate, names.up]
         if fused:
             first = [FUSED_GATE_UP]
-        factor = self._config.fold.residual_scale
+        factors = [fold.gate_scale, 1.0] if len(first) == 2 else []
+        second = [fold.residual_scale * fold.mlp_out_scale]
         return MlpWeights(
-            self._linear([prefix + name for name in first], bias=bias),
-            self._linear([prefix + names.down], bias=bias, factor=factor),
+            self._linear([prefix + name for name in first], bias=bias, factors=factors),
+            self._linear([prefix + names.down], bias=bias, factors=second),
             activation,
         )
 
@@ -657,32 +682,39 @@ class Assembly:
         return Norm(weight, config.norm_eps, bias, config.layer_norm != "none")
 
     def _linear(
-        self, names: list[str], *, bias: bool, order: Tensor | None = None, factor: float = 1.0
+        self,
+        names: list[str],
+        *,
+        bias: bool,
+        order: Tensor | None = None,
+        factors: Sequence[float] = (),
     ) -> PackedLinear:
         """Matrices stacked into one, so that one call reads the input once.
 
-        ``order``: of the rows, where the family has another one than the kernels.
+        ``order``: of the rows, where the family has another one than the kernels. ``factors``: of
+        each matrix with its bias.
         """
-        stacked = torch.cat([self._vector(f"{name}.bias") for name in names]) if bias else None
-        weight = self._stacked(
-            [self._read(f"{name}.weight") for name in names], keeps=factor == 1.0
-        )
-        if isinstance(weight, Tensor):
-            weight = scaled(weight, factor)
-        if stacked is not None:
-            stacked = scaled(stacked, factor)
+        factors = factors or [1.0] * len(names)
+        weight = self._stacked([self._read(f"{name}.weight") for name in names], factors)
+        stacked = None
+        if bias:
+            biases = (self._vector(f"{name}.bias") for name in names)
+            stacked = torch.cat([scaled(*each) for each in zip(biases, factors, strict=True)])
         if order is not None:
             weight = _in_order(weight, order)
             stacked = None if stacked is None else stacked[order]
         return self._ops.pack_linear(weight, stacked)
 
-    def _stacked(self, weights: list[StoredWeight], *, keeps: bool) -> Tensor | QuantizedWeight:
+    def _stacked(
+        self, weights: list[StoredWeight], factors: Sequence[float]
+    ) -> Tensor | QuantizedWeight:
         """Stack weights: as stored if all are of one kind that is kept, else cast.
 
         A factor is rounded into plain weights alone: scales of 16 bits would lose more.
         """
-        if not keeps:
-            return torch.cat([self._cast(each) for each in weights])
+        if any(factor != 1.0 for factor in factors):
+            pairs = zip(map(self._cast, weights), factors, strict=True)
+            return torch.cat([scaled(*each) for each in pairs])
         kept = [each for each in weights if isinstance(each, QuantizedWeight) and self._keeps(each)]
         joined = stack(kept) if len(kept) == len(weights) else None
         return joined or torch.cat([self._cast(each) for each in weights])

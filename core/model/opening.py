@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from .config import DecoderConfig, DeltaSpec, ExpertsSpec
+from .config import DecoderConfig, ExpertsSpec
 from .families.hybrid import as_stored, tiled
 from .families.registry import MODEL_FAMILIES, parse_config
 from .fields import Fields, UnsupportedConfig, read_json
@@ -62,7 +62,7 @@ def open_model(path: str | Path) -> OpenedModel:
         config = _folder_config(Path(path))
         folder = SafetensorsCheckpoint(Path(path), _names_of(config))
         checkpoint, config = folder, _as_stored(config, folder)
-    if any(isinstance(layer.mixer, DeltaSpec) for layer in config.layers):
+    if config.states or config.stored_names:
         config = as_stored(config, set(checkpoint.shapes))
     check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
     return OpenedModel(config, checkpoint)

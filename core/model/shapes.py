@@ -103,7 +103,7 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     shapes |= _norm_biases(config, shapes)
     if spec.has_attention:
         shapes |= _attention_shapes(config, layer)
-    elif spec.mixer is not None:
+    if spec.mixer is not None:
         shapes |= _recurrent_shapes(hidden, spec.mixer)
     if config.layer_factor is not None:
         shapes[config.layer_factor] = (1,)
@@ -178,9 +178,10 @@ def _mamba_shapes(hidden: int, spec: Mamba2Spec) -> Shapes:
     shapes |= {
         f"{at}conv1d.weight": (shape.conv_channels, 1, shape.conv_len),
         f"{at}in_proj.weight": (rows, hidden),
-        f"{at}norm.weight": (values,),
         f"{at}out_proj.weight": (hidden, values),
     }
+    if spec.num_norms:
+        shapes[f"{at}norm.weight"] = (values,)
     if spec.has_conv_bias:
         shapes[f"{at}conv1d.bias"] = (shape.conv_channels,)
     if spec.has_bias:

@@ -395,7 +395,7 @@ class Mamba2Weights:
     Of a row: C, B and x of ``in_proj`` go through the convolution and silu. ``dt = softplus(gate +
     dt_bias)`` and ``log decay = decay * dt`` of each head, whose state gets ``B (dt x)^T``. What C
     reads of it, plus ``skip * x``, is multiplied by ``silu(z)``, goes through an RMS norm of each
-    of ``num_norms`` equal parts of the row, and through ``out``.
+    of ``num_norms`` equal parts of the row, if there is a norm, and through ``out``.
     """
 
     in_proj: PackedLinear  # rows: C, B, x, z
@@ -405,7 +405,7 @@ class Mamba2Weights:
     decay: Tensor  # [num_value_heads] float32, below 0: -exp(A_log)
     dt_bias: Tensor  # [num_value_heads] float32
     skip: Tensor  # [num_value_heads] float32
-    norm: Tensor  # [num_value_heads * value_dim] float32
+    norm: Tensor | None  # [num_value_heads * value_dim] float32
     norm_eps: float
     num_norms: int
     out: PackedLinear
@@ -466,7 +466,7 @@ class LayerWeights:
     Without a norm before the mixer or the MLP, these read the residual stream itself. The norms of
     what the mixer and the MLP add to the stream stand before the sum. ``is_parallel``: the MLP
     reads what the mixer reads. A layer may have a mixer or an MLP alone; the MLP then reads what
-    the mixer would.
+    the mixer would. ``beside``: reads what attention reads; both outputs are added up.
     """
 
     mixer_norm: Norm | None
@@ -477,6 +477,12 @@ class LayerWeights:
     mlp_out_norm: Norm | None = None
     is_parallel: bool = False
     extras: Gemma4Extras | None = None
+    beside: RecurrentWeights | None = None
+
+    @property
+    def mixers(self) -> tuple[MixerWeights, ...]:
+        """What mixes rows of a sequence, attention first."""
+        return tuple(each for each in (self.mixer, self.beside) if each is not None)
 
     @property
     def part(self) -> int:
@@ -486,7 +492,7 @@ class LayerWeights:
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
         """Every packed matrix of the layer that may be quantised."""
-        parts = (self.mixer, self.mlp, self.extras)
+        parts = (*self.mixers, self.mlp, self.extras)
         return tuple(each for part in parts if part is not None for each in part.linears)
 
 

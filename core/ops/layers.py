@@ -117,13 +117,16 @@ def write_kv(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Non
 def _mix(
     ops: Ops, layer: LayerWeights, mixer: MixerWeights, x: Tensor, plan: ForwardPlan
 ) -> Tensor:
-    """Compute the summand that the mixer adds to the residual stream, ``[T, hidden]``."""
+    """Compute the summand that a layer's mixers add to the residual stream, ``[T, hidden]``."""
+    beside = None if layer.beside is None else _recur(ops, layer.beside, x, plan)
     if isinstance(mixer, AttentionWeights):
         x = _attend(ops, mixer, x, plan)
     elif isinstance(mixer, ConvWeights):
         x = _convolve(ops, mixer, x, plan)
     else:
         x = _recur(ops, mixer, x, plan)
+    if beside is not None:
+        x, _ = ops.add_norm(beside, x, None)
     return x if layer.mixer_out_norm is None else ops.norm(x, layer.mixer_out_norm)
 
 

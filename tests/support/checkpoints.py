@@ -282,6 +282,18 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layers_block_type": ["mlp", "linear_attention", "mlp", "full_attention"]}
         | {"use_bias": True, "mlp_bias": True, "n_groups": 1},
     ),
+    "falcon_h1": (
+        "falcon_h1",
+        _BAMBA
+        | {"num_hidden_layers": 3, "mamba_d_ssm": 96, "ssm_multipliers": [0.7, 1.3, 0.8, 1.2, 0.9]}
+        | {"mlp_multipliers": [1.4, 0.6], "key_multiplier": 0.7, "lm_head_multiplier": 0.8}
+        | {"embedding_multiplier": 3.0, "attention_in_multiplier": 1.2, "ssm_in_multiplier": 0.8}
+        | {"attention_out_multiplier": 0.9, "ssm_out_multiplier": 0.7},
+    ),
+    "falcon_h1_normed": (
+        "falcon_h1",
+        _BAMBA | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
     "lfm2": ("lfm2", _CONV | {"intermediate_size": 140, "block_multiple_of": 32}),
     "lfm2_biased": (
         "lfm2",

@@ -29,16 +29,25 @@ ARCHS = {
     "ernie4_5_moe": "ernie4_5-moe", "olmo": "olmo",
     "granitemoe": "granitemoe", "nemotron": "nemotron", "stablelm": "stablelm", "phi": "phi2",
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-    "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h_moe",
 }  # fmt: skip
 TURNED = (
     "llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo",
-    "granitemoe",
+    "granitemoe", "granitemoehybrid",
 )  # fmt: skip
+DENSE = {"nemotron_h": "nemotron_h"}  # architectures of the same types without experts
 _CONVS = ("conv1d.weight", "shortconv.conv.weight")  # stay float32
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LARGER_NORMS = ("gemma", "gemma2", "gemma3_text", "nemotron", *_HYBRIDS)
+
+
+_UNQUANTISED = (".bias", ".scale", *_CONVS, "ssm_a", "ssm_d", "ssm_norm.weight")
+_MAMBA_LEAVES = (
+    "A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight", "in_proj.weight",
+    "out_proj.weight",
+)  # fmt: skip
 
 
 def interleaved(rows: Array, num_heads: int) -> Array:
@@ -60,6 +69,8 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     model_type = config["model_type"]
     arch = ARCHS[model_type]
+    if "moe" not in config.get("layers_block_type", ["moe"]):
+        arch = DENSE[model_type]
     writer = gguf.GGUFWriter(file, arch)
     _metadata(writer, config, arch)
     for name, (method, value) in more.items():
@@ -69,7 +80,7 @@ def write_gguf(
     for name, values in _tensors(folder, config).items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert own is not None, name
-        if values.ndim < 2 or own.endswith((".bias", ".scale", *_CONVS)):
+        if values.ndim < 2 or own.endswith(_UNQUANTISED):
             writer.add_tensor(own, np.ascontiguousarray(values, np.float32))
             continue
         raw = gguf.quantize(np.ascontiguousarray(values), kind)
@@ -95,6 +106,12 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
     for name, tensor in _sorted(load_file(folder / "model.safetensors")).items():
         values = tensor.float().numpy()
         if name == "lm_head.weight" and tied:
+            continue
+        if ".shared_mlp." in name:
+            found |= _shared_tensors(name, values, config)
+            continue
+        if ".mamba." in name or name.rpartition(".mixer.")[2] in _MAMBA_LEAVES:
+            found |= _mamba_tensors(name, values, config)
             continue
         if ".linear_attn." in name:
             found |= _hybrid_tensors(name, values, config)
@@ -125,10 +142,38 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
         else:
             found[f"{name}.weight" if name.endswith("sinks") else name] = values
     for name, parts in experts.items():
+        name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
         name = name.replace("block_sparse_moe.experts", "feed_forward.experts")
         is_bare = "feed_forward.experts" in name  # in gguf's table
         found[name.removeprefix("model.") if is_bare else name] = np.stack(parts)
     return found
+
+
+def _shared_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str, Array]:
+    """Granite's MLP beside experts, or alone: gate and factor apart."""
+    stem = name.partition(".shared_mlp.")[0]
+    at = f"{stem}.mlp.{'shared_experts.' if config['num_local_experts'] else ''}"
+    if "output_linear" in name:
+        return {f"{at}down_proj.weight": values}
+    gate, up = np.split(values, 2)
+    return {f"{at}gate_proj.weight": gate, f"{at}up_proj.weight": up}
+
+
+def _mamba_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str, Array]:
+    """Log decays as decays, what is of the heads as columns, the norm as a row a group."""
+    stem, _, leaf = name.rpartition(".")
+    if leaf == "A_log":
+        return {name: -np.exp(values)[:, None]}
+    if leaf == "D":
+        return {name: values[:, None]}
+    if leaf == "dt_bias":
+        return {f"{stem}.dt_proj.bias": values}
+    if name.endswith("conv1d.weight"):
+        return {name: values.squeeze(1)}
+    if name.endswith("norm.weight"):
+        groups = config.get("mamba_n_groups") or config["n_groups"]
+        return {name: values.reshape(groups, -1)}
+    return {name: values}
 
 
 def _hybrid_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str, Array]:
@@ -379,6 +424,48 @@ def _lfm2(writer: Any, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(multiple * -(-width // multiple))
 
 
+def _mamba(writer: Any, config: dict[str, Any], heads: int, head_dim: int, groups: int) -> None:
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * head_dim)
+    kinds = config.get("layers_block_type") or config["layer_types"]
+    counts = [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds]
+    writer.add_head_count_kv(counts)
+
+
+def _granite_hybrid(writer: Any, config: dict[str, Any]) -> None:
+    _granite(writer, config)
+    _mamba(
+        writer, config, config["mamba_n_heads"], config["mamba_d_head"], config["mamba_n_groups"]
+    )
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    if not config["num_local_experts"]:
+        writer.add_feed_forward_length(config["shared_intermediate_size"])
+        return
+    _experts(writer, config)
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
+def _nemotron_h(writer: Any, config: dict[str, Any]) -> None:
+    _mamba(writer, config, config["mamba_num_heads"], config["mamba_head_dim"], config["n_groups"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    kinds = config["layers_block_type"]
+    writer.add_feed_forward_length([config["intermediate_size"] * (k == "mlp") for k in kinds])
+    if "moe" not in kinds:
+        return
+    _experts(writer, config)
+    shared = config["moe_shared_expert_intermediate_size"]
+    writer.add_expert_shared_feed_forward_length(shared)
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+
+
 def _stablelm(writer: Any, config: dict[str, Any]) -> None:
     writer.add_parallel_residual(config["use_parallel_residual"])
 
@@ -416,6 +503,8 @@ _MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "granitemoe": _granite_moe,
     "ministral3": _ministral3,
     "stablelm": _stablelm,
+    "granitemoehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron_h,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     **dict.fromkeys(_HYBRIDS, _hybrid),

@@ -45,7 +45,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
             "bailing_hybrid",
-            "falcon_h1",
             "jamba",
             "kimi_linear",
             "lfm3",
@@ -75,6 +74,7 @@ REFUSED: dict[str, str] = {
 # Types whose recurrent states foretoken's own decoder alone keeps.
 OWN_ONLY = (
     "bamba",
+    "falcon_h1",
     "granitemoehybrid",
     "lfm2",
     "lfm2_moe",

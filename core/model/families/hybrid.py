@@ -108,9 +108,14 @@ def _with_experts(
 
 def as_stored(config: DecoderConfig, names: set[str]) -> DecoderConfig:
     """The config with the matrices that the files hold: fused or not, experts stacked or not."""
-    fused_qkvz, fused_ba, is_stacked = (
-        any(name.endswith(ending) for name in names)
-        for ending in ("in_proj_qkvz.weight", "in_proj_ba.weight", "mlp.experts.gate_up_proj")
+    endings = (
+        "in_proj_qkvz.weight",
+        "in_proj_ba.weight",
+        "mlp.experts.gate_up_proj",
+        "mlp.gate_up_proj.weight",
+    )
+    fused_qkvz, fused_ba, is_stacked, fused_gate_up = (
+        any(name.endswith(ending) for name in names) for ending in endings
     )
 
     def stored(layer: LayerSpec) -> LayerSpec:
@@ -122,7 +127,8 @@ def as_stored(config: DecoderConfig, names: set[str]) -> DecoderConfig:
             layer = replace(layer, experts=replace(layer.experts, names=names))
         return layer
 
-    return replace(config, layers=tuple(map(stored, config.layers)))
+    fold = replace(config.fold, fused_gate_up=fused_gate_up)
+    return replace(config, layers=tuple(map(stored, config.layers)), fold=fold)
 
 
 def tiled(config: DecoderConfig) -> DecoderConfig:

@@ -127,7 +127,7 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
             layers,
             # The factor of the stream goes into the router's weights, and into the shared matrix.
             Routing(top_k_of(fields), of_chosen=True, factor=residual),
-            names=ExpertNames(expert="mlp.experts.", stacked="rows", shared="mlp."),
+            names=ExpertNames(shared="mlp."),
             width="intermediate_size",
             shared_width=width,
         )
@@ -144,7 +144,6 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
             embed_scale=fields.number("embedding_multiplier", 1.0),
             residual_scale=residual,
             logit_scale=1 / fields.above_zero("logits_scaling", 1.0),
-            fused_gate_up=True,
         ),
         stored_names=_GRANITE_NAMES,
         **more,
@@ -168,6 +167,39 @@ def bamba(fields: Fields) -> DecoderConfig:
         attention_bias=False,
         mlp_bias=fields.flag("mlp_bias", False),
         norms=NormNames(mlp="pre_ff_layernorm"),
+        stored_names=_BAMBA_NAMES,
+    )
+
+
+def falcon_h1(fields: Fields) -> DecoderConfig:
+    """Falcon-H1: attention and Mamba-2 beside it in each layer; factors on nearly every output.
+
+    All factors go into weights (arXiv 2507.22448).
+    """
+    for name in ("mamba_proj_bias", "projectors_bias", "attention_bias"):
+        if fields.flag(name, False):
+            raise fields.error(name, "is not supported beside factors")
+    num_heads = fields.positive("num_attention_heads")
+    head_dim = fields.positive("head_dim", fields.positive("hidden_size") // num_heads)
+    into = fields.above_zero("attention_in_multiplier", 1.0)
+    gate, down = _factors(fields, "mlp_multipliers", 2)
+    layer = LayerSpec(mixer=_falcon_spec(fields), beside_attention=True)
+    return _config(
+        fields,
+        layers=(layer,) * fields.positive("num_hidden_layers"),
+        eps=1e-5,
+        head_dim=head_dim,
+        attention_scale=head_dim**-0.5 * into**2 * fields.above_zero("key_multiplier", 1.0),
+        mlp_bias=fields.flag("mlp_bias", False),
+        norms=NormNames(mlp="pre_ff_layernorm"),
+        fold=Fold(
+            embed_scale=fields.number("embedding_multiplier", 1.0),
+            logit_scale=fields.number("lm_head_multiplier", 1.0),
+            attention_out_scale=into * fields.number("attention_out_multiplier", 1.0),
+            mixer_out_scale=fields.number("ssm_out_multiplier", 1.0),
+            gate_scale=gate,
+            mlp_out_scale=down,
+        ),
         stored_names=_BAMBA_NAMES,
     )
 
@@ -240,7 +272,7 @@ def _found_kinds(fields: Fields, known: Sequence[str]) -> list[str]:
     if not isinstance(found, (list, str)) or not found:
         raise fields.error(name, "must name the kind of each layer")
     for layer, kind in enumerate(found):
-        if names.get(kind) not in known:
+        if names.get(str(kind)) not in known:
             supported = ", ".join(each for each, kind in names.items() if kind in known)
             problem = f"has {kind!r} as layer {layer}, which is none of {supported}"
             raise fields.error(name, problem)
@@ -280,17 +312,46 @@ def _spec(fields: Fields, names: _Names) -> Mamba2Spec:
     )
 
 
-def _bamba_spec(fields: Fields) -> Mamba2Spec:
-    """Of Bamba, and of families that name their fields as Bamba does."""
+def _falcon_spec(fields: Fields) -> Mamba2Spec:
+    width = None
+    if fields.has("mamba_d_ssm") or "mamba_d_ssm" not in fields.values:
+        width = fields.positive("mamba_d_ssm", 1024)
+    spec = _bamba_spec(fields, width)
+    has_norm = fields.flag("mamba_rms_norm", False)
+    if has_norm and fields.flag("mamba_norm_before_gate", True):
+        raise fields.error("mamba_norm_before_gate", "with mamba_rms_norm is not supported")
+    into = fields.number("ssm_in_multiplier", 1.0)
+    z, x, b, c, dt = (into * factor for factor in _factors(fields, "ssm_multipliers", 5))
+    return spec._replace(num_norms=spec.num_norms if has_norm else 0, factors=(z, x, b, c, dt))
+
+
+def _factors(fields: Fields, name: str, count: int) -> list[float]:
+    """A list of factors; by default none of them changes anything."""
+    found = fields.values.get(name)
+    if found is None:
+        return [1.0] * count
+    numbers = [_as_float(each) for each in found] if isinstance(found, list) else []
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise fields.error(name, f"must be {count} numbers")
+    return numbers
+
+
+def _bamba_spec(fields: Fields, width: int | None = None) -> Mamba2Spec:
+    """Of Bamba, and of families that name their fields as Bamba does.
+
+    ``width``: of all heads; None: a multiple of the stream's.
+    """
     fields = _with_defaults(fields, _BAMBA_DEFAULTS)
-    num_heads = fields.positive(_BAMBA.heads)
-    width = fields.positive("mamba_expand") * fields.positive("hidden_size")
+    num_heads, of = fields.positive(_BAMBA.heads), "mamba_d_ssm"
+    if width is None:
+        width = fields.positive("mamba_expand") * fields.positive("hidden_size")
+        of = "mamba_expand times hidden_size"
     if fields.values[_BAMBA.value_dim] == "auto":
         fields = Fields({**fields.values, _BAMBA.value_dim: width // num_heads}, fields.where)
     value_dim = fields.positive(_BAMBA.value_dim)
     if num_heads * value_dim != width:
-        problem = f"{num_heads} of {_BAMBA.value_dim} {value_dim} do not make mamba_expand times"
-        raise fields.error(_BAMBA.heads, f"{problem} hidden_size, {width}")
+        problem = f"{num_heads} of {_BAMBA.value_dim} {value_dim} do not make {of}, {width}"
+        raise fields.error(_BAMBA.heads, problem)
     return _spec(fields, _BAMBA)
 
 

@@ -17,6 +17,7 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "dots1": experts.dots1,
     "ernie4_5": dense.ernie,
     "exaone4": dense.exaone4,
+    "falcon_h1": mamba.falcon_h1,
     "gemma": dense.gemma,
     "gemma2": dense.gemma2,
     "gemma3_text": dense.gemma3,

@@ -51,7 +51,7 @@ typedef struct {
     const ft_recurrence *delta;
     int dtype;
     int64_t num_gates; /* of a row */
-    float *gated;      /* of Mamba-2: [num_rows, num_heads * value_dim], before the norm */
+    float *gated;      /* of Mamba-2: [num_rows, num_heads * value_dim], before the norm, or NULL */
     ft_inputs inputs;
     int64_t keys, values; /* padded */
     delta_space *spaces;
@@ -372,16 +372,17 @@ FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_
     }
 }
 
-/* A head's output of Mamba-2 times silu(z), which is normed behind all heads. */
+/* A head's output of Mamba-2 times silu(z), which is normed behind all heads, if it is. */
 static void put_gated(const delta_task *task, const float *read, int64_t batch_row) {
     const delta_job *job = task->job;
     int64_t width = job->delta->value_dim, all = job->delta->num_heads * width;
     const char *z = job->mixed + (batch_row * (job->inputs.channels + all) + job->inputs.channels) * item_of(job);
-    float *out = job->gated + batch_row * all;
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         int64_t n = width - i, at = task->head * width + i;
         ft_vec gate = v_silu(v_get(z, at, n, job->dtype == FT_BFLOAT16));
-        v_put(out, at, v_mul(v_load(read + i), gate), n, 0);
+        ft_vec gated = v_mul(v_load(read + i), gate);
+        if (job->gated) v_put(job->gated + batch_row * all, at, gated, n, 0);
+        else v_put(job->out + batch_row * all * item_of(job), at, gated, n, job->dtype == FT_BFLOAT16);
     }
 }
 
@@ -566,10 +567,10 @@ static int find_spaces(delta_job *job) {
     int64_t threads = ft_num_threads(), bytes = lay_out(job, NULL, &one);
     int64_t head = ft_ceil_div(threads * (int64_t)(sizeof one + sizeof *job->taken), 64) * 64;
     int64_t values = job->delta->num_heads * job->delta->value_dim;
-    int64_t gated = is_mamba(job) ? job->batch->num_rows * values * 4 : 0;
+    int64_t gated = job->delta->num_norms ? job->batch->num_rows * values * 4 : 0;
     char *memory = ft_scratch(FT_SCRATCH_STATE, (size_t)(head + threads * bytes + gated));
     if (!memory) return -1;
-    job->gated = (float *)(memory + head + threads * bytes);
+    if (gated) job->gated = (float *)(memory + head + threads * bytes);
     job->spaces = (delta_space *)memory;
     job->taken = (atomic_flag *)(memory + threads * (int64_t)sizeof one);
     for (int64_t i = 0; i < threads; i++) {
@@ -598,7 +599,7 @@ int ft_run_recurrent(const void *mixed, const float *gates, void *out, const ft_
     ft_parallel(delta_piece, &job, batch->num_segments * delta->num_heads,
                 ft_max(1, LEAST_WORK / work));
     ft_keep_inputs(&job.inputs);
-    if (is_mamba(&job)) ft_parallel(norm_piece, &job, batch->num_rows * delta->num_norms, 4);
+    if (job.gated) ft_parallel(norm_piece, &job, batch->num_rows * delta->num_norms, 4);
     return 0;
 }
 

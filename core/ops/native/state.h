@@ -18,13 +18,13 @@ typedef struct {
     int64_t is_tiled;      /* head j reads key head j % num_key_heads, not one of neighbours */
     const float *taps;     /* [num_taps, channels], the last is the row's own */
     const float *decay, *dt_bias; /* [num_heads] */
-    const float *norm;     /* [value_dim]; of Mamba-2 [num_heads * value_dim] */
+    const float *norm;     /* [value_dim]; of Mamba-2 [num_heads * value_dim], or NULL */
     float eps;             /* of the norm */
     int64_t layer;         /* of the slots and logs */
     /* Of Mamba-2 alone, else NULL: */
     const float *skip;      /* [num_heads] */
     const float *taps_bias; /* [channels], or NULL */
-    int64_t num_norms;      /* equal parts of a row, each with a norm of its own */
+    int64_t num_norms;      /* equal parts of a row, each with a norm of its own; 0: no norm */
 } ft_recurrence;
 
 enum { FT_SLOT_STATE, FT_SLOT_TAIL, FT_SLOT_FIELDS };

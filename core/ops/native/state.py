@@ -42,7 +42,12 @@ class RuleStruct(ctypes.Structure):
 class RecurrentStruct(ctypes.Structure):
     """``ft_recurrent`` of step.c."""
 
-    _fields_ = (("gates", ctypes.POINTER(LinearStruct)), ("rule", RuleStruct))
+    _fields_ = (
+        ("first", ctypes.POINTER(LinearStruct)),
+        ("gates", ctypes.POINTER(LinearStruct)),
+        ("second", ctypes.POINTER(LinearStruct)),
+        ("rule", RuleStruct),
+    )
 
 
 class ConvStruct(ctypes.Structure):
@@ -96,7 +101,7 @@ class RecurrentStructs:
             shape.value_dim,
             shape.conv_len,
             shape.is_tiled,
-            *(vector.data_ptr() for vector in vectors),
+            *(None if vector is None else vector.data_ptr() for vector in vectors),
             weights.norm_eps,
             weights.layer,
             *_of_mamba2(weights),
@@ -107,9 +112,9 @@ class RecurrentStructs:
         """Pointer for an argument of a C function."""
         return ctypes.byref(self._struct)
 
-    def recurrent(self, gates: LinearStruct) -> RecurrentStruct:
+    def recurrent(self, *linears: LinearStruct) -> RecurrentStruct:
         """The layer as a decoder's."""
-        return RecurrentStruct(ctypes.pointer(gates), self._struct)
+        return RecurrentStruct(*map(ctypes.pointer, linears), self._struct)
 
 
 def _of_mamba2(weights: RecurrentWeights) -> tuple[int | None, int | None, int]:

@@ -41,10 +41,10 @@ typedef struct {
 
 /* -- layers and decoder ------------------------------------------------------------------------- */
 
-/* What mixes rows in place of attention. The layer's `first` makes its rows, `second` takes its
- * output, as they do for attention: `first` makes QKV, and `second` is o. */
+/* What mixes rows in place of attention or beside it: `first` makes its rows, `second` takes its
+ * output, as a layer's do for attention: `first` makes QKV, and `second` is o. */
 typedef struct {
-    const ft_linear_weight *gates;
+    const ft_linear_weight *first, *gates, *second;
     ft_recurrence rule;
 } ft_recurrent;
 
@@ -63,6 +63,7 @@ typedef struct {
     const ft_extras *extras;   /* or NULL */
     const ft_recurrent *recurrent; /* in place of attention, or NULL */
     const ft_conv *conv;           /* likewise */
+    const ft_recurrent *beside;    /* reads what attention reads, or NULL */
 } ft_layer;
 
 typedef struct {
@@ -174,17 +175,15 @@ static const char *run_attention(const step_job *step, int64_t index, const char
 }
 
 /* The same by the states of the sequences. */
-static const char *run_recurrent(const step_job *step, int64_t index, const char *x) {
-    const ft_layer *layer = &step->decoder->layers[index];
+static const char *run_recurrent(const step_job *step, const ft_recurrent *mixer, const char *x) {
     const step_space *space = &step->space;
     int dtype = step->dtype;
     float *gates = (float *)space->beside;
-    ft_linear_ahead(layer->recurrent->gates);
-    if (ft_linear(layer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
-    ft_linear_ahead(layer->second);
-    if (ft_linear(layer->recurrent->gates, x, dtype, step->rows, gates, FT_FLOAT32)) return NULL;
-    if (ft_run_recurrent(space->wide, gates, space->narrow, step->parts->batch,
-                         &layer->recurrent->rule, dtype))
+    ft_linear_ahead(mixer->gates);
+    if (ft_linear(mixer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
+    ft_linear_ahead(mixer->second);
+    if (ft_linear(mixer->gates, x, dtype, step->rows, gates, FT_FLOAT32)) return NULL;
+    if (ft_run_recurrent(space->wide, gates, space->narrow, step->parts->batch, &mixer->rule, dtype))
         return NULL;
     return space->narrow;
 }
@@ -204,16 +203,27 @@ static const char *run_conv(const step_job *step, int64_t index, const char *x) 
 static const char *run_any(const step_job *step, int64_t index, const char *x) {
     const ft_layer *layer = &step->decoder->layers[index];
     if (layer->conv) return run_conv(step, index, x);
-    return layer->recurrent ? run_recurrent(step, index, x) : run_attention(step, index, x);
+    if (layer->recurrent) return run_recurrent(step, layer->recurrent, x);
+    return run_attention(step, index, x);
+}
+
+/* Rows x to what a mixer beside attention adds to the stream, in `out`. */
+static int run_beside(const step_job *step, const ft_recurrent *mixer, const char *x, char *out) {
+    const char *mixed = run_recurrent(step, mixer, x);
+    return mixed ? ft_linear(mixer->second, mixed, step->dtype, step->rows, out, step->dtype) : -1;
 }
 
 /* Rows x to what the mixer adds to the stream, in `out`, which may be x. */
 static int run_mixer(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
+    char *added = step->space.added; /* only where no parallel MLP has its output there */
+    if (layer->beside && run_beside(step, layer->beside, x, added)) return -1;
     const char *mixed = run_any(step, index, x);
     if (!mixed) return -1;
     ft_linear_ahead(layer->gate_up);
     if (ft_linear(layer->second, mixed, step->dtype, step->rows, out, step->dtype)) return -1;
+    if (layer->beside)
+        ft_add_rows(added, out, 1.0f, step->rows, step->decoder->hidden, step->dtype);
     norm_rows(step, out, layer->mixer_out_norm, out);
     return 0;
 }

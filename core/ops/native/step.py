@@ -74,6 +74,7 @@ class LayerStruct(ctypes.Structure):
         ("extras", ctypes.POINTER(ExtrasStruct)),
         ("recurrent", ctypes.POINTER(RecurrentStruct)),
         ("conv", ctypes.POINTER(ConvStruct)),
+        ("beside", ctypes.POINTER(RecurrentStruct)),
     )
 
 
@@ -143,12 +144,14 @@ class NativeStep:
             self._extras(layer.extras),
             self._recurrent(mixer) if isinstance(mixer, RecurrentWeights) else None,
             self._conv(mixer) if isinstance(mixer, ConvWeights) else None,
+            None if layer.beside is None else self._recurrent(layer.beside),
         )
 
     def _recurrent(self, weights: RecurrentWeights) -> object:
         structs = RecurrentStructs(weights)
         self._with_states.append(structs)
-        return ctypes.pointer(structs.recurrent(_native(weights.gates).struct))
+        linears = (weights.in_proj, weights.gates, weights.out)
+        return ctypes.pointer(structs.recurrent(*(_native(each).struct for each in linears)))
 
     def _conv(self, weights: ConvWeights) -> object:
         structs = ConvStructs(weights)
@@ -259,7 +262,7 @@ def _turn(mixer: AttentionWeights) -> TurnStruct:
 
 def _mixed_widths(weights: DecoderWeights) -> tuple[int, int, int]:
     """The widest rows that layers with states, and gated ones, make, as step.c needs memory."""
-    mixers = [layer.mixer for layer in weights.layers]
+    mixers = [mixer for layer in weights.layers for mixer in layer.mixers]
     recurrent = [mixer for mixer in mixers if isinstance(mixer, RecurrentWeights)]
     with_states = [*recurrent, *(mixer for mixer in mixers if isinstance(mixer, ConvWeights))]
     gated = [

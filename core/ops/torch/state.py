@@ -266,9 +266,12 @@ class _Mamba2Sequence(_Sequence[Mamba2Weights]):
         return out + self._weights.skip.unsqueeze(-1) * v
 
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
-        """What was read times silu(z), then the RMS norm of each part."""
+        """What was read times silu(z), then the RMS norm of each part, if there is one."""
         weights = self._weights
-        parts = (read.flatten() * _silu(z.float())).view(weights.num_norms, -1)
+        gated = read.flatten() * _silu(z.float())
+        if weights.norm is None:
+            return gated
+        parts = gated.view(weights.num_norms, -1)
         root = ((parts * parts).mean(-1, keepdim=True) + weights.norm_eps).sqrt()
         return (parts / root).flatten() * weights.norm
 

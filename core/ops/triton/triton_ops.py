@@ -105,7 +105,8 @@ class TritonOps:
         """One graph per number of rows: all layers, and where rows are few the tokens, too."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
-        if any(isinstance(layer.mixer, RecurrentWeights | ConvWeights) for layer in weights.layers):
+        mixers = [mixer for layer in weights.layers for mixer in layer.mixers]
+        if any(isinstance(mixer, RecurrentWeights | ConvWeights) for mixer in mixers):
             make_graph = None
             logger.warning(
                 "there are no Triton kernels for recurrent layers: torch computes them, and no "

@@ -16,7 +16,7 @@ from foretoken.core.model.report import inspect_model
 from foretoken.core.ops.base import ExpertWeights
 from foretoken.core.ops.native import native_library
 from support.checkpoints import ModelDriver, save
-from support.gguf_files import ARCHS, rounded, write_gguf
+from support.gguf_files import ARCHS, DENSE, rounded, write_gguf
 from support.greedy_streams import generate, greedy
 from support.mtp_checkpoints import save_mtp
 from support.tiny_models import tiny_model
@@ -38,6 +38,35 @@ _CONV = {
     "layer_types": ["conv", "full_attention", "conv", "conv"],
     "block_multiple_of": 32,
     "intermediate_size": 96,
+}
+_MAMBA = {  # of granitemoehybrid
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+    "shared_intermediate_size": 64,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "chunk_size": 16,
+    "time_step_min": 1e-30,  # transformers clamps dt, of prompts alone
+    "n_group": 1,
+    "routed_scaling_factor": 1.6,
+}
+_NO_EXPERTS = {
+    "granitemoehybrid": _MAMBA | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    "nemotron_h": _NEMOTRON
+    | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -80,6 +109,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dots1": {"n_group": 1, "layer_types": ["full_attention"] * 2, "sliding_window": None},
     "ministral3": {"sliding_window": None},
     **dict.fromkeys(HYBRIDS, _DELTA),
+    "granitemoehybrid": _MAMBA,
+    "nemotron_h": _NEMOTRON,
     "lfm2": _CONV,
     "lfm2_moe": _CONV,
     "phi3": {
@@ -139,9 +170,19 @@ def test_a_file_says_what_transformers_says(model_type: str, tmp_path: Path) -> 
     assert inspect_model(file).problem is None
 
 
+@pytest.mark.parametrize("model_type", _NO_EXPERTS)
+def test_a_file_of_a_hybrid_without_experts(model_type: str, tmp_path: Path) -> None:
+    model, file = made(model_type, tmp_path, **_NO_EXPERTS[model_type])
+    check(logits_of(file), expected_of(model))
+
+
 @pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q4_0, GgmlType.Q5_1])
 @pytest.mark.parametrize(
-    "model_type", ["granite", "olmo2", "qwen3", "smollm3", "qwen3_5_text", "qwen3_next", "lfm2"]
+    "model_type",
+    [
+        *("granite", "olmo2", "qwen3", "smollm3", "qwen3_5_text", "qwen3_next", "lfm2"),
+        *("granitemoehybrid", "nemotron_h"),
+    ],
 )
 def test_a_quantised_file_says_what_its_dequantised_weights_say(
     model_type: str, kind: GgmlType, tmp_path: Path
@@ -180,7 +221,10 @@ def test_experts_of_a_file_stay_packed_and_lose_nothing(model_type: str, tmp_pat
     assert ours < 1.5 * theirs
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", *HYBRIDS, "lfm2", "lfm2_moe"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["gpt_oss", "qwen3_moe", *HYBRIDS, "lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h"],
+)
 def test_greedy_tokens_of_a_file_equal_generate(model_type: str, tmp_path: Path) -> None:
     model, file = made(model_type, tmp_path)
     prompts = [IDS[:7], IDS[5:30], IDS]
@@ -207,7 +251,7 @@ def test_a_file_of_gemma_4_with_experts_and_keys_as_values(kind: GgmlType, tmp_p
 
 
 def test_every_known_architecture_is_tested() -> None:
-    assert set(ARCHS.values()) == set(ARCHITECTURES)
+    assert {*ARCHS.values(), *DENSE.values()} == set(ARCHITECTURES)
 
 
 def test_divided_frequencies_are_refused_where_modules_do_not_take_them(tmp_path: Path) -> None:

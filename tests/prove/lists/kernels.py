@@ -163,4 +163,20 @@ MUTATIONS = (
         ("test_accepted_drafts_are_not_computed_again",),
         "what was accepted is not computed again",
     ),
+    Mutation(
+        "kernel-mamba-logs-values-without-dt",
+        "run_mamba_row",
+        "v_store(u, added);",
+        "v_store(u, value);",
+        ("test_native_kernels_agree_with_the_oracle",),
+        "what a row adds to the state is dt times its values",
+    ),
+    Mutation(
+        "kernel-mamba-norms-all-groups-alike",
+        "norm_piece",
+        "index % rule->num_norms * width",
+        "0",
+        ("test_native_kernels_agree_with_the_oracle",),
+        "each part of a row has weights of its own",
+    ),
 )
