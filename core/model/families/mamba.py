@@ -125,7 +125,7 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
         layers = with_experts(
             fields,
             layers,
-            # The factor of the stream goes into the router's weights, and into the shared matrix.
+            # So experts stay packed; what is shared has the factor in its matrix.
             Routing(top_k_of(fields), of_chosen=True, factor=residual),
             names=ExpertNames(shared="mlp."),
             width="intermediate_size",
