@@ -62,7 +62,7 @@ class SegmentStates:
 
 
 def join_segments(outs: list[Tensor], num_rows: int) -> Tensor:
-    """What segments give, one behind the other; copies of a batch's last row get a copy of it."""
+    """Join rows of segments; copies of a batch's last row get a copy of what it gives."""
     missing = num_rows - sum(map(len, outs))
     if missing:
         outs = [*outs, outs[-1][-1:].expand(missing, -1)]

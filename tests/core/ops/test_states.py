@@ -409,7 +409,9 @@ def test_the_layer_is_that_of_lfm2(ops: Ops) -> None:
     from transformers import Lfm2Config
     from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-    config = Lfm2Config(hidden_size=56, conv_L_cache=4, conv_bias=True, layer_types=["conv"])
+    config = Lfm2Config(
+        hidden_size=56, num_hidden_layers=1, conv_L_cache=4, conv_bias=True, layer_types=["conv"]
+    )
     layer = Lfm2ShortConv(config, 0).float().eval()
     x = torch.randn(1, 90, 56)
     with torch.no_grad():

@@ -148,6 +148,22 @@ MUTATIONS = (
         "no tile without Linux's permission: it would end the process",
     ),
     Mutation(
+        "kernel-tail-is-turned",
+        "move_tail",
+        "memcpy(tail + i * bytes",
+        "memcpy(tail + (count - 1 - i) * bytes",
+        ("test_a_kept_state_continues_with_the_same_bits",),
+        "a state has the inputs before its position, the oldest first",
+    ),
+    Mutation(
+        "kernel-log-forgets-drafts",
+        "keep_piece",
+        "position < stop; position++)",
+        "position < states->final_stops[segment]; position++)",
+        ("test_accepted_drafts_are_not_computed_again",),
+        "what was accepted is not computed again",
+    ),
+    Mutation(
         "kernel-mamba-logs-values-without-dt",
         "run_mamba_row",
         "v_store(u, added);",
