@@ -400,8 +400,10 @@ class Assembly:
 
     def _beside_attention(self, index: int) -> RecurrentWeights | None:
         spec = self._config.layers[index]
-        is_there = spec.beside_attention and isinstance(spec.mixer, Mamba2Spec)
-        return self._mamba(index, spec.mixer) if is_there else None
+        if not spec.beside_attention:
+            return None
+        assert isinstance(spec.mixer, Mamba2Spec)
+        return self._mamba(index, spec.mixer)
 
     def _with_state(self, index: int, spec: MixerSpec) -> RecurrentWeights | ConvWeights:
         if isinstance(spec, DeltaSpec):
