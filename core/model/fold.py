@@ -25,7 +25,8 @@ class Fold:
     """
 
     embed_scale: float = 1.0  # of the embedding's rows
-    residual_scale: float = 1.0  # of what a layer adds to the stream, twice
+    # Of what a layer adds to the stream, twice; what experts add has it in the router's weights.
+    residual_scale: float = 1.0
     attention_out_scale: float = 1.0  # of what attention adds to it, besides
     mixer_out_scale: float = 1.0  # of what Mamba-2 adds to it, besides
     gate_scale: float = 1.0  # of the gate of an MLP

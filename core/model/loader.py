@@ -400,8 +400,10 @@ class Assembly:
 
     def _beside_attention(self, index: int) -> RecurrentWeights | None:
         spec = self._config.layers[index]
-        is_there = spec.beside_attention and isinstance(spec.mixer, Mamba2Spec)
-        return self._mamba(index, spec.mixer) if is_there else None
+        if not spec.beside_attention:
+            return None
+        assert isinstance(spec.mixer, Mamba2Spec)
+        return self._mamba(index, spec.mixer)
 
     def _with_state(self, index: int, spec: MixerSpec) -> RecurrentWeights | ConvWeights:
         if isinstance(spec, DeltaSpec):
@@ -564,6 +566,7 @@ class Assembly:
             config.activation,
             fused=config.fold.fused_gate_up,
             bias=config.mlp_bias,
+            factor=config.fold.residual_scale * config.fold.mlp_out_scale,
         )
 
     def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
@@ -583,6 +586,7 @@ class Assembly:
                 names.shared_mlp,
                 spec.activation,
                 fused=self._config.fold.fused_gate_up,
+                factor=self._config.fold.residual_scale,
             )
             if names.shared_gate is not None:
                 gate = self._plain(prefix + names.shared_gate, bias=False)
@@ -606,16 +610,17 @@ class Assembly:
         *,
         fused: bool = False,
         bias: bool = False,
+        factor: float = 1.0,
     ) -> MlpWeights:
+        """``factor``: of its output."""
         fold = self._config.fold
         first = [names.up] if names.gate is None else [names.gate, names.up]
         if fused:
             first = [FUSED_GATE_UP]
         factors = [fold.gate_scale, 1.0] if len(first) == 2 else []
-        second = [fold.residual_scale * fold.mlp_out_scale]
         return MlpWeights(
             self._linear([prefix + name for name in first], bias=bias, factors=factors),
-            self._linear([prefix + names.down], bias=bias, factors=second),
+            self._linear([prefix + names.down], bias=bias, factors=[factor]),
             activation,
         )
 

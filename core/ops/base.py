@@ -481,7 +481,7 @@ class LayerWeights:
 
     @property
     def mixers(self) -> tuple[MixerWeights, ...]:
-        """What mixes rows of a sequence, attention first."""
+        """The parts that mix rows of a sequence, attention first."""
         return tuple(each for each in (self.mixer, self.beside) if each is not None)
 
     @property

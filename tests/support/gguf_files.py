@@ -67,6 +67,9 @@ def write_gguf(
 ) -> Path:
     """A checkpoint in Hugging Face layout as a GGUF file, its matrices quantised."""
     config = json.loads((folder / "config.json").read_text())
+    if "layers_block_type" in config:  # Nemotron-H's, which names no number and has no RoPE
+        config["num_hidden_layers"] = len(config["layers_block_type"])
+        config["rope_parameters"] = {"rope_theta": 10000.0}
     model_type = config["model_type"]
     arch = ARCHS[model_type]
     if "moe" not in config.get("layers_block_type", ["moe"]):

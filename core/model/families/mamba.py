@@ -125,7 +125,7 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
         layers = with_experts(
             fields,
             layers,
-            # The factor of the stream goes into the router's weights, and into the shared matrix.
+            # So experts stay packed; what is shared has the factor in its matrix.
             Routing(top_k_of(fields), of_chosen=True, factor=residual),
             names=ExpertNames(shared="mlp."),
             width="intermediate_size",
@@ -178,7 +178,7 @@ def falcon_h1(fields: Fields) -> DecoderConfig:
     """
     for name in ("mamba_proj_bias", "projectors_bias", "attention_bias"):
         if fields.flag(name, False):
-            raise fields.error(name, "is not supported beside factors")
+            raise fields.error(name, "is not supported in a model of this type")
     num_heads = fields.positive("num_attention_heads")
     head_dim = fields.positive("head_dim", fields.positive("hidden_size") // num_heads)
     into = fields.above_zero("attention_in_multiplier", 1.0)
@@ -220,7 +220,7 @@ def nemotron_h(fields: Fields) -> DecoderConfig:
     fields = Fields({**fields.values, "num_hidden_layers": len(found)}, fields.where)
     if _EXPERTS in found:
         if has_bias:
-            raise fields.error("mlp_bias", "beside experts is not supported")
+            raise fields.error("mlp_bias", "is not supported in a model with experts")
         kinds[_EXPERTS] = _nemotron_experts(fields)
     return _config(
         fields,
@@ -337,7 +337,7 @@ def _factors(fields: Fields, name: str, count: int) -> list[float]:
 
 
 def _bamba_spec(fields: Fields, width: int | None = None) -> Mamba2Spec:
-    """Of Bamba, and of families that name their fields as Bamba does.
+    """Mamba-2 of Bamba, and of families that name their fields as Bamba does.
 
     ``width``: of all heads; None: a multiple of the stream's.
     """

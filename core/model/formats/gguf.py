@@ -369,7 +369,7 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
 
 
 def _first(counts: list[int]) -> int:
-    """Of the first layer that has any; 0: none has."""
+    """The count of the first layer that has any; 0: none has."""
     return next((count for count in counts if count), 0)
 
 

@@ -208,11 +208,11 @@ class _Sequence(SegmentStates, ABC, Generic[_Weights]):
 
     @abstractmethod
     def _added(self, k: Tensor, v: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
-        """What a row adds to the state at its key, but for the factor [num_heads, value_dim]."""
+        """The row's addition to the state at its key, but for the factor [num_heads, value_dim]."""
 
     @abstractmethod
     def _with_skip(self, out: Tensor, v: Tensor) -> Tensor:
-        """What is read of the state [num_heads, value_dim], and what passes it by."""
+        """The output of the state [num_heads, value_dim], with what passes it by."""
 
     @abstractmethod
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class _Mamba2Sequence(_Sequence[Mamba2Weights]):
         return out + self._weights.skip.unsqueeze(-1) * v
 
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
-        """What was read times silu(z), then the RMS norm of each part, if there is one."""
+        """The state's output times silu(z), then the RMS norm of each part, if there is one."""
         weights = self._weights
         gated = read.flatten() * _silu(z.float())
         if weights.norm is None:

@@ -314,7 +314,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         (
             "nemotron_h",
             {"hybrid_override_pattern": "ME*-M-M*", "mlp_bias": True},
-            "mlp_bias beside experts is not supported",
+            "mlp_bias is not supported in a model with experts",
         ),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be at least 2, not 1"),
         ("lfm2", {"layer_types": ["conv", "mamba"] * 4}, "layer_types must be 8 of full_attention"),
