@@ -107,7 +107,8 @@ def count_states(target: Decoder, config: EngineConfig, sizes: Sizes) -> StateCo
     useful = _useful_pages(target, config, sizes)
     if config.state_memory is None:
         page = target.bytes_per_page(page_size=page_size, kv_dtype=config.kv_cache_dtype)
-        useful = max(1, min(useful, _kv_budget(target, config) // (page + slot)))
+        shared = _kv_budget(target, config) - num_logs * log
+        useful = max(1, min(useful, shared // (page + slot)))
     num_slots = min(num_slots, num_logs + useful)
     return StateCounts(num_slots, num_logs, num_slots * slot + num_logs * log)
 
