@@ -110,7 +110,7 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
         values = tensor.float().numpy()
         if name == "lm_head.weight" and tied:
             continue
-        if ".shared_mlp." in name:
+        if ".shared_mlp." in name and "num_local_experts" in config:
             found |= _shared_tensors(name, values, config)
             continue
         if ".mamba." in name or name.rpartition(".mixer.")[2] in _MAMBA_LEAVES:
