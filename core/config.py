@@ -151,10 +151,11 @@ class EngineConfig:
         SIZE,
         least=1,
     )
-    state_interval: int = setting(
-        4096,
+    state_interval: int | None = setting(
+        None,
         "keep the recurrent state every N tokens of a prompt, for later prompts that begin alike; "
-        "0: only where requests are likely to go on",
+        "0: only where requests are likely to go on (4096; where a state is no larger than the KV "
+        "of a page, at the end of each)",
         "TOKENS",
     )
     kv_host: str | int | None = setting(

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .fingerprint import ModelDigests
 
 logger = logging.getLogger(__name__)
+STATE_INTERVAL = 4096  # tokens between states that are kept of a prompt, where they are large
 LocalBuilt: TypeAlias = Built[Engine]
 _Model: TypeAlias = tuple[Decoder, KVPool]
 
@@ -421,17 +422,24 @@ def _prefix_cache(config: EngineConfig, pool: KVPool) -> PrefixCache:
         pin_quota=config.pin_quota,
         session_ttl=config.session_ttl,
         cache_quota=config.cache_quota,
-        states=None if pool.states is None else _state_slots(config, pool.states),
+        states=None if pool.states is None else _state_slots(config, pool, pool.states),
     )
 
 
-def _state_slots(config: EngineConfig, states: StatePool) -> StateSlots:
-    """The ledger of a pool of recurrent states."""
+def _state_slots(config: EngineConfig, pool: KVPool, states: StatePool) -> StateSlots:
+    """The ledger of a pool of recurrent states.
+
+    By default states that are no larger than a page are kept at the end of each page of a prompt.
+    """
+    interval = config.state_interval
+    if interval is None:
+        is_small = states.bytes_per_slot * pool.num_pages <= pool.num_bytes
+        interval = pool.page_size if is_small else STATE_INTERVAL
     logger.info(
         "%d slots for recurrent states, %s each; requests that run at a time: %d",
         states.num_slots, format_size(states.bytes_per_slot), states.num_logs,
     )  # fmt: skip
-    return StateSlots(states.num_slots, states.num_logs, interval=config.state_interval)
+    return StateSlots(states.num_slots, states.num_logs, interval=interval)
 
 
 def _refuse_tiers(config: EngineConfig) -> None:

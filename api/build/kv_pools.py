@@ -78,7 +78,8 @@ def count_states(target: Decoder, config: EngineConfig, sizes: Sizes) -> StateCo
     """The slots and logs that fit ``state_memory``, by default half of the memory for KV.
 
     A log for each request that runs, and two slots more than logs: one for a state that is kept,
-    and one for the next. Raises what `make_pools` raises.
+    and one for the next. No more slots than pages, beside those of running requests. Raises what
+    `make_pools` raises.
     """
     page_size = sizes.page_size
     if page_size not in STATE_PAGE_SIZES:
@@ -103,7 +104,12 @@ def count_states(target: Decoder, config: EngineConfig, sizes: Sizes) -> StateCo
     if num_slots < num_logs + 2:
         num_slots = max(2, (memory + 2 * log) // (slot + log))
         num_logs = max(1, num_slots - 2)
-    num_slots = min(num_slots, num_logs + _useful_pages(target, config, sizes))
+    useful = _useful_pages(target, config, sizes)
+    if config.state_memory is None:
+        page = target.bytes_per_page(page_size=page_size, kv_dtype=config.kv_cache_dtype)
+        shared = _kv_budget(target, config) - num_logs * log
+        useful = max(1, min(useful, shared // (page + slot)))
+    num_slots = min(num_slots, num_logs + useful)
     return StateCounts(num_slots, num_logs, num_slots * slot + num_logs * log)
 
 

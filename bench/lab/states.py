@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...core.ops.base import DeltaShape, DeltaWeights, HeadLayout, PackedLinear
+from ...core.ops.base import DeltaWeights, HeadLayout, PackedLinear, RecurrentShape
 from ...core.ops.batch import Segment, SegmentState, build_batch
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.native import native_library
@@ -26,7 +26,7 @@ from ...core.ops.native.build import Variant, variants
 from ...core.ops.native.library import DTYPES
 from ...core.ops.native.limits import best_seconds, read_bandwidth
 from ...core.ops.native.native_ops import NativeOps
-from ...core.ops.native.state import DeltaStructs
+from ...core.ops.native.state import RecurrentStructs
 from ...core.ops.state_pool import STATE_PAGE_SIZES, StatePool
 from ..common.report import RESULTS, heading, table, write_json
 
@@ -111,10 +111,10 @@ class _Layers:
 
     def __init__(self, ops: NativeOps, options: argparse.Namespace) -> None:
         dim, page_size = options.head_dim, options.page_size
-        self._shape = DeltaShape(options.key_heads, options.heads, dim, dim, conv_len=4)
+        self._shape = RecurrentShape(options.key_heads, options.heads, dim, dim, conv_len=4)
         self._ops, self._page_size = ops, page_size
         self._dtype = getattr(torch, options.dtype)
-        self._layers = [DeltaStructs(self._drawn(layer)) for layer in range(options.layers)]
+        self._layers = [RecurrentStructs(self._drawn(layer)) for layer in range(options.layers)]
         shapes = [self._shape.state] * options.layers
         self._states = StatePool(1, 1, shapes, page_size=page_size, dtype=self._dtype, device="cpu")
         self._pool = KVPool(
@@ -126,7 +126,7 @@ class _Layers:
         shape, heads = self._shape, self._shape.num_value_heads
         return DeltaWeights(
             in_proj=_NO_MATRIX,
-            ba=_NO_MATRIX,
+            gates=_NO_MATRIX,
             conv=torch.randn(shape.conv_channels, shape.conv_len),
             decay=-torch.linspace(0.001, 1.0, heads),
             dt_bias=torch.zeros(heads),
@@ -182,7 +182,7 @@ class _Layers:
         ba = torch.randn(num_rows, 2 * shape.num_value_heads)
         out = mixed.new_empty((num_rows, shape.num_value_heads * shape.value_dim))
         rows = (mixed, ba, out)
-        compute, dtype = self._ops.library.c.ft_delta_rule, DTYPES[self._dtype]
+        compute, dtype = self._ops.library.c.ft_recur, DTYPES[self._dtype]
 
         def run() -> None:
             self._states.at.copy_(before)

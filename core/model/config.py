@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..ops.base import SILU, Activation, DeltaShape, HeadLayout, LatentShape, Routing
+from ..ops.base import (
+    SILU,
+    Activation,
+    ConvShape,
+    HeadLayout,
+    LatentShape,
+    RecurrentShape,
+    Routing,
+)
+from ..ops.state_pool import StateShape
 from .fold import NO_FOLD, Fold
 from .rope import RopeSpec
 
@@ -38,6 +47,7 @@ class ExpertNames(NamedTuple):
     mlp: MlpNames = LLAMA_MLP
     choice_bias: str | None = None
     shared: str = "mlp.shared_experts."
+    shared_mlp: MlpNames = LLAMA_MLP
     shared_gate: str | None = None
     stacked: Literal["none", "gpt-oss", "rows", "columns"] = "none"
     factors: str | None = None
@@ -75,9 +85,36 @@ class DeltaSpec(NamedTuple):
     else one has queries, then keys, then values, another z. ``fused_ba``: likewise of b and a.
     """
 
-    shape: DeltaShape
+    shape: RecurrentShape
     fused_qkvz: bool = False
     fused_ba: bool = False
+
+
+class Mamba2Spec(NamedTuple):
+    """Mamba-2 in the place of attention (arXiv 2405.21060).
+
+    ``num_norms``: equal parts of a row of its output, each of which has an RMS norm of its own; 0:
+    there is no norm. ``factors``: of the matrix's rows for z, x, B, C and dt.
+    """
+
+    shape: RecurrentShape
+    num_norms: int = 1
+    has_conv_bias: bool = True
+    has_bias: bool = False  # of its matrices
+    factors: tuple[float, float, float, float, float] | None = None
+
+
+class ConvSpec(NamedTuple):
+    """A gated short convolution in the place of attention (arXiv 2511.23404).
+
+    ``has_bias``: of both matrices and of the convolution.
+    """
+
+    shape: ConvShape
+    has_bias: bool = False
+
+
+MixerSpec: TypeAlias = DeltaSpec | Mamba2Spec | ConvSpec
 
 
 class HeadSpec(NamedTuple):
@@ -94,7 +131,9 @@ class LayerSpec:
 
     ``keys_as_values``: there is no matrix of values, which are keys before norm and RoPE.
     ``kv_of``: the earlier layer whose keys and values this one reads in place of its own.
-    ``mixer``: a layer with a recurrent state keeps no keys and values; None: attention.
+    ``mixer``: a layer with a recurrent state keeps no keys and values; None: attention. With
+    ``beside_attention`` it has both, which read the same, and whose outputs are added up.
+    ``parts``: a layer may be a mixer alone or an MLP alone, with one norm, `NormNames.attention`.
     """
 
     window: int | None = None  # positions that a row sees, itself included; None: all before it
@@ -104,7 +143,14 @@ class LayerSpec:
     kv_of: int | None = None
     heads: HeadSpec | None = None  # None: those of the model
     keys_as_values: bool = False
-    mixer: DeltaSpec | None = None
+    mixer: MixerSpec | None = None
+    beside_attention: bool = False
+    parts: Literal["both", "mixer", "mlp"] = "both"
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether it reads keys and values."""
+        return (self.mixer is None or self.beside_attention) and self.parts != "mlp"
 
 
 class NormNames(NamedTuple):
@@ -190,6 +236,8 @@ class DecoderConfig:
     has_split_latents: bool = False
     mtp: MtpNames | None = None  # of a layer that checkpoints may have besides; None: unknown
     fold: Fold = NO_FOLD
+    # Pairs: a part of a tensor's name as checkpoints have it, and as `tensor_shapes` does.
+    stored_names: tuple[tuple[str, str], ...] = ()
 
     def heads_of(self, layer: int) -> HeadSpec:
         """The heads of a layer."""
@@ -198,9 +246,13 @@ class DecoderConfig:
         )
 
     @property
-    def deltas(self) -> tuple[DeltaShape, ...]:
-        """The shapes of the layers with a recurrent state, in their order."""
-        return tuple(layer.mixer.shape for layer in self.layers if layer.mixer is not None)
+    def states(self) -> tuple[StateShape, ...]:
+        """The shapes of the recurrent states, in the order of the layers that have one."""
+        return tuple(layer.mixer.shape.state for layer in self.layers if layer.mixer is not None)
+
+    def state_of(self, layer: int) -> int:
+        """The place of a layer's state in `states`."""
+        return sum(each.mixer is not None for each in self.layers[:layer])
 
     @property
     def head_layouts(self) -> tuple[HeadLayout, ...]:

@@ -185,7 +185,7 @@ class OwnDecoder(PagedDecoder):
         self.device = weights.embedding.device
         self._layout = PageLayout.of(config)
         self.shapes = self._layout.shapes
-        self.states = tuple(shape.state for shape in config.deltas)
+        self.states = config.states
         self.exact = getattr(ops, "exact", "spec") != "off"
         self._compiled = ops.compile_forward(weights)
         self._ropes = tuple(

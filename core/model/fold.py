@@ -5,12 +5,13 @@ The kernels know none of it: they compute Llama's decoder on the folded weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..ops.base import DeltaShape
+from ..ops.base import RecurrentShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,12 @@ class Fold:
     """
 
     embed_scale: float = 1.0  # of the embedding's rows
-    residual_scale: float = 1.0  # of what a layer adds to the stream, twice
+    # Of what a layer adds to the stream, twice; what experts add has it in the router's weights.
+    residual_scale: float = 1.0
+    attention_out_scale: float = 1.0  # of what attention adds to it, besides
+    mixer_out_scale: float = 1.0  # of what Mamba-2 adds to it, besides
+    gate_scale: float = 1.0  # of the gate of an MLP
+    mlp_out_scale: float = 1.0  # of what an MLP adds to the stream, besides
     logit_scale: float = 1.0
     fused_qkv: bool = False
     fused_gate_up: bool = False
@@ -48,7 +54,7 @@ def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
     return torch.cat((first, still[0], second, still[1]))
 
 
-def qkvz_order(shape: DeltaShape) -> Tensor:
+def qkvz_order(shape: RecurrentShape) -> Tensor:
     """Rows of queries, keys, values and z of all heads, where those of a key head lie together.
 
     [2 * key heads * key_dim + 2 * value heads * value_dim]
@@ -57,7 +63,23 @@ def qkvz_order(shape: DeltaShape) -> Tensor:
     return _apart(shape.num_key_heads, [shape.key_dim, shape.key_dim, width, width])
 
 
-def ba_order(shape: DeltaShape) -> Tensor:
+def mamba_widths(shape: RecurrentShape) -> list[int]:
+    """Rows of Mamba-2's matrix for z, x, B, C and dt."""
+    values, keys = shape.value_width, shape.num_key_heads * shape.key_dim
+    return [values, values, keys, keys, shape.num_value_heads]
+
+
+def mamba_orders(shape: RecurrentShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of Mamba-2's matrix z, x, B, C, dt: those of C, B, x, z and those of dt; channels of its
+    convolution of x, B, C in the order C, B, x.
+    """
+    widths = mamba_widths(shape)
+    z, x, b, c, dt = torch.split(torch.arange(sum(widths)), widths)
+    mixed = torch.cat((c, b, x))
+    return torch.cat((mixed, z)), dt, mixed - shape.value_width
+
+
+def ba_order(shape: RecurrentShape) -> Tensor:
     """Rows of b, then of a, where those of a key head lie together, [2 * value heads]."""
     group = shape.num_value_heads // shape.num_key_heads
     return _apart(shape.num_key_heads, [group, group])
@@ -77,3 +99,9 @@ def rounded(factor: float, dtype: torch.dtype) -> float:
 def scaled(weight: Tensor, factor: float) -> Tensor:
     """``weight * factor`` in its own dtype, by way of float32."""
     return weight if factor == 1.0 else (weight.float() * factor).to(weight.dtype)
+
+
+def scaled_rows(weight: Tensor, counts: Sequence[int], factors: Sequence[float]) -> Tensor:
+    """A matrix whose first ``counts[0]`` rows are multiplied by ``factors[0]``, and so on."""
+    each = torch.tensor(factors).repeat_interleave(torch.tensor(counts)).to(weight.device)
+    return (weight.float() * each.unsqueeze(1)).to(weight.dtype)

@@ -16,6 +16,7 @@ from ..ops.backends import Backend, choose_ops
 from ..ops.base import (
     Activation,
     AttentionWeights,
+    ConvWeights,
     DecoderWeights,
     DeltaWeights,
     Exactness,
@@ -27,10 +28,13 @@ from ..ops.base import (
     LatentShape,
     LatentWeights,
     LayerWeights,
+    Mamba2Weights,
+    MixerWeights,
     MlpWeights,
     Norm,
     Ops,
     PackedLinear,
+    RecurrentWeights,
     TokenInputs,
     TokenInputWeights,
 )
@@ -38,27 +42,40 @@ from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeight, stack
 from .config import (
-    LLAMA_MLP,
     BesideNames,
+    ConvSpec,
     DecoderConfig,
     DeltaSpec,
     ExpertsSpec,
     HeadSpec,
+    Mamba2Spec,
+    MixerSpec,
     MlpNames,
 )
 from .decoder import Decoder, OwnDecoder
 from .fields import UnsupportedConfig
-from .fold import ba_order, head_order, qkvz_order, rounded, scaled
+from .fold import (
+    ba_order,
+    head_order,
+    mamba_orders,
+    mamba_widths,
+    qkvz_order,
+    rounded,
+    scaled,
+    scaled_rows,
+)
 from .formats.checkpoint import OnRead
 from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rope import RopeSpec, rotary_dim
 from .shapes import (
+    CONV,
     DELTA,
     EMBEDDING,
     FINAL_NORM,
     FUSED_GATE_UP,
     LM_HEAD,
+    MAMBA,
     MTP_EMBEDDING_NORM,
     MTP_HIDDEN_NORM,
     MTP_PROJECTION,
@@ -85,9 +102,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _RANDOM_STD = 0.02
 _RANDOM_FACTORS = {
     "o_proj.weight": 0.2,
-    "linear_attn.out_proj.weight": 0.2,
+    "out_proj.weight": 0.2,
     "down_proj.weight": 8.0,
     "conv1d.weight": 25.0,
+    "conv.conv.weight": 25.0,
     "A_log": 100.0,  # log decays of a token from 0.01 to 10
 }
 
@@ -237,7 +255,7 @@ def _random_reader(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     def read(name: str) -> Tensor:
         if name.endswith("norm.weight"):
             ones = torch.ones(shapes[name], dtype=drawn, device=device)
-            is_gated = name.endswith(f"{DELTA}norm.weight")
+            is_gated = name.endswith((f"{DELTA}norm.weight", f"{MAMBA}norm.weight"))
             return ones if is_gated else ones - config.fold.norm_offset
         factors = (f for suffix, f in _RANDOM_FACTORS.items() if name.endswith(suffix))
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -361,19 +379,18 @@ class Assembly:
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
-        experts, mixer = config.layers[index].experts, config.layers[index].mixer
+        spec, experts = config.layers[index], config.layers[index].experts
         extras = self._extras(prefix, experts)
         return LayerWeights(
             mixer_norm=self._layer_norm(prefix, names.attention),
-            mixer=self._attending(index) if mixer is None else self._delta(index, mixer),
+            mixer=self._mixer(index),
             mixer_out_norm=self._layer_norm(prefix, names.attention_out),
             mlp_norm=self._layer_norm(prefix, names.mlp),
             mlp_out_norm=self._layer_norm(prefix, names.mlp_out) if extras is None else None,
-            mlp=self._mlp(f"{prefix}mlp.")
-            if experts is None or experts.beside is not None
-            else self._experts(prefix, experts),
+            mlp=None if spec.parts == "mixer" else self._mlp_or_experts(prefix, experts),
             is_parallel=config.is_parallel,
             extras=extras,
+            beside=self._beside_attention(index),
         )
 
     def _attending(self, index: int) -> AttentionWeights | LatentWeights:
@@ -426,6 +443,33 @@ class Assembly:
     def _latent_norm(self, name: str) -> Norm:
         return Norm(self._vector(f"{name}.weight"), LATENT_EPS)
 
+    def _mlp_or_experts(
+        self, prefix: str, experts: ExpertsSpec | None
+    ) -> MlpWeights | ExpertWeights:
+        if experts is None or experts.beside is not None:
+            return self._mlp(f"{prefix}mlp.")
+        return self._experts(prefix, experts)
+
+    def _mixer(self, index: int) -> MixerWeights | None:
+        spec = self._config.layers[index]
+        if spec.has_attention:
+            return self._attending(index)
+        return None if spec.mixer is None else self._with_state(index, spec.mixer)
+
+    def _beside_attention(self, index: int) -> RecurrentWeights | None:
+        spec = self._config.layers[index]
+        if not spec.beside_attention:
+            return None
+        assert isinstance(spec.mixer, Mamba2Spec)
+        return self._mamba(index, spec.mixer)
+
+    def _with_state(self, index: int, spec: MixerSpec) -> RecurrentWeights | ConvWeights:
+        if isinstance(spec, DeltaSpec):
+            return self._delta(index, spec)
+        if isinstance(spec, ConvSpec):
+            return self._conv(index, spec)
+        return self._mamba(index, spec)
+
     def _attention(self, index: int) -> AttentionWeights:
         config, prefix, fold = self._config, layer_prefix(index), self._config.fold
         spec, heads = config.layers[index], config.heads_of(index)
@@ -443,7 +487,9 @@ class Assembly:
             ),
             head_norm=None if config.head_norm == "none" else self._head_norm(prefix, heads, order),
             o=self._linear(
-                [f"{prefix}self_attn.o_proj"], bias=config.o_bias, factor=fold.residual_scale
+                [f"{prefix}self_attn.o_proj"],
+                bias=config.o_bias,
+                factors=[fold.residual_scale * fold.attention_out_scale],
             ),
             window=spec.window,
             tables=self._layout.tables[index],
@@ -466,7 +512,7 @@ class Assembly:
                 bias=False,
                 order=qkvz_order(shape) if spec.fused_qkvz else None,
             ),
-            ba=self._ops.pack_linear(of_steps, plain=True),
+            gates=self._ops.pack_linear(of_steps, plain=True),
             conv=self._float(f"{at}conv1d.weight").view(-1, shape.conv_len),
             decay=-torch.exp(self._float(f"{at}A_log")),
             dt_bias=self._float(f"{at}dt_bias"),
@@ -474,7 +520,54 @@ class Assembly:
             norm_eps=self._config.norm_eps,
             out=self._linear([f"{at}out_proj"], bias=False),
             shape=shape,
-            layer=sum(each.mixer is not None for each in self._config.layers[:index]),
+            layer=self._config.state_of(index),
+        )
+
+    def _mamba(self, index: int, spec: Mamba2Spec) -> Mamba2Weights:
+        at, shape, fold = layer_prefix(index) + MAMBA, spec.shape, self._config.fold
+        rows, gates, channels = mamba_orders(shape)
+        stored = self._read(f"{at}in_proj.weight")
+        if spec.factors is None:
+            weight = self._stacked([stored], [1.0])
+        else:
+            weight = scaled_rows(self._cast(stored), mamba_widths(shape), spec.factors)
+        bias = self._vector(f"{at}in_proj.bias") if spec.has_bias else None
+        conv = self._float(f"{at}conv1d.weight").view(-1, shape.conv_len)
+        conv_bias = self._float(f"{at}conv1d.bias")[channels] if spec.has_conv_bias else None
+        return Mamba2Weights(
+            in_proj=self._ops.pack_linear(
+                _in_order(weight, rows), None if bias is None else bias[rows]
+            ),
+            gates=self._ops.pack_linear(
+                self._cast(_in_order(weight, gates)),
+                None if bias is None else bias[gates],
+                plain=True,
+            ),
+            conv=conv[channels],
+            conv_bias=conv_bias,
+            decay=-torch.exp(self._float(f"{at}A_log")),
+            dt_bias=self._float(f"{at}dt_bias"),
+            skip=self._float(f"{at}D"),
+            norm=self._float(f"{at}norm.weight") if spec.num_norms else None,
+            norm_eps=self._config.norm_eps,
+            num_norms=spec.num_norms,
+            out=self._linear(
+                [f"{at}out_proj"],
+                bias=spec.has_bias,
+                factors=[fold.residual_scale * fold.mixer_out_scale],
+            ),
+            shape=shape,
+            layer=self._config.state_of(index),
+        )
+
+    def _conv(self, index: int, spec: ConvSpec) -> ConvWeights:
+        at, has_bias = layer_prefix(index) + CONV, spec.has_bias
+        return ConvWeights(
+            in_proj=self._linear([f"{at}in_proj"], bias=has_bias),
+            conv=self._float(f"{at}conv.weight").view(spec.shape),
+            bias=self._float(f"{at}conv.bias") if has_bias else None,
+            out=self._linear([f"{at}out_proj"], bias=has_bias),
+            layer=self._config.state_of(index),
         )
 
     def _extras(self, prefix: str, experts: ExpertsSpec | None) -> Gemma4Extras | None:
@@ -524,14 +617,14 @@ class Assembly:
         )
 
     def _mlp(self, prefix: str) -> MlpWeights:
-        config, names, fold = self._config, self._config.mlp_names, self._config.fold
-        first = [names.up] if names.gate is None else [names.gate, names.up]
-        if fold.fused_gate_up:
-            first = [FUSED_GATE_UP]
-        return MlpWeights(
-            self._linear([prefix + name for name in first], bias=config.mlp_bias),
-            self._linear([prefix + names.down], bias=config.mlp_bias, factor=fold.residual_scale),
+        config = self._config
+        return self._mlp_of(
+            prefix,
+            config.mlp_names,
             config.activation,
+            fused=config.fold.fused_gate_up,
+            bias=config.mlp_bias,
+            factor=config.fold.residual_scale * config.fold.mlp_out_scale,
         )
 
     def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
@@ -540,13 +633,19 @@ class Assembly:
             self._stacked_experts(prefix, spec)
             if names.stacked != "none"
             else tuple(
-                self._gated(prefix + names.expert.format(number), names.mlp, spec.activation)
+                self._mlp_of(prefix + names.expert.format(number), names.mlp, spec.activation)
                 for number in range(spec.count)
             )
         )
         shared = gate = None
         if spec.shared_width:
-            shared = self._gated(prefix + names.shared, LLAMA_MLP, spec.activation)
+            shared = self._mlp_of(
+                prefix + names.shared,
+                names.shared_mlp,
+                spec.activation,
+                fused=self._config.fold.fused_gate_up,
+                factor=self._config.fold.residual_scale,
+            )
             if names.shared_gate is not None:
                 gate = self._plain(prefix + names.shared_gate, bias=False)
         return ExpertWeights(
@@ -561,11 +660,25 @@ class Assembly:
             shared_gate=gate,
         )
 
-    def _gated(self, prefix: str, names: MlpNames, activation: Activation) -> MlpWeights:
-        factor = self._config.fold.residual_scale
+    def _mlp_of(
+        self,
+        prefix: str,
+        names: MlpNames,
+        activation: Activation,
+        *,
+        fused: bool = False,
+        bias: bool = False,
+        factor: float = 1.0,
+    ) -> MlpWeights:
+        """``factor``: of its output."""
+        fold = self._config.fold
+        first = [names.up] if names.gate is None else [names.gate, names.up]
+        if fused:
+            first = [FUSED_GATE_UP]
+        factors = [fold.gate_scale, 1.0] if len(first) == 2 else []
         return MlpWeights(
-            self._linear([f"{prefix}{names.gate}", f"{prefix}{names.up}"], bias=False),
-            self._linear([f"{prefix}{names.down}"], bias=False, factor=factor),
+            self._linear([prefix + name for name in first], bias=bias, factors=factors),
+            self._linear([prefix + names.down], bias=bias, factors=[factor]),
             activation,
         )
 
@@ -632,32 +745,39 @@ class Assembly:
         return Norm(weight, config.norm_eps, bias, config.layer_norm != "none")
 
     def _linear(
-        self, names: list[str], *, bias: bool, order: Tensor | None = None, factor: float = 1.0
+        self,
+        names: list[str],
+        *,
+        bias: bool,
+        order: Tensor | None = None,
+        factors: Sequence[float] = (),
     ) -> PackedLinear:
         """Matrices stacked into one, so that one call reads the input once.
 
-        ``order``: of the rows, where the family has another one than the kernels.
+        ``order``: of the rows, where the family has another one than the kernels. ``factors``: of
+        each matrix with its bias.
         """
-        stacked = torch.cat([self._vector(f"{name}.bias") for name in names]) if bias else None
-        weight = self._stacked(
-            [self._read(f"{name}.weight") for name in names], keeps=factor == 1.0
-        )
-        if isinstance(weight, Tensor):
-            weight = scaled(weight, factor)
-        if stacked is not None:
-            stacked = scaled(stacked, factor)
+        factors = factors or [1.0] * len(names)
+        weight = self._stacked([self._read(f"{name}.weight") for name in names], factors)
+        stacked = None
+        if bias:
+            biases = (self._vector(f"{name}.bias") for name in names)
+            stacked = torch.cat([scaled(*each) for each in zip(biases, factors, strict=True)])
         if order is not None:
             weight = _in_order(weight, order)
             stacked = None if stacked is None else stacked[order]
         return self._ops.pack_linear(weight, stacked)
 
-    def _stacked(self, weights: list[StoredWeight], *, keeps: bool) -> Tensor | QuantizedWeight:
+    def _stacked(
+        self, weights: list[StoredWeight], factors: Sequence[float]
+    ) -> Tensor | QuantizedWeight:
         """Stack weights: as stored if all are of one kind that is kept, else cast.
 
         A factor is rounded into plain weights alone: scales of 16 bits would lose more.
         """
-        if not keeps:
-            return torch.cat([self._cast(each) for each in weights])
+        if any(factor != 1.0 for factor in factors):
+            pairs = zip(map(self._cast, weights), factors, strict=True)
+            return torch.cat([scaled(*each) for each in pairs])
         kept = [each for each in weights if isinstance(each, QuantizedWeight) and self._keeps(each)]
         joined = stack(kept) if len(kept) == len(weights) else None
         return joined or torch.cat([self._cast(each) for each in weights])

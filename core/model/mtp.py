@@ -55,7 +55,7 @@ def count_mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> int:
 
 def mtp_config(config: DecoderConfig) -> DecoderConfig:
     """The config of a decoder of that layer alone: like the last one of the model's attention."""
-    last = next(layer for layer in reversed(config.layers) if layer.mixer is None)
+    last = next(layer for layer in reversed(config.layers) if layer.has_attention)
     return replace(config, num_layers=1, layers=(last,), mtp=None)
 
 

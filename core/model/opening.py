@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from .fields import Fields, UnsupportedConfig, read_json
 from .formats.checkpoint import Checkpoint, check_tensors
 from .formats.files import gguf_file
 from .formats.gguf import GgufFile
-from .formats.nested import base_names, is_base, text_names
-from .formats.safetensors import SafetensorsCheckpoint
+from .formats.nested import base_names, family_names, is_base, text_names
+from .formats.safetensors import Rename, SafetensorsCheckpoint
 from .shapes import (
     EMBEDDING,
     LM_HEAD,
@@ -60,14 +61,20 @@ def open_model(path: str | Path) -> OpenedModel:
         config = _gguf_config(checkpoint)
     else:
         config = _folder_config(Path(path))
-        folder = SafetensorsCheckpoint(Path(path), text_names if config.is_nested else base_names)
+        folder = SafetensorsCheckpoint(Path(path), _names_of(config))
         checkpoint, config = folder, _as_stored(config, folder)
     if config.latent is not None:
         config = as_split(config, set(checkpoint.shapes))
-    if config.deltas:
+    if config.states or config.stored_names:
         config = as_stored(config, set(checkpoint.shapes))
     check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
     return OpenedModel(config, checkpoint)
+
+
+def _names_of(config: DecoderConfig) -> Rename:
+    """The tensors' names as `tensor_shapes` has them."""
+    base = text_names if config.is_nested else base_names
+    return partial(family_names, config.stored_names, base) if config.stored_names else base
 
 
 def read_config(path: str | Path) -> DecoderConfig:

@@ -24,7 +24,7 @@ class PageLayout:
     """A page is one blob over all layers; those with heads alike are a part of the pool.
 
     ``places`` and ``tables`` are of the layers. A layer that reads the keys and values of another
-    has the place of that one; one with a recurrent state has none.
+    has the place of that one; one without attention has none.
     """
 
     parts: tuple[Part, ...]
@@ -35,7 +35,7 @@ class PageLayout:
     def of(cls, config: DecoderConfig) -> PageLayout:
         """The layout of a model's pages."""
         layouts = [
-            None if spec.mixer is not None else layout
+            layout if spec.has_attention else None
             for layout, spec in zip(config.head_layouts, config.layers, strict=True)
         ]
         kinds = list(dict.fromkeys(layout for layout in layouts if layout is not None))

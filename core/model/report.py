@@ -123,7 +123,7 @@ def _report(
 ) -> ModelReport:
     item, quantization = getattr(torch, dtype), _quantization(folder)
     page = bytes_per_mixed_page(shapes, page_size=_PAGE, dtype=item) if shapes else None
-    states = [shape.state for shape in config.deltas]
+    states = config.states
     has_rough_copy = path == "own" and quantization in _ROUNDED and not states
     return ModelReport(
         model_type=config.model_type,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..ops.base import LatentShape
-from .config import LLAMA_MLP, DecoderConfig, DeltaSpec, ExpertsSpec, MlpNames
+from .config import (
+    ConvSpec,
+    DecoderConfig,
+    DeltaSpec,
+    ExpertsSpec,
+    Mamba2Spec,
+    MixerSpec,
+    MlpNames,
+)
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -23,7 +31,7 @@ TOKEN_OUT_NORM = "post_per_layer_input_norm"
 # Of a layer that predicts a further token, beside the layer's own.
 MTP_EMBEDDING_NORM, MTP_HIDDEN_NORM = "model.mtp.enorm.weight", "model.mtp.hnorm.weight"
 MTP_PROJECTION = "model.mtp.eh_proj"
-DELTA = "linear_attn."
+DELTA, MAMBA, CONV = "linear_attn.", "mamba.", "conv."
 _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
@@ -94,10 +102,10 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     norms = [f"{name}.weight" for name in config.norms if name is not None]
     shapes: Shapes = dict.fromkeys(norms, (hidden,))
     shapes |= _norm_biases(config, shapes)
-    if spec.mixer is None:
+    if spec.has_attention:
         shapes |= _attention_shapes(config, layer)
-    else:
-        shapes |= _delta_shapes(hidden, spec.mixer)
+    if spec.mixer is not None:
+        shapes |= _recurrent_shapes(hidden, spec.mixer)
     if config.layer_factor is not None:
         shapes[config.layer_factor] = (1,)
     if config.token_input_size:
@@ -105,7 +113,7 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
         shapes[f"{TOKEN_OUT}.weight"] = (hidden, config.token_input_size)
         shapes[f"{TOKEN_OUT_NORM}.weight"] = (hidden,)
     experts = {} if spec.experts is None else _expert_shapes(config, spec.experts)
-    if spec.experts is None or spec.experts.beside is not None:
+    if spec.parts != "mixer" and (spec.experts is None or spec.experts.beside is not None):
         shapes |= _mlp_shapes(config, spec.width or config.intermediate_size)
     return shapes | _biases(config, shapes) | experts
 
@@ -158,6 +166,14 @@ def _latent_shapes(config: DecoderConfig, shape: LatentShape) -> Shapes:
     }
 
 
+def _recurrent_shapes(hidden: int, spec: MixerSpec) -> Shapes:
+    if isinstance(spec, DeltaSpec):
+        return _delta_shapes(hidden, spec)
+    if isinstance(spec, ConvSpec):
+        return _conv_shapes(hidden, spec)
+    return _mamba_shapes(hidden, spec)
+
+
 def _delta_shapes(hidden: int, spec: DeltaSpec) -> Shapes:
     shape, at = spec.shape, DELTA
     heads, mixed = shape.num_value_heads, shape.conv_channels
@@ -179,6 +195,38 @@ def _delta_shapes(hidden: int, spec: DeltaSpec) -> Shapes:
     return shapes | {f"{at}in_proj_{name}.weight": (heads, hidden) for name in "ba"}
 
 
+def _mamba_shapes(hidden: int, spec: Mamba2Spec) -> Shapes:
+    shape, at = spec.shape, MAMBA
+    heads, values = shape.num_value_heads, shape.value_width
+    rows = values + shape.conv_channels + heads
+    shapes: Shapes = dict.fromkeys((f"{at}A_log", f"{at}D", f"{at}dt_bias"), (heads,))
+    shapes |= {
+        f"{at}conv1d.weight": (shape.conv_channels, 1, shape.conv_len),
+        f"{at}in_proj.weight": (rows, hidden),
+        f"{at}out_proj.weight": (hidden, values),
+    }
+    if spec.num_norms:
+        shapes[f"{at}norm.weight"] = (values,)
+    if spec.has_conv_bias:
+        shapes[f"{at}conv1d.bias"] = (shape.conv_channels,)
+    if spec.has_bias:
+        shapes |= {f"{at}in_proj.bias": (rows,), f"{at}out_proj.bias": (hidden,)}
+    return shapes
+
+
+def _conv_shapes(hidden: int, spec: ConvSpec) -> Shapes:
+    channels, conv_len = spec.shape
+    shapes: Shapes = {
+        f"{CONV}in_proj.weight": (3 * channels, hidden),
+        f"{CONV}conv.weight": (channels, 1, conv_len),
+        f"{CONV}out_proj.weight": (hidden, channels),
+    }
+    if spec.has_bias:
+        biases = {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+        return shapes | biases
+    return shapes
+
+
 def _expert_shapes(config: DecoderConfig, spec: ExpertsSpec) -> Shapes:
     hidden, names = config.hidden_size, spec.names
     shapes: Shapes = {f"{names.router}.weight": (spec.count, hidden)}
@@ -196,20 +244,23 @@ def _expert_shapes(config: DecoderConfig, spec: ExpertsSpec) -> Shapes:
         shapes |= stacked_shapes(hidden, spec)
     else:
         for number in range(spec.count):
-            shapes |= _gated(names.expert.format(number), names.mlp, hidden, spec.width)
+            shapes |= _mlp_of(names.expert.format(number), names.mlp, hidden, spec.width)
     if spec.shared_width:
-        shapes |= _gated(names.shared, LLAMA_MLP, hidden, spec.shared_width)
+        fused = config.fold.fused_gate_up
+        shapes |= _mlp_of(names.shared, names.shared_mlp, hidden, spec.shared_width, fused=fused)
         if names.shared_gate is not None:
             shapes[f"{names.shared_gate}.weight"] = (1, hidden)
     return shapes
 
 
-def _gated(prefix: str, names: MlpNames, hidden: int, width: int) -> Shapes:
-    return {
-        f"{prefix}{names.gate}.weight": (width, hidden),
-        f"{prefix}{names.up}.weight": (width, hidden),
-        f"{prefix}{names.down}.weight": (hidden, width),
-    }
+def _mlp_of(
+    prefix: str, names: MlpNames, hidden: int, width: int, *, fused: bool = False
+) -> Shapes:
+    shapes: Shapes = {f"{prefix}{names.down}.weight": (hidden, width)}
+    if fused:
+        return shapes | {f"{prefix}{FUSED_GATE_UP}.weight": (2 * width, hidden)}
+    first = [names.up] if names.gate is None else [names.gate, names.up]
+    return shapes | {f"{prefix}{name}.weight": (width, hidden) for name in first}
 
 
 def stacked_shapes(hidden: int, spec: ExpertsSpec) -> Shapes:
@@ -240,12 +291,8 @@ def _norm_biases(config: DecoderConfig, norms: Shapes) -> Shapes:
 
 
 def _mlp_shapes(config: DecoderConfig, width: int) -> Shapes:
-    hidden, names = config.hidden_size, config.mlp_names
-    shapes: Shapes = {f"mlp.{names.down}.weight": (hidden, width)}
-    if config.fold.fused_gate_up:
-        return shapes | {f"mlp.{FUSED_GATE_UP}.weight": (2 * width, hidden)}
-    first = [names.up] if names.gate is None else [names.gate, names.up]
-    return shapes | {f"mlp.{name}.weight": (width, hidden) for name in first}
+    hidden, fused = config.hidden_size, config.fold.fused_gate_up
+    return _mlp_of("mlp.", config.mlp_names, hidden, width, fused=fused)
 
 
 def _biases(config: DecoderConfig, shapes: Shapes) -> Shapes:

@@ -391,11 +391,12 @@ class LatentWeights:
         return (self.down, *up, *self.keys, *self.values, self.o)
 
 
-class DeltaShape(NamedTuple):
-    """Heads of a layer of the gated delta rule, and the taps of its convolution.
+class RecurrentShape(NamedTuple):
+    """Heads of a layer with a recurrent state, and the taps of its convolution.
 
     Value head j reads key head ``j // (num_value_heads // num_key_heads)``; where heads are tiled
-    (as GGUF files have them), key head ``j % num_key_heads``.
+    (as GGUF files have them), key head ``j % num_key_heads``. Of Mamba-2 a key head is a group,
+    its queries and keys are C and B, and values are x.
     """
 
     num_key_heads: int
@@ -408,8 +409,12 @@ class DeltaShape(NamedTuple):
     @property
     def conv_channels(self) -> int:
         """Queries, keys and values of a row, which the convolution reads."""
-        heads = 2 * self.num_key_heads * self.key_dim
-        return heads + self.num_value_heads * self.value_dim
+        return 2 * self.num_key_heads * self.key_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        """Values of a row."""
+        return self.num_value_heads * self.value_dim
 
     @property
     def state(self) -> StateShape:
@@ -434,14 +439,14 @@ class DeltaWeights:
     """
 
     in_proj: PackedLinear  # rows: q, k, v, z
-    ba: PackedLinear  # rows: b, a; not quantised
+    gates: PackedLinear  # rows: b, a; not quantised
     conv: Tensor  # [conv_channels, conv_len] float32, the last tap is the row's own
     decay: Tensor  # [num_value_heads] float32, below 0: -exp(A_log)
     dt_bias: Tensor  # [num_value_heads] float32
     norm: Tensor  # [value_dim] float32
     norm_eps: float
     out: PackedLinear
-    shape: DeltaShape
+    shape: RecurrentShape
     layer: int  # of the pass's `StatePool`
 
     @property
@@ -451,22 +456,100 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Mamba2Weights:
+    """Mamba-2 (arXiv 2405.21060) behind a short convolution.
+
+    Of a row: C, B and x of ``in_proj`` go through the convolution and silu. ``dt = softplus(gate +
+    dt_bias)`` and ``log decay = decay * dt`` of each head, whose state gets ``B (dt x)^T``. What C
+    reads of it, plus ``skip * x``, is multiplied by ``silu(z)``, goes through an RMS norm of each
+    of ``num_norms`` equal parts of the row, if there is a norm, and through ``out``.
+    """
+
+    in_proj: PackedLinear  # rows: C, B, x, z
+    gates: PackedLinear  # rows: one of each head; not quantised
+    conv: Tensor  # [conv_channels, conv_len] float32, the last tap is the row's own
+    conv_bias: Tensor | None  # [conv_channels] float32
+    decay: Tensor  # [num_value_heads] float32, below 0: -exp(A_log)
+    dt_bias: Tensor  # [num_value_heads] float32
+    skip: Tensor  # [num_value_heads] float32
+    norm: Tensor | None  # [num_value_heads * value_dim] float32
+    norm_eps: float
+    num_norms: int
+    out: PackedLinear
+    shape: RecurrentShape
+    layer: int  # of the pass's `StatePool`
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Every packed matrix that may be quantised."""
+        return (self.in_proj, self.out)
+
+
+class ConvShape(NamedTuple):
+    """A layer of a short convolution: its channels, and its taps, the row itself included."""
+
+    channels: int
+    conv_len: int
+
+    @property
+    def state(self) -> StateShape:
+        """Shape of a sequence's state in this layer: the last inputs of the convolution alone."""
+        return StateShape(0, 0, 0, self.channels, self.conv_len)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConvWeights:
+    """A gated short convolution, as LFM2 has it (arXiv 2511.23404).
+
+    A row of ``in_proj`` is b, c and x. The convolution reads ``b * x`` of a row and of those before
+    it, each rounded to the activations' dtype; its sums times c go through ``out``.
+    """
+
+    in_proj: PackedLinear  # rows: b, c, x
+    conv: Tensor  # [channels, conv_len] float32, the last tap is the row's own
+    bias: Tensor | None  # [channels] float32, of the convolution
+    out: PackedLinear
+    layer: int  # of the pass's `StatePool`
+
+    @property
+    def shape(self) -> ConvShape:
+        """Channels and taps."""
+        return ConvShape(*self.conv.shape)
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Both matrices."""
+        return (self.in_proj, self.out)
+
+
+RecurrentWeights: TypeAlias = DeltaWeights | Mamba2Weights
+MixerWeights: TypeAlias = AttentionWeights | LatentWeights | RecurrentWeights | ConvWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """One layer: what mixes rows of a sequence, then an MLP, and its declared differences.
 
     Without a norm before the mixer or the MLP, these read the residual stream itself. The norms of
     what the mixer and the MLP add to the stream stand before the sum. ``is_parallel``: the MLP
-    reads what the mixer reads.
+    reads what the mixer reads. A layer may have a mixer or an MLP alone; the MLP then reads what
+    the mixer would. ``beside``: reads what attention reads; both outputs are added up.
     """
 
     mixer_norm: Norm | None
-    mixer: AttentionWeights | LatentWeights | DeltaWeights
+    mixer: MixerWeights | None
     mlp_norm: Norm | None
-    mlp: MlpWeights | ExpertWeights
+    mlp: MlpWeights | ExpertWeights | None
     mixer_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
     is_parallel: bool = False
     extras: Gemma4Extras | None = None
+    beside: RecurrentWeights | None = None
+
+    @property
+    def mixers(self) -> tuple[MixerWeights, ...]:
+        """The parts that mix rows of a sequence, attention first."""
+        return tuple(each for each in (self.mixer, self.beside) if each is not None)
 
     @property
     def part(self) -> int:
@@ -477,8 +560,8 @@ class LayerWeights:
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
         """Every packed matrix of the layer that may be quantised."""
-        more = () if self.extras is None else self.extras.linears
-        return (*self.mixer.linears, *self.mlp.linears, *more)
+        parts = (*self.mixers, self.mlp, self.extras)
+        return tuple(each for part in parts if part is not None for each in part.linears)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -601,12 +684,21 @@ class Ops(Protocol):
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
 
-    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
-        """The gated delta rule over the states and logs of the plan's pass, which it moves on.
+    def recur(
+        self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
+    ) -> Tensor:
+        """A recurrent layer over the states and logs of the plan's pass, which it moves on.
 
-        ``mixed`` [T, q | k | v | z] in the activations' dtype, ``ba`` [T, 2 * num_value_heads]
-        float32, to ``[T, num_value_heads * value_dim]`` as ``weights.out`` takes it. A row's bits
-        depend on its position and on the rows before it alone.
+        ``mixed`` [T, q | k | v | z] in the activations' dtype and ``gates`` [T, rows of
+        ``weights.gates``] float32, to ``[T, num_value_heads * value_dim]`` as ``weights.out`` takes
+        it. A row's bits depend on its position and on the rows before it alone.
+        """
+
+    def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
+        """A gated short convolution over the states and logs of the plan's pass, which it moves on.
+
+        ``mixed`` [T, b | c | x] to ``[T, channels]`` as ``weights.out`` takes it, computed in
+        float32 and rounded once. A row's bits depend on the rows before it alone.
         """
 
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:

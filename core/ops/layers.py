@@ -9,16 +9,18 @@ from torch import Tensor
 
 from .base import (
     AttentionWeights,
+    ConvWeights,
     DecoderWeights,
-    DeltaWeights,
     ExpertWeights,
     ForwardPlan,
     LatentWeights,
     LayersOutput,
     LayerWeights,
+    MixerWeights,
     MlpWeights,
     Ops,
     PackedLinear,
+    RecurrentWeights,
 )
 from .batch import Taps
 from .gemma4 import add_extras, token_inputs
@@ -72,13 +74,17 @@ def _tap(tapped: Tensor | None, taps: Taps, boundary: int, residual: Tensor) -> 
 def _mix_and_think(
     ops: Ops, layer: LayerWeights, x: Tensor, residual: Tensor, plan: ForwardPlan
 ) -> tuple[Tensor, Tensor]:
-    """Normed input and residual of a layer to the output of its MLP, and the residual stream."""
-    mixed = _mix(ops, layer, x, plan)
-    if layer.is_parallel:
-        _, residual = ops.add_norm(mixed, residual, None)
-    else:
-        x, residual = ops.add_norm(mixed, residual, layer.mlp_norm)
+    """Normed input and residual of a layer to what its last part adds to the stream, and that."""
     mlp = layer.mlp
+    if layer.mixer is not None:
+        mixed = _mix(ops, layer, layer.mixer, x, plan)
+        if mlp is None:
+            return mixed, residual
+        if layer.is_parallel:
+            _, residual = ops.add_norm(mixed, residual, None)
+        else:
+            x, residual = ops.add_norm(mixed, residual, layer.mlp_norm)
+    assert mlp is not None, "a layer has a mixer or an MLP"
     x = ops.experts(x, mlp, plan) if isinstance(mlp, ExpertWeights) else run_mlp(ops, x, mlp)
     return (x if layer.mlp_out_norm is None else ops.norm(x, layer.mlp_out_norm)), residual
 
@@ -113,15 +119,21 @@ def write_kv(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Non
     ops.rope_write(qkv, mixer.place.layer, plan, mixer.head_norm, mixer.tables)
 
 
-def _mix(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
-    """Compute the summand that the mixer adds to the residual stream, ``[T, hidden]``."""
-    mixer = layer.mixer
+def _mix(
+    ops: Ops, layer: LayerWeights, mixer: MixerWeights, x: Tensor, plan: ForwardPlan
+) -> Tensor:
+    """Compute the summand that a layer's mixers add to the residual stream, ``[T, hidden]``."""
+    beside = None if layer.beside is None else _recur(ops, layer.beside, x, plan)
     if isinstance(mixer, AttentionWeights):
         x = _attend(ops, mixer, x, plan)
     elif isinstance(mixer, LatentWeights):
         x = _attend_latents(ops, mixer, x, plan)
+    elif isinstance(mixer, ConvWeights):
+        x = _convolve(ops, mixer, x, plan)
     else:
         x = _recur(ops, mixer, x, plan)
+    if beside is not None:
+        x, _ = ops.add_norm(beside, x, None)
     return x if layer.mixer_out_norm is None else ops.norm(x, layer.mixer_out_norm)
 
 
@@ -170,7 +182,12 @@ def _by_head(ops: Ops, x: Tensor, weights: Sequence[PackedLinear]) -> Tensor:
     return torch.cat([ops.linear(part.contiguous(), weight) for part, weight in pairs], dim=1)
 
 
-def _recur(ops: Ops, mixer: DeltaWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
+def _recur(ops: Ops, mixer: RecurrentWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
     """``[T, hidden]`` to the same, by the states of the sequences."""
-    mixed, ba = ops.linear(x, mixer.in_proj), ops.logits(x, mixer.ba)
-    return ops.linear(ops.delta(mixed, ba, mixer, plan), mixer.out)
+    mixed, gates = ops.linear(x, mixer.in_proj), ops.logits(x, mixer.gates)
+    return ops.linear(ops.recur(mixed, gates, mixer, plan), mixer.out)
+
+
+def _convolve(ops: Ops, mixer: ConvWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
+    """``[T, hidden]`` to the same, by the rows before each that a convolution reads."""
+    return ops.linear(ops.short_conv(ops.linear(x, mixer.in_proj), mixer, plan), mixer.out)

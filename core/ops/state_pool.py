@@ -31,7 +31,8 @@ _ALIGNMENT = 64  # bytes
 class StateShape(NamedTuple):
     """One layer: S ``[num_heads, key_dim, value_dim]``, and inputs of a convolution.
 
-    The state at a position has the inputs of the ``conv_len - 1`` positions before it.
+    The state at a position has the inputs of the ``conv_len - 1`` positions before it. Of a short
+    convolution these are all: ``num_heads`` is 0, and S and what folds into it are empty.
     """
 
     num_heads: int

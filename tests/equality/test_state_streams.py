@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.ops.base import DeltaWeights
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.quantize import Quantize
 from foretoken.core.ops.torch.torch_ops import TorchOps
@@ -41,6 +40,25 @@ KINDS = {
     "native bfloat16": Kind("qwen3_next", "bfloat16", "native"),
     "native int8": Kind("qwen3_5", "bfloat16", "native", "int8"),
     "native int4": Kind("qwen3_5_moe", "bfloat16", "native", "int4"),
+    "mamba torch": Kind("granite_hybrid_dense", "float32", "torch", num_requests=3),
+    "mamba native": Kind("nemotron_h", "float32", "native"),
+    "mamba native int8": Kind("granite_hybrid", "bfloat16", "native", "int8", num_requests=6),
+    "mamba native int4": Kind("nemotron_h", "bfloat16", "native", "int4", num_requests=6),
+    "conv torch": Kind("lfm2_biased", "float32", "torch", num_requests=4),
+    "conv native": Kind("lfm2", "float32", "native"),
+    "conv native int8": Kind("lfm2", "bfloat16", "native", "int8", num_requests=6),
+    "conv native int4": Kind("lfm2_moe", "bfloat16", "native", "int4", num_requests=6),
+}
+
+
+# Widths that groups of 32 divide.
+_SHARED_SIZES = {"vocab_size": 256, "intermediate_size": 96}
+_SIZES: dict[str, dict[str, int]] = {
+    "qwen3": _SHARED_SIZES | {"linear_value_head_dim": 32},
+    "granite": _SHARED_SIZES,
+    "lfm2": _SHARED_SIZES | {"moe_intermediate_size": 32},
+    "nemotron": _SHARED_SIZES
+    | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
 }
 
 
@@ -51,9 +69,7 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if kind.backend == "native" and native_library() is None:
         pytest.skip("no native kernels on this machine")
     where: Path = tmp_path_factory.mktemp(kind.family)
-    # widths that groups of 32 divide
-    sizes = {"vocab_size": 256, "intermediate_size": 96, "linear_value_head_dim": 32}
-    folder = make_checkpoint(where / "target", kind.family, **sizes)
+    folder = make_checkpoint(where / "target", kind.family, **_SIZES[kind.family.split("_")[0]])
     draft = make_checkpoint(where / "draft", "qwen3", vocab_size=256)
     options = {"dtype": kind.dtype, "exact": "batch", "backend": kind.backend}
     target = load_decoder(folder, **options, quantize=kind.quantize)  # type: ignore[arg-type]
@@ -152,17 +168,19 @@ class Failing(Driver):
     def _twice(self, plan: StepPlan) -> StepOutput:
         if all(each.stop - each.start == 1 for each in plan.requests):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(self._ops, "delta", self._fail(self._ops.delta))
+                for name in ("recur", "short_conv"):
+                    patch.setattr(self._ops, name, self._fail(getattr(self._ops, name)))
                 with pytest.raises(RuntimeError, match="a layer fails"):
                     self._compute(plan)
             Failing.num_failed += 1
         return self._compute(plan)
 
-    def _fail(self, delta: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def failing(mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: object) -> Tensor:
+    def _fail(self, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def failing(*arguments: Any) -> Tensor:
+            *_, weights, _ = arguments
             if weights.layer == self.layer:
                 raise RuntimeError("a layer fails")
-            return delta(mixed, ba, weights, plan)
+            return mix(*arguments)
 
         return failing
 

@@ -240,6 +240,51 @@ _DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 _DELTA_EXPERTS = _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 40}
+# Two groups of four heads, layers of all kinds at either end of each other.
+_BAMBA = {
+    "num_hidden_layers": 4,
+    "pad_token_id": None,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+}
+_GRANITE = _BAMBA | {
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    "shared_intermediate_size": 64,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.4,
+}
+# transformers clamps dt in the form for prompts alone: never here.
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "mlp"]
+    + ["linear_attention"] * 2,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "time_step_min": 1e-30,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 36,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.6,
+}
+_CONV = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv"] * 2 + ["full_attention", "conv"],
+    "pad_token_id": None,
+    "conv_L_cache": 3,
+}
 # Families with a recurrent state: their driver and their pools need more than those of `KINDS`.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", _DELTA_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True}),
@@ -251,7 +296,48 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | _rope("default", partial_rotary_factor=1.0),
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA_EXPERTS),
+    "granite_hybrid": ("granitemoehybrid", _GRANITE),
+    "granite_hybrid_dense": (
+        "granitemoehybrid",
+        _GRANITE
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True}
+        | {"mamba_d_conv": 3, "mamba_conv_bias": False, "attention_bias": True},
+    ),
+    "nemotron_h": ("nemotron_h", _NEMOTRON),
+    "nemotron_h_biased": (
+        "nemotron_h",
+        _NEMOTRON
+        | {"layers_block_type": ["mlp", "linear_attention", "mlp", "full_attention"]}
+        | {"use_bias": True, "mlp_bias": True, "n_groups": 1},
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        _BAMBA
+        | {"num_hidden_layers": 3, "mamba_d_ssm": 96, "ssm_multipliers": [0.7, 1.3, 0.8, 1.2, 0.9]}
+        | {"mlp_multipliers": [1.4, 0.6], "key_multiplier": 0.7, "lm_head_multiplier": 0.8}
+        | {"embedding_multiplier": 3.0, "attention_in_multiplier": 1.2, "ssm_in_multiplier": 0.8}
+        | {"attention_out_multiplier": 0.9, "ssm_out_multiplier": 0.7},
+    ),
+    "falcon_h1_normed": (
+        "falcon_h1",
+        _BAMBA | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "lfm2": ("lfm2", _CONV | {"intermediate_size": 140, "block_multiple_of": 32}),
+    "lfm2_biased": (
+        "lfm2",
+        _CONV
+        | {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": True}
+        | {"block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        _CONV | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.6},
+    ),
+    "bamba": ("bamba", _BAMBA | {"attn_layer_indices": [2], "mamba_proj_bias": True}),
 }
+
+
+_AROUND_ONE = ("norm.weight", "norm_f.weight", "norm_1.weight", "norm_2.weight", "scale", ".D")
 
 
 def make_reference(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -263,14 +349,14 @@ def make_reference(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.12, generator=generator)
-            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "scale")):
+            if name.endswith(_AROUND_ONE):
                 parameter.add_(1.0)
             elif name.endswith("A_log"):  # log decays of a token from 0.001 to 8
                 parameter.copy_(torch.linspace(-7.0, 2.0, len(parameter)))
-            elif name.endswith("conv1d.weight"):
+            elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 parameter.mul_(5.0)
         for name, buffer in model.named_buffers():  # which begin at 0 or 1
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3, generator=generator)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)

@@ -1,4 +1,4 @@
-"""Layers of the gated delta rule without a decoder: their inputs are drawn, their states kept.
+"""Layers with states without a decoder: their inputs are drawn, their states kept.
 
 A `Sequences` runs any rows of a few sequences over one pool, cut as a test likes.
 """
@@ -7,20 +7,35 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from foretoken.core.ops.base import DeltaShape, DeltaWeights, HeadLayout, Ops, PackedLinear
+from foretoken.core.ops.base import (
+    ConvShape,
+    ConvWeights,
+    DeltaWeights,
+    ForwardPlan,
+    HeadLayout,
+    Mamba2Weights,
+    Ops,
+    PackedLinear,
+    RecurrentShape,
+    RecurrentWeights,
+)
 from foretoken.core.ops.batch import Segment, SegmentState, build_batch
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.state_pool import StatePool
 from support.rope_fixture import Turns
 
-SHAPE = DeltaShape(2, 4, key_dim=24, value_dim=40, conv_len=4)
+SHAPE = RecurrentShape(2, 4, key_dim=24, value_dim=40, conv_len=4)
+MAMBA_SHAPE = RecurrentShape(2, 4, key_dim=20, value_dim=24, conv_len=4)
+CONV_SHAPE = ConvShape(56, 3)
 HEADS = HeadLayout(1, 1, 8, 1.0)
 NO_MATRIX = PackedLinear(torch.empty(0), None, packed=False)
+
+Weights: TypeAlias = RecurrentWeights | ConvWeights
 
 
 class Rows(NamedTuple):
@@ -33,12 +48,12 @@ class Rows(NamedTuple):
     keeps: tuple[tuple[int, int], ...] = ()
 
 
-def make_weights(shape: DeltaShape = SHAPE, layer: int = 0) -> DeltaWeights:
+def make_weights(shape: RecurrentShape = SHAPE, layer: int = 0) -> DeltaWeights:
     """Log decays of a token are from -0.001 to -8, by head."""
     heads = shape.num_value_heads
     return DeltaWeights(
         in_proj=NO_MATRIX,
-        ba=NO_MATRIX,
+        gates=NO_MATRIX,
         conv=torch.randn(shape.conv_channels, shape.conv_len) * 0.6,
         decay=-(10.0 ** torch.linspace(-3.0, 0.9, heads)),
         dt_bias=torch.randn(heads) * 0.3,
@@ -50,13 +65,63 @@ def make_weights(shape: DeltaShape = SHAPE, layer: int = 0) -> DeltaWeights:
     )
 
 
+def make_mamba_weights(
+    shape: RecurrentShape = MAMBA_SHAPE, layer: int = 0, *, has_bias: bool = True
+) -> Mamba2Weights:
+    """Log decays as those of `make_weights`; a norm of each group."""
+    heads = shape.num_value_heads
+    return Mamba2Weights(
+        in_proj=NO_MATRIX,
+        gates=NO_MATRIX,
+        conv=torch.randn(shape.conv_channels, shape.conv_len) * 0.6,
+        conv_bias=torch.randn(shape.conv_channels) * 0.3 if has_bias else None,
+        decay=-(10.0 ** torch.linspace(-3.0, 0.9, heads)),
+        dt_bias=torch.randn(heads) * 0.3,
+        skip=torch.randn(heads),
+        norm=torch.rand(shape.value_width) + 0.5,
+        norm_eps=1e-6,
+        num_norms=shape.num_key_heads,
+        out=NO_MATRIX,
+        shape=shape,
+        layer=layer,
+    )
+
+
+def make_conv_weights(
+    shape: ConvShape = CONV_SHAPE, layer: int = 0, *, has_bias: bool = True
+) -> ConvWeights:
+    return ConvWeights(
+        in_proj=NO_MATRIX,
+        conv=torch.randn(shape) * 0.6,
+        bias=torch.randn(shape.channels) * 0.3 if has_bias else None,
+        out=NO_MATRIX,
+        layer=layer,
+    )
+
+
+def row_widths(weights: Weights) -> tuple[int, int]:
+    """Items of a row before the layer, and of one behind it."""
+    if isinstance(weights, ConvWeights):
+        return 3 * weights.shape.channels, weights.shape.channels
+    shape = weights.shape
+    return shape.conv_channels + shape.value_width, shape.value_width
+
+
+def gates_width(weights: Weights) -> int:
+    """Rows of the gates' matrix."""
+    if isinstance(weights, ConvWeights):
+        return 0
+    rows = 2 if isinstance(weights, DeltaWeights) else 1
+    return rows * weights.shape.num_value_heads
+
+
 class Sequences:
     """Sequences of drawn inputs, each with the slot and the log of its number."""
 
     def __init__(
         self,
         ops: Ops,
-        weights: Sequence[DeltaWeights],
+        weights: Sequence[Weights],
         *,
         length: int,
         count: int = 1,
@@ -66,12 +131,11 @@ class Sequences:
         seed: int = 0,
     ) -> None:
         self.ops, self.weights, self.dtype, self.length = ops, weights, dtype, length
-        shape = weights[0].shape
-        self.width = shape.conv_channels + shape.num_value_heads * shape.value_dim
+        self.width, _ = row_widths(weights[0])
         draw = torch.Generator().manual_seed(seed)
         self._draw = draw
         self.mixed = torch.randn(count, length, self.width, generator=draw).to(dtype)
-        self.ba = torch.randn(count, length, 2 * shape.num_value_heads, generator=draw)
+        self.gates = torch.randn(count, length, gates_width(weights[0]), generator=draw)
         self.page_size = page_size
         self.states = StatePool(
             num_slots,
@@ -88,7 +152,7 @@ class Sequences:
 
     def run(self, *passes: Rows, layers: Sequence[int] = (0,)) -> list[Tensor]:
         """One pass: what each of its sequences' final rows give in the last of ``layers``."""
-        segments, mixed, ba = [], [], []
+        segments, mixed, gates = [], [], []
         for sequence, start, count, num_drafts, keeps in passes:
             stop = start + count
             state = SegmentState(sequence, sequence, stop, keeps)
@@ -96,10 +160,10 @@ class Sequences:
             tokens = [0] * (count + num_drafts)
             segments.append(Segment(tokens, start, pages, 0, state=state))
             mixed.append(self.mixed[sequence, start:stop])
-            ba.append(self.ba[sequence, start:stop])
+            gates.append(self.gates[sequence, start:stop])
             if num_drafts:
                 for into, drafts in zip(
-                    (mixed, ba), self.draft_rows(sequence, stop, num_drafts), strict=True
+                    (mixed, gates), self.draft_rows(sequence, stop, num_drafts), strict=True
                 ):
                     into.append(drafts)
         batch = build_batch(
@@ -107,16 +171,21 @@ class Sequences:
         )
         plan = self.ops.plan(batch, self.pool, HEADS, Turns(torch.ones(4)))
         padding = batch.num_rows - int(batch.lens.sum())
-        rows = [torch.cat([*each, *[each[-1][-1:]] * padding]) for each in (mixed, ba)]
+        rows = [torch.cat([*each, *[each[-1][-1:]] * padding]) for each in (mixed, gates)]
         for layer in layers:
-            out = self.ops.delta(*rows, self.weights[layer], plan)
+            out = self._mix(*rows, self.weights[layer], plan)
         firsts = batch.first_rows.tolist()
         return [out[first : first + rows.count] for first, rows in zip(firsts, passes, strict=True)]
+
+    def _mix(self, mixed: Tensor, gates: Tensor, weights: Weights, plan: ForwardPlan) -> Tensor:
+        if isinstance(weights, ConvWeights):
+            return self.ops.short_conv(mixed, weights, plan)
+        return self.ops.recur(mixed, gates, weights, plan)
 
     def draft_rows(self, sequence: int, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Inputs of drafts: random ones."""
         mixed = torch.randn(count, self.width, generator=self._draw).to(self.dtype)
-        return mixed, torch.randn(count, self.ba.shape[2], generator=self._draw)
+        return mixed, torch.randn(count, self.gates.shape[2], generator=self._draw)
 
     def one_by_one(self, sequence: int = 0) -> Tensor:
         """All rows of a sequence, a pass for each."""

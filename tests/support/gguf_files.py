@@ -31,14 +31,25 @@ ARCHS = {
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "youtu": "deepseek2",
     "glm4_moe_lite": "deepseek2",
+    "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h_moe",
 }  # fmt: skip
 TURNED = (
     "llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo",
-    "granitemoe",
+    "granitemoe", "granitemoehybrid",
 )  # fmt: skip
+DENSE = {"nemotron_h": "nemotron_h"}  # architectures of the same types without experts
+_CONVS = ("conv1d.weight", "shortconv.conv.weight")  # stay float32
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LARGER_NORMS = ("gemma", "gemma2", "gemma3_text", "nemotron", *_HYBRIDS)
+
+
+_UNQUANTISED = (".bias", ".scale", *_CONVS, "ssm_a", "ssm_d", "ssm_norm.weight")
+_MAMBA_LEAVES = (
+    "A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight", "in_proj.weight",
+    "out_proj.weight",
+)  # fmt: skip
 
 
 def interleaved(rows: Array, num_heads: int) -> Array:
@@ -58,8 +69,13 @@ def write_gguf(
 ) -> Path:
     """A checkpoint in Hugging Face layout as a GGUF file, its matrices quantised."""
     config = json.loads((folder / "config.json").read_text())
+    if "layers_block_type" in config:  # Nemotron-H's, which names no number and has no RoPE
+        config["num_hidden_layers"] = len(config["layers_block_type"])
+        config["rope_parameters"] = {"rope_theta": 10000.0}
     model_type = config["model_type"]
     arch = ARCHS[model_type]
+    if "moe" not in config.get("layers_block_type", ["moe"]):
+        arch = DENSE[model_type]
     writer = gguf.GGUFWriter(file, arch)
     _metadata(writer, config, arch)
     for name, (method, value) in more.items():
@@ -69,7 +85,7 @@ def write_gguf(
     for name, values in _tensors(folder, config).items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert own is not None, name
-        if values.ndim < 2 or own.endswith((".bias", ".scale", "conv1d.weight")):
+        if values.ndim < 2 or own.endswith(_UNQUANTISED):
             writer.add_tensor(own, np.ascontiguousarray(values, np.float32))
             continue
         raw = gguf.quantize(np.ascontiguousarray(values), kind)
@@ -96,6 +112,12 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
         values = tensor.float().numpy()
         if name == "lm_head.weight" and tied:
             continue
+        if ".shared_mlp." in name and "num_local_experts" in config:
+            found |= _shared_tensors(name, values, config)
+            continue
+        if ".mamba." in name or name.rpartition(".mixer.")[2] in _MAMBA_LEAVES:
+            found |= _mamba_tensors(name, values, config)
+            continue
         if ".linear_attn." in name:
             found |= _hybrid_tensors(name, values, config)
             continue
@@ -117,17 +139,21 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
         elif name.endswith("e_score_correction_bias"):
             stem = name.removesuffix("_bias").replace("block_sparse_moe", "mlp.gate")
             found[f"{stem.replace('mlp.moe_statics', 'mlp.gate')}.bias"] = values
+        elif name.endswith("expert_bias"):
+            found[f"{name}.bias"] = values
+        elif name.endswith("conv.conv.weight"):
+            found[name] = values.squeeze(1)
         elif name.endswith("input_linear.weight"):
             for part, rows in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 own = name.replace("input_linear", f"experts.{part}_proj")
                 found[own.replace("block_sparse_moe", "mlp")] = np.ascontiguousarray(rows)
         else:
             found[f"{name}.weight" if name.endswith("sinks") else name] = values
-    mixtral = {"block_sparse_moe.experts": "feed_forward.experts"}
     for name, parts in experts.items():
-        for old, new in mixtral.items():
-            name = name.replace(old, new).removeprefix("model.") if old in name else name
-        found[name] = np.stack(parts)
+        name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+        name = name.replace("block_sparse_moe.experts", "feed_forward.experts")
+        is_bare = "feed_forward.experts" in name  # in gguf's table
+        found[name.removeprefix("model.") if is_bare else name] = np.stack(parts)
     return found
 
 
@@ -140,6 +166,33 @@ def _keys_and_values(name: str, values: Array, config: dict[str, Any]) -> dict[s
         name.replace("kv_b_proj", "k_b_proj"): turned,
         name.replace("kv_b_proj", "v_b_proj"): np.ascontiguousarray(plain),
     }
+
+
+def _shared_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str, Array]:
+    """Granite's MLP beside experts, or alone: gate and factor apart."""
+    stem = name.partition(".shared_mlp.")[0]
+    at = f"{stem}.mlp.{'shared_experts.' if config['num_local_experts'] else ''}"
+    if "output_linear" in name:
+        return {f"{at}down_proj.weight": values}
+    gate, up = np.split(values, 2)
+    return {f"{at}gate_proj.weight": gate, f"{at}up_proj.weight": up}
+
+
+def _mamba_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str, Array]:
+    """Log decays as decays, what is of the heads as columns, the norm as a row a group."""
+    stem, _, leaf = name.rpartition(".")
+    if leaf == "A_log":
+        return {name: -np.exp(values)[:, None]}
+    if leaf == "D":
+        return {name: values[:, None]}
+    if leaf == "dt_bias":
+        return {f"{stem}.dt_proj.bias": values}
+    if name.endswith("conv1d.weight"):
+        return {name: values.squeeze(1)}
+    if name.endswith("norm.weight"):
+        groups = config.get("mamba_n_groups") or config["n_groups"]
+        return {name: values.reshape(groups, -1)}
+    return {name: values}
 
 
 def _hybrid_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str, Array]:
@@ -406,6 +459,63 @@ def _hybrid(writer: Any, config: dict[str, Any]) -> None:
         _experts(writer, config)
 
 
+def _lfm2(writer: Any, config: dict[str, Any]) -> None:
+    """The width of the MLP as it is; no heads of keys in layers of convolutions."""
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([0 if kind == "conv" else heads for kind in config["layer_types"]])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    if "num_experts" in config:
+        _experts(writer, config)
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        return
+    width, multiple = int(2 * config["intermediate_size"] / 3), config["block_multiple_of"]
+    writer.add_feed_forward_length(multiple * -(-width // multiple))
+
+
+def _mamba(writer: Any, config: dict[str, Any], heads: int, head_dim: int, groups: int) -> None:
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * head_dim)
+    kinds = config.get("layers_block_type") or config["layer_types"]
+    counts = [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds]
+    writer.add_head_count_kv(counts)
+
+
+def _granite_hybrid(writer: Any, config: dict[str, Any]) -> None:
+    _granite(writer, config)
+    _mamba(
+        writer, config, config["mamba_n_heads"], config["mamba_d_head"], config["mamba_n_groups"]
+    )
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    if not config["num_local_experts"]:
+        writer.add_feed_forward_length(config["shared_intermediate_size"])
+        return
+    _experts(writer, config)
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
+def _nemotron_h(writer: Any, config: dict[str, Any]) -> None:
+    _mamba(writer, config, config["mamba_num_heads"], config["mamba_head_dim"], config["n_groups"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    kinds = config["layers_block_type"]
+    writer.add_feed_forward_length([config["intermediate_size"] * (k == "mlp") for k in kinds])
+    if "moe" not in kinds:
+        return
+    _experts(writer, config)
+    shared = config["moe_shared_expert_intermediate_size"]
+    writer.add_expert_shared_feed_forward_length(shared)
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+
+
 def _stablelm(writer: Any, config: dict[str, Any]) -> None:
     writer.add_parallel_residual(config["use_parallel_residual"])
 
@@ -443,6 +553,10 @@ _MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "granitemoe": _granite_moe,
     "ministral3": _ministral3,
     "stablelm": _stablelm,
+    "granitemoehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron_h,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
     **dict.fromkeys(_HYBRIDS, _hybrid),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), _deepseek2),
 }

@@ -37,6 +37,10 @@ def _compressed(form: str, bits: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def _conv_but(num_layers: int, full: set[int]) -> list[str]:
+    return ["full_attention" if layer in full else "conv" for layer in range(num_layers)]
+
+
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -142,6 +146,27 @@ KNOWN: dict[str, dict[str, Any]] = {
         "qwen3_next", 2048, 5120, 48, 16, 2, 151936, 262144, head_dim=256, num_experts=512,
         num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512,
         rope_theta=1e7, partial_rotary_factor=0.25,
+    ),
+    "Granite 4.0 H-Tiny": _shape(
+        "granitemoehybrid", 1536, 512, 40, 12, 4, 100352, 131072, tie_word_embeddings=True,
+        layer_types=["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+        num_local_experts=64, num_experts_per_tok=6, shared_intermediate_size=1024,
+        mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, position_embedding_type="nope",
+    ),
+    "Nemotron 3 Nano 30B-A3B": _shape(
+        "nemotron_h", 2688, 1856, 52, 32, 2, 131072, 262144, head_dim=128,
+        hybrid_override_pattern="MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME",
+        mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
+        moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
+    ),
+    "LFM2 1.2B": _shape(
+        "lfm2", 2048, 12288, 16, 32, 8, 65536, 128000, full_attn_idxs=[2, 5, 8, 10, 12, 14]
+    ),
+    "LFM2 8B-A1B": _shape(
+        "lfm2_moe", 2048, 7168, 24, 32, 8, 65536, 128000, moe_intermediate_size=1792,
+        num_experts=32, num_experts_per_tok=4, num_dense_layers=2,
+        layer_types=_conv_but(24, {2, 6, 10, 14, 18, 21}),
     ),
     "Qwen3 30B-A3B": _shape(
         "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, head_dim=128, num_experts=128,

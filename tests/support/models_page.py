@@ -80,13 +80,17 @@ def _known_row(name: str, report: ModelReport) -> str:
         return f"| {name} | refused | | | | | | |"
     kv = report.kv_bytes_per_token
     assert kv is not None
-    state = f"{report.state_bytes / 2**20:.0f} MiB" if report.state_bytes else ""
+    state = _size(report.state_bytes) if report.state_bytes else ""
     return (
         f"| {name} | {report.path} | {report.quantization or 'plain'}"
         f" | {report.num_parameters / 1e9:.2f} B"
         f" | {report.most_bytes / 2**30:.1f} GiB | {kv / 2**10:.0f} KiB | {state}"
         f" | {report.max_model_len:,} |"
     )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} KiB"
 
 
 def _refused() -> str:

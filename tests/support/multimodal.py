@@ -44,6 +44,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32},
     ),
     "idefics3": ("Idefics3ForConditionalGeneration", {}),
+    "lfm2_vl": ("Lfm2VlForConditionalGeneration", {"layer_types": ["conv", "full_attention"]}),
     "qwen2_5_omni_thinker": (
         "Qwen2_5OmniThinkerForConditionalGeneration",
         {"rope_parameters": _MROPE},

@@ -44,20 +44,14 @@ OTHER_ENGINE = "serve it with transformers or vLLM"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "bamba",
             "bailing_hybrid",
-            "falcon_h1",
-            "granitemoehybrid",
             "jamba",
             "kimi_linear",
-            "lfm2",
-            "lfm2_moe",
             "lfm3",
             "mamba",
             "mamba2",
             "falcon_mamba",
             "minimax",
-            "nemotron_h",
             "olmo_hybrid",
             "recurrent_gemma",
             "rwkv",
@@ -78,7 +72,17 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("diffllama", "hrm_text"), "a layer calls attention twice in a pass"),
 }
 # Types whose recurrent states foretoken's own decoder alone keeps.
-OWN_ONLY = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+OWN_ONLY = (
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)
 _TEST_TOKENS = 12
 _TEST_PAGE = 4
 # Fields that count layers behind the last, which predict further tokens.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...errors import ModelLoadError
-from ...ops.base import DeltaShape, Routing
+from ...ops.base import RecurrentShape, Routing
 from ..config import BESIDE_THE_MODEL, DecoderConfig, DeltaSpec, ExpertNames, LayerSpec
 from ..fields import Fields, UnsupportedConfig
 from ..fold import Fold
@@ -61,7 +61,7 @@ def _layers(fields: Fields, *, is_fused: bool) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec() if is_full else delta for is_full in _full_layers(fields))
 
 
-def _shape(fields: Fields) -> DeltaShape:
+def _shape(fields: Fields) -> RecurrentShape:
     num_key_heads = fields.positive("linear_num_key_heads", 16)
     num_value_heads = fields.positive("linear_num_value_heads", 32)
     if num_value_heads % num_key_heads:
@@ -70,7 +70,7 @@ def _shape(fields: Fields) -> DeltaShape:
     conv_len = fields.positive("linear_conv_kernel_dim", 4)
     if conv_len < 2:
         raise fields.error("linear_conv_kernel_dim", f"must be at least 2, not {conv_len}")
-    return DeltaShape(
+    return RecurrentShape(
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
         key_dim=fields.positive("linear_key_head_dim", 128),
@@ -108,13 +108,18 @@ def _with_experts(
 
 def as_stored(config: DecoderConfig, names: set[str]) -> DecoderConfig:
     """The config with the matrices that the files hold: fused or not, experts stacked or not."""
-    fused_qkvz, fused_ba, is_stacked = (
-        any(name.endswith(ending) for name in names)
-        for ending in ("in_proj_qkvz.weight", "in_proj_ba.weight", "mlp.experts.gate_up_proj")
+    endings = (
+        "in_proj_qkvz.weight",
+        "in_proj_ba.weight",
+        "mlp.experts.gate_up_proj",
+        "mlp.gate_up_proj.weight",
+    )
+    fused_qkvz, fused_ba, is_stacked, fused_gate_up = (
+        any(name.endswith(ending) for name in names) for ending in endings
     )
 
     def stored(layer: LayerSpec) -> LayerSpec:
-        if layer.mixer is not None:
+        if isinstance(layer.mixer, DeltaSpec):
             mixer = layer.mixer._replace(fused_qkvz=fused_qkvz, fused_ba=fused_ba)
             layer = replace(layer, mixer=mixer)
         if layer.experts is not None and is_stacked:
@@ -122,7 +127,8 @@ def as_stored(config: DecoderConfig, names: set[str]) -> DecoderConfig:
             layer = replace(layer, experts=replace(layer.experts, names=names))
         return layer
 
-    return replace(config, layers=tuple(map(stored, config.layers)))
+    fold = replace(config.fold, fused_gate_up=fused_gate_up)
+    return replace(config, layers=tuple(map(stored, config.layers)), fold=fold)
 
 
 def tiled(config: DecoderConfig) -> DecoderConfig:
@@ -131,7 +137,7 @@ def tiled(config: DecoderConfig) -> DecoderConfig:
 
 
 def _tiled_layer(layer: LayerSpec) -> LayerSpec:
-    if layer.mixer is None:
+    if not isinstance(layer.mixer, DeltaSpec):
         return layer
     shape = layer.mixer.shape._replace(is_tiled=True)
     return replace(layer, mixer=layer.mixer._replace(shape=shape))

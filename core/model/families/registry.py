@@ -7,10 +7,11 @@ from collections.abc import Callable
 from ..config import DecoderConfig
 from ..fields import Fields
 from ..formats.quantized import read_scheme
-from . import dense, experts, gemma4, hybrid, latent
+from . import dense, experts, gemma4, hybrid, latent, lfm, mamba
 
 MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "arcee": dense.arcee,
+    "bamba": mamba.bamba,
     "cohere": dense.cohere,
     "cohere2": dense.cohere2,
     "deepseek_v2": latent.deepseek_v2,
@@ -18,6 +19,7 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "dots1": experts.dots1,
     "ernie4_5": dense.ernie,
     "exaone4": dense.exaone4,
+    "falcon_h1": mamba.falcon_h1,
     "gemma": dense.gemma,
     "gemma2": dense.gemma2,
     "gemma3_text": dense.gemma3,
@@ -28,9 +30,12 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "glm4_moe_lite": latent.glm4_moe_lite,
     "gpt_oss": experts.gpt_oss,
     "granite": dense.granite,
+    "granitemoehybrid": mamba.granite_hybrid,
     "helium": dense.helium,
     "hunyuan_v1_dense": dense.hunyuan,
     "hunyuan_v1_moe": experts.hunyuan_moe,
+    "lfm2": lfm.lfm2,
+    "lfm2_moe": lfm.lfm2_moe,
     "llama": dense.llama,
     "minicpm3": latent.minicpm3,
     "minimax_m2": experts.minimax_m2,
@@ -38,6 +43,7 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "mistral": dense.mistral,
     "mixtral": experts.mixtral,
     "nemotron": dense.nemotron,
+    "nemotron_h": mamba.nemotron_h,
     "olmo2": dense.olmo2,
     "olmo3": dense.olmo3,
     "olmoe": experts.olmoe,

@@ -44,11 +44,15 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias|scale))?")
 # Parameters whose names in transformers have no ending.
 _BARE = (
     "self_attn.sinks", "e_score_correction_bias", "layer_scalar", "router.scale",
-    "per_expert_scale", "A_log", "dt_bias",
+    "per_expert_scale", "A_log", "dt_bias", "mamba.D", "expert_bias",
 )  # fmt: skip
 _ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transformers
-_CONV = "conv1d.weight"  # has a dimension of one channel a group in transformers
-_LOG = "linear_attn.A_log"
+_CONV = (
+    "conv1d.weight",
+    "conv.conv.weight",
+)  # has a dimension of one channel a group in transformers
+_LOG = ("linear_attn.A_log", "mamba.A_log")
+_FLAT = ("mamba.A_log", "mamba.D", "mamba.norm.weight")  # are matrices in the files
 _GATED_NORM = "linear_attn.norm.weight"  # is stored as it is, whatever the others are
 
 
@@ -100,7 +104,7 @@ class GgufFile:
     @property
     def stored_dtype(self) -> str:
         """Type of the first layer's MLP output matrix; bfloat16 where it is quantised."""
-        names = ("blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight")
+        names = ("blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight", "blk.0.ssm_out.weight")
         tensor = next((self._tensors[name] for name in names if name in self._tensors), None)
         return "bfloat16" if tensor is None else _PLAIN.get(tensor.tensor_type, "bfloat16")
 
@@ -158,12 +162,12 @@ class GgufFile:
             "model_type": self._architecture.model_type,
             "vocab_size": vocab_size,
             "hidden_size": width,
-            "intermediate_size": meta.by_layer("feed_forward_length")[0]
+            "intermediate_size": _first(meta.by_layer("feed_forward_length"))
             or meta.number("expert_feed_forward_length"),
             "num_hidden_layers": meta.number("block_count")
             - meta.optional("nextn_predict_layers", 0),
             "num_attention_heads": heads,
-            "num_key_value_heads": meta.by_layer("attention.head_count_kv")[0] or heads,
+            "num_key_value_heads": _first(meta.by_layer("attention.head_count_kv")) or heads,
             "head_dim": head_dim,
             "max_position_embeddings": meta.number("context_length"),
             "rms_norm_eps": meta.optional("attention.layer_norm_rms_epsilon", 1e-5),
@@ -245,8 +249,8 @@ class GgufFile:
         return found
 
     def _model_names(self) -> dict[str, str]:
-        final = self._architecture.final_norm
-        more = {f"output_norm.{ending}": f"{final}.{ending}" for ending in ("weight", "bias")}
+        own, final = self._architecture.own_final_norm, self._architecture.final_norm
+        more = {f"{own}.{ending}": f"{final}.{ending}" for ending in ("weight", "bias")}
         return MODEL_NAMES | more
 
     def _plain(self, name: str, tensor: gguf.ReaderTensor) -> _StoredTensor:
@@ -256,6 +260,8 @@ class GgufFile:
         shape = _shape(tensor)
         if name.endswith(_ROW):  # converters write the row alone, or the matrix
             shape = (1, math.prod(shape))
+        elif name.endswith(_FLAT):
+            shape = (math.prod(shape),)
         elif name.endswith(_CONV):
             shape = (shape[0], 1, *shape[1:])
 
@@ -362,6 +368,11 @@ class GgufFile:
 
 def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(tensor.shape))
+
+
+def _first(counts: list[int]) -> int:
+    """The count of the first layer that has any; 0: none has."""
+    return next((count for count in counts if count), 0)
 
 
 def _wide(value: Tensor | QuantizedWeight) -> Tensor:

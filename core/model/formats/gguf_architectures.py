@@ -101,6 +101,11 @@ _AFTER = {
 _BEFORE_AND_AFTER = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
 
 
+_LFM = {
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}
 _HYBRID = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -115,6 +120,21 @@ _HYBRID = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_SHARED_GRANITE = {
+    "ffn_gate_shexp": "mlp.gate_proj",
+    "ffn_up_shexp": "mlp.up_proj",
+    "ffn_down_shexp": "mlp.down_proj",
+}
+_NEMOTRON_H = _MAMBA | {"attn_norm": "norm"}
 _HYBRID_EXPERTS = _HYBRID | _EXPERTS | _SHARED_EXPERT
 _GEMMA4 = _BEFORE_AND_AFTER | {
     "layer_output_scale": "layer_scalar",
@@ -161,6 +181,7 @@ class Architecture:
     is_latent: bool = False
     experts: Literal["none", "each", "gpt_oss", "granite"] = "none"
     final_norm: str = "model.norm"
+    own_final_norm: str = "output_norm"  # its name in the file
 
 
 # -- fields ---------------------------------------------------------------------------------------
@@ -348,6 +369,104 @@ def _hybrid(meta: Metadata) -> dict[str, Any]:
 
 def _hybrid_moe(meta: Metadata) -> dict[str, Any]:
     return _hybrid(meta) | _qwen2_moe(meta) | {"norm_topk_prob": True}
+
+
+def _mamba(meta: Metadata) -> dict[str, Any]:
+    """Mamba-2 by the names of Bamba's fields, and the kinds of layers by their tensors."""
+    inner, heads = meta.number("ssm.inner_size"), meta.number("ssm.time_step_rank")
+    layers = range(meta.number("block_count"))
+    return {
+        "layer_types": [_kind_of(meta, layer) for layer in layers],
+        "mamba_d_conv": meta.number("ssm.conv_kernel"),
+        "mamba_d_state": meta.number("ssm.state_size"),
+        "mamba_n_groups": meta.number("ssm.group_count"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // max(1, heads),
+        "mamba_conv_bias": any(meta.has_tensor(f"blk.{n}.ssm_conv1d.bias") for n in layers),
+    }
+
+
+def _kind_of(meta: Metadata, layer: int) -> str:
+    tensors = {
+        "attn_q": "full_attention",
+        "ssm_in": "linear_attention",
+        "ffn_gate_inp": "moe",
+        "ffn_up": "mlp",
+    }
+    found = (
+        kind for name, kind in tensors.items() if meta.has_tensor(f"blk.{layer}.{name}.weight")
+    )
+    return next(found, "unknown")
+
+
+def _granite_hybrid(meta: Metadata) -> dict[str, Any]:
+    count = meta.optional("expert_count", 0)
+    shared = meta.optional("expert_shared_feed_forward_length", 0)
+    found: dict[str, Any] = {**_mamba(meta), **_granite(meta), "num_local_experts": count}
+    found["mamba_expand"] = meta.number("ssm.inner_size") // meta.number("embedding_length")
+    found["shared_intermediate_size"] = shared or meta.number("feed_forward_length")
+    if count:
+        found["num_experts_per_tok"] = meta.number("expert_used_count")
+    if meta.optional("rope.scaling.finetuned", True):  # the converter's flag for RoPE
+        found["position_embedding_type"] = "rope"
+    return found
+
+
+def _nemotron_h(meta: Metadata) -> dict[str, Any]:
+    mamba = _mamba(meta)
+    return {
+        "layers_block_type": mamba["layer_types"],
+        "conv_kernel": mamba["mamba_d_conv"],
+        "ssm_state_size": mamba["mamba_d_state"],
+        "n_groups": mamba["mamba_n_groups"],
+        "mamba_num_heads": mamba["mamba_n_heads"],
+        "mamba_head_dim": mamba["mamba_d_head"],
+        "use_conv_bias": mamba["mamba_conv_bias"],
+        "use_bias": False,
+        "layer_norm_epsilon": meta.number("attention.layer_norm_rms_epsilon"),
+    }
+
+
+def _nemotron_h_moe(meta: Metadata) -> dict[str, Any]:
+    shared = meta.number("expert_shared_feed_forward_length")
+    if meta.optional("moe_latent_size", 0):
+        return _nemotron_h(meta) | {"moe_latent_size": meta.number("moe_latent_size")}
+    return {
+        **_nemotron_h(meta),
+        **_experts(meta),
+        "moe_shared_expert_intermediate_size": shared,
+        "norm_topk_prob": meta.optional("expert_weights_norm", True),
+        "routed_scaling_factor": meta.optional("expert_weights_scale", 1.0) or 1.0,
+        "n_group": meta.optional("expert_group_count", 1) or 1,
+        "topk_group": meta.optional("expert_group_used_count", 1) or 1,
+    }
+
+
+def _lfm2(meta: Metadata) -> dict[str, Any]:
+    """Layers without heads of keys are convolutions; the width of the MLP is its own already."""
+    heads = meta.by_layer("attention.head_count_kv")
+    attention = "full_attention"
+    if meta.optional("attention.sliding_window", 0):
+        attention = "sliding_attention"
+    if not meta.optional("attention.causal", True):
+        attention = "bidirectional_attention"
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": [attention if count else "conv" for count in heads],
+        "conv_L_cache": meta.number("shortconv.l_cache"),
+        "norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _lfm2_moe(meta: Metadata) -> dict[str, Any]:
+    return {
+        **_lfm2(meta),
+        **_experts(meta),
+        "norm_topk_prob": True,
+        "num_dense_layers": meta.number("leading_dense_block_count"),
+        "routed_scaling_factor": meta.optional("expert_weights_scale", 1.0) or 1.0,
+    }
 
 
 def _gpt_oss(meta: Metadata) -> dict[str, Any]:
@@ -570,6 +689,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts="gpt_oss",
     ),
     "granite": Architecture(model_type="granite", fields=_granite, is_turned=True),
+    "granitehybrid": Architecture(
+        model_type="granitemoehybrid",
+        fields=_granite_hybrid,
+        names=_MAMBA | _EXPERTS | _SHARED_GRANITE,
+        turns_part=True,
+        is_turned=True,
+        experts="each",
+    ),
     "granitemoe": Architecture(
         model_type="granitemoe",
         fields=_granite_moe,
@@ -584,6 +711,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         names=_HUNYUAN | _EXPERTS | _SHARED_MLP | {"ffn_gate_inp": "mlp.gate.wg"},
         experts="each",
     ),
+    "lfm2": Architecture(
+        model_type="lfm2",
+        fields=_lfm2,
+        names=_LFM,
+        own_final_norm="token_embd_norm",
+    ),
+    "lfm2moe": Architecture(
+        model_type="lfm2_moe",
+        fields=_lfm2_moe,
+        names=_LFM | _EXPERTS | {"exp_probs_b": "mlp.expert_bias"},
+        experts="each",
+        own_final_norm="token_embd_norm",
+    ),
     "llama": _LLAMA,
     "minimax-m2": Architecture(
         model_type="minimax_m2",
@@ -595,6 +735,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral3": Architecture(model_type="ministral3", fields=_mistral3, is_turned=True),
     "nemotron": Architecture(
         model_type="nemotron", fields=_nemotron, turns_part=True, norm_offset=1.0
+    ),
+    "nemotron_h": Architecture(
+        model_type="nemotron_h", fields=_nemotron_h, names=_NEMOTRON_H, turns_part=True
+    ),
+    "nemotron_h_moe": Architecture(
+        model_type="nemotron_h",
+        fields=_nemotron_h_moe,
+        names=_NEMOTRON_H | _EXPERTS | _SHARED_EXPERTS | _CHOICE_BIAS,
+        turns_part=True,
+        experts="each",
     ),
     "olmo": Architecture(model_type="olmo", fields=_olmo, is_turned=True),
     "olmoe": Architecture(model_type="olmoe", fields=_olmoe, names=_EXPERTS, experts="each"),
@@ -678,9 +828,8 @@ _NO_DECODER = "it does not predict text token by token"
 # Architectures that are refused, whatever names their tensors have.
 REFUSED = dict.fromkeys(
     (
-        "arwkv7", "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba",
-        "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2",
-        "rwkv7",
+        "arwkv7", "falcon-h1", "jamba", "kimi-linear", "mamba", "mamba2", "plamo2", "plamo3",
+        "rwkv6", "rwkv6qwen2", "rwkv7",
     ),
     _STATE,
 ) | dict.fromkeys(

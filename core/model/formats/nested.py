@@ -6,7 +6,7 @@ without an output matrix, and without the prefix that the class with one adds.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
 from ..shapes import EMBEDDING
 
@@ -48,6 +48,25 @@ def base_names(names: Collection[str]) -> dict[str, str]:
     if EMBEDDING.removeprefix(_TEXT) not in names:
         return {name: name for name in names}
     return {name if name.startswith(_HEAD) else _TEXT + name: name for name in names}
+
+
+def family_names(
+    pairs: Iterable[tuple[str, str]],
+    base: Callable[[Collection[str]], dict[str, str]],
+    names: Collection[str],
+) -> dict[str, str]:
+    """Names of the tensors of a family that has others than ``base`` gives, and as they are stored.
+
+    ``pairs``: of parts of a name, in the order in which they are replaced. What predicts further
+    tokens beside the model is left out.
+    """
+    found: dict[str, str] = {}
+    for name, stored in base(names).items():
+        for old, new in pairs:
+            name = name.replace(old, new)
+        if not name.startswith(_MTP):
+            found[name] = stored
+    return found
 
 
 def is_base(names: Collection[str]) -> bool:

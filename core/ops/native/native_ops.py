@@ -12,14 +12,15 @@ from ..base import (
     FIRST_TABLE,
     SILU,
     Activation,
+    ConvWeights,
     DecoderWeights,
-    DeltaWeights,
     ExpertWeights,
     ForwardPlan,
     HeadLayout,
     HeadNorm,
     Norm,
     PackedLinear,
+    RecurrentWeights,
     Rope,
     Tables,
     capped,
@@ -32,7 +33,7 @@ from .library import DTYPES, NativeLibrary
 from .linear import NativeLinear, Products, linear, pack_linear, rough_copy
 from .plan import NativePlan, unsuited
 from .sampler import NativeSampler
-from .state import DeltaStructs
+from .state import ConvStructs, RecurrentStructs
 from .step import NativeStep
 from .structs import activation_struct, norm_struct, rule_struct, turn_struct
 
@@ -196,20 +197,35 @@ class NativeOps:
         self.library.c.ft_gate(out.data_ptr(), gate.data_ptr(), *out.shape, DTYPES[out.dtype])
         return out
 
-    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
-        """The gated delta rule over the states and logs of the plan's pass."""
+    def recur(
+        self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
+    ) -> Tensor:
+        """A recurrent layer over the states and logs of the plan's pass."""
         assert isinstance(plan, NativePlan)
         assert plan.states is not None
-        mixed, ba, structs = mixed.contiguous(), ba.contiguous(), DeltaStructs(weights)
-        shape = weights.shape
-        out = mixed.new_empty((len(mixed), shape.num_value_heads * shape.value_dim))
+        mixed, gates, structs = mixed.contiguous(), gates.contiguous(), RecurrentStructs(weights)
+        out = mixed.new_empty((len(mixed), weights.shape.value_width))
         batch, _, _ = plan.pointers
-        failed = self.library.c.ft_delta_rule(
-            mixed.data_ptr(), ba.data_ptr(), out.data_ptr(), batch, structs.pointer,
+        failed = self.library.c.ft_recur(
+            mixed.data_ptr(), gates.data_ptr(), out.data_ptr(), batch, structs.pointer,
             DTYPES[mixed.dtype],
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the rows of a recurrent layer")
+        return out
+
+    def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
+        """A gated short convolution over the states and logs of the plan's pass."""
+        assert isinstance(plan, NativePlan)
+        assert plan.states is not None
+        # The kernel writes into the rows.
+        mixed = mixed.clone(memory_format=torch.contiguous_format)
+        structs, out = ConvStructs(weights), mixed.new_empty((len(mixed), weights.shape.channels))
+        batch, _, _ = plan.pointers
+        self.library.c.ft_short_conv(
+            mixed.data_ptr(), out.data_ptr(), batch, ctypes.byref(structs.struct),
+            DTYPES[mixed.dtype],
+        )  # fmt: skip
         return out
 
     def experts(

@@ -1,9 +1,10 @@
-/* The gated delta rule (arXiv 2412.06464), a page after the other.
+/* The gated delta rule (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060), a page after the other.
  *
  * With S the state of a page's start, c the sum of log decays since then, and s the page's rows before:
  *     u_t = beta_t (v_t - e^c_t S^T k_t - sum e^(c_t - c_s) (k_s k_t) u_s)
  *     o_t = e^c_t S^T q_t + sum e^(c_t - c_s) (k_s q_t) u_s + (k_t q_t) u_t
- * and S of the next page, n being the last row, is e^c_n S + sum e^(c_n - c_s) k_s u_s^T.
+ * and S of the next page, n being the last row, is e^c_n S + sum e^(c_n - c_s) k_s u_s^T. Of Mamba-2
+ * q, k and v are C, B and x, u_t = dt_t v_t, and o_t has the skip's D v_t besides.
  *
  * A task is a segment and a head. Each sum is one chain in the order of key_dim, or of rows; how many
  * rows share a load of S changes no bits.
@@ -36,20 +37,22 @@ typedef struct {
     float *weighed; /* [page, keys] keys, times what decay leaves of them */
     float *u;       /* [page, values] values, then u */
     float *read;    /* [page, 2, values] what S gives for x */
-    float *c, *beta; /* [page] */
+    float *c, *beta; /* [page]; of Mamba-2 dt is in beta's place */
     float *own;     /* [key_dim, values] S where a slot's rows are not whole vectors */
     float *draft;   /* [key_dim, values] S behind the last final row */
 } delta_space;
 
 typedef struct {
     const char *mixed;
-    const float *ba;
+    const float *gates;
     char *out;
     const ft_batch *batch;
     const ft_states *states;
-    const ft_delta *delta;
+    const ft_recurrence *delta;
     int dtype;
-    int64_t channels;
+    int64_t num_gates; /* of a row */
+    float *gated;      /* of Mamba-2: [num_rows, num_heads * value_dim], before the norm, or NULL */
+    ft_inputs inputs;
     int64_t keys, values; /* padded */
     delta_space *spaces;
     atomic_flag *taken; /* of the spaces */
@@ -64,29 +67,15 @@ typedef struct {
     char *log;
 } delta_task;
 
+static int is_mamba(const delta_job *job) { return job->delta->skip != NULL; }
+
 static int64_t item_of(const delta_job *job) { return job->dtype == FT_BFLOAT16 ? 2 : 4; }
 
 /* -- slots and logs --------------------------------------------------------------------------- */
 
-static char *slot_field(const delta_job *job, int64_t slot, int field) {
-    const ft_states *states = job->states;
-    int64_t at = states->slot_fields[job->delta->layer * FT_SLOT_FIELDS + field];
-    return states->slots + slot * states->slot_bytes + at;
-}
-
-static char *log_field(const delta_job *job, int64_t log, int field) {
-    const ft_states *states = job->states;
-    int64_t at = states->log_fields[job->delta->layer * FT_LOG_FIELDS + field];
-    return states->logs + log * states->log_bytes + at;
-}
-
-static int64_t *position_of(const delta_job *job, int64_t slot) {
-    return job->states->at + slot * job->states->num_layers + job->delta->layer;
-}
-
 static float *state_of(const delta_task *task, int64_t slot) {
-    const ft_delta *delta = task->job->delta;
-    float *states = (float *)slot_field(task->job, slot, FT_SLOT_STATE);
+    const ft_recurrence *delta = task->job->delta;
+    float *states = (float *)ft_slot_field(&task->job->inputs, slot, FT_SLOT_STATE);
     return states + task->head * delta->key_dim * delta->value_dim;
 }
 
@@ -98,7 +87,7 @@ static void copy_rows(const float *from, int64_t from_step, float *to, int64_t t
 }
 
 static void store_state(const delta_task *task, const float *state, int64_t slot) {
-    const ft_delta *delta = task->job->delta;
+    const ft_recurrence *delta = task->job->delta;
     float *to = state_of(task, slot);
     if (to == state) return;
     copy_rows(state, task->job->values, to, delta->value_dim, delta->key_dim, delta->value_dim);
@@ -107,7 +96,7 @@ static void store_state(const delta_task *task, const float *state, int64_t slot
 /* An entry's k, u or c in the log: `width` items of a position. */
 static float *entry(const delta_task *task, int field, int64_t position, int64_t width) {
     const ft_states *states = task->job->states;
-    float *all = (float *)log_field(task->job, states->log_of[task->segment], field);
+    float *all = (float *)ft_log_field(&task->job->inputs, states->log_of[task->segment], field);
     return all + (task->head * states->ring + position % states->ring) * width;
 }
 
@@ -144,22 +133,6 @@ static void store_entries(const delta_task *task, int64_t base, int64_t first, i
 
 /* -- inputs: convolution, length, gates -------------------------------------------------------- */
 
-/* The input of a position that a row of the segment reads: of the pass, of the log or of the tail. */
-static const char *input_at(const delta_job *job, int64_t segment, int64_t at, int64_t position) {
-    const ft_states *states = job->states;
-    int64_t item = item_of(job), start = job->batch->starts[segment];
-    int64_t bytes = job->channels * item;
-    if (position >= start) {
-        int64_t row = job->batch->first_rows[segment] + position - start;
-        return job->mixed + row * (bytes + job->delta->num_heads * job->delta->value_dim * item);
-    }
-    if (position >= at)
-        return log_field(job, states->log_of[segment], FT_LOG_INPUTS) +
-               position % states->ring * bytes;
-    int64_t index = position - at + job->delta->num_taps - 1;
-    return slot_field(job, states->slot_of[segment], FT_SLOT_TAIL) + index * bytes;
-}
-
 /* `width` channels from `first` on: taps in their order, then silu. Zeros behind them. */
 FT_INLINE void convolve(const delta_job *job, const char *const *inputs, int64_t first, int64_t width,
                         float *out, int64_t num_taps, int dtype) {
@@ -169,7 +142,9 @@ FT_INLINE void convolve(const delta_job *job, const char *const *inputs, int64_t
         ft_vec sum = v_mul(v_get(inputs[0], first + i, n, dtype), v_load_n(taps, n));
         for (int64_t tap = 1; tap < num_taps; tap++)
             sum = v_fma(v_get(inputs[tap], first + i, n, dtype),
-                        v_load_n(taps + tap * job->channels, n), sum);
+                        v_load_n(taps + tap * job->inputs.channels, n), sum);
+        if (job->delta->taps_bias)
+            sum = v_add(sum, v_load_n(job->delta->taps_bias + first + i, n));
         v_store(out + i, v_silu(sum));
     }
 }
@@ -207,7 +182,7 @@ static float exp_one(float x) {
 static void read_inputs(const delta_task *task, int64_t base, int64_t position) {
     const delta_job *job = task->job;
     const delta_space *space = task->space;
-    const ft_delta *delta = job->delta;
+    const ft_recurrence *delta = job->delta;
     int64_t row = position - base, heads = delta->num_heads, num_taps = delta->num_taps;
     int64_t key_head = delta->is_tiled ? task->head % delta->num_key_heads
                                        : task->head / (heads / delta->num_key_heads);
@@ -215,19 +190,25 @@ static void read_inputs(const delta_task *task, int64_t base, int64_t position) 
     int64_t value_at = 2 * keys_width + task->head * delta->value_dim;
     const char *inputs[FT_MAX_TAPS];
     for (int64_t tap = 0; tap < num_taps; tap++)
-        inputs[tap] = input_at(job, task->segment, task->at, position - num_taps + 1 + tap);
+        inputs[tap] =
+            ft_input_at(&job->inputs, task->segment, task->at, position - num_taps + 1 + tap);
     float *key = space->x + 2 * row * job->keys, *query = key + job->keys;
     float *value = space->u + row * job->values;
     convolve_part(job, inputs, keys_width + query_at, delta->key_dim, key);
     convolve_part(job, inputs, query_at, delta->key_dim, query);
     convolve_part(job, inputs, value_at, delta->value_dim, value);
+    int64_t batch_row = job->batch->first_rows[task->segment] + position - task->start;
+    const float *gates = job->gates + batch_row * job->num_gates;
+    float x = gates[job->num_gates - heads + task->head] + delta->dt_bias[task->head];
+    float softplus = log1pf(exp_one(-fabsf(x))) + (x > 0.0f ? x : 0.0f);
+    space->c[row] = delta->decay[task->head] * softplus + (row ? space->c[row - 1] : 0.0f);
+    if (is_mamba(job)) {
+        space->beta[row] = softplus;
+        return;
+    }
     to_length(key, job->keys, 1.0f);
     to_length(query, job->keys, 1.0f / sqrtf((float)delta->key_dim));
-    const float *ba = job->ba + (job->batch->first_rows[task->segment] + position - task->start) * 2 * heads;
-    float x = ba[heads + task->head] + delta->dt_bias[task->head];
-    float softplus = log1pf(exp_one(-fabsf(x))) + (x > 0.0f ? x : 0.0f);
-    space->beta[row] = 1.0f / (1.0f + exp_one(-ba[task->head]));
-    space->c[row] = delta->decay[task->head] * softplus + (row ? space->c[row - 1] : 0.0f);
+    space->beta[row] = 1.0f / (1.0f + exp_one(-gates[task->head]));
 }
 
 /* -- products ---------------------------------------------------------------------------------- */
@@ -280,9 +261,11 @@ FT_INLINE void multiply_column(const product *p, int64_t rows, int64_t column, i
 
 static void multiply_terms(const product *p, int64_t rows) {
     int64_t column = 0, step = BLOCK_VECTORS * FT_WIDTH, wide = WIDE_VECTORS * FT_WIDTH;
-    if (rows == 2) /* key and query of a decoding row: more columns, so that as many sums run */
-        for (; column + wide <= p->width; column += wide)
-            multiply_block(p, 0, column, 2, WIDE_VECTORS);
+    /* Of a decoding row, its key and query or the query alone: more columns, so that as many sums run. */
+    for (; rows <= 2 && column + wide <= p->width; column += wide) {
+        if (rows == 2) multiply_block(p, 0, column, 2, WIDE_VECTORS);
+        else multiply_block(p, 0, column, 1, WIDE_VECTORS);
+    }
     for (; column + step <= p->width; column += step) multiply_column(p, rows, column, BLOCK_VECTORS);
     for (; column < p->width; column += FT_WIDTH) multiply_column(p, rows, column, 1);
 }
@@ -347,12 +330,34 @@ static void run_row(const delta_task *task, int64_t row) {
     }
 }
 
+/* The same of Mamba-2, for whose query alone S was read. */
+static void run_mamba_row(const delta_task *task, int64_t row) {
+    const delta_space *space = task->space;
+    int64_t keys = task->job->keys, values = task->job->values;
+    const float *key = space->x + 2 * row * keys, *query = key + keys;
+    float *out = space->read + row * values;
+    float for_query[FT_MAX_STATE_PAGE], decays[FT_MAX_STATE_PAGE];
+    find_decays(space->c, row, decays);
+    for (int64_t s = 0; s < row; s++)
+        for_query[s] = decays[s] * dot(space->x + 2 * s * keys, query, keys);
+    float left = exp_one(space->c[row]);
+    ft_vec own = v_set(dot(key, query, keys)), dt = v_set(space->beta[row]);
+    ft_vec skip = v_set(task->job->delta->skip[task->head]);
+    for (int64_t i = 0; i < values; i += FT_WIDTH) {
+        float *u = space->u + row * values + i;
+        ft_vec value = v_load(u), added = v_mul(dt, value);
+        ft_vec sum = gather(out + i, left, for_query, space->u + i, row, values);
+        v_store(u, added);
+        v_store(out + i, v_fma(skip, value, v_fma(own, added, sum)));
+    }
+}
+
 /* The norm of a head's output, times silu(z), into out. */
 FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_row, int dtype) {
     const delta_job *job = task->job;
-    const ft_delta *delta = job->delta;
+    const ft_recurrence *delta = job->delta;
     int64_t width = delta->value_dim, all = delta->num_heads * width, item = item_of(job);
-    const char *z = job->mixed + (batch_row * (job->channels + all) + job->channels) * item;
+    const char *z = job->mixed + (batch_row * (job->inputs.channels + all) + job->inputs.channels) * item;
     char *out = job->out + batch_row * all * item;
     ft_vec squares = v_set(0.0f);
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
@@ -367,21 +372,42 @@ FT_INLINE void put_row(const delta_task *task, const float *read, int64_t batch_
     }
 }
 
+/* A head's output of Mamba-2 times silu(z), which is normed behind all heads, if it is. */
+static void put_gated(const delta_task *task, const float *read, int64_t batch_row) {
+    const delta_job *job = task->job;
+    int64_t width = job->delta->value_dim, all = job->delta->num_heads * width;
+    const char *z = job->mixed + (batch_row * (job->inputs.channels + all) + job->inputs.channels) * item_of(job);
+    for (int64_t i = 0; i < width; i += FT_WIDTH) {
+        int64_t n = width - i, at = task->head * width + i;
+        ft_vec gate = v_silu(v_get(z, at, n, job->dtype == FT_BFLOAT16));
+        ft_vec gated = v_mul(v_load(read + i), gate);
+        if (job->gated) v_put(job->gated + batch_row * all, at, gated, n, 0);
+        else v_put(job->out + batch_row * all * item_of(job), at, gated, n, job->dtype == FT_BFLOAT16);
+    }
+}
+
 /* Rows [first, stop) of the page at `base`, whose state is S. */
 static void run_rows(const delta_task *task, const float *state, int64_t base, int64_t first,
                      int64_t stop) {
     const delta_job *job = task->job;
     const delta_space *space = task->space;
     int64_t row = first - base, count = stop - first;
+    int64_t reads_a_row = is_mamba(job) ? 1 : 2; /* for the query, before it for the key */
     for (int64_t position = first; position < stop; position++) read_inputs(task, base, position);
-    product reads = {.left = space->x + 2 * row * job->keys, .left_row = job->keys, .left_term = 1,
-                     .right = state, .terms = job->delta->key_dim,
-                     .out = space->read + 2 * row * job->values, .width = job->values};
-    multiply(&reads, 2 * count);
+    product reads = {.left = space->x + (2 * row + 2 - reads_a_row) * job->keys,
+                     .left_row = 2 / reads_a_row * job->keys, .left_term = 1, .right = state,
+                     .terms = job->delta->key_dim,
+                     .out = space->read + reads_a_row * row * job->values, .width = job->values};
+    multiply(&reads, reads_a_row * count);
     for (int64_t i = 0; i < count; i++, row++) {
-        run_row(task, row);
-        const float *read = space->read + (2 * row + 1) * job->values;
+        const float *read = space->read + (reads_a_row * (row + 1) - 1) * job->values;
         int64_t batch_row = job->batch->first_rows[task->segment] + first + i - task->start;
+        if (is_mamba(job)) {
+            run_mamba_row(task, row);
+            put_gated(task, read, batch_row);
+            continue;
+        }
+        run_row(task, row);
         if (job->dtype == FT_BFLOAT16) put_row(task, read, batch_row, FT_BFLOAT16);
         else put_row(task, read, batch_row, FT_FLOAT32);
     }
@@ -415,16 +441,10 @@ static int64_t keeper_of(const delta_job *job, int64_t segment, int64_t position
     return -1;
 }
 
-/* Where S of a segment's slot stands behind a pass: at the start of the last final row's page. */
-static int64_t moved_to(const delta_job *job, int64_t segment) {
-    int64_t page = job->states->page_size;
-    return (job->states->final_stops[segment] - 1) / page * page;
-}
-
 /* S as the products take it: a slot's own memory where its rows are whole vectors. */
 static float *load_state(const delta_task *task, float *slot_state) {
     const delta_job *job = task->job;
-    const ft_delta *delta = job->delta;
+    const ft_recurrence *delta = job->delta;
     if (job->values == delta->value_dim) return slot_state;
     copy_rows(slot_state, delta->value_dim, task->space->own, job->values, delta->key_dim,
               delta->value_dim);
@@ -433,7 +453,7 @@ static float *load_state(const delta_task *task, float *slot_state) {
 
 static void run_task(const delta_task *task) {
     const delta_job *job = task->job;
-    int64_t page = job->states->page_size, moved = moved_to(job, task->segment);
+    int64_t page = job->states->page_size, moved = ft_moved_to(&job->inputs, task->segment);
     int64_t slot = job->states->slot_of[task->segment], base = task->at;
     float *own = load_state(task, state_of(task, slot)), *state = own;
     for (; base + page <= task->start; base += page) {
@@ -483,7 +503,7 @@ static void delta_piece(void *context, int64_t begin, int64_t end) {
             .start = start,
             .stop = start + job->batch->lens[segment],
             .final_stop = job->states->final_stops[segment],
-            .at = *position_of(job, job->states->slot_of[segment]),
+            .at = *ft_position_of(&job->inputs, job->states->slot_of[segment]),
         };
         run_task(&task);
     }
@@ -493,34 +513,28 @@ static void delta_piece(void *context, int64_t begin, int64_t end) {
     atomic_flag_clear(&job->taken[space]);
 }
 
-/* -- tails and inputs ---------------------------------------------------------------------------- */
+/* -- the norm of Mamba-2 ------------------------------------------------------------------------- */
 
-/* The state in a slot stands at a position of the segment: its tail, and that it does. */
-static void move_tail(const delta_job *job, int64_t segment, int64_t at, int64_t slot,
-                      int64_t position) {
-    int64_t bytes = job->channels * item_of(job), count = job->delta->num_taps - 1;
-    char *tail = slot_field(job, slot, FT_SLOT_TAIL);
-    for (int64_t i = 0; i < count; i++)
-        memcpy(tail + i * bytes, input_at(job, segment, at, position - count + i), (size_t)bytes);
-    *position_of(job, slot) = position;
-}
-
-/* Behind all heads: what they have in common. */
-static void note_piece(void *context, int64_t begin, int64_t end) {
+/* Parts of rows, each with a norm of its own. */
+static void norm_piece(void *context, int64_t begin, int64_t end) {
     const delta_job *job = context;
-    const ft_states *states = job->states;
-    int64_t bytes = job->channels * item_of(job);
-    for (int64_t segment = begin; segment < end; segment++) {
-        int64_t slot = states->slot_of[segment], at = *position_of(job, slot);
-        int64_t start = job->batch->starts[segment], stop = start + job->batch->lens[segment];
-        int64_t moved = moved_to(job, segment);
-        for (int64_t i = states->first_keeps[segment]; i < states->first_keeps[segment + 1]; i++)
-            move_tail(job, segment, at, states->keeps[2 * i + 1], states->keeps[2 * i]);
-        if (moved > at) move_tail(job, segment, at, slot, moved);
-        char *inputs = log_field(job, states->log_of[segment], FT_LOG_INPUTS);
-        for (int64_t position = ft_max(start, moved); position < stop; position++)
-            memcpy(inputs + position % states->ring * bytes, input_at(job, segment, at, position),
-                   (size_t)bytes);
+    const ft_recurrence *rule = job->delta;
+    int64_t width = rule->num_heads * rule->value_dim / rule->num_norms;
+    for (int64_t index = begin; index < end; index++) {
+        int64_t weights_at = index % rule->num_norms * width;
+        const float *part = job->gated + index * width;
+        ft_vec squares = v_set(0.0f);
+        for (int64_t i = 0; i < width; i += FT_WIDTH) {
+            ft_vec value = v_load_n(part + i, width - i);
+            squares = v_fma(value, value, squares);
+        }
+        ft_vec inverse = v_set(1.0f / sqrtf(v_sum(squares) / (float)width + rule->eps));
+        for (int64_t i = 0; i < width; i += FT_WIDTH) {
+            int64_t n = width - i;
+            ft_vec normed = v_mul(v_load_n(part + i, n), inverse);
+            v_put(job->out, index * width + i, v_mul(normed, v_load_n(rule->norm + weights_at + i, n)),
+                  n, job->dtype == FT_BFLOAT16);
+        }
     }
 }
 
@@ -552,8 +566,11 @@ static int find_spaces(delta_job *job) {
     delta_space one;
     int64_t threads = ft_num_threads(), bytes = lay_out(job, NULL, &one);
     int64_t head = ft_ceil_div(threads * (int64_t)(sizeof one + sizeof *job->taken), 64) * 64;
-    char *memory = ft_scratch(FT_SCRATCH_STATE, (size_t)(head + threads * bytes));
+    int64_t values = job->delta->num_heads * job->delta->value_dim;
+    int64_t gated = job->delta->num_norms ? job->batch->num_rows * values * 4 : 0;
+    char *memory = ft_scratch(FT_SCRATCH_STATE, (size_t)(head + threads * bytes + gated));
     if (!memory) return -1;
+    if (gated) job->gated = (float *)(memory + head + threads * bytes);
     job->spaces = (delta_space *)memory;
     job->taken = (atomic_flag *)(memory + threads * (int64_t)sizeof one);
     for (int64_t i = 0; i < threads; i++) {
@@ -566,22 +583,27 @@ static int find_spaces(delta_job *job) {
     return 0;
 }
 
-int ft_run_delta(const void *mixed, const float *ba, void *out, const ft_batch *batch,
-                 const ft_delta *delta, int dtype) {
-    delta_job job = {.mixed = mixed, .ba = ba, .out = out, .batch = batch, .states = batch->states,
-                     .delta = delta, .dtype = dtype};
-    job.channels = 2 * delta->num_key_heads * delta->key_dim + delta->num_heads * delta->value_dim;
+int ft_run_recurrent(const void *mixed, const float *gates, void *out, const ft_batch *batch,
+                     const ft_recurrence *delta, int dtype) {
+    delta_job job = {.mixed = mixed, .gates = gates, .out = out, .batch = batch,
+                     .states = batch->states, .delta = delta, .dtype = dtype};
+    job.num_gates = (is_mamba(&job) ? 1 : 2) * delta->num_heads;
+    int64_t values = delta->num_heads * delta->value_dim;
+    int64_t channels = 2 * delta->num_key_heads * delta->key_dim + values;
+    job.inputs = (ft_inputs){mixed, (channels + values) * item_of(&job), channels, delta->num_taps,
+                             delta->layer, dtype, batch, batch->states};
     job.keys = ft_ceil_div(delta->key_dim, FT_WIDTH) * FT_WIDTH;
     job.values = ft_ceil_div(delta->value_dim, FT_WIDTH) * FT_WIDTH;
     if (find_spaces(&job)) return -1;
     int64_t work = 2 * delta->key_dim * delta->value_dim * batch->num_rows / batch->num_segments;
     ft_parallel(delta_piece, &job, batch->num_segments * delta->num_heads,
                 ft_max(1, LEAST_WORK / work));
-    ft_parallel(note_piece, &job, batch->num_segments, 4);
+    ft_keep_inputs(&job.inputs);
+    if (job.gated) ft_parallel(norm_piece, &job, batch->num_rows * delta->num_norms, 4);
     return 0;
 }
 
-FT_EXPORT int ft_delta_rule(const void *mixed, const float *ba, void *out, const ft_batch *batch,
-                            const ft_delta *delta, int dtype) {
-    return ft_run_delta(mixed, ba, out, batch, delta, dtype);
+FT_EXPORT int ft_recur(const void *mixed, const float *gates, void *out, const ft_batch *batch,
+                       const ft_recurrence *rule, int dtype) {
+    return ft_run_recurrent(mixed, gates, out, batch, rule, dtype);
 }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
+from torch import Tensor
 
 from ...errors import ModelLoadError
-from ..base import DeltaWeights
+from ..base import ConvWeights, DeltaWeights, RecurrentWeights
 from ..batch import RaggedBatch
 from ..state_pool import StatePool
 from .linear import LinearStruct
@@ -16,8 +17,8 @@ MAX_TAPS = 8  # as in state.h
 _I64, _PTR, _F32 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
-class DeltaStruct(ctypes.Structure):
-    """``ft_delta``; lends the weights' memory."""
+class RuleStruct(ctypes.Structure):
+    """``ft_recurrence``; lends the weights' memory."""
 
     _fields_ = (
         ("num_key_heads", _I64),
@@ -32,13 +33,33 @@ class DeltaStruct(ctypes.Structure):
         ("norm", _PTR),
         ("eps", _F32),
         ("layer", _I64),
+        ("skip", _PTR),
+        ("taps_bias", _PTR),
+        ("num_norms", _I64),
     )
 
 
 class RecurrentStruct(ctypes.Structure):
     """``ft_recurrent`` of step.c."""
 
-    _fields_ = (("ba", ctypes.POINTER(LinearStruct)), ("rule", DeltaStruct))
+    _fields_ = (
+        ("first", ctypes.POINTER(LinearStruct)),
+        ("gates", ctypes.POINTER(LinearStruct)),
+        ("second", ctypes.POINTER(LinearStruct)),
+        ("rule", RuleStruct),
+    )
+
+
+class ConvStruct(ctypes.Structure):
+    """``ft_conv``; lends the weights' memory."""
+
+    _fields_ = (
+        ("channels", _I64),
+        ("num_taps", _I64),
+        ("taps", _PTR),
+        ("bias", _PTR),
+        ("layer", _I64),
+    )
 
 
 class StatesStruct(ctypes.Structure):
@@ -63,31 +84,27 @@ class StatesStruct(ctypes.Structure):
     )
 
 
-class DeltaStructs:
-    """Lends the C side a layer of the delta rule; keeps alive what it points to.
+class RecurrentStructs:
+    """Lends the C side a recurrent layer; keeps alive what it points to.
 
     Raises `ModelLoadError` for a convolution of more taps than the kernels have room for.
     """
 
-    def __init__(self, weights: DeltaWeights) -> None:
-        shape = weights.shape
-        if shape.conv_len > MAX_TAPS:
-            raise ModelLoadError(
-                f"the native kernels support convolutions of {MAX_TAPS} taps, not {shape.conv_len}"
-            )
-        taps = weights.conv.T.contiguous()  # neighbouring channels are read together
+    def __init__(self, weights: RecurrentWeights) -> None:
+        shape, taps = weights.shape, _taps_of(weights.conv)
         self._lends = (weights, taps)
         vectors = (taps, weights.decay, weights.dt_bias, weights.norm)
-        self._struct = DeltaStruct(
+        self._struct = RuleStruct(
             shape.num_key_heads,
             shape.num_value_heads,
             shape.key_dim,
             shape.value_dim,
             shape.conv_len,
             shape.is_tiled,
-            *(vector.data_ptr() for vector in vectors),
+            *(None if vector is None else vector.data_ptr() for vector in vectors),
             weights.norm_eps,
             weights.layer,
+            *_of_mamba2(weights),
         )
 
     @property
@@ -95,9 +112,44 @@ class DeltaStructs:
         """Pointer for an argument of a C function."""
         return ctypes.byref(self._struct)
 
-    def recurrent(self, ba: LinearStruct) -> RecurrentStruct:
+    def recurrent(self, *linears: LinearStruct) -> RecurrentStruct:
         """The layer as a decoder's."""
-        return RecurrentStruct(ctypes.pointer(ba), self._struct)
+        return RecurrentStruct(*map(ctypes.pointer, linears), self._struct)
+
+
+def _of_mamba2(weights: RecurrentWeights) -> tuple[int | None, int | None, int]:
+    """The fields that only Mamba-2 has."""
+    if isinstance(weights, DeltaWeights):
+        return None, None, 0
+    bias = None if weights.conv_bias is None else weights.conv_bias.data_ptr()
+    return weights.skip.data_ptr(), bias, weights.num_norms
+
+
+class ConvStructs:
+    """Lends the C side a layer of a short convolution; keeps alive what it points to.
+
+    Raises `ModelLoadError` as `RecurrentStructs` does.
+    """
+
+    def __init__(self, weights: ConvWeights) -> None:
+        taps, bias = _taps_of(weights.conv), weights.bias
+        self._lends = (weights, taps)
+        self.struct = ConvStruct(
+            *weights.shape,
+            taps.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            weights.layer,
+        )
+
+
+def _taps_of(conv: Tensor) -> Tensor:
+    """``[conv_len, channels]``: neighbouring channels are read together."""
+    conv_len = conv.shape[1]
+    if conv_len > MAX_TAPS:
+        raise ModelLoadError(
+            f"the native kernels support convolutions of {MAX_TAPS} taps, not {conv_len}"
+        )
+    return conv.T.contiguous()
 
 
 class StatesStructs:

@@ -42,15 +42,16 @@ typedef struct {
 
 /* -- layers and decoder ------------------------------------------------------------------------- */
 
-/* What mixes rows in place of attention. The layer's `first` makes its rows, `second` takes its
- * output, as they do for attention: `first` makes QKV, and `second` is o. */
+/* What mixes rows in place of attention or beside it: `first` makes its rows, `second` takes its
+ * output, as a layer's do for attention: `first` makes QKV, and `second` is o. */
 typedef struct {
-    const ft_linear_weight *ba;
-    ft_delta rule;
+    const ft_linear_weight *first, *gates, *second;
+    ft_recurrence rule;
 } ft_recurrent;
 
 /* Norms that a layer does not have are NULL. Without one before the mixer or the MLP, these read
- * the residual stream itself. */
+ * the residual stream itself. A layer without a mixer has no `second`, one without an MLP neither
+ * `gate_up` nor `experts`. */
 typedef struct {
     const ft_linear_weight *first, *second, *gate_up, *down;
     const ft_norm *mixer_norm, *mixer_out_norm, *mlp_norm, *mlp_out_norm;
@@ -62,6 +63,8 @@ typedef struct {
     int64_t part, kv_layer;    /* where its keys and values are */
     const ft_extras *extras;   /* or NULL */
     const ft_recurrent *recurrent; /* in place of attention, or NULL */
+    const ft_conv *conv;           /* likewise */
+    const ft_recurrent *beside;    /* reads what attention reads, or NULL */
     const ft_latent *latent;       /* of latent attention, or NULL */
 } ft_layer;
 
@@ -71,7 +74,7 @@ typedef struct {
     const void *embedding; /* [vocab, hidden] */
     const ft_norm *final_norm;
     int64_t hidden, width; /* of the residual stream, of the widest MLP */
-    int64_t mixed, ba, read; /* the widest rows that recurrent layers or gates make, see step_space */
+    int64_t mixed, gates, read; /* the widest rows that recurrent layers or gates make, see step_space */
     ft_token_inputs token_inputs;
 } ft_decoder;
 
@@ -83,7 +86,7 @@ typedef struct {
     char *x, *residual; /* hidden */
     char *wide;         /* QKV and its gate, then attention's output, then gate and up; `mixed` */
     char *narrow;       /* queries, then the activation; what recurrent layers `read` */
-    char *beside;       /* what is beside `mixed`: fp32 of `ba`, or gated attention's output */
+    char *beside;       /* what is beside `mixed`: fp32 of `gates`, or gated attention's output */
     char *added;        /* hidden: what a parallel block adds to the stream, what experts say */
     char *inputs;       /* of tokens for all layers */
 } step_space;
@@ -108,7 +111,7 @@ static int find_space(const ft_decoder *decoder, const ft_part *parts, int64_t n
     int64_t hidden = round_up(rows * decoder->hidden * item);
     int64_t wide = round_up(rows * most_qkv * item), inputs = round_up(rows * all_inputs * item);
     int64_t narrow = round_up(rows * ft_max(ft_max(most_queries, width), decoder->read) * item);
-    int64_t beside = decoder->mixed ? round_up(rows * ft_max(most_queries, decoder->ba) * 4) : 0;
+    int64_t beside = decoder->mixed ? round_up(rows * ft_max(most_queries, decoder->gates) * 4) : 0;
     size_t bytes = (size_t)(3 * hidden + wide + narrow + beside + inputs);
     char *memory = ft_scratch(FT_SCRATCH_STEP, bytes);
     if (!memory) return -1;
@@ -174,34 +177,59 @@ static const char *run_attention(const step_job *step, int64_t index, const char
 }
 
 /* The same by the states of the sequences. */
-static const char *run_recurrent(const step_job *step, int64_t index, const char *x) {
+static const char *run_recurrent(const step_job *step, const ft_recurrent *mixer, const char *x) {
+    const step_space *space = &step->space;
+    int dtype = step->dtype;
+    float *gates = (float *)space->beside;
+    ft_linear_ahead(mixer->gates);
+    if (ft_linear(mixer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
+    ft_linear_ahead(mixer->second);
+    if (ft_linear(mixer->gates, x, dtype, step->rows, gates, FT_FLOAT32)) return NULL;
+    if (ft_run_recurrent(space->wide, gates, space->narrow, step->parts->batch, &mixer->rule, dtype))
+        return NULL;
+    return space->narrow;
+}
+
+/* The same by a short convolution. */
+static const char *run_conv(const step_job *step, int64_t index, const char *x) {
     const ft_layer *layer = &step->decoder->layers[index];
     const step_space *space = &step->space;
     int dtype = step->dtype;
-    float *ba = (float *)space->beside;
-    ft_linear_ahead(layer->recurrent->ba);
-    if (ft_linear(layer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
     ft_linear_ahead(layer->second);
-    if (ft_linear(layer->recurrent->ba, x, dtype, step->rows, ba, FT_FLOAT32)) return NULL;
-    if (ft_run_delta(space->wide, ba, space->narrow, step->parts->batch, &layer->recurrent->rule,
-                     dtype))
-        return NULL;
+    if (ft_linear(layer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
+    ft_run_conv(space->wide, space->narrow, step->parts->batch, layer->conv, dtype);
     return space->narrow;
+}
+
+/* The same by whichever the layer has. */
+static const char *run_any(const step_job *step, int64_t index, const char *x) {
+    const ft_layer *layer = &step->decoder->layers[index];
+    const ft_part *part = &step->parts[layer->part];
+    if (layer->latent)
+        return ft_run_latent(layer->latent, layer->first, x, part, &step->plans[layer->part],
+                             layer->kv_layer, &layer->turn, &layer->rule);
+    if (layer->conv) return run_conv(step, index, x);
+    if (layer->recurrent) return run_recurrent(step, layer->recurrent, x);
+    return run_attention(step, index, x);
+}
+
+/* Rows x to what a mixer beside attention adds to the stream, in `out`. */
+static int run_beside(const step_job *step, const ft_recurrent *mixer, const char *x, char *out) {
+    const char *mixed = run_recurrent(step, mixer, x);
+    return mixed ? ft_linear(mixer->second, mixed, step->dtype, step->rows, out, step->dtype) : -1;
 }
 
 /* Rows x to what the mixer adds to the stream, in `out`, which may be x. */
 static int run_mixer(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
-    const ft_part *part = &step->parts[layer->part];
-    const char *mixed;
-    if (layer->latent)
-        mixed = ft_run_latent(layer->latent, layer->first, x, part, &step->plans[layer->part],
-                              layer->kv_layer, &layer->turn, &layer->rule);
-    else
-        mixed = layer->recurrent ? run_recurrent(step, index, x) : run_attention(step, index, x);
+    char *added = step->space.added; /* only where no parallel MLP has its output there */
+    if (layer->beside && run_beside(step, layer->beside, x, added)) return -1;
+    const char *mixed = run_any(step, index, x);
     if (!mixed) return -1;
     ft_linear_ahead(layer->gate_up);
     if (ft_linear(layer->second, mixed, step->dtype, step->rows, out, step->dtype)) return -1;
+    if (layer->beside)
+        ft_add_rows(added, out, 1.0f, step->rows, step->decoder->hidden, step->dtype);
     norm_rows(step, out, layer->mixer_out_norm, out);
     return 0;
 }
@@ -295,9 +323,12 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
     const ft_layer *layer = &step->decoder->layers[index];
     /* In parallel x is read again. */
     char *added = layer->is_parallel ? step->space.added : step->space.x;
-    if (run_mixer(step, index, x, added)) return NULL;
-    const ft_norm *norm = layer->is_parallel ? NULL : layer->mlp_norm;
-    const char *next = add(step, added, 1.0f, norm, step->space.x);
+    const char *next = x;
+    if (layer->second) {
+        if (run_mixer(step, index, x, added)) return NULL;
+        if (!layer->gate_up && !layer->experts) return add(step, added, 1.0f, next_norm, out);
+        next = add(step, added, 1.0f, layer->is_parallel ? NULL : layer->mlp_norm, step->space.x);
+    }
     if (run_mlp(step, index, layer->is_parallel ? x : next, added)) return NULL;
     if (layer->extras && add_extras(step, index, added)) return NULL;
     return add(step, added, layer->extras ? layer->extras->factor : 1.0f, next_norm, out);

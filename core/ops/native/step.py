@@ -11,8 +11,8 @@ from torch import Tensor
 from ..base import (
     SILU,
     AttentionWeights,
+    ConvWeights,
     DecoderWeights,
-    DeltaWeights,
     ExpertsBeside,
     ExpertWeights,
     ForwardPlan,
@@ -24,6 +24,7 @@ from ..base import (
     MlpWeights,
     Norm,
     PackedLinear,
+    RecurrentWeights,
     Rope,
     TokenInputs,
     TokenInputWeights,
@@ -37,7 +38,7 @@ from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
 from .plan import NativePlan, PartStruct
 from .row_passes import NativeRowPasses
-from .state import DeltaStructs, RecurrentStruct
+from .state import ConvStruct, ConvStructs, RecurrentStruct, RecurrentStructs
 from .structs import (
     ActivationStruct,
     NormStruct,
@@ -74,6 +75,8 @@ class LayerStruct(ctypes.Structure):
         ("kv_layer", _I64),
         ("extras", ctypes.POINTER(ExtrasStruct)),
         ("recurrent", ctypes.POINTER(RecurrentStruct)),
+        ("conv", ctypes.POINTER(ConvStruct)),
+        ("beside", ctypes.POINTER(RecurrentStruct)),
         ("latent", ctypes.POINTER(LatentStruct)),
     )
 
@@ -89,7 +92,7 @@ class DecoderStruct(ctypes.Structure):
         ("hidden", _I64),
         ("width", _I64),
         ("mixed", _I64),
-        ("ba", _I64),
+        ("gates", _I64),
         ("read", _I64),
         ("token_inputs", TokenInputsStruct),
     )
@@ -103,7 +106,7 @@ class NativeStep:
         self._weights = weights  # alive as long as the structs point into them
         self._structs: list[NormStruct | ExtrasStruct | LatentStruct] = []  # likewise
         self._experts: list[ExpertStructs] = []
-        self._deltas: list[DeltaStructs] = []
+        self._with_states: list[RecurrentStructs | ConvStructs] = []
         layers = (LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
         mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
         width = max((_native(mlp.down).in_features for mlp in mlps), default=0)
@@ -124,13 +127,15 @@ class NativeStep:
         activation = SILU
         if isinstance(layer.mlp, ExpertWeights):
             experts = self._mixture(layer.mlp)
-        else:
+        elif layer.mlp is not None:
             gate_up, down = layer.mlp.linears
             activation = layer.mlp.activation
         mixer = layer.mixer
         attention = mixer if isinstance(mixer, AttentionWeights) else None
         latent = mixer if isinstance(mixer, LatentWeights) else None
-        mixing = mixer.linears if latent is None else (latent.down, latent.o)
+        mixing = (None, None) if mixer is None else mixer.linears
+        if latent is not None:
+            mixing = (latent.down, latent.o)
         linears = (*mixing, gate_up, down)
         placed = attention or latent
         return LayerStruct(
@@ -145,7 +150,9 @@ class NativeStep:
             experts,
             *((0, 0) if placed is None else placed.place),
             self._extras(layer.extras),
-            self._recurrent(mixer) if isinstance(mixer, DeltaWeights) else None,
+            self._recurrent(mixer) if isinstance(mixer, RecurrentWeights) else None,
+            self._conv(mixer) if isinstance(mixer, ConvWeights) else None,
+            None if layer.beside is None else self._recurrent(layer.beside),
             None if latent is None else self._latent(latent),
         )
 
@@ -153,10 +160,16 @@ class NativeStep:
         self._structs.append(latent_struct(weights))
         return ctypes.pointer(self._structs[-1])
 
-    def _recurrent(self, weights: DeltaWeights) -> object:
-        structs = DeltaStructs(weights)
-        self._deltas.append(structs)
-        return ctypes.pointer(structs.recurrent(_native(weights.ba).struct))
+    def _recurrent(self, weights: RecurrentWeights) -> object:
+        structs = RecurrentStructs(weights)
+        self._with_states.append(structs)
+        linears = (weights.in_proj, weights.gates, weights.out)
+        return ctypes.pointer(structs.recurrent(*(_native(each).struct for each in linears)))
+
+    def _conv(self, weights: ConvWeights) -> object:
+        structs = ConvStructs(weights)
+        self._with_states.append(structs)
+        return ctypes.pointer(structs.struct)
 
     def _mixture(self, weights: ExpertWeights) -> int:
         self._experts.append(ExpertStructs(weights))
@@ -213,7 +226,7 @@ class NativeStep:
         """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError."""
         native = [plan for plan in plans if isinstance(plan, NativePlan)]
         assert len(native) == len(plans)
-        assert native[0].states is not None or not self._deltas  # the C side would read nothing
+        assert native[0].states is not None or not self._with_states  # else C reads nothing
         plan, parts = native[0], (PartStruct * len(native))(*(plan.part for plan in native))
         token_ids = token_ids.contiguous()
         out = torch.empty((plan.num_rows, self._struct.hidden), dtype=plan.dtype)
@@ -237,7 +250,7 @@ class NativeStep:
 
         None of a decoder with recurrent layers: rows have no states there.
         """
-        if self._deltas:
+        if self._with_states:
             return None
         head, cap = _native(self._weights.lm_head).struct, self._weights.logit_cap or 0.0
         return NativeRowPasses(self._library, self._struct, head, pool, parts, cap=cap)
@@ -263,17 +276,18 @@ def _turn(mixer: AttentionWeights | LatentWeights) -> TurnStruct:
 
 
 def _mixed_widths(weights: DecoderWeights) -> tuple[int, int, int]:
-    """The widest rows that recurrent layers, and gated ones, make, as step.c needs memory."""
-    mixers = [layer.mixer for layer in weights.layers]
-    deltas = [mixer for mixer in mixers if isinstance(mixer, DeltaWeights)]
+    """The widest rows that layers with states, and gated ones, make, as step.c needs memory."""
+    mixers = [mixer for layer in weights.layers for mixer in layer.mixers]
+    recurrent = [mixer for mixer in mixers if isinstance(mixer, RecurrentWeights)]
+    with_states = [*recurrent, *(mixer for mixer in mixers if isinstance(mixer, ConvWeights))]
     gated = [
         _native(mixer.qkv).out_features
         for mixer in mixers
         if isinstance(mixer, AttentionWeights) and mixer.gate
     ]
-    mixed = max((*gated, *(_native(each.in_proj).out_features for each in deltas)), default=0)
-    ba = max((_native(each.ba).out_features for each in deltas), default=0)
-    return mixed, ba, max((_native(each.out).in_features for each in deltas), default=0)
+    mixed = max((*gated, *(_native(each.in_proj).out_features for each in with_states)), default=0)
+    gates = max((_native(each.gates).out_features for each in recurrent), default=0)
+    return mixed, gates, max((_native(each.out).in_features for each in with_states), default=0)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -1,4 +1,4 @@
-"""The gated delta rule in plain PyTorch, one row after another: the oracle.
+"""Recurrent layers in plain PyTorch, one row after another: the oracle.
 
 A row's sums have one order: S of the page's start first, then the log's entries from the page's
 start on. Tensors have the same shapes for each row, so that torch adds up in the same order, too.
@@ -6,59 +6,103 @@ start on. Tensors have the same shapes for each row, so that torch adds up in th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..base import DeltaWeights
+from ..base import DeltaWeights, Mamba2Weights, RecurrentWeights
 from ..batch import RaggedBatch
 from ..state_pool import StatePool
 
 _NORM_EPS = 1e-6  # of the length of queries and keys
+_Weights = TypeVar("_Weights", bound=RecurrentWeights)
 
 
-def run_delta(
-    mixed: Tensor, ba: Tensor, weights: DeltaWeights, batch: RaggedBatch, pool: StatePool
-) -> Tensor:
-    """See `Ops.delta`; the batch's copies of its last row get a copy of its result."""
-    outs = [
-        _Sequence(weights, batch, pool, index).run(mixed[first:stop], ba[first:stop])
-        for index, (first, stop) in enumerate(_spans(batch))
-    ]
-    missing = len(mixed) - sum(map(len, outs))
-    if missing:
-        outs.append(outs[-1][-1:].expand(missing, -1))
-    return torch.cat(outs).to(mixed.dtype)
+class SegmentStates:
+    """Slot and log of one segment in one layer, and where its state stands."""
 
-
-def _spans(batch: RaggedBatch) -> Iterator[tuple[int, int]]:
-    """First row of each segment, and the row behind its last."""
-    firsts, lens = batch.first_rows.tolist(), batch.lens.tolist()
-    return ((first, first + count) for first, count in zip(firsts, lens, strict=True))
-
-
-class _Sequence:
-    """Rows of one segment in one layer."""
-
-    def __init__(
-        self, weights: DeltaWeights, batch: RaggedBatch, pool: StatePool, index: int
-    ) -> None:
+    def __init__(self, layer: int, batch: RaggedBatch, pool: StatePool, index: int) -> None:
         assert batch.states is not None
         states = batch.states
         slot, log = int(states.slots[index]), int(states.logs[index])
-        self._weights, self._pool = weights, pool
+        self._layer, self._pool = layer, pool
         self._slot = slot
-        self._kept, self._log = pool.slot(slot, weights.layer), pool.log(log, weights.layer)
-        self._at = int(pool.at[slot, weights.layer])
+        self._kept, self._log = pool.slot(slot, layer), pool.log(log, layer)
+        self._at = int(pool.at[slot, layer])
         self._start = int(batch.starts[index])
         self._final_stop = int(states.final_stops[index])
         first = int(states.keep_counts[:index].sum())
         keeps = states.keeps[first : first + int(states.keep_counts[index])].tolist()
         self._keeps: dict[int, int] = dict(keeps)
 
-    def run(self, mixed: Tensor, ba: Tensor) -> Tensor:
-        """``[n, q | k | v | z]`` and ``[n, b | a]`` to ``[n, num_heads * value_dim]`` float32."""
+    def _write(self, slot: int, state: Tensor, tail: Tensor, at: int) -> None:
+        target = self._pool.slot(slot, self._layer)
+        target.state.copy_(state)
+        target.tail.copy_(tail)
+        self._pool.at[slot, self._layer] = at
+
+    def _inputs_before(self, stop: int) -> Tensor:
+        """The inputs of the ``conv_len - 1`` positions before ``stop``, of the tail and the log."""
+        tail, log, at = self._kept.tail, self._log.inputs, self._at
+        count = len(tail)
+        rows = [
+            log[position % self._pool.ring] if position >= at else tail[position - at + count]
+            for position in range(stop - count, stop)
+        ]
+        return torch.stack(rows)
+
+    def _log_inputs(self, inputs: Tensor) -> None:
+        """Keep the inputs of the last rows, as many as the log holds."""
+        first = max(0, len(inputs) - self._pool.ring)
+        for row in range(first, len(inputs)):
+            self._log.inputs[(self._start + row) % self._pool.ring] = inputs[row]
+
+
+def join_segments(outs: list[Tensor], num_rows: int) -> Tensor:
+    """Join rows of segments; copies of a batch's last row get a copy of what it gives."""
+    missing = num_rows - sum(map(len, outs))
+    if missing:
+        outs = [*outs, outs[-1][-1:].expand(missing, -1)]
+    return torch.cat(outs)
+
+
+def row_spans(batch: RaggedBatch) -> Iterator[tuple[int, int]]:
+    """First row of each segment, and the row behind its last."""
+    firsts, lens = batch.first_rows.tolist(), batch.lens.tolist()
+    return ((first, first + count) for first, count in zip(firsts, lens, strict=True))
+
+
+def run_recurrent(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, batch: RaggedBatch, pool: StatePool
+) -> Tensor:
+    """See `Ops.recur`."""
+    outs = [
+        _sequence(weights, batch, pool, index).run(mixed[first:stop], gates[first:stop])
+        for index, (first, stop) in enumerate(row_spans(batch))
+    ]
+    return join_segments(outs, len(mixed)).to(mixed.dtype)
+
+
+def _sequence(
+    weights: RecurrentWeights, batch: RaggedBatch, pool: StatePool, index: int
+) -> _Sequence[DeltaWeights] | _Sequence[Mamba2Weights]:
+    if isinstance(weights, DeltaWeights):
+        return _DeltaSequence(weights, batch, pool, index)
+    return _Mamba2Sequence(weights, batch, pool, index)
+
+
+class _Sequence(SegmentStates, ABC, Generic[_Weights]):
+    """Rows of one segment in one layer."""
+
+    def __init__(self, weights: _Weights, batch: RaggedBatch, pool: StatePool, index: int) -> None:
+        super().__init__(weights.layer, batch, pool, index)
+        self._weights = weights
+
+    def run(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        """``[n, q | k | v | z]`` and gates to ``[n, num_heads * value_dim]`` float32."""
         self._catch_up()
         shape = self._weights.shape
         inputs, z = torch.split(
@@ -68,7 +112,7 @@ class _Sequence:
         state, base, final = self._kept.state, self._at, None
         outs = []
         for row, position in enumerate(range(self._start, self._start + len(mixed))):
-            read = self._row(around[row : row + shape.conv_len], ba[row], state, base, position)
+            read = self._row(around[row : row + shape.conv_len], gates[row], state, base, position)
             outs.append(self._gated(read, z[row]))
             if position + 1 - base == self._pool.page_size:
                 state, base = self._folded(state, base), position + 1
@@ -93,45 +137,24 @@ class _Sequence:
         if self._start in self._keeps:
             self._write(self._keeps[self._start], *self._kept, at)
 
-    def _write(self, slot: int, state: Tensor, tail: Tensor, at: int) -> None:
-        layer = self._weights.layer
-        target = self._pool.slot(slot, layer)
-        target.state.copy_(state)
-        target.tail.copy_(tail)
-        self._pool.at[slot, layer] = at
-
-    def _inputs_before(self, stop: int) -> Tensor:
-        """The inputs of the ``conv_len - 1`` positions before ``stop``, of the tail and the log."""
-        count = self._weights.shape.conv_len - 1
-        tail, log, at = self._kept.tail, self._log.inputs, self._at
-        rows = [
-            log[position % self._pool.ring] if position >= at else tail[position - at + count]
-            for position in range(stop - count, stop)
-        ]
-        return torch.stack(rows)
-
-    def _log_inputs(self, inputs: Tensor) -> None:
-        """Keep the inputs of the last rows, as many as the log holds."""
-        first = max(0, len(inputs) - self._pool.ring)
-        for row in range(first, len(inputs)):
-            self._log.inputs[(self._start + row) % self._pool.ring] = inputs[row]
-
-    def _row(self, inputs: Tensor, ba: Tensor, state: Tensor, base: int, position: int) -> Tensor:
+    def _row(
+        self, inputs: Tensor, gates: Tensor, state: Tensor, base: int, position: int
+    ) -> Tensor:
         """Read a row, [num_heads, value_dim]; its entry goes to the log.
 
         ``inputs`` [conv_len, conv_channels]: its own is the last.
         """
         log, ring = self._log, self._pool.ring
         q, k, v = self._heads(inputs)
-        beta, decay = self._gates(ba)
+        factor, decay = self._gates(gates)
         places = [page_position % ring for page_position in range(base, position)]
         c = decay + log.c[:, places[-1]] if places else decay
-        u = beta * (v - self._read(k, c, state, places))
+        u = factor * self._added(k, v, c, state, places)
         own = (k * q).sum(-1, keepdim=True) * u
         place = position % ring
         out = self._read(q, c, state, places) + own
         log.k[:, place], log.u[:, place], log.c[:, place] = k, u, c
-        return out
+        return self._with_skip(out, v)
 
     def _read(self, x: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
         """Read the state before a row for x [num_heads, key_dim]."""
@@ -159,11 +182,11 @@ class _Sequence:
         total = inputs[0].float() * taps[:, 0]
         for tap in range(1, shape.conv_len):
             total = total + inputs[tap].float() * taps[:, tap]
-        activated = total / torch.exp(-total).add_(1.0)
+        total = self._with_bias(total)
+        activated = _silu(total)
         keys_width = shape.num_key_heads * shape.key_dim
         parts = torch.split(activated, [keys_width, keys_width, len(activated) - 2 * keys_width])
-        q, k = (_normed(part.view(-1, shape.key_dim)) for part in parts[:2])
-        q = q * shape.key_dim**-0.5
+        q, k = self._scaled(*(part.view(-1, shape.key_dim) for part in parts[:2]))
         if shape.is_tiled:
             of = torch.arange(shape.num_value_heads, device=q.device) % shape.num_key_heads
         else:
@@ -171,13 +194,49 @@ class _Sequence:
             of = torch.arange(shape.num_value_heads, device=q.device) // share
         return q[of], k[of], parts[2].view(-1, shape.value_dim)
 
-    def _gates(self, ba: Tensor) -> tuple[Tensor, Tensor]:
-        """Beta [num_heads, 1], and the log decay [num_heads]."""
-        b, a = ba.float().chunk(2)
-        x = a + self._weights.dt_bias
-        softplus = torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0.0)
+    @abstractmethod
+    def _with_bias(self, convolved: Tensor) -> Tensor:
+        """Convolved inputs [conv_channels] before they are activated."""
+
+    @abstractmethod
+    def _scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [num_key_heads, key_dim] as the state has them."""
+
+    @abstractmethod
+    def _gates(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """The factor of what is added [num_heads, 1], and the log decay [num_heads]."""
+
+    @abstractmethod
+    def _added(self, k: Tensor, v: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
+        """The row's addition to the state at its key, but for the factor [num_heads, value_dim]."""
+
+    @abstractmethod
+    def _with_skip(self, out: Tensor, v: Tensor) -> Tensor:
+        """The output of the state [num_heads, value_dim], with what passes it by."""
+
+    @abstractmethod
+    def _gated(self, read: Tensor, z: Tensor) -> Tensor:
+        """The layer's output [num_heads * value_dim] of what was read."""
+
+
+class _DeltaSequence(_Sequence[DeltaWeights]):
+    def _with_bias(self, convolved: Tensor) -> Tensor:
+        return convolved
+
+    def _scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return _normed(q) * self._weights.shape.key_dim**-0.5, _normed(k)
+
+    def _gates(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        b, a = gates.float().chunk(2)
         beta = torch.exp(-b).add_(1.0).reciprocal_()
-        return beta.unsqueeze(-1), self._weights.decay * softplus
+        decay = self._weights.decay * _softplus(a + self._weights.dt_bias)
+        return beta.unsqueeze(-1), decay
+
+    def _added(self, k: Tensor, v: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:
+        return v - self._read(k, c, state, places)
+
+    def _with_skip(self, out: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - nothing passes it by
+        return out
 
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
         """The RMS norm of each head times silu(z), [num_heads * value_dim]."""
@@ -185,7 +244,45 @@ class _Sequence:
         gate = z.float().view_as(read)
         root = ((read * read).mean(-1, keepdim=True) + weights.norm_eps).sqrt()
         normed = read / root * weights.norm
-        return (normed * (gate / torch.exp(-gate).add_(1.0))).flatten()
+        return (normed * _silu(gate)).flatten()
+
+
+class _Mamba2Sequence(_Sequence[Mamba2Weights]):
+    def _with_bias(self, convolved: Tensor) -> Tensor:
+        bias = self._weights.conv_bias
+        return convolved if bias is None else convolved + bias
+
+    def _scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    def _gates(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        dt = _softplus(gates.float() + self._weights.dt_bias)
+        return dt.unsqueeze(-1), self._weights.decay * dt
+
+    def _added(self, k: Tensor, v: Tensor, c: Tensor, state: Tensor, places: list[int]) -> Tensor:  # noqa: ARG002 - as the delta rule
+        return v
+
+    def _with_skip(self, out: Tensor, v: Tensor) -> Tensor:
+        return out + self._weights.skip.unsqueeze(-1) * v
+
+    def _gated(self, read: Tensor, z: Tensor) -> Tensor:
+        """The state's output times silu(z), then the RMS norm of each part, if there is one."""
+        weights = self._weights
+        gated = read.flatten() * _silu(z.float())
+        if weights.norm is None:
+            return gated
+        parts = gated.view(weights.num_norms, -1)
+        root = ((parts * parts).mean(-1, keepdim=True) + weights.norm_eps).sqrt()
+        return (parts / root).flatten() * weights.norm
+
+
+def _silu(x: Tensor) -> Tensor:
+    # torch's own rounds the tail of a tensor otherwise than its body.
+    return x / torch.exp(-x).add_(1.0)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0.0)
 
 
 def _normed(x: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from ..base import (
     FIRST_TABLE,
     SILU,
     Activation,
+    ConvWeights,
     DecoderWeights,
-    DeltaWeights,
     Exactness,
     ExpertWeights,
     ForwardPlan,
@@ -26,6 +26,7 @@ from ..base import (
     HeadNorm,
     Norm,
     PackedLinear,
+    RecurrentWeights,
     Rope,
     Tables,
     capped,
@@ -36,9 +37,10 @@ from ..device import cpu_flags
 from ..kv_pool import KVPool
 from ..quantize import QuantizedWeight, WeightKind
 from .attention import attend
+from .conv import run_short_conv
 from .experts import run_experts
 from .plan import TorchPlan
-from .state import run_delta
+from .state import run_recurrent
 
 logger = logging.getLogger(__name__)
 ONEDNN_SETTING = "ONEDNN_MAX_CPU_ISA"
@@ -205,11 +207,19 @@ class TorchOps:
         """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
         return gated(x, gate)
 
-    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
-        """The gated delta rule over the states and logs of the plan's pass."""
+    def recur(
+        self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
+    ) -> Tensor:
+        """A recurrent layer over the states and logs of the plan's pass."""
         assert isinstance(plan, TorchPlan)
         assert plan.states is not None
-        return run_delta(mixed, ba, weights, plan.batch, plan.states)
+        return run_recurrent(mixed, gates, weights, plan.batch, plan.states)
+
+    def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
+        """A gated short convolution over the states and logs of the plan's pass."""
+        assert isinstance(plan, TorchPlan)
+        assert plan.states is not None
+        return run_short_conv(mixed, weights, plan.batch, plan.states)
 
     def experts(
         self,

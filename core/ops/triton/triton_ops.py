@@ -18,8 +18,8 @@ from ..base import (
     FIRST_TABLE,
     SILU,
     Activation,
+    ConvWeights,
     DecoderWeights,
-    DeltaWeights,
     Exactness,
     ExpertWeights,
     ForwardPlan,
@@ -27,6 +27,7 @@ from ..base import (
     HeadNorm,
     Norm,
     PackedLinear,
+    RecurrentWeights,
     Rope,
     Tables,
     capped,
@@ -35,7 +36,9 @@ from ..base import (
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
-from ..torch.state import run_delta
+from ..state_pool import StatePool
+from ..torch.conv import run_short_conv
+from ..torch.state import run_recurrent
 from .attention.attention import attend_kernel, merge_kernel
 from .attention.tile_schedule import SPLIT
 from .availability import unsuited_heads
@@ -102,11 +105,12 @@ class TritonOps:
         """One graph per number of rows: all layers, and where rows are few the tokens, too."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
-        if any(isinstance(layer.mixer, DeltaWeights) for layer in weights.layers):
+        mixers = [mixer for layer in weights.layers for mixer in layer.mixers]
+        if any(isinstance(mixer, RecurrentWeights | ConvWeights) for mixer in mixers):
             make_graph = None
             logger.warning(
-                "there are no Triton kernels for recurrent layers: torch computes them, one row "
-                "after another, and no CUDA graphs are used"
+                "there are no Triton kernels for recurrent layers: torch computes them, and no "
+                "CUDA graphs are used"
             )
         for layer in weights.layers:
             if isinstance(layer.mlp, ExpertWeights):
@@ -214,13 +218,15 @@ class TritonOps:
         """``x * sigmoid(gate)``, all ``[T, width]``, computed in float32 and rounded once."""
         return gated(x, gate)
 
-    def delta(self, mixed: Tensor, ba: Tensor, weights: DeltaWeights, plan: ForwardPlan) -> Tensor:
-        """The gated delta rule, by torch; not in a graph, which has no batch."""
-        device = _on_device(plan)
-        states = device.geometry.pool.states
-        assert device.batch is not None
-        assert states is not None
-        return run_delta(mixed, ba, weights, device.batch, states)
+    def recur(
+        self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
+    ) -> Tensor:
+        """A recurrent layer, by torch; not in a graph, which has no batch."""
+        return run_recurrent(mixed, gates, weights, *_states_of(plan))
+
+    def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
+        """A gated short convolution, by torch; not in a graph, which has no batch."""
+        return run_short_conv(mixed, weights, *_states_of(plan))
 
     def experts(
         self,
@@ -278,6 +284,15 @@ def _on_device(plan: ForwardPlan, *windows: int | None) -> DevicePlan:
         return plan.on_device(windows)
     assert isinstance(plan, DevicePlan)
     return plan
+
+
+def _states_of(plan: ForwardPlan) -> tuple[RaggedBatch, StatePool]:
+    """The batch of a pass outside of a graph, and the pool of its states."""
+    device = _on_device(plan)
+    states = device.geometry.pool.states
+    assert device.batch is not None
+    assert states is not None
+    return device.batch, states
 
 
 def _attend(

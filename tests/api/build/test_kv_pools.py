@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +137,37 @@ def test_a_log_is_had_for_each_request_and_two_slots_more(hybrid, free) -> None:
     assert states(hybrid, state_memory=7 * slot + 5 * log) == (7, 5, 7 * slot + 5 * log)
     assert states(hybrid, state_memory=2 * slot + log) == (2, 1, 2 * slot + log)
     assert states(hybrid, state_memory="1GiB", max_running=3)[:2] == (3 + 3 * 64, 3)
+
+
+@pytest.fixture(scope="module")
+def convolving(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_decoder(make_checkpoint(tmp_path_factory.mktemp("conv"), "lfm2"))
+
+
+def test_small_states_are_no_more_than_pages_and_kept_at_the_end_of_each(convolving, free) -> None:
+    """Three layers of two inputs of 64 channels; keys and values of one layer."""
+    free(4 * MIB)
+    slot, page = bytes_per_slot(convolving.states, convolving.dtype), bytes_of(convolving, 1)
+    assert (slot, page) == (3 * 2 * 64 * 4, 2 * 2 * 16 * 16 * 4)
+    config = EngineConfig(device="cpu", max_running=4)
+    found = count_states(convolving, config, config.sizes("cpu"))
+    num_pages = count_pages(convolving, [], config, config.sizes("cpu"), found.num_bytes)
+    assert abs(found.num_slots - found.num_logs - num_pages) <= 2
+    assert found.num_bytes < MIB // 2 - 50 * slot  # less than half of the memory
+    assert states(convolving, max_running=2, state_memory="1MiB").num_slots == 2 + 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "interval"),
+    [("qwen3_5", None, 4096), ("lfm2", None, 16), ("lfm2", 64, 64), ("lfm2", 0, 0)],
+)
+def test_states_are_kept_as_far_apart_as_their_size_asks(
+    kind: str, given: int | None, interval: int, tmp_path: Path
+) -> None:
+    config = EngineConfig(device="cpu", kv_tokens=256, state_interval=given)
+    engine = build(make_checkpoint(tmp_path, kind), config).engine
+    assert engine.scheduler.cache.states is not None
+    assert engine.scheduler.cache.states.interval == interval
 
 
 def test_too_little_memory_for_two_states_is_refused_with_what_is_needed(hybrid, free) -> None:

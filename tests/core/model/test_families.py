@@ -249,6 +249,15 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 # Configs in the spelling of older files: fields that they leave out, RoPE of layers with a window.
 OLDER: dict[str, tuple[str, dict[str, Any]]] = {
     **{each: (each, {"num_local_experts": 8, "n_routed_experts": 8}) for each in MODEL_FAMILIES},
+    "bamba": ("bamba", {"attn_layer_indices": [2]}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {"layer_types": ["mamba", "attention"] * 4, "num_local_experts": 8},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {"hybrid_override_pattern": "M-M*ME*E", "n_routed_experts": 8},
+    ),
     "ministral3": ("ministral3", {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
     "gemma3, scaled": ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "gemma3, local": ("gemma3_text", {"rope_theta": 7e5, "rope_local_base_freq": 3e4}),

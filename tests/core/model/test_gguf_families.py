@@ -16,7 +16,7 @@ from foretoken.core.model.report import inspect_model
 from foretoken.core.ops.base import ExpertWeights, LatentWeights
 from foretoken.core.ops.native import native_library
 from support.checkpoints import ModelDriver, save
-from support.gguf_files import ARCHS, rounded, write_gguf
+from support.gguf_files import ARCHS, DENSE, rounded, write_gguf
 from support.greedy_streams import generate, greedy
 from support.mtp_checkpoints import save_mtp
 from support.tiny_models import tiny_model
@@ -41,6 +41,41 @@ _YARN = {
     "original_max_position_embeddings": 64,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
+}
+_CONV = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_multiple_of": 32,
+    "intermediate_size": 96,
+}
+_MAMBA = {  # of granitemoehybrid
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+    "shared_intermediate_size": 64,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "chunk_size": 16,
+    "time_step_min": 1e-30,  # transformers clamps dt, of prompts alone
+    "n_group": 1,
+    "routed_scaling_factor": 1.6,
+}
+_NO_EXPERTS = {
+    "granitemoehybrid": _MAMBA | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    "nemotron_h": _NEMOTRON
+    | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -87,6 +122,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT | {"n_group": 1},
     "youtu": _LATENT,
     **dict.fromkeys(HYBRIDS, _DELTA),
+    "granitemoehybrid": _MAMBA,
+    "nemotron_h": _NEMOTRON,
+    "lfm2": _CONV,
+    "lfm2_moe": _CONV,
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,
@@ -144,9 +183,19 @@ def test_a_file_says_what_transformers_says(model_type: str, tmp_path: Path) -> 
     assert inspect_model(file).problem is None
 
 
+@pytest.mark.parametrize("model_type", _NO_EXPERTS)
+def test_a_file_of_a_hybrid_without_experts(model_type: str, tmp_path: Path) -> None:
+    model, file = made(model_type, tmp_path, **_NO_EXPERTS[model_type])
+    check(logits_of(file), expected_of(model))
+
+
 @pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q4_0, GgmlType.Q5_1])
 @pytest.mark.parametrize(
-    "model_type", ["granite", "olmo2", "qwen3", "smollm3", "qwen3_5_text", "qwen3_next"]
+    "model_type",
+    [
+        *("granite", "olmo2", "qwen3", "smollm3", "qwen3_5_text", "qwen3_next", "lfm2"),
+        *("granitemoehybrid", "nemotron_h"),
+    ],
 )
 def test_a_quantised_file_says_what_its_dequantised_weights_say(
     model_type: str, kind: GgmlType, tmp_path: Path
@@ -199,7 +248,19 @@ def test_matrices_of_latents_stay_packed_and_lose_nothing(tmp_path: Path) -> Non
     assert ours < 1.5 * theirs
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "deepseek_v3", *HYBRIDS])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gpt_oss",
+        "qwen3_moe",
+        "deepseek_v3",
+        *HYBRIDS,
+        "lfm2",
+        "lfm2_moe",
+        "granitemoehybrid",
+        "nemotron_h",
+    ],
+)
 def test_greedy_tokens_of_a_file_equal_generate(model_type: str, tmp_path: Path) -> None:
     model, file = made(model_type, tmp_path)
     prompts = [IDS[:7], IDS[5:30], IDS]
@@ -226,7 +287,7 @@ def test_a_file_of_gemma_4_with_experts_and_keys_as_values(kind: GgmlType, tmp_p
 
 
 def test_every_known_architecture_is_tested() -> None:
-    assert set(ARCHS.values()) == set(ARCHITECTURES)
+    assert {*ARCHS.values(), *DENSE.values()} == set(ARCHITECTURES)
 
 
 def test_divided_frequencies_are_refused_where_modules_do_not_take_them(tmp_path: Path) -> None:
@@ -251,7 +312,7 @@ def test_divided_frequencies_are_refused_where_modules_do_not_take_them(tmp_path
 
 @pytest.mark.parametrize(
     ("architecture", "reason"),
-    [("jamba", "state"), ("lfm2", "state"), ("t5", "token by token"), ("bloom", "ALiBi")],
+    [("jamba", "state"), ("rwkv7", "state"), ("t5", "token by token"), ("bloom", "ALiBi")],
 )
 def test_what_cannot_be_served_is_refused_by_name(
     architecture: str, reason: str, tmp_path: Path
@@ -267,6 +328,23 @@ def test_what_cannot_be_served_is_refused_by_name(
     with pytest.raises(ModelLoadError, match=refusal):
         load_decoder(file)
     assert not set(REFUSED) & {*ARCHITECTURES, *ALIASES}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "value", "kind"),
+    [
+        ("causal", "add_bool", False, "bidirectional_attention"),
+        ("sliding_window", "add_uint32", 64, "sliding_attention"),
+    ],
+)
+def test_files_of_lfm2_with_other_attention_are_refused_by_its_kind(
+    name: str, method: str, value: object, kind: str, tmp_path: Path
+) -> None:
+    made("lfm2", tmp_path)
+    more = {f"lfm2__attention__{name}": (method, value)}
+    file = write_gguf(tmp_path / "plain", tmp_path / "other.gguf", **more)
+    with pytest.raises(ModelLoadError, match=f"layer_types has '{kind}', which is none of"):
+        load_decoder(file)
 
 
 @pytest.mark.parametrize("alias", ALIASES)

@@ -19,7 +19,7 @@ from foretoken.core.model.fields import Fields
 from foretoken.core.model.fold import ba_order, qkvz_order
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
-from foretoken.core.ops.base import DeltaShape, DeltaWeights
+from foretoken.core.ops.base import RecurrentShape, RecurrentWeights
 from foretoken.core.ops.native import native_library
 from support.checkpoints import (
     HYBRIDS,
@@ -65,7 +65,7 @@ def test_fused_matrices_are_cut_apart_as_transformers_cuts_their_outputs() -> No
         linear_key_head_dim=3,
         linear_value_head_dim=5,
     )
-    shape = DeltaShape(2, 6, key_dim=3, value_dim=5, conv_len=4)
+    shape = RecurrentShape(2, 6, key_dim=3, value_dim=5, conv_len=4)
     qkvz, ba = torch.arange(12 + 60), torch.arange(12)
     layer = Qwen3NextGatedDeltaNet(config, 0)
     parts = layer.fix_query_key_value_ordering(qkvz.view(1, 1, -1), ba.view(1, 1, -1))
@@ -115,8 +115,9 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
     assert torch.equal(torch.cat(found), whole)
 
 
-def test_a_sequence_resumed_from_a_state_has_the_bits_of_the_whole(loaded: dict) -> None:
-    _, decoder = loaded["qwen3_5"]
+@pytest.mark.parametrize("kind", ["qwen3_5", "granite_hybrid", "nemotron_h", "lfm2_biased"])
+def test_a_sequence_resumed_from_a_state_has_the_bits_of_the_whole(kind: str, loaded: dict) -> None:
+    _, decoder = loaded[kind]
     ids = random_ids(130)
     driver = ModelDriver(decoder)
     first = driver.add(ids)
@@ -160,12 +161,41 @@ def test_the_text_of_a_multimodal_checkpoint_without_what_predicts_further_token
     torch.testing.assert_close(logits, logits_of(reference, ids), atol=1e-4, rtol=0)
 
 
-def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "qwen3_next")
+@pytest.mark.parametrize(("kind", "num_layers"), [("qwen3_next", 4), ("nemotron_h", 7)])
+def test_layers_that_predict_further_tokens_are_passed_over(
+    kind: str, num_layers: int, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, kind)
     file = folder / "model.safetensors"
     more = {"mtp.layers.0.mlp.gate.weight": torch.zeros(4)}
     save_file(load_file(file) | more, file, metadata={"format": "pt"})
-    assert load_decoder(folder).config.num_layers == 4
+    assert load_decoder(folder).config.num_layers == num_layers
+
+
+# Names of hub checkpoints, and of those that later classes of transformers may write.
+_SPELLINGS = {
+    "granite_hybrid": {
+        "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+        "block_sparse_moe.router.layer.": "block_sparse_moe.router.",
+    },
+    "nemotron_h": {"backbone.": "model."},
+}
+
+
+@pytest.mark.parametrize("kind", _SPELLINGS)
+def test_tensors_of_either_spelling_are_read(kind: str, tmp_path: Path) -> None:
+    folder, ids = make_checkpoint(tmp_path, kind), random_ids(20)
+    driver = ModelDriver(load_decoder(folder))
+    expected = driver.prefill(driver.add(ids), 20)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for old, new in _SPELLINGS[kind].items():
+        assert any(old in name for name in tensors), old
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    driver = ModelDriver(load_decoder(folder))
+    assert torch.equal(driver.prefill(driver.add(ids), 20), expected)
 
 
 def test_experts_in_one_tensor_are_read_as_those_one_by_one(tmp_path: Path) -> None:
@@ -189,18 +219,20 @@ def test_experts_in_one_tensor_are_read_as_those_one_by_one(tmp_path: Path) -> N
     assert torch.equal(driver.prefill(driver.add(ids), 40), expected)
 
 
-def test_what_decays_keeps_float32_in_half_precision(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "qwen3_5")
+@pytest.mark.parametrize(("kind", "more"), [("qwen3_5", ()), ("nemotron_h", ("conv_bias", "skip"))])
+def test_what_decays_keeps_float32_in_half_precision(
+    kind: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, kind)
     wide = load_decoder(folder).weights.layers[0].mixer
     half = load_decoder(folder, dtype="bfloat16").weights.layers[0].mixer
-    assert isinstance(wide, DeltaWeights)
-    assert isinstance(half, DeltaWeights)
-    for name in ("decay", "dt_bias", "conv", "norm"):
+    assert isinstance(wide, RecurrentWeights)
+    assert isinstance(half, RecurrentWeights)
+    for name in ("decay", "dt_bias", "conv", "norm", *more):
         assert torch.equal(getattr(half, name), getattr(wide, name)), name
 
 
 _CONFIG = {
-    "model_type": "qwen3_5_text",
     "vocab_size": 100,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -208,43 +240,132 @@ _CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+_GRANITE = {"layer_types": ["mamba", "attention"] * 4, "mamba_n_heads": 8}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _CONFIG,
+    "granitemoehybrid": _CONFIG | _GRANITE,
+    "bamba": _CONFIG | {"attn_layer_indices": [1], "mamba_n_heads": 8},
+    "nemotron_h": _CONFIG | {"hybrid_override_pattern": "M-M*M-M*"},
+    "lfm2": _CONFIG | {"layer_types": ["conv", "full_attention"] * 4},
+}
 
 
 @pytest.mark.parametrize(
-    ("differences", "message"),
+    ("model_type", "differences", "message"),
     [
         (
+            "qwen3_5_text",
             {"linear_num_value_heads": 10, "linear_num_key_heads": 4},
             "linear_num_value_heads 10 is no multiple of linear_num_key_heads, 4",
         ),
-        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2, not 1"),
-        ({"layer_types": ["full_attention", "mamba"] * 4}, "layer_types must be 8 of"),
-        ({"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
-        ({"layer_types": ["linear_attention"] * 8}, "without any full_attention"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "has type 'dynamic'"),
+        (
+            "qwen3_5_text",
+            {"linear_conv_kernel_dim": 1},
+            "linear_conv_kernel_dim must be at least 2, not 1",
+        ),
+        (
+            "qwen3_5_text",
+            {"layer_types": ["full_attention", "mamba"] * 4},
+            "layer_types must be 8 of",
+        ),
+        ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 8}, "without any full_attention"),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("qwen3_5_text", {"rope_scaling": {"rope_type": "dynamic"}}, "has type 'dynamic'"),
+        (
+            "granitemoehybrid",
+            {"mamba_n_groups": 3},
+            "mamba_n_heads 8 is no multiple of mamba_n_groups, 3",
+        ),
+        (
+            "granitemoehybrid",
+            {"mamba_d_head": 20},
+            "mamba_n_heads 8 of mamba_d_head 20 do not make mamba_expand times hidden_size, 128",
+        ),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["mamba", "attention", "hyena"]},
+            "layer_types has 'hyena' as layer 2, which is none of",
+        ),
+        ("granitemoehybrid", {"layer_types": ["attention"]}, "1 layers, num_hidden_layers 8"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 8}, "without any full_attention"),
+        ("granitemoehybrid", {"layer_types": None}, "must name the kind of each layer"),
+        ("granitemoehybrid", {"mamba_d_conv": 1}, "mamba_d_conv must be at least 2, not 1"),
+        (
+            "granitemoehybrid",
+            {"time_step_limit": [0.001, 0.1]},
+            "time_step_limit from 0.001 to 0.1 is not supported",
+        ),
+        ("granitemoehybrid", {"hidden_act": "gelu_new"}, "hidden_act 'gelu_new' is not supported"),
+        ("bamba", {"attn_layer_indices": [1, 9]}, "attn_layer_indices has 9, of 8 layers"),
+        ("bamba", {"attn_layer_indices": None}, "without any full_attention"),
+        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads 128 is no multiple of n_groups, 3"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M-X"},
+            "hybrid_override_pattern has 'X' as layer 2, which is none of",
+        ),
+        ("nemotron_h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act 'gelu' is not supported"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "ME*-M-M*", "moe_latent_size": 8},
+            "moe_latent_size is not supported",
+        ),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "ME*-M-M*", "mlp_bias": True},
+            "mlp_bias is not supported in a model with experts",
+        ),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be at least 2, not 1"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "mamba"] * 4},
+            "layer_types has 'mamba', which is none of full_attention, conv",
+        ),
+        ("lfm2", {"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [8]}, "without any full_attention"),
+        ("lfm2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ],
 )
 def test_configs_that_fit_no_layer_are_refused_with_their_numbers(
-    differences: dict[str, Any], message: str
+    model_type: str, differences: dict[str, Any], message: str
 ) -> None:
+    values = _CONFIGS[model_type] | differences | {"model_type": model_type}
     with pytest.raises(ModelLoadError, match=message):
-        parse_config(Fields(_CONFIG | differences, "config.json"))
+        parse_config(Fields(values, "config.json"))
 
 
-def test_taps_that_the_tensors_do_not_have_are_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "qwen3_5")
+@pytest.mark.parametrize(
+    ("kind", "field", "name", "channels"),
+    [
+        ("qwen3_5", "linear_conv_kernel_dim", "conv1d", 160),
+        ("nemotron_h", "conv_kernel", "conv1d", 224),
+        ("lfm2_biased", "conv_L_cache", "conv.conv", 64),
+    ],
+)
+def test_taps_that_the_tensors_do_not_have_are_refused(
+    kind: str, field: str, name: str, channels: int, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, kind)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"linear_conv_kernel_dim": 3}))
-    message = r"conv1d\.weight has shape \[160, 1, 4\], but its config implies \[160, 1, 3\]"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: 3}))
+    message = (
+        rf"{name}\.weight has shape \[{channels}, 1, 4\], "
+        rf"but its config implies \[{channels}, 1, 3\]"
+    )
     with pytest.raises(ModelLoadError, match=message):
         load_decoder(folder)
-    assert "conv1d" in (inspect_model(folder).problem or "")
+    assert name in (inspect_model(folder).problem or "")
 
 
-def test_modules_of_transformers_are_refused_by_name(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "qwen3_5")
-    with pytest.raises(ModelLoadError, match=r"qwen3_5_text.* has recurrent states"):
+@pytest.mark.parametrize(
+    ("kind", "model_type"), [("qwen3_5", "qwen3_5_text"), ("bamba", "bamba"), ("lfm2", "lfm2")]
+)
+def test_modules_of_transformers_are_refused_by_name(
+    kind: str, model_type: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, kind)
+    with pytest.raises(ModelLoadError, match=rf"{model_type}.* has recurrent states"):
         load_decoder(folder, impl="transformers")
 
 

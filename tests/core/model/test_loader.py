@@ -167,7 +167,7 @@ def test_yarn_stretches_the_context_where_the_config_does_not(folder: Path) -> N
 
 
 BAD_CONFIGS = {
-    "unknown family": ({"model_type": "gpt2"}, r"'gpt2' is not supported; arcee, cohere, cohere2"),
+    "unknown family": ({"model_type": "gpt2"}, r"'gpt2' is not supported; arcee, bamba, cohere"),
     "no family": ({"model_type": None}, "model_type is missing"),
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic', which is not"),
     "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor must be a list"),

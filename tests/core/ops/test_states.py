@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from foretoken.core.model.fold import mamba_orders
 from foretoken.core.ops.base import (
     AttentionWeights,
+    ConvShape,
+    ConvWeights,
     DecoderWeights,
-    DeltaShape,
     HeadLayout,
     HeadNorm,
     LayerWeights,
+    Mamba2Weights,
     MlpWeights,
     Norm,
     Ops,
     PackedLinear,
+    RecurrentShape,
 )
 from foretoken.core.ops.batch import NOTHING_MORE, Segment, SegmentState, build_batch
 from foretoken.core.ops.kv_pool import KvPlace, KVPool
@@ -30,17 +34,42 @@ from foretoken.core.ops.native import Variant, native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.state_pool import DRAFT_ROOM, StatePool, bytes_per_log, bytes_per_slot
 from foretoken.core.ops.torch.torch_ops import TorchOps
-from support.delta_fixture import SHAPE, Rows, Sequences, make_weights
+from support.delta_fixture import (
+    CONV_SHAPE,
+    MAMBA_SHAPE,
+    SHAPE,
+    Rows,
+    Sequences,
+    Weights,
+    gates_width,
+    make_conv_weights,
+    make_mamba_weights,
+    make_weights,
+    row_widths,
+)
 from support.native_variants import every_variant
 from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH = 150
-SHAPES = {
-    "grouped": SHAPE,
-    "tiled": SHAPE._replace(is_tiled=True),
-    "three taps": DeltaShape(1, 3, key_dim=16, value_dim=16, conv_len=3),
-    "real": DeltaShape(1, 2, key_dim=128, value_dim=128, conv_len=4),
+RULES: dict[str, Callable[..., Weights]] = {
+    "delta": make_weights,
+    "mamba2": make_mamba_weights,
+    "conv": make_conv_weights,
+}
+KINDS: dict[str, Callable[[], Weights]] = {
+    "grouped": make_weights,
+    "tiled": lambda: make_weights(SHAPE._replace(is_tiled=True)),
+    "three taps": lambda: make_weights(RecurrentShape(1, 3, 16, 16, conv_len=3)),
+    "real": lambda: make_weights(RecurrentShape(1, 2, 128, 128, conv_len=4)),
+    "mamba2": make_mamba_weights,
+    "mamba2 without a bias": lambda: make_mamba_weights(
+        RecurrentShape(1, 3, 16, 32, conv_len=3), has_bias=False
+    ),
+    "mamba2 real": lambda: make_mamba_weights(RecurrentShape(1, 2, 128, 64, conv_len=4)),
+    "conv": make_conv_weights,
+    "conv without a bias": lambda: make_conv_weights(ConvShape(37, 2), has_bias=False),
+    "conv of five taps": lambda: make_conv_weights(ConvShape(64, 5)),
 }
 
 
@@ -57,6 +86,11 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     library.set_threads(1)
 
 
+@pytest.fixture(params=RULES)
+def make(request: pytest.FixtureRequest) -> Callable[..., Weights]:
+    return RULES[request.param]
+
+
 def random_cuts(chance: random.Random, length: int = LENGTH) -> Iterator[tuple[int, int, int]]:
     """Start, final rows and drafts of passes: chunks, and single rows with drafts."""
     at = 0
@@ -71,9 +105,9 @@ def random_cuts(chance: random.Random, length: int = LENGTH) -> Iterator[tuple[i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_bits_of_a_row_are_those_of_any_cut_and_of_any_drafts(
-    page_size: int, dtype: torch.dtype, ops: Ops
+    page_size: int, dtype: torch.dtype, make: Callable[..., Weights], ops: Ops
 ) -> None:
-    weights = [make_weights()]
+    weights = [make()]
     sequences = Sequences(ops, weights, length=LENGTH, page_size=page_size, dtype=dtype)
     expected = sequences.one_by_one()
     for seed in range(6):
@@ -83,9 +117,9 @@ def test_bits_of_a_row_are_those_of_any_cut_and_of_any_drafts(
         assert torch.equal(torch.cat(found), expected), seed
 
 
-def test_accepted_drafts_are_not_computed_again(ops: Ops) -> None:
+def test_accepted_drafts_are_not_computed_again(make: Callable[..., Weights], ops: Ops) -> None:
     """A pass may begin behind rows that were drafts, more than one page end behind the state."""
-    sequences = Sequences(ops, [make_weights()], length=LENGTH)
+    sequences = Sequences(ops, [make()], length=LENGTH)
     expected = sequences.one_by_one()
     sequences.reset()
     sequences.run(Rows(0, 0, 16))
@@ -99,16 +133,15 @@ def run_as_drafts(sequences: Sequences, start: int, count: int, accepted: int) -
     draw = sequences.draft_rows
     sequences.draft_rows = lambda sequence, at, n: (
         sequences.mixed[sequence, at : at + n],
-        sequences.ba[sequence, at : at + n],
+        sequences.gates[sequence, at : at + n],
     )
     sequences.run(Rows(0, start, count, accepted))
     sequences.draft_rows = draw
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_batch_has_the_bits_of_each_of_its_sequences_alone(name: str, ops: Ops) -> None:
-    weights = [make_weights(SHAPES[name])]
-    sequences = Sequences(ops, weights, length=80, count=3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_has_the_bits_of_each_of_its_sequences_alone(kind: str, ops: Ops) -> None:
+    sequences = Sequences(ops, [KINDS[kind]()], length=80, count=3)
     expected = [sequences.one_by_one(sequence) for sequence in range(3)]
     sequences.reset()
     cuts = [list(random_cuts(random.Random(seed), 80)) for seed in range(3)]
@@ -122,9 +155,11 @@ def test_a_batch_has_the_bits_of_each_of_its_sequences_alone(name: str, ops: Ops
 
 
 @pytest.mark.parametrize("num_drafts", [0, 20])
-def test_a_kept_state_continues_with_the_same_bits(num_drafts: int, ops: Ops) -> None:
+def test_a_kept_state_continues_with_the_same_bits(
+    num_drafts: int, make: Callable[..., Weights], ops: Ops
+) -> None:
     """Kept within a chunk, at its very end, and at the start of a pass."""
-    sequences = Sequences(ops, [make_weights()], length=LENGTH, num_slots=8)
+    sequences = Sequences(ops, [make()], length=LENGTH, num_slots=8)
     expected = sequences.one_by_one()
     sequences.reset()
     sequences.run(Rows(0, 0, 16, 0, ((0, 1), (16, 2))))
@@ -139,9 +174,11 @@ def test_a_kept_state_continues_with_the_same_bits(num_drafts: int, ops: Ops) ->
         assert torch.equal(found, expected[position:]), position
 
 
-def test_a_decode_step_that_failed_half_way_may_run_again(ops: Ops) -> None:
+def test_a_decode_step_that_failed_half_way_may_run_again(
+    make: Callable[..., Weights], ops: Ops
+) -> None:
     """One layer has folded and written its rows, the other has not."""
-    weights = [make_weights(), make_weights(layer=1)]
+    weights = [make(), make(layer=1)]
     sequences = Sequences(ops, weights, length=60)
     sequences.run(Rows(0, 0, 32), layers=(0, 1))
     expected = sequences.run(Rows(0, 32, 1, 20), layers=(0, 1))
@@ -168,20 +205,21 @@ def test_a_rejected_draft_over_page_ends_moves_no_state(ops: Ops) -> None:
 
 
 class Mixers:
-    """A recurrent layer, then one of gated attention, and passes over a pool of both."""
+    """A recurrent layer, then one of gated attention, and passes over a pool of both.
+
+    With Mamba-2 each layer is a mixer or an MLP alone.
+    """
 
     HEADS = HeadLayout(2, 1, 16, 0.25)
 
-    def __init__(self, ops: Ops, dtype: torch.dtype) -> None:
-        self.ops, self.dtype = ops, dtype
-        delta = make_weights()
-        shape, hidden, values = delta.shape, 32, 4 * 40
-        delta = replace(
-            delta,
-            in_proj=self.matrix(shape.conv_channels + values, hidden),
-            ba=self.matrix(2 * shape.num_value_heads, hidden),
-            out=self.matrix(hidden, values),
-        )
+    def __init__(self, ops: Ops, weights: Weights, dtype: torch.dtype) -> None:
+        self.ops, self.dtype, self.shape = ops, dtype, weights.shape
+        hidden = 32
+        before, behind = row_widths(weights)
+        matrices = {"in_proj": self.matrix(before, hidden), "out": self.matrix(hidden, behind)}
+        if not isinstance(weights, ConvWeights):
+            matrices["gates"] = self.matrix(gates_width(weights), hidden)
+        recurrent = replace(weights, **matrices)
         attention = AttentionWeights(
             qkv=self.matrix((2 + 1 + 1 + 2) * 16, hidden),
             head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
@@ -196,10 +234,16 @@ class Mixers:
                 mixer=mixer,
                 mlp_norm=self.norm(hidden),
                 mlp=MlpWeights(self.matrix(2 * 48, hidden), self.matrix(hidden, 48)),
-                mixer_out_norm=self.norm(hidden) if mixer is delta else None,
+                mixer_out_norm=self.norm(hidden) if mixer is recurrent else None,
             )
-            for mixer in (delta, attention)
+            for mixer in (recurrent, attention)
         )
+        if isinstance(weights, Mamba2Weights):
+            layers = tuple(
+                replace(layer, mlp_norm=None, **{part: None})
+                for layer in layers
+                for part in ("mlp", "mixer")
+            )
         embedding = torch.randn(50, hidden).to(dtype)
         self.weights = DecoderWeights(embedding, layers, self.norm(hidden), self.matrix(50, hidden))
 
@@ -210,7 +254,7 @@ class Mixers:
         return Norm((torch.rand(width) + 0.5).to(self.dtype), 1e-6)
 
     def pool(self) -> KVPool:
-        states = StatePool(2, 1, [SHAPE.state], page_size=16, dtype=self.dtype, device="cpu")
+        states = StatePool(2, 1, [self.shape.state], page_size=16, dtype=self.dtype, device="cpu")
         return KVPool(
             8, num_layers=1, num_kv_heads=1, head_dim=16, page_size=16,
             dtype=self.dtype, device="cpu", states=states,
@@ -234,10 +278,10 @@ class Mixers:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decoder_of_both_mixers_has_the_same_bits_in_any_cut(
-    dtype: torch.dtype, ops: Ops
+    dtype: torch.dtype, make: Callable[..., Weights], ops: Ops
 ) -> None:
     """Natively in one call, too."""
-    mixers = Mixers(ops, dtype)
+    mixers = Mixers(ops, make(), dtype)
     pool = mixers.pool()
     expected = torch.cat([mixers.run(pool, at, 1, 0, at_once=False) for at in range(100)])
     assert expected.isfinite().all()
@@ -264,14 +308,14 @@ def test_native_threads_change_no_bits() -> None:
         library.set_threads(1)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", every_variant())
-def test_native_kernels_agree_with_the_oracle(variant: Variant, name: str) -> None:
+def test_native_kernels_agree_with_the_oracle(variant: Variant, kind: str) -> None:
     library = native_library(variant)
     if library is None:
         pytest.skip("no native kernels on this machine")
     torch.manual_seed(1)
-    weights = [make_weights(SHAPES[name])]
+    weights = [KINDS[kind]()]
     oracle, native = (
         Sequences(ops, weights, length=70) for ops in (TorchOps(), NativeOps(library))
     )
@@ -300,7 +344,7 @@ def test_the_layer_is_that_of_qwen3_next(ratio: int, ops: Ops) -> None:
     layer = Qwen3NextGatedDeltaNet(config, 0).float().eval()
     layer.norm.weight.data.uniform_(0.5, 1.5)
     layer.dt_bias.data.normal_()
-    shape = DeltaShape(2, 2 * ratio, key_dim=24, value_dim=40, conv_len=4)
+    shape = RecurrentShape(2, 2 * ratio, key_dim=24, value_dim=40, conv_len=4)
     weights = replace(
         make_weights(shape),
         conv=layer.conv1d.weight.data.squeeze(1),
@@ -317,7 +361,68 @@ def test_the_layer_is_that_of_qwen3_next(ratio: int, ops: Ops) -> None:
         )
     sequences = Sequences(ops, [weights], length=90)
     sequences.mixed = torch.cat([each.flatten(2) for each in (q, k, v, z)], dim=2)
-    sequences.ba = torch.cat((b, a), dim=2)
+    sequences.gates = torch.cat((b, a), dim=2)
+    (found,) = sequences.run(Rows(0, 0, 90))
+    torch.testing.assert_close(layer.out_proj(found).detach(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("taps", [3, 4])
+def test_the_layer_is_that_of_nemotron_h(taps: int, ops: Ops) -> None:
+    from transformers import NemotronHConfig
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+
+    config = NemotronHConfig(
+        hidden_size=48,
+        layers_block_type=["linear_attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=24,
+        ssm_state_size=20,
+        n_groups=2,
+        conv_kernel=taps,
+        time_step_min=1e-30,  # which transformers clamps dt to, in prompts alone
+    )
+    layer = NemotronHMamba2Mixer(config, 0).float().eval()
+    for parameter in (layer.norm.weight, layer.D, layer.conv1d.bias, layer.dt_bias):
+        parameter.data.uniform_(0.5, 1.5)
+    shape = MAMBA_SHAPE._replace(conv_len=taps)
+    rows, gates, channels = mamba_orders(shape)
+    weights = replace(
+        make_mamba_weights(shape),
+        conv=layer.conv1d.weight.data.squeeze(1)[channels],
+        conv_bias=layer.conv1d.bias.data[channels],
+        decay=-layer.A_log.data.exp(),
+        dt_bias=layer.dt_bias.data,
+        skip=layer.D.data,
+        norm=layer.norm.weight.data,
+        norm_eps=config.layer_norm_epsilon,
+    )
+    x = torch.randn(1, 90, 48)
+    with torch.no_grad():
+        expected, projected = layer(x)[0], layer.in_proj(x)
+    sequences = Sequences(ops, [weights], length=90)
+    sequences.mixed, sequences.gates = projected[..., rows], projected[..., gates]
+    (found,) = sequences.run(Rows(0, 0, 90))
+    torch.testing.assert_close(layer.out_proj(found).detach(), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_the_layer_is_that_of_lfm2(ops: Ops) -> None:
+    from transformers import Lfm2Config
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+    config = Lfm2Config(
+        hidden_size=56, num_hidden_layers=1, conv_L_cache=4, conv_bias=True, layer_types=["conv"]
+    )
+    layer = Lfm2ShortConv(config, 0).float().eval()
+    x = torch.randn(1, 90, 56)
+    with torch.no_grad():
+        expected, projected = layer(x)[0], layer.in_proj(x)
+    weights = replace(
+        make_conv_weights(ConvShape(56, 4)),
+        conv=layer.conv.weight.data.squeeze(1),
+        bias=layer.conv.bias.data,
+    )
+    sequences = Sequences(ops, [weights], length=90)
+    sequences.mixed = projected
     (found,) = sequences.run(Rows(0, 0, 90))
     torch.testing.assert_close(layer.out_proj(found).detach(), expected, atol=2e-5, rtol=1e-4)
 
@@ -343,7 +448,7 @@ def test_states_that_stand_behind_a_pass_are_refused(ops: Ops) -> None:
 
 
 def test_a_slot_is_one_blob_that_is_copied_with_its_position_and_reset() -> None:
-    shapes = [SHAPE.state, SHAPES["real"].state]
+    shapes = [SHAPE.state, KINDS["real"]().shape.state]
     states = StatePool(3, 2, shapes, page_size=16, dtype=torch.bfloat16, device="cpu")
     assert states.bytes_per_slot == bytes_per_slot(shapes, torch.bfloat16)
     assert states.bytes_per_log == bytes_per_log(shapes, torch.bfloat16, page_size=16)
@@ -360,11 +465,11 @@ def test_a_slot_is_one_blob_that_is_copied_with_its_position_and_reset() -> None
 
 
 def test_fields_of_slots_and_logs_do_not_overlap() -> None:
-    shapes = [SHAPES["three taps"].state, SHAPE.state]
+    shapes = [KINDS["three taps"]().shape.state, SHAPE.state, CONV_SHAPE.state]
     states = StatePool(1, 1, shapes, page_size=32, dtype=torch.float32, device="cpu")
     views = [
-        *(states.slot(0, layer) for layer in (0, 1)),
-        *(states.log(0, layer) for layer in (0, 1)),
+        *(states.slot(0, layer) for layer in (0, 1, 2)),
+        *(states.log(0, layer) for layer in (0, 1, 2)),
     ]
     fields = [field for view in views for field in view]
     for number, field in enumerate(fields):

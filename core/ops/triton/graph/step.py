@@ -167,7 +167,7 @@ class TritonStep:
         self._ops = ops
         self._weights = weights
         self._sampler = sampler
-        mixers = [layer.mixer for layer in weights.layers]
+        mixers = [mixer for layer in weights.layers for mixer in layer.mixers]
         attending = [mixer for mixer in mixers if isinstance(mixer, AttentionWeights)]
         self._windows = tuple(dict.fromkeys(mixer.window for mixer in attending))
         self._one_tile = one_tile

@@ -1,0 +1,127 @@
+"""Families of Liquid AI: short convolutions in the place of attention in most layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ModelLoadError
+from ...ops.base import ConvShape, Routing
+from ..config import ConvSpec, DecoderConfig, ExpertNames, LayerSpec
+from ..fields import Fields, UnsupportedConfig
+from .experts import renorm_of, top_k_of, with_experts
+from .shared import base_config
+
+_KINDS = ("full_attention", "conv")
+_NAMES = (
+    ("model.embedding_norm.", "model.norm."),
+    (".operator_norm.", ".input_layernorm."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+    (".q_layernorm.", ".q_norm."),
+    (".k_layernorm.", ".k_norm."),
+    (".self_attn.out_proj.", ".self_attn.o_proj."),
+    (".feed_forward.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w3.", ".up_proj."),
+    (".w2.", ".down_proj."),
+)
+_RENORM = 1e-6  # beside the sum of a row's weights
+# Of the classes' configs.
+_DEFAULTS = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128000,
+    "vocab_size": 65536,
+}
+
+
+def lfm2(fields: Fields) -> DecoderConfig:
+    """LFM2 (arXiv 2511.23404)."""
+    whole = _with(fields, _DEFAULTS | {"hidden_size": 2560, "intermediate_size": 12288})
+    width = _adjusted(fields, whole.positive("block_ff_dim", whole.positive("intermediate_size")))
+    return _config(whole, _layers(whole), intermediate_size=width)
+
+
+def lfm2_moe(fields: Fields) -> DecoderConfig:
+    """LFM2 with experts, which a bias helps to choose; the first layers are dense."""
+    defaults = {"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792}
+    defaults |= {"num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2}
+    fields = _with(fields, _DEFAULTS | defaults)
+    has_bias = fields.flag("use_expert_bias", True)
+    names = ExpertNames(choice_bias="mlp.expert_bias" if has_bias else None)
+    routing = Routing(
+        top_k_of(fields),
+        score="sigmoid",
+        renorm=None if renorm_of(fields, True) is None else _RENORM,
+        factor=fields.number("routed_scaling_factor", 1.0),
+    )
+    num_dense = fields.integer("num_dense_layers")
+    layers = with_experts(fields, _layers(fields), routing, names=names, num_dense=num_dense)
+    return _config(fields, layers)
+
+
+def _with(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
+    given = {name: value for name, value in fields.values.items() if value is not None}
+    return Fields({**defaults, **given}, fields.where)
+
+
+def _config(
+    fields: Fields,
+    layers: tuple[LayerSpec, ...],
+    **differences: Any,  # noqa: ANN401 - fields of `DecoderConfig`
+) -> DecoderConfig:
+    is_tied = fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
+    try:
+        return base_config(
+            fields,
+            theta=1e6,
+            norm_eps=fields.number("norm_eps", 1e-5),
+            tie_embeddings=is_tied,
+            head_norm="each",
+            stored_names=_NAMES,
+            layers=layers,
+            **differences,
+        )
+    except UnsupportedConfig as error:  # transformers' modules keep no states here
+        raise ModelLoadError(str(error)) from None
+
+
+def _adjusted(fields: Fields, width: int) -> int:
+    """Width of the MLP: of two thirds of the field's, times a factor, the next whole multiple."""
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(2 * width / 3)
+    factor = "block_ffn_dim_multiplier"
+    if factor in fields.values and not fields.has(factor):  # null is another thing than absent
+        return width
+    multiple = fields.positive("block_multiple_of", 256)
+    width = int(fields.above_zero(factor, 1.0) * width)
+    return multiple * -(-width // multiple)
+
+
+def _layers(fields: Fields) -> tuple[LayerSpec, ...]:
+    conv_len = fields.positive("conv_L_cache", 3)
+    if conv_len < 2:
+        raise fields.error("conv_L_cache", f"must be at least 2, not {conv_len}")
+    shape = ConvShape(fields.positive("hidden_size"), conv_len)
+    conv = LayerSpec(mixer=ConvSpec(shape, fields.flag("conv_bias", False)))
+    return tuple(LayerSpec() if kind == _KINDS[0] else conv for kind in _kinds(fields))
+
+
+def _kinds(fields: Fields) -> list[str]:
+    """By ``layer_types``, else by the indices of the layers with attention."""
+    num_layers = fields.positive("num_hidden_layers")
+    types = fields.values.get("layer_types")
+    if types is None:
+        has_indices = fields.has("full_attn_idxs")
+        full = fields.integers("full_attn_idxs") if has_indices else range(num_layers)
+        types = [_KINDS[layer not in full] for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise fields.error("layer_types", f"must be {num_layers} of {', '.join(_KINDS)}")
+    unknown = next((kind for kind in types if kind not in _KINDS), None)
+    if unknown is not None:
+        raise fields.error("layer_types", f"has {unknown!r}, which is none of {', '.join(_KINDS)}")
+    if _KINDS[0] not in types:
+        raise fields.error("layer_types", f"without any {_KINDS[0]} is not supported")
+    return types

@@ -1,0 +1,70 @@
+"""Gated short convolutions in plain PyTorch: the oracle.
+
+All rows of a segment at once: each of a row's sums is a chain of products in the order of the taps,
+whatever rows are computed with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..base import ConvWeights
+from ..batch import RaggedBatch
+from ..state_pool import StatePool
+from .state import SegmentStates, join_segments, row_spans
+
+
+def run_short_conv(
+    mixed: Tensor, weights: ConvWeights, batch: RaggedBatch, pool: StatePool
+) -> Tensor:
+    """See `Ops.short_conv`."""
+    b, c, x = mixed.chunk(3, dim=1)
+    inputs = b * x
+    outs = [
+        _Sequence(weights, batch, pool, index).run(inputs[first:stop])
+        for index, (first, stop) in enumerate(row_spans(batch))
+    ]
+    return (c.float() * join_segments(outs, len(mixed))).to(mixed.dtype)
+
+
+class _Sequence(SegmentStates):
+    """Rows of one segment in one layer."""
+
+    def __init__(
+        self, weights: ConvWeights, batch: RaggedBatch, pool: StatePool, index: int
+    ) -> None:
+        super().__init__(weights.layer, batch, pool, index)
+        self._weights = weights
+
+    def run(self, inputs: Tensor) -> Tensor:
+        """``[n, channels]`` of the convolution's inputs to its sums, float32."""
+        around = torch.cat((self._inputs_before(self._start), inputs))
+        self._move(around)
+        self._log_inputs(inputs)
+        return self._convolved(around, len(inputs))
+
+    def _convolved(self, around: Tensor, num_rows: int) -> Tensor:
+        """``around``: the inputs, behind those before the first row."""
+        taps, bias = self._weights.conv, self._weights.bias
+        total = around[:num_rows].float() * taps[:, 0]
+        for tap in range(1, taps.shape[1]):
+            total = total + around[tap : tap + num_rows].float() * taps[:, tap]
+        return total if bias is None else total + bias
+
+    def _move(self, around: Tensor) -> None:
+        """Write the states at the wanted page ends, and the own one at its page's start."""
+        page_size = self._pool.page_size
+        moved = (self._final_stop - 1) // page_size * page_size
+        tails = {stop: self._tail(around, stop) for stop in (*self._keeps, moved)}
+        for stop, slot in self._keeps.items():
+            self._write(slot, self._kept.state, tails[stop], stop)
+        if moved > self._at:
+            self._write(self._slot, self._kept.state, tails[moved], moved)
+
+    def _tail(self, around: Tensor, stop: int) -> Tensor:
+        """The inputs before a position, which may stand before the first row."""
+        first = stop - self._start
+        if first < 0:
+            return self._inputs_before(stop)
+        return around[first : first + len(self._kept.tail)]
