@@ -117,9 +117,11 @@ def _kinds(fields: Fields) -> list[str]:
         has_indices = fields.has("full_attn_idxs")
         full = fields.integers("full_attn_idxs") if has_indices else range(num_layers)
         types = [_KINDS[layer not in full] for layer in range(num_layers)]
-    is_known = isinstance(types, list) and all(kind in _KINDS for kind in types)
-    if not is_known or len(types) != num_layers:
+    if not isinstance(types, list) or len(types) != num_layers:
         raise fields.error("layer_types", f"must be {num_layers} of {', '.join(_KINDS)}")
+    unknown = next((kind for kind in types if kind not in _KINDS), None)
+    if unknown is not None:
+        raise fields.error("layer_types", f"has {unknown!r}, which is none of {', '.join(_KINDS)}")
     if _KINDS[0] not in types:
         raise fields.error("layer_types", f"without any {_KINDS[0]} is not supported")
     return types

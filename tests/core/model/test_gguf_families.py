@@ -294,6 +294,23 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert not set(REFUSED) & {*ARCHITECTURES, *ALIASES}
 
 
+@pytest.mark.parametrize(
+    ("name", "method", "value", "kind"),
+    [
+        ("causal", "add_bool", False, "bidirectional_attention"),
+        ("sliding_window", "add_uint32", 64, "sliding_attention"),
+    ],
+)
+def test_files_of_lfm2_with_other_attention_are_refused_by_its_kind(
+    name: str, method: str, value: object, kind: str, tmp_path: Path
+) -> None:
+    made("lfm2", tmp_path)
+    more = {f"lfm2__attention__{name}": (method, value)}
+    file = write_gguf(tmp_path / "plain", tmp_path / "other.gguf", **more)
+    with pytest.raises(ModelLoadError, match=f"layer_types has '{kind}', which is none of"):
+        load_decoder(file)
+
+
 @pytest.mark.parametrize("alias", ALIASES)
 def test_a_file_of_another_name_for_the_same_model_is_read(
     alias: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

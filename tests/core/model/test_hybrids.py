@@ -317,7 +317,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             "mlp_bias is not supported in a model with experts",
         ),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be at least 2, not 1"),
-        ("lfm2", {"layer_types": ["conv", "mamba"] * 4}, "layer_types must be 8 of full_attention"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "mamba"] * 4},
+            "layer_types has 'mamba', which is none of full_attention, conv",
+        ),
         ("lfm2", {"layer_types": ["full_attention"]}, "layer_types must be 8 of"),
         ("lfm2", {"layer_types": None, "full_attn_idxs": [8]}, "without any full_attention"),
         ("lfm2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
