@@ -42,6 +42,7 @@ KINDS = {
     "native int4": Kind("qwen3_5_moe", "bfloat16", "native", "int4"),
     "mamba torch": Kind("granite_hybrid_dense", "float32", "torch", num_requests=3),
     "mamba native": Kind("nemotron_h", "float32", "native"),
+    "mamba beside attention": Kind("falcon_h1", "bfloat16", "native", num_requests=4),
     "mamba native int8": Kind("granite_hybrid", "bfloat16", "native", "int8", num_requests=6),
     "mamba native int4": Kind("nemotron_h", "bfloat16", "native", "int4", num_requests=6),
     "conv torch": Kind("lfm2_biased", "float32", "torch", num_requests=4),
@@ -56,6 +57,7 @@ _SHARED_SIZES = {"vocab_size": 256, "intermediate_size": 96}
 _SIZES: dict[str, dict[str, int]] = {
     "qwen3": _SHARED_SIZES | {"linear_value_head_dim": 32},
     "granite": _SHARED_SIZES,
+    "falcon": _SHARED_SIZES,
     "lfm2": _SHARED_SIZES | {"moe_intermediate_size": 32},
     "nemotron": _SHARED_SIZES
     | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},

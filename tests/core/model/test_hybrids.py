@@ -245,6 +245,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _CONFIG,
     "granitemoehybrid": _CONFIG | _GRANITE,
     "bamba": _CONFIG | {"attn_layer_indices": [1], "mamba_n_heads": 8},
+    "falcon_h1": _CONFIG | {"mamba_n_heads": 8, "mamba_d_ssm": 96},
     "nemotron_h": _CONFIG | {"hybrid_override_pattern": "M-M*M-M*"},
     "lfm2": _CONFIG | {"layer_types": ["conv", "full_attention"] * 4},
 }
@@ -299,6 +300,19 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         ("granitemoehybrid", {"hidden_act": "gelu_new"}, "hidden_act 'gelu_new' is not supported"),
         ("bamba", {"attn_layer_indices": [1, 9]}, "attn_layer_indices has 9, of 8 layers"),
         ("bamba", {"attn_layer_indices": None}, "without any full_attention"),
+        (
+            "falcon_h1",
+            {"mamba_rms_norm": True},
+            "mamba_norm_before_gate with mamba_rms_norm is not supported",
+        ),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, "x"]}, "mlp_multipliers must be 2 numbers"),
+        ("falcon_h1", {"attention_bias": True}, "attention_bias is not supported"),
+        (
+            "falcon_h1",
+            {"mamba_d_ssm": 100},
+            "mamba_n_heads 8 of mamba_d_head 12 do not make mamba_d_ssm, 100",
+        ),
         ("nemotron_h", {"n_groups": 3}, "mamba_num_heads 128 is no multiple of n_groups, 3"),
         (
             "nemotron_h",
