@@ -421,7 +421,9 @@ class Assembly:
             kv_norm=self._latent_norm(f"{at}kv_a_layernorm"),
             keys=keys,
             values=values,
-            o=self._linear([f"{at}o_proj"], bias=config.o_bias, factor=config.fold.residual_scale),
+            o=self._linear(
+                [f"{at}o_proj"], bias=config.o_bias, factors=[config.fold.residual_scale]
+            ),
             place=place,
             shape=shape,
             tables=self._layout.tables[index],
