@@ -103,7 +103,7 @@ _HYBRID = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
-}
+} | NEXTN_NAMES
 _HYBRID_EXPERTS = _HYBRID | _EXPERTS | _SHARED_EXPERT
 _GEMMA4 = _BEFORE_AND_AFTER | {
     "layer_output_scale": "layer_scalar",
