@@ -152,10 +152,12 @@ def _new_eagle(shape: Shape, same: dict[str, Any]) -> EagleHead:  # noqa: ARG001
 def _check_layers(config: DecoderConfig) -> None:
     """Raise `InvalidRequest` for layers whose matrices fit no draft."""
     for layer in config.layers:
-        if layer.experts or layer.heads or layer.kv_of is not None:
+        is_other = config.has_gate or layer.mixer is not None or layer.kv_of is not None
+        if layer.experts or layer.heads or is_other:
             message = (
-                f"init: the layers of {config.model_type} have experts or heads of several sizes: "
-                "train a draft of kind block from random weights, or begin with one in a folder"
+                f"init: the layers of {config.model_type} have experts, recurrent states, gates or "
+                "heads of several sizes: train a draft of kind block from random weights, or begin "
+                "with one in a folder"
             )
             raise InvalidRequest(message, param="init")
 
