@@ -13,7 +13,7 @@ from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.execution.proposer import Proposer
 from ...core.interface.protocols import NO_SPECULATION, Speculator
-from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.decoder import Decoder, OwnDecoder, sequence_pool
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.mtp import count_mtp_layers
 from ...core.model.opening import open_model
@@ -155,7 +155,7 @@ def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
 
     Measured for one request, with few tokens behind it.
     """
-    pool = target.make_pool(NUM_TRIED_PAGES, page_size=TRIED_PAGE_SIZE)
+    pool = sequence_pool(target, NUM_TRIED_PAGES, 1, page_size=TRIED_PAGE_SIZE)
     forward, _ = profile_pass(target, pool, TRIED_ROWS)
     draft = profile_draft(copy, pool)
     return draft[1] / forward[1], best_chain(StepProfile(forward, draft), LIKELY)
@@ -179,11 +179,15 @@ def mtp_head(
     path: Path, target: Decoder, config: EngineConfig, on_read: OnRead | None
 ) -> JoinedHead:
     """The MTP layer of a target's checkpoint. Raises `InvalidRequest` where it has none."""
-    keeps_packed = config.dtype == "auto" and config.quantize == "none"
     try:
-        return load_mtp(path, target, keeps_packed=keeps_packed, on_read=on_read)
+        return load_mtp(path, target, keeps_packed=keeps_packed(config), on_read=on_read)
     except ModelLoadError as problem:
         raise InvalidRequest(f"draft '{MTP}': {problem}", param="draft") from None
+
+
+def keeps_packed(config: EngineConfig) -> bool:
+    """Whether quantised matrices of a head stay as they are stored, as the target's do."""
+    return config.dtype == "auto" and config.quantize == "none"
 
 
 def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:

@@ -22,6 +22,7 @@ from ...core.execution.model_runner import ModelRunner
 from ...core.execution.proposer import Proposer
 from ...core.execution.warm_up import warm_up
 from ...core.interface.tiers import KVTiers
+from ...core.model.assistant import is_assistant
 from ...core.model.decoder import Decoder
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
@@ -41,6 +42,7 @@ from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
 from ...draft.control.outcome import NUM_BEST
 from ...draft.control.profiler import TriedProposer
+from ...draft.heads.assistant import join_assistant
 from ...draft.heads.joined import JoinedHead, load_head
 from ...draft.heads.kinds import head_kind
 from ...draft.heads.proposer import HeadProposer
@@ -56,6 +58,7 @@ from .drafts import (
     check_compatible,
     find_draft,
     has_mtp,
+    keeps_packed,
     make_speculator,
     measure_costs,
     mtp_head,
@@ -122,8 +125,8 @@ def _build(
     draft, no_self_draft = _load_draft(
         source.path, spec, draft_path, config, target, None if digests is None else digests.head
     )
-    is_self = spec.model == SELF
-    drafts = [] if draft is None or is_self else [draft]
+    has_pool = not draft.reads_target if isinstance(draft, JoinedHead) else spec.model != SELF
+    drafts = [draft] if draft is not None and has_pool else []
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
@@ -134,7 +137,7 @@ def _build(
         config, spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
     )
     cache = _prefix_cache(config, pool)
-    head = draft if isinstance(draft, JoinedHead) else None
+    head = draft if isinstance(draft, JoinedHead) and has_pool else None
     fingerprint = None if digests is None else digests.fingerprint(target, head, config, sizes)
     keys = _page_keys(cache, fingerprint, events, source.name)
     tiers = _make_tiers(cache, keys, pool, proposer, config, fingerprint)
@@ -191,12 +194,13 @@ def _make_proposer(
     """
     if draft is None:
         return None, None
+    own_pool = draft_pools[0] if draft_pools else pool
     if isinstance(draft, JoinedHead):
-        head = draft.proposer(draft_pools[0], independent=independent)
+        head = draft.proposer(own_pool, independent=independent)
         return head, head
-    if not draft_pools:
+    if own_pool is pool:
         return SelfProposer(draft, pool), (draft, pool)
-    return LmProposer(draft, draft_pools[0], independent=independent), (draft, draft_pools[0])
+    return LmProposer(draft, own_pool, independent=independent), (draft, own_pool)
 
 
 def _page_keys(
@@ -325,6 +329,8 @@ def _load_draft(
         return mtp_head(path, target, config, on_read), ""
     if found is None:
         return None, ""
+    if is_assistant(found):
+        return join_assistant(found, target, keeps_packed=keeps_packed(config), on_read=on_read), ""
     if head_kind(found) is not None:
         return load_head(found, target, partial(_output_matrix, path), on_read), ""
     decoder = _load(found, config, target.device)

@@ -147,12 +147,12 @@ class ModelRunner:
             )
         began = time.perf_counter()
         drafting, computing = clocks = self._clocks()
+        self._place_states(plan)  # a proposer may read them
         drafting.start()
         drafts = self._drafts(plan, on_kernels_started)
         drafting.stop()
         computing.start()
         layout = StepLayout.of(plan.requests, drafts, self.pool.page_size)
-        self._place_states(plan)
         batch = self._batch(layout, after)
         output = self._forward(batch, layout, on_kernels_started)
         computing.stop()

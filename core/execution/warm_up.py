@@ -8,7 +8,7 @@ import torch
 
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..model.decoder import Decoder
-from ..ops.batch import Segment, SegmentState, Taps, Wanted
+from ..ops.batch import Segment, Taps, Wanted, fresh_state
 from ..ops.kv_pool import KVPool
 from ..sampling.logits_processors import SampleRow
 
@@ -53,10 +53,7 @@ def warm_up(
 def _segment(pool: KVPool, tokens: array[int], index: int = 0) -> Segment:
     """A segment from position 0 on; ``index``: of its recurrent state, if the model has any."""
     num_pages = -(-len(tokens) // pool.page_size)
-    state = None
-    if pool.states is not None:
-        pool.states.reset(index)
-        state = SegmentState(index, index, len(tokens))
+    state = fresh_state(pool.states, index, len(tokens))
     return Segment(tokens, 0, array("q", range(num_pages)), 1, state=state)
 
 

@@ -176,14 +176,21 @@ class OwnDecoder(PagedDecoder):
 
     path: ModelPath = "own"
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, ops: Ops) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        ops: Ops,
+        layout: PageLayout | None = None,
+    ) -> None:
+        """``layout``: of the pages, where they are another model's."""
         self.config = config
         self.weights = weights
         self.ops = ops
         self.sampler = ops.sampler
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self._layout = PageLayout.of(config)
+        self._layout = layout or PageLayout.of(config)
         self.shapes = self._layout.shapes
         self.states = config.states
         self.exact = getattr(ops, "exact", "spec") != "off"
@@ -248,6 +255,16 @@ class OwnDecoder(PagedDecoder):
             hidden = hidden.index_select(0, rows)
         weights = self.weights
         return self.ops.logits(hidden, weights.lm_head, weights.logit_cap)[: batch.num_logits]
+
+
+def sequence_pool(
+    decoder: Decoder, num_pages: int, num_sequences: int, *, page_size: int
+) -> KVPool:
+    """A KV pool of a decoder, with states of so many sequences where it has layers with such."""
+    states = None
+    if decoder.states:
+        states = decoder.make_state_pool(num_sequences, num_sequences, page_size=page_size)
+    return decoder.make_pool(num_pages, page_size=page_size, states=states)
 
 
 def check_inputs(inputs: Tensor | None, shape: tuple[int, int]) -> None:

@@ -69,6 +69,7 @@ from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rope import RopeSpec, rotary_dim
 from .shapes import (
+    CENTROIDS,
     CONV,
     DELTA,
     EMBEDDING,
@@ -79,6 +80,8 @@ from .shapes import (
     MTP_EMBEDDING_NORM,
     MTP_HIDDEN_NORM,
     MTP_PROJECTION,
+    POST_PROJECTION,
+    PRE_PROJECTION,
     TOKEN_GATE,
     TOKEN_NORM,
     TOKEN_OUT,
@@ -303,6 +306,18 @@ class MtpWeights(NamedTuple):
     projection: PackedLinear
 
 
+class AssistantWeights(NamedTuple):
+    """An assistant: its decoder's weights, and what joins these to the target.
+
+    ``table`` [vocab, hidden]: of all tokens, where the decoder's output is that of clusters.
+    """
+
+    decoder: DecoderWeights
+    pre_projection: PackedLinear
+    post_projection: PackedLinear
+    table: Tensor | None
+
+
 class Assembly:
     """Reads, casts and packs layer by layer, so that at most one layer exists twice.
 
@@ -318,11 +333,13 @@ class Assembly:
         device: torch.device,
         *,
         keeps_packed: bool,
+        layout: PageLayout | None = None,
     ) -> None:
+        """``layout``: of the pages, where they are another model's."""
         self._config, self._read, self._ops = config, read, ops
         self._dtype, self._device = dtype, device
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
-        self._layout = PageLayout.of(config)
+        self._layout = layout or PageLayout.of(config)
 
     def decoder(self) -> OwnDecoder:
         """The whole model."""
@@ -366,6 +383,31 @@ class Assembly:
             self._norm(MTP_EMBEDDING_NORM),
             self._norm(MTP_HIDDEN_NORM),
             self._linear([MTP_PROJECTION], bias=False),
+        )
+
+    def assistant(self, output: str, *, is_clustered: bool) -> AssistantWeights:
+        """An assistant, whose matrix of all tokens is named ``output``; see assistant.py."""
+        table, stored = None, self._read(output)
+        if is_clustered:
+            table = self._cast(stored)
+            lm_head = self._plain(CENTROIDS, bias=False)
+        elif isinstance(stored, QuantizedWeight) and self._keeps(stored):
+            lm_head = self._ops.pack_linear(stored)
+        else:
+            lm_head = self._ops.pack_linear(self._cast(stored))
+        config = self._config
+        nothing = torch.zeros(1, config.hidden_size, dtype=self._dtype, device=self._device)
+        weights = DecoderWeights(
+            embedding=nothing,  # all rows are given
+            layers=tuple(self._layer(i) for i in range(config.num_layers)),
+            final_norm=self._norm(FINAL_NORM),
+            lm_head=lm_head,
+        )
+        return AssistantWeights(
+            weights,
+            self._linear([PRE_PROJECTION], bias=False),
+            self._linear([POST_PROJECTION], bias=False),
+            table,
         )
 
     def _output_of(self, token_ids: Tensor) -> PackedLinear:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from .config import DecoderConfig, ExpertsSpec
+from .config import BEHIND_THE_LAST, DecoderConfig, ExpertsSpec
 from .families.hybrid import as_stored, tiled
 from .families.latent import as_split
 from .families.registry import MODEL_FAMILIES, parse_config
@@ -85,6 +85,8 @@ def read_config(path: str | Path) -> DecoderConfig:
 
 def _gguf_config(file: GgufFile) -> DecoderConfig:
     config = parse_config(Fields(file.values, str(file.where)))
+    if config.mtp is not None:  # these files have its layer there, wherever checkpoints have it
+        config = replace(config, mtp=BEHIND_THE_LAST)
     if file.has_tiled_heads:
         config = tiled(config)
     if not file.divisors:

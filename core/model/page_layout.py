@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,15 +52,40 @@ class PageLayout:
             part = kinds.index(layout)
             places.append(KvPlace(part, counts[part]))
             counts[part] += 1
-        tables: list[Tables] = [Tables()] * len(layouts)
-        parts = []
-        for part, heads in enumerate(kinds):
-            layers = [index for index, layout in enumerate(layouts) if layout == heads]
+        parts = [Part(heads, counts[part], ()) for part, heads in enumerate(kinds)]
+        return cls._turned(config, parts, places)
+
+    @classmethod
+    def beside(cls, config: DecoderConfig, other: PageLayout) -> PageLayout:
+        """The layout of a model whose layers read those of another one, ``kv_of`` of each.
+
+        Layers that read the same part have heads alike.
+        """
+        places = [other.places[spec.kv_of] for spec in config.layers if spec.kv_of is not None]
+        heads = {
+            place.part: layout
+            for place, layout in zip(places, config.head_layouts, strict=True)
+            if place is not None
+        }
+        parts = [
+            part._replace(heads=heads.get(index, part.heads))
+            for index, part in enumerate(other.parts)
+        ]
+        return cls._turned(config, parts, places)
+
+    @classmethod
+    def _turned(
+        cls, config: DecoderConfig, parts: Sequence[Part], places: Sequence[KvPlace | None]
+    ) -> PageLayout:
+        """The layout with the tables that turn the layers of each part; others keep theirs."""
+        tables, found = [Tables()] * len(places), list[Part]()
+        for number, part in enumerate(parts):
+            layers = [i for i, place in enumerate(places) if place and place.part == number]
             specs, by_layer = layer_tables([config.ropes[index] for index in layers])
-            for index, found in zip(layers, by_layer, strict=True):
-                tables[index] = found
-            parts.append(Part(heads, counts[part], specs))
-        return cls(tuple(parts), tuple(places), tuple(tables))
+            for index, turned in zip(layers, by_layer, strict=True):
+                tables[index] = turned
+            found.append(part._replace(ropes=specs or part.ropes))
+        return cls(tuple(found), tuple(places), tuple(tables))
 
     @property
     def shapes(self) -> list[KvShape]:

@@ -44,10 +44,6 @@ def rough_decoder(
             f"rounds the weights of foretoken's own decoder, and {kind} is computed by "
             "transformers' modules"
         )
-    if target.states:
-        raise NoRoughCopyError(
-            f"drafts on the target's own pages, and layers of {kind} keep a recurrent state"
-        )
     ops = target.ops
     if not isinstance(ops, NativeOps):
         raise NoRoughCopyError(

@@ -31,6 +31,9 @@ TOKEN_OUT_NORM = "post_per_layer_input_norm"
 # Of a layer that predicts a further token, beside the layer's own.
 MTP_EMBEDDING_NORM, MTP_HIDDEN_NORM = "model.mtp.enorm.weight", "model.mtp.hnorm.weight"
 MTP_PROJECTION = "model.mtp.eh_proj"
+# Of an assistant, beside its layers.
+PRE_PROJECTION, POST_PROJECTION = "pre_projection", "post_projection"
+CENTROIDS, TOKEN_ORDERING = "masked_embedding.centroids", "masked_embedding.token_ordering"
 DELTA, MAMBA, CONV = "linear_attn.", "mamba.", "conv."
 _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 

@@ -203,6 +203,17 @@ class RaggedBatch:
         return table
 
 
+def fresh_state(states: StatePool | None, index: int, stop: int) -> SegmentState | None:
+    """The state of rows from position 0 to ``stop`` without drafts, in slot and log ``index``.
+
+    The slot is reset. None where there are no ``states``.
+    """
+    if states is None:
+        return None
+    states.reset(index)
+    return SegmentState(index, index, stop)
+
+
 def build_batch(
     segments: Sequence[Segment],
     *,

@@ -78,7 +78,9 @@ def profile_draft(decoder: Decoder, pool: KVPool) -> dict[int, float]:
     """
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     near = min(NEAR, longest)
-    batches = [[(near, 1)] * n for n in HEAD_REQUESTS]
+    most = max(HEAD_REQUESTS) if pool.states is None else pool.states.num_logs
+    counts = [n for n in HEAD_REQUESTS if n <= most]
+    batches = [[(near, 1)] * n for n in counts]
     passes, sampler = decoder.row_passes(pool), decoder.sampler
 
     def compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
@@ -86,10 +88,12 @@ def profile_draft(decoder: Decoder, pool: KVPool) -> dict[int, float]:
         if passes is not None:
             passes.best(segments, rows, NUM_BEST)
         else:
+            for segment in segments:
+                _place_state(pool, segment)
             batch = decoder.batch(segments, page_size=pool.page_size)
             sampler.best(decoder.forward(batch, pool).logits, rows, NUM_BEST)
 
-    return dict(zip(HEAD_REQUESTS, _measure(decoder, pool, batches, compute), strict=True))
+    return dict(zip(counts, _measure(decoder, pool, batches, compute), strict=True))
 
 
 def profile_pass(

@@ -41,7 +41,7 @@ class MakeProposer(Protocol):
     """Makes what drafts with a packed head."""
 
     def __call__(self, pool: KVPool, target: OwnDecoder, *, independent: bool) -> HeadProposer:
-        """``pool``: of the head's KV. ``independent``: for rejection sampling."""
+        """``pool``: of the KV that it reads. ``independent``: for rejection sampling."""
 
 
 def no_spare_pages(page_size: int) -> int:  # noqa: ARG001
@@ -53,11 +53,12 @@ class PackedHead(NamedTuple):
     """A head whose matrices are laid out for its target's kernels.
 
     ``num_spare_pages``: how many pages, of so many positions each, passes want behind those of the
-    target's ids.
+    target's ids. ``reads_target``: it has no KV of its own, and proposers get the target's pool.
     """
 
     make_proposer: MakeProposer
     num_spare_pages: Callable[[int], int] = no_spare_pages
+    reads_target: bool = False
 
 
 def by_words_alone(values: Mapping[str, Any], folder: Path) -> bool:  # noqa: ARG001

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...core.errors import ModelLoadError
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.decoder import Decoder, OwnDecoder, sequence_pool
 from ...core.model.formats.checkpoint import OnRead
-from ...core.ops.batch import Segment, Taps, Wanted
+from ...core.ops.batch import Segment, SegmentState, Taps, Wanted, fresh_state
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
 from ...core.sampling.logits_processors import SampleRow
 from ..proposers.gap_model import GapNumbers
@@ -48,6 +48,11 @@ class JoinedHead:
         self._gaps = {} if gaps is None else gaps
         self._packed = packed
         self.device = target.device
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether it has no pool of its own, and its proposers get the target's."""
+        return self._packed.reads_target
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
         """A pool for the head's KV, with a page for each of the target's.
@@ -171,13 +176,16 @@ def _own_text(target: OwnDecoder, taps: Taps) -> tuple[Tensor, Tensor]:
     tokens = array("q", target.config.eos_token_ids[:1] or (0,))
     num_tokens, page_size = NUM_DRAWN + NUM_SCORED, 16
     pages = array("q", range(-(-num_tokens // page_size)))
-    pool = target.make_pool(len(pages), page_size=page_size)
+    pool = sequence_pool(target, len(pages), 1, page_size=page_size)
+    fresh_state(pool.states, 0, 1)
     once = tuple(dict.fromkeys(taps))
     found: list[Tensor] = []
     for index in range(num_tokens):
         params = TokenSamplingParams(temperature=1.0 if index < NUM_DRAWN else 0.0)
         sampling = SamplingMetadata(params=params, seed=0, prompt_len=1)
-        batch = target.batch([Segment(tokens[-1:], index, pages, 1)], page_size=page_size)
+        state = None if pool.states is None else SegmentState(0, 0, index + 1)
+        segment = Segment(tokens[-1:], index, pages, 1, state=state)
+        batch = target.batch([segment], page_size=page_size)
         output = target.forward(batch, pool, Wanted(taps=once))
         assert output.taps is not None
         parts = output.taps[:1].chunk(len(once), dim=-1)

@@ -3,7 +3,8 @@
 The pending token and the nodes of a draft write KV into slots that the verification pass writes
 again: those of their positions, and for a tree's side nodes those of spare pages, all of them the
 request's own. The history is the target's own KV, of full precision. So a draft has no prompt to
-compute, no KV to keep, and nothing to move.
+compute, no KV to keep, and nothing to move. Of recurrent layers the same holds for entries of the
+request's log, as long as none of them is folded into its state: drafts end with the page.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class SelfProposer:
         begun = [tree for tree in trees if self._may_draft(tree.scheduled)]
         if begun:
             each_last = [
-                Segment(s.tokens[-1:], s.start, s.page_ids, 1)
+                Segment(s.tokens[-1:], s.start, s.page_ids, 1, state=self._grower.state(s, s.start))
                 for s in (tree.scheduled for tree in begun)
             ]
             first = self._grower.compute(each_last, [(tree, ROOT) for tree in begun])

@@ -14,7 +14,14 @@ import numpy as np
 from ...core.interface.plan import ScheduledRequest
 from ...core.model.decoder import Decoder
 from ...core.ops.base import RowPasses
-from ...core.ops.batch import DeviceTokens, ForwardOutput, SamplingPlan, Segment, Wanted
+from ...core.ops.batch import (
+    DeviceTokens,
+    ForwardOutput,
+    SamplingPlan,
+    Segment,
+    SegmentState,
+    Wanted,
+)
 from ...core.ops.kv_pool import KVPool
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.sampler import DeviceSampler, PendingTokens
@@ -22,6 +29,7 @@ from ...core.sampling.verifier import Best
 from ..control.outcome import NUM_BEST
 from .gap_model import default_gap_models
 from .tree_growth import (
+    ANY_LEVEL,
     ROOT,
     TreeGrowth,
     TreeNodes,
@@ -59,7 +67,28 @@ class TreeGrower:
     def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
         """The draft of a request, still empty."""
         gap_model = self._gap_models[scheduled.sampling.params.temperature > 0.0]
-        return TreeGrowth(scheduled, gap_model, self._source, self._pool.page_size)
+        return TreeGrowth(
+            scheduled,
+            gap_model,
+            self._source,
+            self._pool.page_size,
+            most_levels=self._most_levels(scheduled),
+        )
+
+    def _most_levels(self, scheduled: ScheduledRequest) -> int:
+        """Tokens of a path at most.
+
+        A row behind a page's end folds the page's log into the state: drafts must not be in it.
+        """
+        page_size = self._pool.page_size
+        in_page = (len(scheduled.tokens) - 1) % page_size
+        return ANY_LEVEL if self._pool.states is None else page_size - in_page
+
+    def state(self, scheduled: ScheduledRequest, position: int) -> SegmentState | None:
+        """The state of a request for a row at a position; None where the decoder has none."""
+        if self._pool.states is None or scheduled.state is None:
+            return None
+        return SegmentState(scheduled.state.slot, scheduled.state.log, position + 1)
 
     def has_room(self, scheduled: ScheduledRequest) -> bool:
         """Whether the longest draft of a request is within the decoder's context."""
@@ -80,17 +109,19 @@ class TreeGrower:
         """Compute some nodes of each tree, and what may follow them."""
         pairs = zip(trees, found, strict=True)
         nodes = [(tree, node) for tree, opened in pairs for node in tree.open(opened)]
-        segments = [
-            Segment(
-                token_ids=array("q", [tree.nodes[node].token_id]),
-                start=len(tree.scheduled.tokens) + tree.nodes[node].level - 1,
-                page_ids=tree.scheduled.page_ids,
-                num_logits=1,
-                tail=array("q", tree.slots(node)),
-            )
-            for tree, node in nodes
-        ]
+        segments = [self._segment(tree, node) for tree, node in nodes]
         return self.compute(segments, nodes)
+
+    def _segment(self, tree: TreeGrowth, node: int) -> Segment:
+        start = len(tree.scheduled.tokens) + tree.nodes[node].level - 1
+        return Segment(
+            token_ids=array("q", [tree.nodes[node].token_id]),
+            start=start,
+            page_ids=tree.scheduled.page_ids,
+            num_logits=1,
+            tail=array("q", tree.slots(node)),
+            state=self.state(tree.scheduled, start),
+        )
 
     def _grow_on_device(self, first: Opened) -> None:
         """Chains of a given length: launch all passes, each with the tokens of the one before it.

@@ -30,6 +30,7 @@ from .gap_model import GapModel
 
 MOST_EXPANDED = 6  # nodes of one tree that a pass computes
 ROOT = -1  # the last of the request's tokens
+ANY_LEVEL = 1 << 30
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class TreeGrowth:
     gap_model: GapModel
     source: str
     page_size: int = 0
-    most_levels: int = 1 << 30
+    most_levels: int = ANY_LEVEL
     nodes: list[_Node] = field(default_factory=list)
     rankings: dict[int, _Ranking] = field(default_factory=dict)  # by expanded node, ROOT among them
     drawn_from: list[Tensor] = field(default_factory=list)  # [vocab] each, where it matters

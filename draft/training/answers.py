@@ -17,10 +17,10 @@ from ...core.engine.engine import Engine
 from ...core.execution.model_runner import ModelRunner
 from ...core.interface.request import Request
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import Decoder, sequence_pool
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
-from ...radix_cache import PrefixCache
+from ...radix_cache import PrefixCache, StateSlots
 from .records import VERSION, Record, digest, read_records, write_line
 
 PAGE_SIZE = 16
@@ -135,8 +135,11 @@ class _Generator:
             max_model_len=max_len,
             vocab_size=decoder.config.vocab_size,
         )
-        scheduler = Scheduler(PrefixCache(num_pages, PAGE_SIZE), limits)
-        pool = decoder.make_pool(num_pages, page_size=PAGE_SIZE)
+        num_running = options.num_running
+        # A state beside those of the requests that run is kept while the next one begins.
+        pool = sequence_pool(decoder, num_pages, num_running + 2, page_size=PAGE_SIZE)
+        states = None if pool.states is None else StateSlots(pool.states.num_slots, num_running)
+        scheduler = Scheduler(PrefixCache(num_pages, PAGE_SIZE, states=states), limits)
         return Engine(scheduler, ModelRunner(decoder, pool, None))
 
     def _missing(self, prompts: Sequence[Sequence[int]]) -> Iterator[Request]:

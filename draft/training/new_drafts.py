@@ -162,12 +162,12 @@ def _new_eagle(shape: Shape, same: dict[str, Any]) -> EagleHead:  # noqa: ARG001
 def _check_layers(config: DecoderConfig) -> None:
     """Raise `InvalidRequest` for layers whose matrices fit no draft."""
     for layer in config.layers:
-        is_other = layer.experts or layer.heads or layer.kv_of is not None
-        if is_other or config.latent is not None:
+        is_other = layer.experts or layer.heads or layer.mixer is not None
+        if is_other or layer.kv_of is not None or config.has_gate or config.latent is not None:
             message = (
-                f"init: the layers of {config.model_type} have experts, latents or heads of several"
-                " sizes: train a draft of kind block from random weights, or begin with one in a"
-                " folder"
+                f"init: the layers of {config.model_type} have experts, latents, recurrent states, "
+                "gates or heads of several sizes: train a draft of kind block from random weights, "
+                "or begin with one in a folder"
             )
             raise InvalidRequest(message, param="init")
 

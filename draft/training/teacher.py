@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core.model.decoder import OwnDecoder
-from ...core.ops.batch import Segment, Taps, Wanted
+from ...core.model.decoder import OwnDecoder, sequence_pool
+from ...core.ops.batch import Segment, Taps, Wanted, fresh_state
 from .conversations import Conversation
 
 PAGE_SIZE = 16
@@ -55,7 +55,8 @@ class Teacher:
         self._decoder, self._taps, self._draft_ids = decoder, taps, draft_ids
         self._pages = -(-max_len // PAGE_SIZE)
         num_seats = max(1, PASS_ROWS // max_len)
-        self._pool = decoder.make_pool(num_seats * self._pages, page_size=PAGE_SIZE)
+        num_pages = num_seats * self._pages
+        self._pool = sequence_pool(decoder, num_pages, num_seats, page_size=PAGE_SIZE)
         self._max_len, self._num_seats = max_len, num_seats
         self.tap_scale: Tensor | None = None  # [num_taps * hidden] that taps are multiplied by
 
@@ -121,6 +122,7 @@ class Teacher:
                 start=0,
                 page_ids=array("q", range(seat * self._pages, (seat + 1) * self._pages)),
                 num_logits=0,
+                state=fresh_state(self._pool.states, seat, len(conversation)),
             )
             for seat, conversation in enumerate(conversations)
         ]

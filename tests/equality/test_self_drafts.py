@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from foretoken import LLM, SamplingParams
+from foretoken.api.build.drafts import self_draft_price
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.rough_copy import rough_decoder
+from foretoken.core.ops.native import native_library
+from support.checkpoints import make_checkpoint
 from support.draft_trees import TreeDepth
 from support.equality_harness import House, shuffled, tiny_house
+from support.greedy_streams import random_ids
 from support.tiny_pair import write_pair
 
 KINDS = {
@@ -95,3 +102,22 @@ def test_a_copy_shares_what_is_small_and_is_a_third_of_the_rest(house: House) ->
     assert copy.weights.embedding is target.weights.embedding
     ours, theirs = (each.weights.layers[0].mixer.qkv.weight.nbytes for each in (target, copy))
     assert theirs < 0.4 * ours
+
+
+def test_a_model_with_states_drafts_for_itself_and_its_passes_are_timed(tmp_path: Path) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    folder = make_checkpoint(tmp_path, "qwen3_5")
+    target = load_decoder(folder, backend="native")
+    pass_s, gain = self_draft_price(target, rough_decoder(target))
+    assert pass_s > 0.0 < gain
+    prompts = [random_ids(20 + 9 * index, index) for index in range(3)]
+    sampled = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True, seed=3)
+    answers = []
+    for draft, speculation in (("none", "off"), ("self", 3), ("auto,self", "auto")):
+        with LLM(folder, draft=draft, speculation=speculation, device="cpu") as llm:
+            found = llm.generate(prompts, sampled)
+        answers.append([each.token_ids for each in found])
+        if draft == "self":
+            assert sum(each.usage.accepted_by_source.get("self", 0) for each in found) > 10
+    assert answers[0] == answers[1] == answers[2]

@@ -103,6 +103,23 @@ def test_drafts_over_page_ends_change_no_token(house: House, drafter: str) -> No
     check(house, house.run(order(house, 2), drafter, depth=8, poison=True))
 
 
+@pytest.mark.parametrize("drafter", ["self", "failing self", "unrounded self"])
+def test_self_drafts_change_no_token_though_what_they_wrote_is_void(
+    house: House, drafter: str
+) -> None:
+    """They end with the page; of an unrounded copy they are right up to there."""
+    if isinstance(house.target.ops, TorchOps) or house.target.ops.quantize == "int4":
+        pytest.skip("no rough copy")
+    served = house.run(order(house, 2), drafter, depth=8, repeats=2, state_interval=16)
+    check(house, served)
+    usages = [request.usage for request in house.requests]
+    accepted = sum(usage.accepted_by_source.get("self", 0) for usage in usages)
+    assert accepted > 10
+    if drafter == "unrounded self":
+        proposed = sum(usage.proposed_tokens for usage in usages)
+        assert proposed - accepted <= 8 * len(usages)  # those behind the end alone
+
+
 def test_a_few_slots_change_no_token(house: House) -> None:
     """Three slots: one request runs at a time, and one state is kept."""
     served = house.run(

@@ -28,6 +28,7 @@ from foretoken.core.model.loader import ModelImpl, load_decoder
 from foretoken.core.model.rough_copy import rough_decoder
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.native import native_library
+from foretoken.core.ops.state_pool import DRAFT_ROOM
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.controller import Controller
@@ -207,7 +208,20 @@ class Forgetful(SelfProposer):
             slots = {page * size + at for page in row.spare_page_ids for at in range(size)}
             slots |= {*table_slots(row, row.start, len(row.page_ids) * size - row.start, size)}
             self._kv.copy_slots([self._kv.num_pages * size - 1] * len(slots), [*slots])
+            self._forget_entries(row)
         return drafts
+
+    def _forget_entries(self, row: ScheduledRequest) -> None:
+        """Make void the log from the pending token on, as much as it holds beside a page."""
+        states = self._kv.states
+        if states is None or row.state is None:
+            return
+        places = [at % states.ring for at in range(row.start, row.start + DRAFT_ROOM)]
+        for layer in range(len(states.shapes)):
+            log = states.log(row.state.log, layer)
+            for field in (log.k, log.u, log.c):
+                field[:, places] = float("nan")
+            log.inputs[places] = float("nan")
 
 
 class Failing(SelfProposer):

@@ -43,6 +43,12 @@ _CONVS = ("conv1d.weight", "shortconv.conv.weight")  # stay float32
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LARGER_NORMS = ("gemma", "gemma2", "gemma3_text", "nemotron", *_HYBRIDS)
+_JOINING = {  # the layer that predicts a further token, beside Qwen's models
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
 
 
 _UNQUANTISED = (".bias", ".scale", *_CONVS, "ssm_a", "ssm_d", "ssm_norm.weight")
@@ -83,7 +89,7 @@ def write_gguf(
     model_arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(model_arch, config["num_hidden_layers"] + _further(config))
     for name, values in _tensors(folder, config).items():
-        own = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
+        own = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale")) or _nextn(name)
         assert own is not None, name
         if values.ndim < 2 or own.endswith(_UNQUANTISED):
             writer.add_tensor(own, np.ascontiguousarray(values, np.float32))
@@ -102,13 +108,35 @@ def write_gguf(
     return file
 
 
+def _nextn(name: str) -> str | None:
+    """Names that llama.cpp's table has for Qwen's hybrids, and the package's not yet."""
+    leaf = next((leaf for leaf in _JOINING.values() if name.endswith(f".{leaf}.weight")), None)
+    if leaf is None:
+        return None
+    return f"blk.{name.split('.')[2]}.nextn.{leaf.replace('.', '_')}.weight"
+
+
+def _behind_the_last(tensors: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The layer beside a model, by names of one behind its last."""
+    found, prefix = {}, f"model.layers.{config['num_hidden_layers']}."
+    for name, tensor in tensors.items():
+        leaf = name.removeprefix("mtp.").removesuffix(".weight")
+        if name.startswith("mtp.layers.0."):
+            name = prefix + name.removeprefix("mtp.layers.0.")
+        elif name.startswith("mtp."):
+            name = f"{prefix}{_JOINING[leaf]}.weight"
+        found[name] = tensor
+    return found
+
+
 def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
     """By names of transformers, or of gguf's table; experts stacked, norms as files have them."""
     found: dict[str, Array] = {}
     experts: dict[str, list[Array]] = {}
     tied = config.get("tie_word_embeddings")
     turned = config["model_type"] in TURNED
-    for name, tensor in _sorted(load_file(folder / "model.safetensors")).items():
+    stored = _behind_the_last(load_file(folder / "model.safetensors"), config)
+    for name, tensor in _sorted(stored).items():
         values = tensor.float().numpy()
         if name == "lm_head.weight" and tied:
             continue
@@ -293,8 +321,8 @@ def _metadata(writer: Any, config: dict[str, Any], arch: str) -> None:
 
 
 def _further(config: dict[str, Any]) -> int:
-    """Layers behind the last one."""
-    return config.get("num_nextn_predict_layers") or 0
+    """Layers behind the last one, or beside the model."""
+    return config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers") or 0
 
 
 def _nothing(writer: Any, config: dict[str, Any]) -> None:

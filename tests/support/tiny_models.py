@@ -165,12 +165,18 @@ def tiny_model(model_type: str, *, seed: int = 0, **more: Any) -> Any:
     Biases, norms, sinks and correction biases are random, too: as they are made they would be
     without effect.
     """
-    config = tiny_config(model_type, **more)
+    return random_model(tiny_config(model_type, **more), seed=seed)
+
+
+def random_model(config: Any, *, seed: int = 0) -> Any:
+    """A random model of a config; see `tiny_model`."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(seed)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
         for name, tensor in tensors:
+            if not tensor.is_floating_point():
+                continue
             noise = torch.randn(tensor.shape, generator=generator)
             if tensor.dim() >= 2:
                 tensor.copy_(noise * 1.2 / tensor.shape[-1] ** 0.5)

@@ -119,7 +119,7 @@ _HYBRID = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
-}
+} | NEXTN_NAMES
 _MAMBA = {
     "ssm_in": "mamba.in_proj",
     "ssm_a": "mamba.A_log",

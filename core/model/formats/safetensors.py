@@ -76,9 +76,10 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        config = folder / "config.json"
+        self._folder, config = folder, folder / "config.json"
         self.scheme: Scheme | None = read_scheme(Fields(read_json(config), str(config)))
         self.entries: dict[str, TensorEntry] = {}
+        self._integers: dict[str, TensorEntry] = {}
         self.quantized: dict[str, QuantizedTensor] = {}
         self._open: dict[Path, Any] = {}  # safe_open handles, memory-mapped
         for file, names in _files(folder).items():
@@ -107,8 +108,14 @@ class TensorFiles:
             return self._read(name)
         return found.value({role: self._read(part) for role, part in found.parts.items()})
 
+    def read_integers(self, name: str) -> Tensor:
+        """A tensor of int64, which is no weight. Raises `ModelLoadError` where there is none."""
+        if name not in self._integers:
+            raise ModelLoadError(f"{self._folder} lacks tensors: {name} of int64")
+        return self._read(name)
+
     def _read(self, name: str) -> Tensor:
-        file = self.entries[name].file
+        file = (self.entries.get(name) or self._integers[name]).file
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
@@ -122,10 +129,12 @@ class TensorFiles:
         absent = sorted(set(names or ()) - set(entries))
         if absent:
             raise ModelLoadError(f"{file} lacks {absent[0]}, which {INDEX_FILE} places there")
+        placed = {name: each for name, each in entries.items() if names is None or name in names}
+        self._integers |= {name: each for name, each in placed.items() if each.dtype == "I64"}
         self.entries |= {
             name: entry
-            for name, entry in entries.items()
-            if (names is None or name in names) and (self.scheme is not None or _counts(entry))
+            for name, entry in placed.items()
+            if self.scheme is not None or _counts(entry)
         }
 
 

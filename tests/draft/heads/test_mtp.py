@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from array import array
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.draft import DraftPlan
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
@@ -30,15 +28,10 @@ from foretoken.core.model.mtp import count_mtp_layers
 from foretoken.core.model.opening import open_model
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
-from foretoken.core.scheduling.request_table import SchedulerLimits
-from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.heads import mtp
 from foretoken.draft.heads.head_kv import Written
 from foretoken.draft.heads.mtp import MtpProposer, frequent_ids, load_mtp
-from foretoken.draft.heads.proposer import DraftStart, HeadProposer, Query
-from foretoken.radix_cache import PrefixCache
-from support.fake_model import Driver
-from support.fixed_depth import FixedDepth
+from foretoken.draft.heads.proposer import DraftStart, Query
 from support.gguf_files import write_gguf
 from support.mtp_checkpoints import (
     BEHIND,
@@ -53,6 +46,7 @@ from support.mtp_checkpoints import (
     tensors_of,
 )
 from support.quick_interpreter import quicken
+from support.recorded_drafts import Recorded, prompt_of, serve
 from support.tiny_models import VOCAB
 
 PAGE_SIZE, NUM_PAGES = 4, 40
@@ -78,12 +72,6 @@ def load(folder: Path, backend: str) -> OwnDecoder:
     found = load_decoder(folder, backend=backend, device="cpu", dtype="float32")  # type: ignore[arg-type]
     assert isinstance(found, OwnDecoder)
     return found
-
-
-def prompt_of(length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(length)
-    ids: list[int] = torch.randint(1, VOCAB, (length,), generator=generator).tolist()
-    return ids
 
 
 class Levels:
@@ -244,43 +232,11 @@ def test_a_layer_of_another_shape_is_refused_by_name(folder: Path, tmp_path: Pat
 # -- the engine without its loop ------------------------------------------------------------------
 
 
-class Recorded:
-    """A proposer whose drafts are kept, with the tokens behind which they were made."""
-
-    def __init__(self, proposer: HeadProposer) -> None:
-        self.observe, self.forget = proposer.observe, proposer.forget
-        self.traits, self.taps, self._propose = proposer.traits, proposer.taps, proposer.propose
-        self.found: list[tuple[list[int], list[int]]] = []
-
-    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
-        drafts = self._propose(rows)
-        pairs = zip(rows, drafts, strict=True)
-        self.found += [(list(row.tokens), list(draft.token_ids)) for row, draft in pairs]
-        return drafts
-
-
 def run(
     target: OwnDecoder, proposer: Recorded | None, temperature: float, num_requests: int
 ) -> list[Request]:
-    """Serve prompts of several chunks, some of which share a beginning, twice."""
-    limits = SchedulerLimits(
-        max_batch_tokens=32, max_running=4, max_queued=20, max_model_len=300, vocab_size=VOCAB
-    )
-    runner = ModelRunner(target, target.make_pool(NUM_PAGES, page_size=PAGE_SIZE), proposer)  # type: ignore[arg-type]
-    cache = PrefixCache(NUM_PAGES, PAGE_SIZE)
-    speculator = FixedDepth(0 if proposer is None else 3)
-    driver = Driver(Scheduler(cache, limits, speculator), runner)  # type: ignore[arg-type]
-    made = []
-    for turn in range(2):
-        for index in range(num_requests):
-            prompt = [*prompt_of(21), *prompt_of(3 + index)] if index % 2 else prompt_of(5 + index)
-            params = TokenSamplingParams(temperature=temperature, max_tokens=16)
-            sampling = SamplingMetadata(params=params, seed=index, prompt_len=len(prompt))
-            name = f"{turn} {index}"
-            made.append(Request(request_id=name, tokens=array("q", prompt), sampling=sampling))
-            driver.add(made[-1])
-        driver.run()
-    return made
+    pool = target.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
+    return serve(target, pool, proposer, temperature, num_requests)
 
 
 def recorded(folder: Path, target: OwnDecoder) -> Recorded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,25 @@ from torch import Tensor
 from foretoken import LLM, SamplingParams
 from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.mtp import load_mtp_layer
+from foretoken.core.model.mtp import count_mtp_layers, load_mtp_layer
+from foretoken.core.model.opening import open_model
 from foretoken.core.ops.batch import Segment
 from support.checkpoints import make_reference, save
+from support.gguf_files import write_gguf
 from support.greedy_streams import random_ids
 
 KINDS = {
     "qwen3_5": transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5TextModel,
+    "qwen3_5_moe": transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeTextModel,
     "qwen3_next": transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextModel,
 }
 NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
 
 
-def save_with_layer(kind: str, folder: Path) -> tuple[Any, Any, dict[str, Tensor]]:
+def save_with_layer(kind: str, folder: Path, **more: Any) -> tuple[Any, Any, dict[str, Tensor]]:
     """A checkpoint with an MTP layer; the model, the layer as a model, and what joins inputs."""
     torch.manual_seed(3)
-    reference = make_reference(kind)
+    reference = make_reference(kind, **more)
     save(reference, folder)
     one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     config = type(reference.config)(**reference.config.to_dict() | one_layer)
@@ -49,6 +53,8 @@ def save_with_layer(kind: str, folder: Path) -> tuple[Any, Any, dict[str, Tensor
     file = folder / "model.safetensors"
     tensors = load_file(file) | layer | joining
     save_file({name: value.clone() for name, value in tensors.items()}, file, {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"mtp_num_hidden_layers": 1}))
     return reference, one, joining
 
 
@@ -57,9 +63,17 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, x.shape[-1:], 1.0 + weight, eps=1e-6)
 
 
+@pytest.mark.parametrize("is_gguf", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_layer_computes_what_its_modules_compute(kind: str, tmp_path: Path) -> None:
-    reference, one, joining = save_with_layer(kind, tmp_path)
+def test_the_layer_computes_what_its_modules_compute(
+    kind: str, is_gguf: bool, tmp_path: Path
+) -> None:
+    """In a GGUF file it lies behind the last layer, as llama.cpp's converter puts it."""
+    # what no GGUF file has
+    differences = {"mlp_only_layers": []} if kind == "qwen3_next" else {"attention_bias": False}
+    reference, one, joining = save_with_layer(kind, tmp_path, **differences)
+    path = write_gguf(tmp_path, tmp_path / "model.gguf") if is_gguf else tmp_path
+    assert count_mtp_layers(*open_model(path)) == 1
     ids = random_ids(24)
     with torch.no_grad():
         states = reference.model(torch.tensor([ids])).last_hidden_state[0]
@@ -68,9 +82,9 @@ def test_the_layer_computes_what_its_modules_compute(kind: str, tmp_path: Path) 
         both = [normed(x, joining[f"mtp.{name}.weight"]) for x, name in pair]
         x = torch.cat(both, dim=-1) @ joining["mtp.fc.weight"].T
         expected = reference.lm_head(one(inputs_embeds=x[None]).last_hidden_state)[0]
-    target = load_decoder(tmp_path)
+    target = load_decoder(path)
     assert isinstance(target, OwnDecoder)
-    layer = load_mtp_layer(tmp_path, target, keeps_packed=False)
+    layer = load_mtp_layer(path, target, keeps_packed=False)
     pool = layer.decoder.make_pool(2, page_size=16)
     assert pool.states is None
     segment = Segment(array("q", ids[1:]), 0, array("q", [1, 0]), len(ids) - 1)

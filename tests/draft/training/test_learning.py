@@ -330,7 +330,7 @@ def test_the_gaps_that_made_ranks_are_found_again():
 def test_a_draft_does_not_begin_as_layers_that_are_none_of_a_drafts(draft, kind, tmp_path):
     folder = make_checkpoint(tmp_path, kind)
     target = Target(load_decoder(folder), folder)
-    with pytest.raises(InvalidRequest, match="experts or heads of several sizes"):
+    with pytest.raises(InvalidRequest, match="gates or heads of several sizes"):
         make_student(target, Shape(kind=draft), "target")
     if draft == "block":
         assert make_student(target, Shape(kind=draft), None)

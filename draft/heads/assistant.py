@@ -1,0 +1,163 @@
+"""Gemma 4's assistants as drafters: core/model/assistant.py, level by level.
+
+A feature is the output of the target's final norm. There is no KV of drafts: each token is computed
+alone, of its own feature and the target's KV, so trees cost what chains of as many tokens do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.config import format_size
+from ...core.errors import ModelLoadError
+from ...core.execution.proposer import PageRows
+from ...core.model.assistant import Assistant, load_assistant
+from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.formats.checkpoint import OnRead
+from ...core.ops.batch import IntArray
+from ...core.ops.kv_pool import KVPool
+from .base import PackedHead
+from .head_kv import Written
+from .joined import JoinedHead
+from .layers import MOST_PASSES, Head, TapConfig
+from .packing import PassLayout, PassRows, filled, seen_kv
+from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
+
+logger = logging.getLogger(__name__)
+_NO_SLOTS: IntArray = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantHeadConfig(TapConfig):
+    """Shape of an assistant as a head."""
+
+    kind: ClassVar[str] = "assistant"
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def longest(self) -> int:
+        """Passes of one draft at most."""
+        return MOST_PASSES
+
+
+class AssistantProposer(HeadProposer):
+    """Drafts with an assistant, which reads the target's KV and goes on from its own output."""
+
+    def __init__(
+        self,
+        assistant: Assistant,
+        head: Head,
+        pool: KVPool,
+        target: OwnDecoder,
+        *,
+        independent: bool,
+    ) -> None:
+        """``pool``: the target's."""
+        nothing = KVPool(
+            pool.num_pages,
+            **head.config.kv_shape._asdict(),
+            page_size=pool.page_size,
+            dtype=target.dtype,
+            device=target.device,
+        )
+        super().__init__(head, nothing, target, independent=independent)
+        self._assistant, self._read = assistant, pool
+        self._layout = PassLayout(target.ops, target.device)
+        self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
+
+    @property
+    def stored(self) -> Sequence[PageRows]:
+        """Nothing of its own: it reads the target's pages."""
+        return ()
+
+    def warm_up(self, max_len: int) -> None:
+        """Be ready for passes over texts of up to ``max_len`` tokens."""
+        self._assistant.decoder.warm_up(self._read, max_len, is_given=True)
+
+    def write_head_kv(self, written: Written) -> Tensor:
+        """Write no KV; the features are the last layer's output behind the target's final norm."""
+        return self._final_norm(written.taps.contiguous())
+
+    def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
+        """A pass for each token of a path."""
+        del num_drafted
+        return _AssistantDrafting(self._assistant, self._layout, self._read, starts)
+
+
+class _AssistantDrafting(Drafting):
+    """Each query of a level is a row of its own, at the position of its request's last token."""
+
+    def __init__(
+        self,
+        assistant: Assistant,
+        layout: PassLayout,
+        pool: KVPool,
+        starts: Sequence[DraftStart],
+    ) -> None:
+        self._assistant, self._layout, self._pool = assistant, layout, pool
+        self._features = features_of(starts)  # [queries of the call before, hidden]
+        self._anchors = [len(start.scheduled.tokens) - 1 for start in starts]
+        self._seen = [seen_kv(start.scheduled, 0, pool.page_size) for start in starts]
+
+    def logits(self, queries: Sequence[Query]) -> Tensor:
+        """Compute the row of each query's token."""
+        features = self._features
+        if queries[0].level:
+            parents = torch.tensor([each.parent for each in queries], device=features.device)
+            features = features[parents]
+        rows = [self._row(each) for each in queries]
+        batch = self._layout.rows(self._pool.page_size, rows, wants_logits=True)
+        found = self._assistant.forward(batch, self._pool, filled(features, batch.num_rows))
+        self._features = found.hidden[: len(queries)]
+        return found.logits
+
+    def _row(self, query: Query) -> PassRows:
+        # Nothing is written to the slot.
+        anchor, seen = self._anchors[query.request], self._seen[query.request]
+        return PassRows((query.token_id,), anchor, (0,), seen, _NO_SLOTS)
+
+
+def join_assistant(
+    path: Path, target: Decoder, *, keeps_packed: bool, on_read: OnRead | None = None
+) -> JoinedHead:
+    """The assistant in a folder, joined to its target; see `load_assistant`.
+
+    Raises `ModelLoadError` for one that does not fit, or a target that is not an own decoder.
+    """
+    if not isinstance(target, OwnDecoder):
+        raise ModelLoadError(
+            f"{path}: an assistant reads keys and values of its target's own decoder, and "
+            f"{target.config.model_type} is computed by transformers' modules"
+        )
+    assistant = load_assistant(path, target, keeps_packed=keeps_packed, on_read=on_read)
+    config = target.config
+    head = Head(
+        AssistantHeadConfig(
+            vocab_size=config.vocab_size,
+            draft_vocab_size=config.vocab_size,
+            target_hidden_size=config.hidden_size,
+            hidden_size=config.hidden_size,
+            taps=(config.num_layers,),
+        )
+    )
+    layers = assistant.decoder.config.layers
+    read = sorted({layer.kv_of for layer in layers if layer.kv_of is not None})
+    logger.info(
+        "assistant %s: %d layers on the keys of layers %s of the target, with %s of weights",
+        path.name, len(layers), read, format_size(assistant.num_bytes),
+    )  # fmt: skip
+    make = partial(AssistantProposer, assistant, head)
+    return JoinedHead(head.config, target, PackedHead(make, reads_target=True))
