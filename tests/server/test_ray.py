@@ -186,11 +186,11 @@ def outcome(server: Server) -> tuple[dict[str, Any], int]:
 
 def test_options_with_which_no_replica_starts_leave_all_as_they_were(server: Server) -> None:
     before = pids(server)
-    update = asked(server, "/replicas", {"options": {"draft": "/nowhere"}})["update"]
+    update = asked(server, "/replicas", {"options": {"kv_memory": "1KiB"}})["update"]
     assert update == {"state": "running", "reason": None}
     undone, fewest = outcome(server)
     assert (undone["state"], fewest) == ("undone", 2)
-    assert undone["reason"].startswith("draft: /nowhere: no such folder")
+    assert undone["reason"].startswith("kv_memory must be at least")
     assert "\n" not in undone["reason"]
     assert pids(server) == before
 
