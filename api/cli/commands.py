@@ -323,7 +323,7 @@ def _chat(parsed: argparse.Namespace) -> int:
 
 
 def _flags_of_a_model_here(parsed: argparse.Namespace) -> str:
-    """What was given and is of no use with a model in another process."""
+    """Arguments that were given and are of no use with a model in another process."""
     names = ["MODEL"] if parsed.model is not None else []
     names += ["--" + name.replace("_", "-") for name in engine_options(parsed)]
     names += ["--show-drafts"] if parsed.show_drafts else []
