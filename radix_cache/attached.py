@@ -92,8 +92,8 @@ class StateSlots:
     def take(self, rank: StateRank | None, pinned: Collection[int] = NOTHING_PINNED) -> int | None:
         """A slot for a state of this rank, or for a request (None), which goes before all.
 
-        Kept states of at most that rank give way: the lowest rank first, then by last use. Those at
-        the end of ``pinned`` pages go last, and for requests alone. None where there is none.
+        Kept states of at most that rank give way: the lowest rank first, then by last use. Those of
+        ``pinned`` pages go last, and for requests alone. None where there is none.
         O(log slots), and O(slots) where many are pinned or being copied.
         """
         if self._free:

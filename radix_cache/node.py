@@ -192,7 +192,7 @@ class Eviction:
 
 
 class StateRank(IntEnum):
-    """Order in which kept states give way: the lowest rank first, last the ends of pins."""
+    """Order in which kept states give way: the lowest rank first, last those of pins."""
 
     GRID = 0  # every so many tokens of a prompt: bounds what a miss computes anew
     USED = 1  # a request is likely to go on from there

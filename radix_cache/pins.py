@@ -10,7 +10,7 @@ without being asked; those give way before the others do.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Generic, TypeAlias, TypeVar
@@ -246,9 +246,23 @@ class PinnedPrefixes:
             if node in pinned.lock.node.path():
                 self._drop(pinned)
 
-    def last_pages(self) -> set[int]:
-        """The last page of each pin. O(pins)."""
-        return {pinned.lock.node.page_ids[-1] for pinned in self._pins.values()}
+    def last_pages(self, among: Container[int]) -> set[int]:
+        """The last page of each pin that is ``among`` these, of pins that have any.
+
+        O(pins), and O(their pages) as far as none is.
+        """
+        found: set[int] = set()
+        passed: set[Node] = set()
+        for pinned in self._pins.values():
+            node: Node | None = pinned.lock.node
+            while node is not None and node not in passed:  # else the rest of the way is known
+                passed.add(node)
+                page_id = next(filter(among.__contains__, reversed(node.page_ids)), None)
+                if page_id is not None:
+                    found.add(page_id)
+                    break
+                node = node.parent
+        return found
 
     def of(self, namespace: str | None) -> list[PinnedPrefix]:
         """The pins of a namespace, the oldest first. O(pins)."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from . import audit
-from .attached import StateSlots
+from .attached import NOTHING_PINNED, StateSlots
 from .eviction import EvictionLog
 from .node import Eviction, KVLease, Match, StateLease, StateRank
 from .pins import PinnedPrefixes
@@ -174,7 +174,16 @@ class PrefixCache:
     def _lend_state(self, match: Match) -> StateLease | None:
         if self.states is None:
             return None
-        return self.states.lend(match.page_ids, self.pins.last_pages())
+        return self.states.lend(match.page_ids, self.pinned_states())
+
+    def pinned_states(self) -> Collection[int]:
+        """Pages whose states the next requests of pins go on from: the last of each that has one.
+
+        While slots are free, no state gives way and none is named. As `PinnedPrefixes.last_pages`.
+        """
+        if self.states is None or self.states.num_free:
+            return NOTHING_PINNED
+        return self.pins.last_pages(self.states.attached)
 
     def _note_found(self, lease: KVLease, num_found: int) -> None:
         """Note how many tokens' pages were found: more than are borrowed if no state was kept.
@@ -195,15 +204,16 @@ class PrefixCache:
         """Slots for the wanted page ends in the rows ``[start, stop)``, the last one's included.
 
         (position, slot), rising. They are the lease's until the step is published. A page end for
-        which no slot can be had is not kept. O(page ends * log slots).
+        which no slot can be had is not kept. O(page ends * log slots), beside `pinned_states`.
         """
         state = lease.state
         if self.states is None or state is None:
             return ()
-        pinned = self.pins.last_pages()
         while state.wanted and state.wanted[0][0] <= stop:
             position, rank = state.wanted.pop(0)
-            if position > start and (slot := self.states.take(rank, pinned)) is not None:
+            if position <= start:
+                continue
+            if (slot := self.states.take(rank, self.pinned_states())) is not None:
                 state.keeps.append((position, slot, rank))
         return tuple((position, slot) for position, slot, _ in state.keeps)
 

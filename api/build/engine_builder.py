@@ -348,7 +348,8 @@ def _say_what_computes(
     target: Decoder, drafts: Sequence[Decoder | JoinedHead], pool: KVPool
 ) -> None:
     models = [target, *(draft for draft in drafts if not isinstance(draft, JoinedHead))]
-    by = " and ".join(type(decoder.ops).__name__.removesuffix("Ops").lower() for decoder in models)
+    names = [type(decoder.ops).__name__.removesuffix("Ops").lower() for decoder in models]
+    by = " and ".join(dict.fromkeys(names))
     num_tokens = pool.num_pages * pool.page_size
     logger.info("%s kernels on %s, a KV pool of %d tokens", by, pool.data.device, num_tokens)
 

@@ -314,10 +314,20 @@ def _chat(parsed: argparse.Namespace) -> int:
 
     if parsed.url is None:
         return chat(model, params, options, parsed.system, show_drafts=parsed.show_drafts)
-    if parsed.model is not None or engine_options(parsed) or parsed.show_drafts:
-        parsed.parser.error("--url talks to a server: its own command has the model and its flags")
+    if local := _flags_of_a_model_here(parsed):
+        parsed.parser.error(
+            f"--url talks to a server, which has its model and engine flags: leave out {local}"
+        )
     key = next(iter(given.make(Settings).api_keys), None)
     return chat_with_server(parsed.url, key, params, parsed.system)
+
+
+def _flags_of_a_model_here(parsed: argparse.Namespace) -> str:
+    """Arguments that were given and are of no use with a model in another process."""
+    names = ["MODEL"] if parsed.model is not None else []
+    names += ["--" + name.replace("_", "-") for name in engine_options(parsed)]
+    names += ["--show-drafts"] if parsed.show_drafts else []
+    return ", ".join(names)
 
 
 def _given_in_terminal(parsed: argparse.Namespace) -> Given:

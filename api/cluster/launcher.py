@@ -2,7 +2,7 @@
 
 A `Cluster` starts the replicas. It replaces those of an earlier plan one after the other, each new
 one before an old one leaves. If one does not come, the earlier plan is deployed again: replicas
-that are still there stay.
+that are still there stay. Meanwhile the bounds of their number may change, for both plans.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 from ..runtime.preprocess import make_config
+from ..serving.errors import UpdateUnderWay
 from ..serving.settings import FrontOptions
 from ..types.results import Body
 
@@ -114,7 +115,7 @@ class Cluster(Protocol):
     def deploy(self, plan: ReplicaPlan, *, is_update: bool = False) -> None:
         """Ask for the replicas of a plan, in place of an earlier one's.
 
-        ``is_update``: each of them is replaced, so there must be room for one more.
+        ``is_update``: some of them are replaced, so there must be room for one more.
         """
 
     def rollout(self) -> Rollout:
@@ -137,6 +138,7 @@ class PlannedReplicas:
     ) -> None:
         self.plan = plan
         self.update: Body | None = None  # the last one: its state, and why it was undone
+        self._earlier = plan  # deployed again if the update that runs fails
         self._cluster, self._clock, self._look_seconds = cluster, clock, look_seconds
         self._num_joined: Callable[[], int] = int
         self._changing = asyncio.Lock()
@@ -163,25 +165,40 @@ class PlannedReplicas:
         """Change the fewest and most; with options replace all, one after the other.
 
         Returns when the cluster has taken note; `update` has the outcome for replicas that are
-        replaced. Waits for those that start, but no longer than `SETTLE_SECONDS`.
-        Raises `InvalidRequest` for an option that is none, or that the front holds to, and
-        `LauncherError`, as long as an update is under way, too.
+        replaced. Waits for those that start, but no longer than `SETTLE_SECONDS`. While an update
+        runs, bounds count for its replicas and for those that come back if it fails.
+        Raises `InvalidRequest` for an option that is none, or that the front holds to,
+        `UpdateUnderWay` for a change that would replace replicas during an update, and
+        `LauncherError`.
         """
         async with self._changing:
             self._check_open()
+            plan = _changed(self.plan, bounds, options)
+            is_update = plan.version != self.plan.version
             if self._is_updating:
-                raise LauncherError(
-                    "an update is under way: try again when /replicas shows its end"
-                )
-            before, plan = self.plan, _changed(self.plan, bounds, options)
-            if is_update := plan.version != before.version:
+                await self._change_during_update(plan, bounds, is_update=is_update)
+                return
+            if is_update:
                 await self._settle()
                 self._check_open()
             await asyncio.to_thread(self._cluster.deploy, plan, is_update=is_update)
-            self.plan = plan
+            self._earlier, self.plan = self.plan, plan
             if is_update:
                 self._note("running")
-                self._updating = asyncio.create_task(self._follow(before))
+                self._updating = asyncio.create_task(self._follow())
+
+    async def _change_during_update(
+        self, plan: ReplicaPlan, bounds: tuple[int, int] | None, *, is_update: bool
+    ) -> None:
+        """Go on with the update, and with these bounds whatever becomes of it."""
+        earlier = _changed(self._earlier, bounds, None)
+        if is_update or earlier.version != self._earlier.version:
+            raise UpdateUnderWay(
+                "replicas are being replaced, and this change would replace them once more: "
+                "send it again when GET /replicas shows an update that is done or undone"
+            )
+        await asyncio.to_thread(self._cluster.deploy, plan, is_update=True)
+        self._earlier, self.plan = earlier, plan
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -202,15 +219,14 @@ class PlannedReplicas:
     def _note(self, state: str, reason: str | None = None) -> None:
         self.update = {"state": state, "reason": reason}
 
-    async def _follow(self, before: ReplicaPlan) -> None:
+    async def _follow(self) -> None:
         """Wait until all replicas are new; undo the update if one of them does not come."""
-        reason = await self._hindrance()
+        reason = await self._hindrance(self._wait_until_complete())
         if reason is not None and not self._closed.is_set():
             logger.warning(
                 "the replicas keep their options, because a new one did not come: %s", reason
             )
-            self.plan = before
-            if (further := await self._hindrance(before)) is not None:
+            if (further := await self._hindrance(self._undo())) is not None:
                 reason = f"{reason}; {further}"
         if self._closed.is_set():
             return
@@ -218,29 +234,32 @@ class PlannedReplicas:
             logger.info("all replicas are new")
         self._note("done" if reason is None else "undone", reason)
 
-    async def _hindrance(self, again: ReplicaPlan | None = None) -> str | None:
-        """Wait until all replicas are there, or until `close`; returns why one is not.
-
-        ``again``: an earlier plan to be deployed first; replicas of it that are there stay.
-        """
+    async def _hindrance(self, progress: Awaitable[str | None]) -> str | None:
+        """Why a replica is not there, or why that is unknown; None if all are or `close` came."""
         try:
-            if again is not None:
-                await asyncio.to_thread(self._cluster.deploy, again)
-            return await self._wait_until_complete()
+            return await progress
         except LauncherError as error:
             return str(error)
         except Exception as error:
             logger.exception("how far the replicas are is unknown")
             return str(error) or type(error).__name__
 
+    async def _undo(self) -> str | None:
+        """Deploy the earlier plan; replicas of it that are there stay. As `_hindrance` else."""
+        async with self._changing:
+            self.plan = self._earlier
+            if not self._closed.is_set():
+                await asyncio.to_thread(self._cluster.deploy, self.plan)
+        return await self._wait_until_complete()
+
     async def _wait_until_complete(self) -> str | None:
         num_joined, began = self._num_joined(), self._clock()
-        most_seconds = UPDATE_SECONDS * self.plan.most  # old replicas that join again are no news
         since = began
         while not (rollout := await asyncio.to_thread(self._cluster.rollout)).is_complete:
             if rollout.failure is not None:
                 return rollout.failure
             now = self._clock()
+            most_seconds = UPDATE_SECONDS * self.plan.most  # old ones that join again are no news
             if self._num_joined() > num_joined:
                 num_joined, since = self._num_joined(), now
             elif now - since >= UPDATE_SECONDS:
@@ -269,12 +288,13 @@ class PlannedReplicas:
     async def close(self) -> None:
         """End the replicas, once no change of them is under way."""
         self._closed.set()
-        async with self._changing:
-            try:
-                if self._updating is not None:
-                    await asyncio.wait((self._updating,))
-            finally:
-                await asyncio.to_thread(self._cluster.close)
+        async with self._changing:  # the last change: later ones are refused
+            updating = self._updating
+        try:
+            if updating is not None:
+                await asyncio.wait((updating,))
+        finally:
+            await asyncio.to_thread(self._cluster.close)
 
 
 def _changed(

@@ -36,7 +36,14 @@ from ..openai.responses.store import ResponseStore
 from ..openai.schema import DetokenizeRequest, TokenizeRequest, plain_chat
 from ..protocol.sampling import decoder
 from ..runtime.engine_client import EngineClient
-from ..serving.errors import ApiError, ClientGone, JsonResponse, logged_api_error, unavailable
+from ..serving.errors import (
+    ApiError,
+    ClientGone,
+    JsonResponse,
+    UpdateUnderWay,
+    logged_api_error,
+    unavailable,
+)
 from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service
 from ..serving.settings import Settings
@@ -176,7 +183,7 @@ class OperatorRoutes:
         body = decode_change(await self.service.read_bytes(request))
         try:
             await self.service.llm.change_replicas(body.bounds, body.options)
-        except InvalidRequest:
+        except (InvalidRequest, UpdateUnderWay):
             raise
         except ForetokenError as error:
             raise unavailable(str(error)) from error

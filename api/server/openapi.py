@@ -87,6 +87,7 @@ STATUSES: Mapping[int, str] = {  # those of a connection, before any route, are 
     403: "An admin key is needed.",
     404: "There is no such model, response or prompt.",
     408: "The body did not arrive in time.",
+    409: "Replicas are being replaced; the change has to wait for the end of that.",
     413: "The body is too large.",
     429: "The queue is full.",
     431: "The header is too large.",
@@ -97,7 +98,7 @@ UNLOCKED = (400, 431, 500)
 ALWAYS = (*UNLOCKED, 401)
 READS = (404, 408, 413, 503)  # a body that may name a model
 GENERATES = (*READS, 429)
-RETRIED = frozenset({429, 503})  # tell when to come back
+RETRIED = frozenset({409, 429, 503})  # tell when to come back
 
 
 def demand(schema: Schema, names: tuple[str, ...]) -> None:
@@ -219,7 +220,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         errors=(403, 408, 413, 503),
     ),
     ("POST", "/replicas"): Operation(
-        body=protocol.ReplicaChange, answer=protocol.ReplicaList, errors=(403, 408, 413, 503)
+        body=protocol.ReplicaChange, answer=protocol.ReplicaList, errors=(403, 408, 409, 413, 503)
     ),
     ("GET", "/replicas"): Operation(answer=protocol.ReplicaList, errors=(403,)),
     ("POST", "/debug/audit"): Operation(answer=protocol.Audit, errors=(403, 503)),

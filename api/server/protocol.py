@@ -125,6 +125,7 @@ class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defau
 
     ``options``: engine options, as in `EngineConfig`, beside those that the replicas have. All are
     replaced, each after a new one has come; if one does not come, the replicas keep their options.
+    Meanwhile another number or other bounds hold at once; other options are refused with 409.
     """
 
     replicas: int | None = None

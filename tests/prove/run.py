@@ -60,8 +60,12 @@ def _judge(workplace: Workplace, mutation: Mutation) -> Verdict:
 
 
 def _outcome(run: TestRun) -> Outcome:
-    """A file that cannot even be imported is no proof of a test: that has a status of its own."""
+    """A file that cannot even be imported is no proof of a test: that has a status of its own.
+
+    So has a pytest that finds more at its end, such as sockets that were left open.
+    """
     has_failed = run.status in (_TESTS_FAILED, None) or run.status < 0
+    has_failed = has_failed or any("::" in name for name in run.failed)  # else a file's name
     return "caught" if has_failed else "survived"
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from prove.forker import NOT_RUN
 from prove.mutation import Mutation
-from prove.run import Outcome, Verdict, prove
-from prove.workplace import Workplace
+from prove.run import Outcome, Verdict, _outcome, prove
+from prove.workplace import TestRun, Workplace
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,3 +95,10 @@ def test_a_mistake_that_makes_tests_hang_is_caught_by_the_clock(
 def test_a_mistake_that_ends_the_process_is_caught_by_its_crash(workplace: Workplace) -> None:
     verdict = judged(workplace, "return 2 * x", "import os; os.abort()")
     assert (verdict.outcome, verdict.caught_by) == ("caught", "a crash")
+
+
+@pytest.mark.parametrize(("failed", "outcome"), [("a.py::test_a", "caught"), ("a.py", "survived")])
+def test_a_test_that_fails_counts_although_pytest_itself_fails_at_its_end(
+    failed: str, outcome: Outcome
+) -> None:
+    assert _outcome(TestRun(NOT_RUN, (failed,), "", 0.0)) == outcome

@@ -254,10 +254,62 @@ def test_the_state_at_the_end_of_a_pin_goes_last_and_makes_room_for_a_request_al
         serve(cache, seq(9, first))
     assert cache.match_len(seq(10)) == 8
     leases = [cache.acquire(seq(9, first)) for first in (400, 500)]
-    assert slots(cache).take(USED, cache.pins.last_pages()) is None
+    assert slots(cache).take(USED, cache.pinned_states()) is None
     leases.append(cache.acquire(seq(9, 600)))
     assert cache.match_len(seq(10)) == 0
     cache.check(leases)
+
+
+@pytest.mark.parametrize("num_tokens", [24, 26, 28])
+def test_a_pin_protects_its_last_state_where_its_last_page_has_none(num_tokens: int) -> None:
+    """A request ends at a page's end, say: its state stands a page before."""
+    cache = make_cache(4)
+    serve(cache, seq(num_tokens), 8)
+    cache.pin(seq(num_tokens), num_tokens, ttl=10.0)
+    last = (num_tokens - 1) // PAGE * PAGE
+    for first in (100, 200, 300, 400):
+        serve(cache, seq(9, first), 4)
+    assert cache.match_len(seq(num_tokens + 4)) == last
+    assert cache.match_len(seq(12)) == 0, "an earlier one is no better than any other"
+    cache.check([])
+
+
+def test_a_pin_protects_a_state_above_the_place_where_prefixes_branch() -> None:
+    cache = make_cache(4)
+    serve(cache, seq(24))
+    serve(cache, seq(20) + seq(3, 100))
+    cache.pin(seq(24), 24, ttl=10.0)
+    for first in (200, 300, 400, 500):
+        serve(cache, seq(9, first), 4)
+    assert cache.match_len(seq(28)) == 20
+    cache.check([])
+
+
+def test_pins_of_one_beginning_protect_its_last_state_and_their_own() -> None:
+    cache = make_cache(5)
+    trunk = seq(12)
+    serve(cache, trunk + seq(12, 100), 8)
+    serve(cache, trunk + seq(12, 200))
+    for first in (100, 200):
+        cache.pin(trunk + seq(12, first), 24, ttl=10.0)
+    cache.pin(trunk, 12, ttl=10.0)
+    for first in (300, 400, 500):
+        serve(cache, seq(9, first), 4)
+    assert [cache.match_len(trunk + seq(13, first)) for first in (100, 200, 300)] == [20, 20, 8]
+    cache.check([])
+
+
+def test_a_pin_whose_state_is_gone_protects_none() -> None:
+    cache = make_cache(2)
+    serve(cache, seq(24))
+    cache.pin(seq(24), 24, ttl=10.0)
+    lease = cache.acquire(seq(9, 100))
+    other = cache.acquire(seq(9, 200))
+    assert not slots(cache).attached, "a request takes the last one"
+    assert not cache.pinned_states()
+    for each in (lease, other):
+        cache.release(each, seq(9), 0)
+    cache.check([])
 
 
 def test_a_page_that_has_a_state_keeps_it_and_the_other_is_freed() -> None:

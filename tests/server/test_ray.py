@@ -31,6 +31,7 @@ from support.server_process import Server, free_port, running
 pytest.importorskip("ray", reason="the extra ray is not installed")
 SECONDS = 300.0
 FLAGS = ["--replica-cpus", "0.5", "--kv-tokens", "16384"]
+BAD = {"kv_tokens": None, "kv_memory": "1KiB"}  # a replica finds that when it is built
 NUM_GROUPS, NUM_PROMPTS = 4, 40
 TOKEN = "0123456789abcdef" * 4
 HEAD = """
@@ -186,11 +187,11 @@ def outcome(server: Server) -> tuple[dict[str, Any], int]:
 
 def test_options_with_which_no_replica_starts_leave_all_as_they_were(server: Server) -> None:
     before = pids(server)
-    update = asked(server, "/replicas", {"options": {"draft": "/nowhere"}})["update"]
+    update = asked(server, "/replicas", {"options": BAD})["update"]
     assert update == {"state": "running", "reason": None}
     undone, fewest = outcome(server)
     assert (undone["state"], fewest) == ("undone", 2)
-    assert undone["reason"].startswith("draft: /nowhere: no such folder")
+    assert undone["reason"].startswith("kv_memory must be at least")
     assert "\n" not in undone["reason"]
     assert pids(server) == before
 
@@ -390,6 +391,7 @@ def test_too_few_of_what_replicas_need_is_named(
 
     monkeypatch.setattr(ray_app.ray, "cluster_resources", lambda: {"CPU": 6.0})
     monkeypatch.setattr(ray_app, "num_cpus", os.cpu_count)
+    monkeypatch.setattr(ray_app, "_num_running", lambda: 2)  # to ask Ray would start one
     plan = ReplicaPlan(
         model=None, front="", least=2, most=2, quiet_seconds=1, **({"cpus": 0.5, "gpus": 0} | needs)
     )
@@ -409,9 +411,12 @@ def test_a_cluster_with_too_little_is_named_and_left_alone(cluster: Cluster) -> 
 
 def test_a_ray_that_cannot_start_or_is_not_there_is_named(tmp_path: Path) -> None:
     nowhere = f"127.0.0.1:{free_port()}"
-    line = line_of_failure("--front", "tcp://127.0.0.1:0", variables={"RAY_ADDRESS": nowhere})
-    assert line.endswith(f"no Ray answers at RAY_ADDRESS {nowhere}")
     (folder := tmp_path / ("long" * 30)).mkdir()
-    line = line_of_failure(variables={"TMPDIR": str(folder)})
-    assert "Ray cannot start: " in line
-    assert "path length cannot exceed" in line
+    with ThreadPoolExecutor(2) as pool:
+        absent = pool.submit(
+            line_of_failure, "--front", "tcp://127.0.0.1:0", variables={"RAY_ADDRESS": nowhere}
+        )
+        broken = pool.submit(line_of_failure, variables={"TMPDIR": str(folder)})
+    assert absent.result().endswith(f"no Ray answers at RAY_ADDRESS {nowhere}")
+    assert "Ray cannot start: " in broken.result()
+    assert "path length cannot exceed" in broken.result()

@@ -362,4 +362,6 @@ def test_a_server_has_its_own_model_and_flags(flags: list[str], capsys: Any) -> 
     with pytest.raises(SystemExit) as ended:
         main(["chat", "--url", "http://127.0.0.1:1", *flags])
     assert ended.value.code == 2
-    assert "--url" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--url" in error
+    assert ("MODEL" if flags[0] == "smollm2" else flags[0]) in error

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from foretoken.api.build.engine_builder import build
 from foretoken.api.cluster.launcher import (
     SETTLE_SECONDS,
     UPDATE_SECONDS,
@@ -23,7 +24,9 @@ from foretoken.api.cluster.launcher import (
     ReplicaPlan,
     Rollout,
 )
-from foretoken.core.errors import InvalidRequest
+from foretoken.api.serving.errors import UpdateUnderWay
+from foretoken.core.config import EngineConfig
+from foretoken.core.errors import ForetokenError, InvalidRequest
 
 SECONDS = 20.0  # of a test
 GOOD, BAD = {"kv_tokens": 4096}, {"draft": "/nowhere"}
@@ -78,9 +81,16 @@ class RollingCluster:
             self.num_joined = plan.least
         self.deployed.append(plan)
         self.num_updates += is_update
-        self.starting, self._failure = [], None
-        if not is_update:
-            del self.serving[plan.least :]
+        self._failure = None
+        self.starting = [each for each in self.starting if each.version == plan.version]
+        self._stop_surplus()
+
+    def _stop_surplus(self) -> None:
+        """Stop as many as are too many: those of an earlier plan before others."""
+        plan = self.deployed[-1]
+        by_age = sorted(self.serving, key=lambda each: each.version != plan.version)
+        for each in by_age[plan.least :]:
+            self.serving.remove(each)
 
     @property
     def versions(self) -> Counter[str]:
@@ -115,9 +125,20 @@ class RollingCluster:
         self.serving += self.starting
         self.num_joined += 1
         self.starting = []
-        old = [each for each in self.serving if each.version != plan.version]
-        if len(self.serving) > plan.least:
-            self.serving.remove(old[0])
+        self._stop_surplus()
+
+
+@dataclass
+class BuildingCluster(RollingCluster):
+    """Builds the engine of each new replica by its options, as the process of one does."""
+
+    def _come(self, plan: ReplicaPlan) -> None:
+        try:
+            build(plan.model, EngineConfig(**plan.options), wants_keys=True)
+        except ForetokenError as error:
+            self._failure = str(error)
+        else:
+            super()._come(plan)
 
 
 async def started(cluster: RollingCluster, wanted: ReplicaPlan) -> PlannedReplicas:
@@ -186,6 +207,30 @@ def test_options_with_which_no_replica_comes_leave_all_as_it_was(
     assert cluster.fewest == replicas
     (line,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert "draft: /nowhere is not there" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_memory": "1KiB"}, "kv_memory must be at least"),
+        (BAD, "draft: /nowhere"),
+    ],
+)
+def test_options_that_fail_only_when_a_replica_is_built_leave_both(
+    options: dict[str, Any], reason: str
+) -> None:
+    cluster = BuildingCluster()
+
+    async def test(replicas: PlannedReplicas) -> None:
+        before = cluster.serving[:]
+        await replicas.change(None, options)
+        outcome = await ended(replicas)
+        assert outcome["state"] == "undone"
+        assert outcome["reason"].startswith(reason)
+        assert cluster.serving == before
+
+    run(test, cluster, plan())
+    assert cluster.fewest == 2
 
 
 def test_a_new_replica_that_does_not_come_in_time_leaves_all_as_it_was() -> None:
@@ -271,18 +316,148 @@ def test_an_update_that_fails_half_way_is_taken_back(hangs: bool) -> None:
     assert cluster.fewest == 3
 
 
-def test_while_an_update_is_under_way_nothing_else_is_changed() -> None:
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_bounds_that_change_during_an_update_hold_for_the_new_replicas(replicas: int) -> None:
+    cluster = RollingCluster()
+
+    async def test(planned: PlannedReplicas) -> None:
+        await planned.change(None, GOOD)
+        await planned.change((replicas, replicas), None)
+        assert planned.update == {"state": "running", "reason": None}
+        assert await ended(planned) == {"state": "done", "reason": None}
+        assert cluster.versions == {planned.plan.version: replicas}
+        assert planned.plan.options == {"threads": 1, **GOOD}
+        assert cluster.num_updates == 2, "there must be room for one replica more in both"
+
+    run(test, cluster, plan())
+    assert cluster.fewest == min(replicas, 2)
+
+
+@pytest.mark.parametrize("num_good", [0, 1], ids=["at-once", "half-way"])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_bounds_that_change_during_an_update_outlive_it(replicas: int, num_good: int) -> None:
+    cluster = RollingCluster(num_good=num_good)
+
+    async def test(planned: PlannedReplicas) -> None:
+        version = planned.plan.version
+        await planned.change(None, BAD)
+        await planned.change((replicas, replicas), None)
+        assert (await ended(planned))["state"] == ("undone" if replicas > num_good else "done")
+        assert (planned.plan.least, planned.plan.most) == (replicas, replicas)
+        assert cluster.deployed[-1] == planned.plan
+        if replicas > num_good:
+            assert cluster.versions == {version: replicas}
+
+    run(test, cluster, plan())
+
+
+def test_an_update_with_bounds_of_its_own_takes_them_back_as_well() -> None:
     cluster = RollingCluster(num_good=0)
 
     async def test(replicas: PlannedReplicas) -> None:
+        wanted = replicas.plan
+        await replicas.change((3, 3), BAD)
+        assert (await ended(replicas))["state"] == "undone"
+        assert replicas.plan == wanted
+
+    run(test, cluster, plan())
+
+
+def test_an_update_waits_for_the_end_of_another() -> None:
+    cluster = RollingCluster()
+
+    async def test(replicas: PlannedReplicas) -> None:
+        await replicas.change(None, GOOD)
+        with pytest.raises(UpdateUnderWay, match="replicas are being replaced"):
+            await replicas.change((3, 3), {"kv_tokens": 64})
+        await replicas.change(None, GOOD)  # sent twice, it asks for nothing new
+        assert replicas.plan == plan(front="tcp://here:1", options={"threads": 1, **GOOD})
+        assert (await ended(replicas))["state"] == "done"
+        await replicas.change(None, {"kv_tokens": 64})
+        assert (await ended(replicas))["state"] == "done"
+
+    run(test, cluster, plan())
+
+
+def test_shares_of_a_disk_change_neither_during_an_update_nor_when_it_fails() -> None:
+    cluster = RollingCluster(num_good=0)
+    disk = {"kv_disk": "/disk:1MiB"}
+
+    async def test(replicas: PlannedReplicas) -> None:
+        wanted = replicas.plan
+        await replicas.change((3, 3), BAD)
+        for bounds in ((4, 4), (2, 3)):  # more than are coming, more than would come back
+            with pytest.raises(UpdateUnderWay):
+                await replicas.change(bounds, None)
+        await replicas.change((1, 2), None)
+        assert (await ended(replicas))["state"] == "undone"
+        assert replicas.plan.version == wanted.version
+        assert (replicas.plan.least, replicas.plan.most) == (1, 2)
+
+    run(test, cluster, plan(options=disk))
+
+
+def test_bounds_for_which_there_is_no_room_leave_an_update_as_it_was() -> None:
+    cluster = RollingCluster()
+
+    async def test(replicas: PlannedReplicas) -> None:
+        await replicas.change(None, GOOD)
+        during, cluster.deploy = replicas.plan, refuse  # type: ignore[method-assign]
+        with pytest.raises(LauncherError, match="no room"):
+            await replicas.change((9, 9), None)
+        assert replicas.plan == during
+        assert (await ended(replicas))["state"] == "done"
+        assert cluster.versions == {during.version: 2}
+
+    def refuse(plan: ReplicaPlan, *, is_update: bool = False) -> None:
+        raise LauncherError("no room")
+
+    run(test, cluster, plan())
+
+
+def test_bounds_that_come_while_an_update_is_undone_are_the_last_word() -> None:
+    cluster = RollingCluster(num_good=0)
+    deploy, begun, goes_on = cluster.deploy, threading.Event(), threading.Event()
+
+    def undo_slowly(plan: ReplicaPlan, *, is_update: bool = False) -> None:
+        if not begun.is_set():
+            begun.set()
+            goes_on.wait(SECONDS)
+        deploy(plan, is_update=is_update)
+
+    async def test(replicas: PlannedReplicas) -> None:
         await replicas.change(None, BAD)
-        with pytest.raises(LauncherError, match="an update is under way"):
-            await replicas.change((3, 3), None)
-        assert replicas.plan.options == {"threads": 1, **BAD}
-        assert len(cluster.deployed) == 2
-        await ended(replicas)
-        await replicas.change((3, 3), None)
+        cluster.deploy = undo_slowly  # type: ignore[method-assign]
+        await asyncio.to_thread(begun.wait, SECONDS)
+        changing = asyncio.create_task(replicas.change((3, 3), None))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await changing
+        assert (await ended(replicas))["state"] == "undone"
         assert cluster.deployed[-1] == replicas.plan == plan(3, front="tcp://here:1", most_ever=2)
+
+    run(test, cluster, plan())
+
+
+def test_a_front_closes_while_an_update_is_undone() -> None:
+    cluster = RollingCluster(num_good=0)
+    deploy, begun, goes_on = cluster.deploy, threading.Event(), threading.Event()
+
+    def undo_slowly(plan: ReplicaPlan, *, is_update: bool = False) -> None:
+        begun.set()
+        goes_on.wait(SECONDS)
+        deploy(plan, is_update=is_update)
+
+    async def test(replicas: PlannedReplicas) -> None:
+        await replicas.change(None, BAD)
+        cluster.deploy = undo_slowly  # type: ignore[method-assign]
+        await asyncio.to_thread(begun.wait, SECONDS)
+        closing = asyncio.create_task(replicas.close())
+        await asyncio.sleep(0)
+        assert cluster.is_open
+        goes_on.set()
+        await closing
+        assert len(cluster.deployed) == 3
 
     run(test, cluster, plan())
 

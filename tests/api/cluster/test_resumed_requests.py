@@ -191,17 +191,17 @@ def test_log_probabilities_of_the_prompt_are_sent_once(house: House) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("word", "given", "problem"),
     [
-        ({"max_tokens": 3}, "whole answer"),
-        ({"stop_token_ids": [7]}, "whole answer"),
-        ({"stop": ["def"]}, "stop string"),
+        ("", {"max_tokens": 2}, "whole answer"),
+        ("", {"stop_token_ids": [7]}, "whole answer"),
+        ("def f", {"stop": ["def"]}, "stop string"),
     ],
 )
 def test_an_output_that_has_ended_is_refused(
-    house: House, given: dict[str, Any], problem: str
+    house: House, word: str, given: dict[str, Any], problem: str
 ) -> None:
-    output = [*house.tokenizer.encode_word("def f"), 9, 7]
+    output = [*house.tokenizer.encode_word(word), 9, 7]
     heard = house.do(house.serve(params(**given), output=output))
     assert heard.last.error is not None
     assert problem in heard.last.error.message

@@ -415,8 +415,7 @@ def test_what_cannot_be_sent_at_once_is_not_sent(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("key", [None, KEY], ids=["open", "encrypted"])
 def test_nothing_stays_open(key: str | None) -> None:
     async def body() -> None:
-        async with front_of(key) as front, connected(front, key):  # libraries open files once
-            pass
+        await connect_once(key)  # libraries open files once
         before, tasks = open_files(), asyncio.all_tasks()
         async with front_of(key) as front, connected(front, key) as (replica, _):
             waiting = [
@@ -427,11 +426,16 @@ def test_nothing_stays_open(key: str | None) -> None:
             for each in waiting:
                 each.cancel()
         await asyncio.wait(asyncio.all_tasks() - tasks)  # those that were cancelled: they end
-        assert open_files() == before
+        assert open_files() == before, "nor do they wait for what collects garbage"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(front.address.rpartition(":")[2])))
 
     run(body())
+
+
+async def connect_once(key: str | None) -> None:
+    async with front_of(key) as front, connected(front, key):
+        pass
 
 
 def open_files() -> int:

@@ -19,6 +19,7 @@ import pytest
 
 import foretoken
 from foretoken.api.server.connection import Connection, QuickSends
+from foretoken.api.serving.errors import UpdateUnderWay
 from foretoken.api.serving.sse import EventStream, UnlessGone
 
 SECONDS = 10
@@ -656,3 +657,14 @@ def test_a_server_that_starts_no_replicas_refuses_to_change_them(http):
         answer = http.post("/replicas", json=body)
         assert answer.status_code == 400, body
     assert "--ray" in http.post("/replicas", json={"replicas": 2}).json()["error"]["message"]
+
+
+def test_a_change_of_replicas_that_must_wait_says_when_to_come_again(http, server, monkeypatch):
+    async def refuse(bounds, options):
+        raise UpdateUnderWay("replicas are being replaced")
+
+    monkeypatch.setattr(server.llm, "change_replicas", refuse)
+    answer = http.post("/replicas", json={"options": {"kv_tokens": 64}})
+    assert (answer.status_code, answer.headers["retry-after"]) == (409, "10")
+    error = answer.json()["error"]
+    assert (error["code"], error["message"]) == ("update_under_way", "replicas are being replaced")

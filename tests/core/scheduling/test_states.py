@@ -88,6 +88,19 @@ def test_a_conversation_goes_on_behind_its_last_answer(chunk: int) -> None:
     assert 0 < num_computed - second.usage.cached_tokens <= PAGE, "at most a page is lost"
 
 
+@pytest.mark.parametrize("num_tokens", range(37, 41))
+def test_a_session_goes_on_behind_its_last_answer_however_many_requests_come_between(
+    num_tokens: int,
+) -> None:
+    scene, session = Scene(num_slots=4), CacheOptions(session="s")
+    first = scene.ask("a", text(num_tokens), cache=session)
+    for seed in range(2, 8):
+        scene.ask(str(seed), text(30, seed))
+    second = scene.ask("b", [*first.tokens, *text(9, 1)], cache=session)
+    assert scene.slots.num_evicted > 4
+    assert 0 < len(first.tokens) - 1 - second.usage.cached_tokens <= PAGE
+
+
 def test_a_turn_that_is_rendered_anew_is_computed_from_where_its_answer_opened() -> None:
     scene = Scene()
     scene.scheduler.set_openings([array("q", [6, 6, 6]), array("q", [6])])

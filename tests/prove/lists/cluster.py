@@ -357,4 +357,28 @@ MUTATIONS = (
         ("test_nothing_stays_open",),
         "a closed socket leaves nothing open",
     ),
+    Mutation(
+        "cluster-bounds-are-undone-with-an-update",
+        "PlannedReplicas._change_during_update",
+        "self._earlier, self.plan = earlier, plan",
+        "self.plan = plan",
+        ("test_bounds_that_change_during_an_update_outlive_it",),
+        "bounds that were asked for last hold, whatever becomes of an update",
+    ),
+    Mutation(
+        "cluster-undone-updates-overtake-bounds",
+        "PlannedReplicas._undo",
+        "async with self._changing:",
+        "if True:",
+        ("test_bounds_that_come_while_an_update_is_undone_are_the_last_word",),
+        "bounds that were asked for last hold, whatever becomes of an update",
+    ),
+    Mutation(
+        "cluster-updates-overtake-each-other",
+        "PlannedReplicas._change_during_update",
+        "if is_update or earlier",
+        "if earlier",
+        ("test_an_update_waits_for_the_end_of_another",),
+        "an update that fails leaves the replicas that were proved last",
+    ),
 )

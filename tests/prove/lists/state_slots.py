@@ -68,6 +68,22 @@ MUTATIONS = (
         "what is kept in any case does not push out what was used",
     ),
     Mutation(
+        "states-of-pins-are-those-of-last-nodes-alone",
+        "PinnedPrefixes.last_pages",
+        "node = node.parent",
+        "break",
+        ("test_a_pin_protects_a_state_above_the_place_where_prefixes_branch",),
+        "the state that a pin's next request goes on from is kept longest",
+    ),
+    Mutation(
+        "states-of-pins-are-the-first",
+        "PinnedPrefixes.last_pages",
+        "reversed(node.page_ids)",
+        "node.page_ids",
+        ("test_a_pin_protects_its_last_state_where_its_last_page_has_none",),
+        "the state that a pin's next request goes on from is kept longest",
+    ),
+    Mutation(
         "states-of-pins-give-way-like-others",
         "StateSlots.take",
         "if kept.page_id not in pinned:",
