@@ -19,6 +19,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ...errors import ModelLoadError
 from ...ops.base import HeadLayout
+from .states import PagedCache, cache_argument, has_states
 
 HOOKS = "foretoken"  # the name under which transformers finds the three functions
 _PROBE_TOKENS = 4
@@ -208,20 +209,23 @@ def _is_causal(function: Callable[..., Any], window: int | None, size: int | Non
 class ProbeResult(NamedTuple):
     """Attention modules in the order of the layers, and names of linears to leave unpacked.
 
-    The model reads the weights of these linears itself.
+    The model reads the weights of these linears itself. ``cache`` has the tensors of the states
+    that it keeps besides; None: it keeps none.
     """
 
     sites: tuple[AttentionSite, ...]
     read_directly: frozenset[str]
+    cache: PagedCache | None
 
 
 def probe(model: nn.Module, device: torch.device | str) -> ProbeResult:
     """Run a model on a few tokens, on any device (also "meta"), and record what it calls.
 
     Raises `ModelLoadError` for attention that does not go through transformers' interface, or for
-    other masks than ours.
+    other masks than ours, and for states that are not in transformers' cache.
     """
     hooks = _Probe(model)
+    cache = PagedCache(config=model.config) if has_states(model.config) else None
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=device)
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     with hooked(hooks), _watched_linears(model) as read, torch.inference_mode():
@@ -229,11 +233,14 @@ def probe(model: nn.Module, device: torch.device | str) -> ProbeResult:
             input_ids=ids,
             position_ids=positions,
             attention_mask=torch.ones_like(ids),
-            use_cache=False,
+            use_cache=cache is not None,
+            **({} if cache is None else {cache_argument(model): cache}),
         )
-    if not hooks.sites:
+    if cache is not None and not cache.tensors:
+        raise ModelLoadError("its recurrent layers do not keep their states in transformers' cache")
+    if cache is None and not hooks.sites:
         raise ModelLoadError("no layer uses transformers' attention interface")
-    return ProbeResult(tuple(hooks.sites.values()), frozenset(read))
+    return ProbeResult(tuple(hooks.sites.values()), frozenset(read), cache)
 
 
 class _WatchedLinear(nn.Linear):
