@@ -163,6 +163,7 @@ DIFFERENCES |= {
         "ssm_state_size": 8,
         "mamba_num_heads": 8,
         "mamba_head_dim": 16,
+        "time_step_min": 1e-9,
         "n_groups": 2,
         "chunk_size": 16,
     },
@@ -179,14 +180,16 @@ DIFFERENCES |= {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
         "num_mem_blocks": 2,
         "num_key_value_heads": 4,
+        "head_dim": 32,
         "use_mem_rope": True,
+        "time_step_min": 1e-9,  # below it chunks take it, and single rows do not
         "use_shared_attention_adapter": True,
         "adapter_rank": 8,
         "mamba_d_state": 8,
         "mamba_ngroups": 2,
         "chunk_size": 16,
     },
-    "zaya": {"router_hidden_size": 32, "num_experts_per_tok": 1},
+    "zaya": {"router_hidden_size": 32, "num_experts_per_tok": 1, "tie_word_embeddings": False},
 }
 
 
@@ -230,10 +233,16 @@ def tiny_model(model_type: str, *, seed: int = 0, **more: Any) -> Any:
     with torch.no_grad():
         for name, tensor in tensors:
             noise = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("mup_vector"):  # made of the config, and not saved
+                continue
             if tensor.dim() >= 2:
                 tensor.copy_(noise * 1.2 / tensor.shape[-1] ** 0.5)
             elif name.endswith("A_log"):  # log decays of a token from 0.02 to 7
                 tensor.copy_(torch.linspace(-4.0, 2.0, len(tensor)))
+            elif name.endswith("temp"):  # a factor of the keys
+                tensor.copy_(4.0 + noise)
+            elif name.endswith(("hidden_states_bias", "residual_bias")):
+                tensor.copy_(noise * 0.01)
             elif name.endswith(("sinks", "correction_bias", "expert_bias")):
                 tensor.copy_(noise * 0.5)
             elif not name.endswith(("inv_freq", "embed_scale", "scale")) and tensor.dim() == 1:
