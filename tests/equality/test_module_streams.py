@@ -15,10 +15,10 @@ from support.equality_harness import House, shuffled
 from support.fake_model import Driver
 from support.tiny_models import save_tiny
 
-NUM_REQUESTS = 5
+NUM_REQUESTS = 4
 
 
-@pytest.fixture(scope="module", params=["jamba", "kimi_linear"])
+@pytest.fixture(scope="module", params=["jamba", "mamba2"])
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
     torch.set_num_threads(1)
     where: Path = tmp_path_factory.mktemp(request.param)
@@ -43,7 +43,7 @@ def test_chunks_of_any_size_change_no_token(house: House, max_batch_tokens: int)
     check(house, house.run(order(house, 1), None, max_batch_tokens=max_batch_tokens, poison=True))
 
 
-@pytest.mark.parametrize("drafter", ["wrong", "perfect", "random", "all", "lm"])
+@pytest.mark.parametrize("drafter", ["wrong", "perfect", "random"])
 def test_drafts_over_page_ends_change_no_token(house: House, drafter: str) -> None:
     check(house, house.run(order(house, 2), drafter, depth=8, poison=True))
 
