@@ -30,13 +30,16 @@ def has_states(config: PreTrainedConfig) -> bool:
     return not _RECURRENT.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
-def cache_argument(model: nn.Module) -> str:
-    """The name of the argument by which a model takes a cache."""
+def pass_arguments(model: nn.Module, cache: PagedCache | None, token_ids: Tensor) -> dict[str, Any]:
+    """Arguments of a model's pass over ``token_ids`` that concern masks and the cache."""
+    if cache is None:
+        # A mask of ones says "not packed": else the row would be split by its positions.
+        return {"attention_mask": torch.ones_like(token_ids), "use_cache": False}
     is_old = "cache_params" in inspect.signature(model.forward).parameters
-    return "cache_params" if is_old else "past_key_values"
+    return {"cache_params" if is_old else "past_key_values": cache, "use_cache": True}
 
 
-class PagedCache(DynamicCache):  # type: ignore[misc]
+class PagedCache(DynamicCache):
     """transformers' cache of one sequence's states; keys and values are left to the pages.
 
     Its tensors exist once a pass has made them; then they are in a pool's memory.

@@ -43,7 +43,7 @@ from ...ops.torch.torch_ops import TorchOps
 from ..config import DecoderConfig
 from ..decoder import ModelPath, PagedDecoder, check_taps
 from .selective_scan import replace_scans, scanning
-from .states import ModuleStatePool, ModuleStates, PagedCache, SequenceRun, cache_argument
+from .states import ModuleStatePool, ModuleStates, PagedCache, SequenceRun, pass_arguments
 from .transformers_probe import AttentionCall, AttentionSite, hooked
 
 _MAX_NATIVE_DIM = 512
@@ -330,7 +330,7 @@ class TransformersDecoder(PagedDecoder):
         self.sampler, self.dtype, self.device = ops.sampler, dtype, device
         # until the startup test has shown otherwise
         self.exact, self.takes_chunks = False, True
-        self._cache, self._cache_name = cache, cache_argument(model)
+        self._cache = cache
         self.kept = None if cache is None else ModuleStates.of(cache)
         self.states = () if self.kept is None else (self.kept,)
         if cache is not None:
@@ -444,10 +444,8 @@ class TransformersDecoder(PagedDecoder):
         rows = {
             "input_ids": batch.token_ids[None],
             "position_ids": batch.positions[None],
-            # A mask of ones says "not packed": else the row would be split by its positions.
-            "attention_mask": torch.ones_like(batch.token_ids)[None],
-            "use_cache": cache is not None,
-        } | ({} if cache is None else {self._cache_name: cache})
+            **pass_arguments(self.model, cache, batch.token_ids[None]),
+        }
         goes_on = nullcontext() if cache is None else scanning(cache)
         hooks = hooked(_Pass(self, batch, parts))
         with self._mode, hooks, goes_on, self._watched(taps) as outputs:

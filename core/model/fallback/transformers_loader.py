@@ -153,7 +153,8 @@ def load_text_model(
         model.set_experts_implementation(HOOKS)
     probed = source.probed
     if probed is None or probed.cache is not None:  # states differ in their data types
-        probed = _probed_when_loaded(source, model, device)
+        with quiet():
+            probed = _probed_when_loaded(source, model, device)
     pack(model, ops, plain, probed.read_directly)
     decoder = TransformersDecoder(
         source.config, model, probed.sites, ops, dtype=dtype, device=device, cache=probed.cache

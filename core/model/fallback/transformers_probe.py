@@ -19,7 +19,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ...errors import ModelLoadError
 from ...ops.base import HeadLayout
-from .states import PagedCache, cache_argument, has_states
+from .states import PagedCache, has_states, pass_arguments
 
 HOOKS = "foretoken"  # the name under which transformers finds the three functions
 _PROBE_TOKENS = 4
@@ -225,16 +225,15 @@ def probe(model: nn.Module, device: torch.device | str) -> ProbeResult:
     other masks than ours, and for states that are not in transformers' cache.
     """
     hooks = _Probe(model)
-    cache = PagedCache(config=model.config) if has_states(model.config) else None
+    config: Any = model.config
+    cache = PagedCache(config=config) if has_states(config) else None
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=device)
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     with hooked(hooks), _watched_linears(model) as read, torch.inference_mode():
         model(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=torch.ones_like(ids),
-            use_cache=cache is not None,
-            **({} if cache is None else {cache_argument(model): cache}),
+            **pass_arguments(model, cache, ids),
         )
     if cache is not None and not cache.tensors:
         raise ModelLoadError("its recurrent layers do not keep their states in transformers' cache")
