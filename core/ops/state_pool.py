@@ -38,7 +38,7 @@ class LayerStates(Protocol):
         """Shapes and data types of the layer's tensors in a slot."""
 
     def log_tensors(self, dtype: torch.dtype, ring: int) -> list[TensorKind]:
-        """Those of its tensors in a log of ``ring`` positions."""
+        """Shapes and data types of its tensors in a log of ``ring`` positions."""
 
 
 class StateShape(NamedTuple):

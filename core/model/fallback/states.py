@@ -67,7 +67,7 @@ class PagedCache(DynamicCache):
         return self._scanned[:, self._num_scans - 1]
 
     def _places(self) -> list[tuple[dict[int, Tensor], int]]:
-        """Where the tensors are: first the inputs of all convolutions, then all else."""
+        """Dictionaries and keys of the tensors: inputs of all convolutions first, then all else."""
         return [
             (by_index, index)
             for kind in ("conv_states", "recurrent_states")
@@ -83,7 +83,7 @@ class PagedCache(DynamicCache):
 
     @property
     def num_conv_tensors(self) -> int:
-        """How many of them are of convolutions."""
+        """The number of tensors of convolutions."""
         by_layer = (layer.conv_states.values() for layer in self._recurrent_layers)
         return sum(tensor is not None for tensors in by_layer for tensor in tensors)
 
@@ -254,7 +254,7 @@ class SequenceRun:
             )
 
     def _stops(self) -> list[int]:
-        """Where passes end: at states that are saved, and before drafts behind repeated rows."""
+        """Ends of passes: states that are saved, and the end of repeated rows before drafts."""
         stops = {*self._saved, self.stop}
         if self._log.start < self.start and self._final_stop < self.stop:
             stops.add(self.start)

@@ -33,7 +33,7 @@ def load(folder: Path, **options: Any) -> TransformersDecoder:
 
 
 def prompts(*lens: int) -> list[list[int]]:
-    """Of these lengths, and three that begin alike; the last two go on from the state before."""
+    """Prompts of these lengths, and three that begin alike: two go on from the state of another."""
     shared = random_ids(40, seed=1, vocab_size=VOCAB)
     found = [random_ids(n, seed=n, vocab_size=VOCAB) for n in lens]
     return [*found, *[[*shared, *random_ids(n, seed=n, vocab_size=VOCAB)] for n in (9, 20, 5)]]
@@ -68,7 +68,7 @@ def test_native_kernels_give_the_same_tokens(model_type: str, tmp_path: Path) ->
 def test_a_scan_that_begins_with_zeros_is_found_and_rows_are_computed_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As transformers' scan is, before ours is put in its place."""
+    """The scan is transformers', before another is put in its place."""
     reference = tiny_model("jamba")
     space = sys.modules[type(reference).__module__]
     scan = space.mamba_selective_scan
@@ -211,7 +211,7 @@ def test_states_outside_of_the_cache_are_refused_by_name(model_type: str, tmp_pa
 
 
 def test_the_report_has_the_bytes_of_a_state(tmp_path: Path) -> None:
-    """Of a layer: 128 channels with 8 numbers and 4 inputs, each of 4 bytes."""
+    """A layer has 128 channels with 8 numbers and 4 inputs, each of 4 bytes."""
     report = inspect_model(save_tiny(tmp_path, "mamba"))
     assert (report.path, report.state_bytes) == ("transformers", 2 * 128 * (8 + 4) * 4)
     assert report.max_model_len == 32_768
