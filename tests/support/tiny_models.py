@@ -34,11 +34,10 @@ _MORE = (
 )  # fmt: skip
 TYPES = (*FEW, *_MORE)
 
-# Some of whose layers keep a recurrent state in transformers' cache.
+# Types without a decoder here, some of whose layers keep a recurrent state.
 RECURRENT = (
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
-    "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid",
-    "zamba", "zamba2", "zaya",
+    "bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "lfm3", "mamba", "mamba2",
+    "olmo_hybrid", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 
 # What a config is given where it has such a field: small, and odd enough that a mistake shows.
@@ -139,34 +138,18 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
-_MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
 DIFFERENCES |= {
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
-    "bamba": {"attn_layer_indices": [1], "mamba_n_groups": 2} | _MAMBA_2,
-    "falcon_h1": {"mamba_n_groups": 2, "mamba_d_ssm": 128} | _MAMBA_2,
     "falcon_mamba": {"state_size": 8, "intermediate_size": 128},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_groups": 2} | _MAMBA_2,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     "kimi_linear": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_head_dim": 16,
         "linear_num_heads": 4,
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba": {"state_size": 8, "intermediate_size": 128},
     "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 16},
-    "nemotron_h": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
-        "ssm_state_size": 8,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "time_step_min": 1e-9,
-        "n_groups": 2,
-        "chunk_size": 16,
-    },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "zamba": {
         "num_hidden_layers": 3,
