@@ -21,7 +21,7 @@ from ..ops.batch import (
 )
 from ..ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_pool
 from ..ops.layers import run_layers
-from ..ops.state_pool import StatePool, StateShape
+from ..ops.state_pool import LayerStates, StatePool
 from ..sampling.sampler import Sampler
 from .config import DecoderConfig
 from .page_layout import PageLayout
@@ -46,7 +46,7 @@ class Decoder(Protocol):
     dtype: torch.dtype
     device: torch.device
     exact: bool
-    states: tuple[StateShape, ...]
+    states: tuple[LayerStates, ...]
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -107,7 +107,7 @@ class PagedDecoder:
     dtype: torch.dtype
     device: torch.device
     shapes: Sequence[KvShape]
-    states: tuple[StateShape, ...] = ()
+    states: tuple[LayerStates, ...] = ()
 
     @property
     def identity(self) -> dict[str, str]:

@@ -97,6 +97,7 @@ def _mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> str:
 
 def _by_transformers(path: Path) -> ModelReport:
     # Not at the top: transformers takes a second to import.
+    from .fallback.states import ModuleStates
     from .fallback.transformers_decoder import kv_shapes
     from .fallback.transformers_loader import read_text_model
 
@@ -105,7 +106,11 @@ def _by_transformers(path: Path) -> ModelReport:
     shapes = kv_shapes(source.probed.sites) if source.probed else []
     config = source.config
     count = source.num_parameters
-    return _report(path, "transformers", config, count, shapes, file_format, size, config.dtype)
+    report = _report(path, "transformers", config, count, shapes, file_format, size, config.dtype)
+    if source.probed is None or source.probed.cache is None:
+        return report
+    states = [ModuleStates.of(source.probed.cache)]
+    return replace(report, state_bytes=bytes_per_slot(states, getattr(torch, config.dtype)))
 
 
 _ROUNDED = ("", "Q8_0")  # quantisations of files of which a rough copy can be made

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,19 @@ STATE_PAGE_SIZES = (16, 32, 64)
 _ALIGNMENT = 64  # bytes
 
 
+TensorKind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+
+
+class LayerStates(Protocol):
+    """The tensors of a layer in a slot and in a log, whose activations are of ``dtype``."""
+
+    def slot_tensors(self, dtype: torch.dtype) -> list[TensorKind]:
+        """Shapes and data types of the layer's tensors in a slot."""
+
+    def log_tensors(self, dtype: torch.dtype, ring: int) -> list[TensorKind]:
+        """Shapes and data types of its tensors in a log of ``ring`` positions."""
+
+
 class StateShape(NamedTuple):
     """One layer: S ``[num_heads, key_dim, value_dim]``, and inputs of a convolution.
 
@@ -40,6 +53,22 @@ class StateShape(NamedTuple):
     value_dim: int
     conv_channels: int
     conv_len: int
+
+    def slot_tensors(self, dtype: torch.dtype) -> list[TensorKind]:
+        """The tensors of a `SlotLayer`."""
+        return [
+            ((self.num_heads, self.key_dim, self.value_dim), torch.float32),
+            ((self.conv_len - 1, self.conv_channels), dtype),
+        ]
+
+    def log_tensors(self, dtype: torch.dtype, ring: int) -> list[TensorKind]:
+        """The tensors of a `LogLayer`."""
+        return [
+            ((self.num_heads, ring, self.key_dim), torch.float32),
+            ((self.num_heads, ring, self.value_dim), torch.float32),
+            ((self.num_heads, ring), torch.float32),
+            ((ring, self.conv_channels), dtype),
+        ]
 
 
 class SlotLayer(NamedTuple):
@@ -90,7 +119,7 @@ class StatePool:
         self,
         num_slots: int,
         num_logs: int,
-        shapes: Sequence[StateShape],
+        shapes: Sequence[LayerStates],
         *,
         page_size: int,
         dtype: torch.dtype,
@@ -124,16 +153,28 @@ class StatePool:
 
     def slot(self, index: int, layer: int) -> SlotLayer:
         """Views of a layer of a slot."""
-        return SlotLayer(*(field.view(self.slots[index]) for field in self._slot_fields[layer]))
+        return SlotLayer(*self.slot_views(index, layer))
 
     def log(self, index: int, layer: int) -> LogLayer:
         """Views of a layer of a log."""
-        return LogLayer(*(field.view(self.logs[index]) for field in self._log_fields[layer]))
+        return LogLayer(*self.log_views(index, layer))
+
+    def slot_views(self, index: int, layer: int) -> list[Tensor]:
+        """Views of the tensors of a layer in a slot, as its shape lists them."""
+        return [field.view(self.slots[index]) for field in self._slot_fields[layer]]
+
+    def log_views(self, index: int, layer: int) -> list[Tensor]:
+        """Views of the tensors of a layer in a log, as its shape lists them."""
+        return [field.view(self.logs[index]) for field in self._log_fields[layer]]
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy a state, with its position, to another slot."""
         self.slots[target].copy_(self.slots[source])
         self.at[target] = self.at[source]
+
+    def stand_in(self, slot: int, log: int, position: int) -> None:  # noqa: ARG002
+        """Have a state and a log of any content stand before a position, for passes to be timed."""
+        self.at[slot] = position // self.page_size * self.page_size
 
     def reset(self, slot: int) -> None:
         """Make a slot the state before a sequence: zeros at position 0."""
@@ -141,12 +182,12 @@ class StatePool:
         self.at[slot] = 0
 
 
-def bytes_per_slot(shapes: Sequence[StateShape], dtype: torch.dtype) -> int:
+def bytes_per_slot(shapes: Sequence[LayerStates], dtype: torch.dtype) -> int:
     """Bytes of one slot of a `StatePool`."""
     return _slot_fields(shapes, dtype)[1]
 
 
-def bytes_per_log(shapes: Sequence[StateShape], dtype: torch.dtype, *, page_size: int) -> int:
+def bytes_per_log(shapes: Sequence[LayerStates], dtype: torch.dtype, *, page_size: int) -> int:
     """Bytes of one log of a `StatePool`."""
     return _log_fields(shapes, page_size + DRAFT_ROOM, dtype)[1]
 
@@ -163,39 +204,21 @@ def _fresh(num_bytes: int, device: torch.device | str) -> Tensor:
 
 
 def _slot_fields(
-    shapes: Sequence[StateShape], dtype: torch.dtype
+    shapes: Sequence[LayerStates], dtype: torch.dtype
 ) -> tuple[list[list[_Field]], int]:
-    """The fields of each layer's `SlotLayer`, and the bytes of all."""
-    return _laid_out(
-        [
-            [
-                ((shape.num_heads, shape.key_dim, shape.value_dim), torch.float32),
-                ((shape.conv_len - 1, shape.conv_channels), dtype),
-            ]
-            for shape in shapes
-        ]
-    )
+    """The fields of each layer of a slot, and the bytes of all."""
+    return _laid_out([shape.slot_tensors(dtype) for shape in shapes])
 
 
 def _log_fields(
-    shapes: Sequence[StateShape], ring: int, dtype: torch.dtype
+    shapes: Sequence[LayerStates], ring: int, dtype: torch.dtype
 ) -> tuple[list[list[_Field]], int]:
-    """The fields of each layer's `LogLayer`, and the bytes of all."""
-    return _laid_out(
-        [
-            [
-                ((shape.num_heads, ring, shape.key_dim), torch.float32),
-                ((shape.num_heads, ring, shape.value_dim), torch.float32),
-                ((shape.num_heads, ring), torch.float32),
-                ((ring, shape.conv_channels), dtype),
-            ]
-            for shape in shapes
-        ]
-    )
+    """The fields of each layer of a log, and the bytes of all."""
+    return _laid_out([shape.log_tensors(dtype, ring) for shape in shapes])
 
 
 def _laid_out(
-    layers: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]],
+    layers: Sequence[Sequence[TensorKind]],
 ) -> tuple[list[list[_Field]], int]:
     """Fields one behind the other, each aligned."""
     at, found = 0, []

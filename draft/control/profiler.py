@@ -219,5 +219,4 @@ def _compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> Non
 def _place_state(pool: KVPool, segment: Segment) -> None:
     """Make a segment's state stand before its rows: a chunk that was timed has moved it on."""
     if pool.states is not None and segment.state is not None:
-        at = segment.start // pool.page_size * pool.page_size
-        pool.states.at[segment.state.slot] = at
+        pool.states.stand_in(segment.state.slot, segment.state.log, segment.start)

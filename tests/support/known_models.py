@@ -210,5 +210,11 @@ KNOWN: dict[str, dict[str, Any]] = {
         "qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128,
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
+    "Falcon Mamba 7B": {
+        "model_type": "falcon_mamba", "hidden_size": 4096, "num_hidden_layers": 64,
+        "state_size": 16, "vocab_size": 65024, "tie_word_embeddings": False, **_BF16,
+    },
+    "Jamba 52B": _shape("jamba", 4096, 14336, 32, 32, 8, 65536, 262144),
+    "Kimi Linear 48B-A3B": _shape("kimi_linear", 2304, 9216, 27, 32, 32, 163840, 1048576),
     "DeepSeek V3.2": {"model_type": "deepseek_v32", **_BF16},
 }  # fmt: skip

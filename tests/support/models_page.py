@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, OWN_ONLY, REFUSED
@@ -15,7 +16,7 @@ from foretoken.core.model.families.registry import MODEL_FAMILIES, TEXT_FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
 from support.known_models import KNOWN
-from support.tiny_models import TYPES
+from support.tiny_models import RECURRENT, TYPES
 
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -27,15 +28,21 @@ def page() -> str:
     text = HERE.read_text("utf-8")
     tables = {
         "FAMILIES": _families(),
-        "TYPES": textwrap.fill(", ".join(f"`{name}`" for name in sorted(TYPES)), 110),
+        "TYPES": _names(TYPES),
         "NUM_TYPES": str(len(TYPES)),
-        "GGUF": textwrap.fill(", ".join(f"`{name}`" for name in sorted(ARCHITECTURES)), 110),
+        "RECURRENT": _names(RECURRENT),
+        "NUM_RECURRENT": str(len(RECURRENT)),
+        "GGUF": _names(ARCHITECTURES),
         "KNOWN": _known(),
         "REFUSED": _refused(),
     }
     for name, table in tables.items():
         text = text.replace(f"<!-- {name} -->", table)
     return text
+
+
+def _names(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in sorted(names)), 110)
 
 
 def _families() -> str:

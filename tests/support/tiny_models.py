@@ -34,6 +34,12 @@ _MORE = (
 )  # fmt: skip
 TYPES = (*FEW, *_MORE)
 
+# Types without a decoder here, some of whose layers keep a recurrent state.
+RECURRENT = (
+    "bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "lfm3", "mamba", "mamba2",
+    "olmo_hybrid", "zamba", "zamba2", "zaya",
+)  # fmt: skip
+
 # What a config is given where it has such a field: small, and odd enough that a mistake shows.
 FIELDS: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -132,6 +138,44 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
+DIFFERENCES |= {
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+    "falcon_mamba": {"state_size": 8, "intermediate_size": 128},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+    },
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "mamba": {"state_size": 8, "intermediate_size": 128},
+    "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 16},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "mamba_d_state": 8,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+        "num_mem_blocks": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "use_mem_rope": True,
+        "time_step_min": 1e-9,  # below it chunks take it, and single rows do not
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 8,
+        "mamba_d_state": 8,
+        "mamba_ngroups": 2,
+        "chunk_size": 16,
+    },
+    "zaya": {"router_hidden_size": 32, "num_experts_per_tok": 1, "tie_word_embeddings": False},
+}
+
+
 def _has(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
@@ -178,10 +222,16 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
             if not tensor.is_floating_point():
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("mup_vector"):  # made of the config, and not saved
+                continue
             if tensor.dim() >= 2:
                 tensor.copy_(noise * 1.2 / tensor.shape[-1] ** 0.5)
             elif name.endswith("A_log"):  # log decays of a token from 0.02 to 7
                 tensor.copy_(torch.linspace(-4.0, 2.0, len(tensor)))
+            elif name.endswith("temp"):  # a factor of the keys
+                tensor.copy_(4.0 + noise)
+            elif name.endswith(("hidden_states_bias", "residual_bias")):
+                tensor.copy_(noise * 0.01)
             elif name.endswith(("sinks", "correction_bias", "expert_bias")):
                 tensor.copy_(noise * 0.5)
             elif not name.endswith(("inv_freq", "embed_scale", "scale")) and tensor.dim() == 1:

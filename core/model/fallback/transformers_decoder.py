@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -25,17 +26,30 @@ from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from ...ops.base import ForwardPlan, HeadLayout, Ops, PackedLinear
-from ...ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Taps, Wanted
+from ...ops.batch import (
+    NOTHING_MORE,
+    ForwardOutput,
+    RaggedBatch,
+    Segment,
+    Taps,
+    Wanted,
+    build_batch,
+)
 from ...ops.kv_pool import KVPool, KvShape
 from ...ops.layers import linear_of_few
 from ...ops.quantize import QuantizedWeight
+from ...ops.state_pool import StatePool
 from ...ops.torch.torch_ops import TorchOps
 from ..config import DecoderConfig
 from ..decoder import ModelPath, PagedDecoder, check_taps
+from .selective_scan import replace_scans, scanning
+from .states import ModuleStatePool, ModuleStates, PagedCache, SequenceRun, pass_arguments
 from .transformers_probe import AttentionCall, AttentionSite, hooked
 
 _MAX_NATIVE_DIM = 576
-_ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg"))  # never quantised
+# Never quantised: routers, and what decays and step sizes of recurrent layers are computed from.
+_ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg"))
+_DECAYS = frozenset(("a_proj", "b_proj", "f_a_proj", "f_b_proj", "x_proj", "dt_proj"))
 
 
 # -- packed weights -------------------------------------------------------------------------------
@@ -63,16 +77,22 @@ class Packed(nn.Module):
 def pack(model: nn.Module, ops: Ops, plain: Ops, kept: frozenset[str]) -> None:
     """Replace every linear of a model by a packed one, one after another.
 
-    ``plain`` packs what is never quantised: routers. ``kept``: names that stay as they are.
+    ``plain`` packs what is never quantised. ``kept``: names that stay as they are.
+    Linears that share a weight are packed once.
     """
+    found: dict[tuple[int, ...], Packed] = {}
     for name, module in list(model.named_modules()):
         if name in kept or type(module) not in (nn.Linear, Conv1D):
             continue
         parent, _, own = name.rpartition(".")
-        weight = module.weight.data.T.contiguous() if type(module) is Conv1D else module.weight.data
-        bias = None if module.bias is None else module.bias.data
-        packer = plain if own in _ROUTERS else ops
-        setattr(model.get_submodule(parent), own, Packed(packer, weight, bias))
+        is_plain = own in _ROUTERS | _DECAYS
+        tied = (id(module.weight), id(module.bias), is_plain)
+        if tied not in found:
+            weight = module.weight.data
+            weight = weight.T.contiguous() if type(module) is Conv1D else weight
+            bias = None if module.bias is None else module.bias.data
+            found[tied] = Packed(plain if is_plain else ops, weight, bias)
+        setattr(model.get_submodule(parent), own, found[tied])
     for name, module in list(model.named_modules()):
         if type(module) in _EXACT_ACTIVATIONS:
             parent, _, own = name.rpartition(".")
@@ -255,9 +275,11 @@ class _Experts:
 class _Pass(_Experts):
     """Hooks of one forward pass."""
 
-    def __init__(self, decoder: TransformersDecoder, batch: RaggedBatch, pool: KVPool) -> None:
+    def __init__(
+        self, decoder: TransformersDecoder, batch: RaggedBatch, parts: Sequence[KVPool]
+    ) -> None:
         super().__init__(decoder)
-        self._batch, self._parts = batch, pool.parts
+        self._batch, self._parts = batch, parts
         self._plans: dict[tuple[int, HeadLayout, Ops], ForwardPlan] = {}
 
     def attention(
@@ -285,7 +307,9 @@ class _Pass(_Experts):
 class TransformersDecoder(PagedDecoder):
     """`Decoder` of a model of transformers whose linears were packed.
 
-    ``exact``: whether a row's bits were found to be independent of the rows beside it.
+    ``exact``: whether a row's bits were found to be independent of the rows beside it. A model
+    that keeps states (``cache``) computes one sequence after another; ``takes_chunks``: its
+    modules compute several rows at once behind a state, too.
     """
 
     path: ModelPath = "transformers"
@@ -299,10 +323,17 @@ class TransformersDecoder(PagedDecoder):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        cache: PagedCache | None = None,
     ) -> None:
         self.config, self.model, self.ops = config, model, ops
         self.sampler, self.dtype, self.device = ops.sampler, dtype, device
-        self.exact = False  # until the startup test has shown otherwise
+        # until the startup test has shown otherwise
+        self.exact, self.takes_chunks = False, True
+        self._cache = cache
+        self.kept = None if cache is None else ModuleStates.of(cache)
+        self.states = () if self.kept is None else (self.kept,)
+        if cache is not None:
+            replace_scans(model)
         self.sites = tuple(sites)
         self.shapes = kv_shapes(sites)
         self.places = _places(model, sites, self.shapes, ops)
@@ -344,8 +375,22 @@ class TransformersDecoder(PagedDecoder):
         for module in self.model.modules():
             if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
                 self._packed_experts[module] = _pack_experts(module, ops)
-        if self.device.type == "cpu" and _has_plain_linears(self.model):
+        # Chunks of a model with states are not exact in any case.
+        if self.device.type == "cpu" and not self.states and _has_plain_linears(self.model):
             self._mode = _ExactRows(TorchOps())
+
+    def make_state_pool(self, num_slots: int, num_logs: int, *, page_size: int) -> StatePool:
+        """A pool of the states of the modules. Raises ValueError as `StatePool` does."""
+        if self.kept is None:
+            raise ValueError("a model without states has no pool of them")
+        return ModuleStatePool(
+            num_slots,
+            num_logs,
+            self.kept,
+            page_size=page_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     @torch.inference_mode()
     def forward(
@@ -353,21 +398,56 @@ class TransformersDecoder(PagedDecoder):
     ) -> ForwardOutput:
         """Compute KV of every row into the pool, and what is wanted besides.
 
-        Raises ValueError for taps that there are not, and for inputs: it takes token ids alone.
+        Raises ValueError for taps that there are not, for inputs: it takes token ids alone, and
+        where segments have no state that a model with states can go on from.
         """
         check_taps(wanted.taps, self.config.num_layers)
         if wanted.inputs is not None:
             raise ValueError("transformers' modules take token ids, no vectors")
         if wanted.on_kernels_started is not None:
             wanted.on_kernels_started()
+        if self._cache is None:
+            return self._compute(batch, pool.parts, wanted.taps)
+        return self._by_sequence(self._cache, batch, pool, wanted.taps)
+
+    def _by_sequence(
+        self, cache: PagedCache, batch: RaggedBatch, pool: KVPool, taps: Taps
+    ) -> ForwardOutput:
+        """Compute one segment after another, each in the passes that its states want."""
+        states = pool.states
+        if batch.states is None or not isinstance(states, ModuleStatePool):
+            raise ValueError("a model with states needs a pool of them, and segments with states")
+        parts = [_without_states(part) for part in pool.parts]
+        found = []
+        for index in range(len(batch.lens)):
+            run = SequenceRun(states, batch, index)
+            for piece in run.pieces(row_by_row=not self.takes_chunks):
+                cache.lend(piece.state, is_begun=piece.start > 0)
+                first = max(piece.start, run.stop - run.num_logits)
+                rows = Segment(
+                    piece.token_ids, piece.start, run.page_ids, max(0, piece.stop - first)
+                )
+                own = build_batch([rows], page_size=batch.page_size, device=self.device, min_rows=1)
+                output = self._compute(own, parts, taps, cache)
+                found.append(_behind(output, run.start - piece.start))
+        return _joined(found)
+
+    def _compute(
+        self,
+        batch: RaggedBatch,
+        parts: Sequence[KVPool],
+        taps: Taps,
+        cache: PagedCache | None = None,
+    ) -> ForwardOutput:
+        """One pass of the modules over all rows of a batch."""
         rows = {
             "input_ids": batch.token_ids[None],
             "position_ids": batch.positions[None],
-            # A mask of ones says "not packed": else the row would be split by its positions.
-            "attention_mask": torch.ones_like(batch.token_ids)[None],
-            "use_cache": False,
+            **pass_arguments(self.model, cache, batch.token_ids[None]),
         }
-        with self._mode, hooked(_Pass(self, batch, pool)), self._watched(wanted.taps) as outputs:
+        goes_on = nullcontext() if cache is None else scanning(cache)
+        hooks = hooked(_Pass(self, batch, parts))
+        with self._mode, hooks, goes_on, self._watched(taps) as outputs:
             if batch.num_logits:
                 logits = self._logits_of(rows, batch)
             else:
@@ -375,12 +455,8 @@ class TransformersDecoder(PagedDecoder):
                 logits = outputs.hidden[0].new_empty(
                     (0, self.config.vocab_size), dtype=torch.float32
                 )
-        taps = (
-            torch.cat([outputs.taps[tap][0] for tap in wanted.taps], dim=-1)
-            if wanted.taps
-            else None
-        )
-        return ForwardOutput(outputs.hidden[0], logits, None, taps)
+        tapped = torch.cat([outputs.taps[tap][0] for tap in taps], dim=-1) if taps else None
+        return ForwardOutput(outputs.hidden[0], logits, None, tapped)
 
     def _logits_of(self, rows: Mapping[str, Any], batch: RaggedBatch) -> Tensor:
         if self._keeps_rows:
@@ -430,9 +506,36 @@ class _PassOutputs:
         return keep
 
 
+def _behind(output: ForwardOutput, count: int) -> ForwardOutput:
+    """The output without its first ``count`` rows, which were computed again and have no logits."""
+    if count <= 0:
+        return output
+    taps = None if output.taps is None else output.taps[count:]
+    return output._replace(hidden=output.hidden[count:], taps=taps)
+
+
+def _joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
+    """The outputs of passes one behind the other."""
+    hidden, logits, _, taps = zip(*outputs, strict=True)
+    tapped = None if taps[0] is None else torch.cat(taps)
+    return ForwardOutput(torch.cat(hidden), torch.cat(logits), None, tapped)
+
+
+def _without_states(part: KVPool) -> KVPool:
+    """The pages of a part alone: backends would look for states of their own."""
+    found = copy(part)
+    found.states = None
+    return found
+
+
 def kv_shapes(sites: Sequence[AttentionSite]) -> list[KvShape]:
-    """The shapes of a model's layers, in the order in which they first come."""
+    """The shapes of a model's layers, in the order in which they first come.
+
+    Pages of a model without attention are counted, too: they have a vector of two numbers.
+    """
     pairs = [(site.num_kv_heads, site.head_dim) for site in sites]
+    if not pairs:
+        return [KvShape(1, 1, 2)]
     return [KvShape(pairs.count(pair), *pair) for pair in dict.fromkeys(pairs)]
 
 

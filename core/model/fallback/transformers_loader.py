@@ -1,10 +1,9 @@
-"""Loading what `TransformersDecoder` serves: what is refused, the meta model, the startup test."""
+"""Loading what `TransformersDecoder` serves: what is refused, the meta model, the weights."""
 
 from __future__ import annotations
 
 import logging
 import re
-from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...errors import ModelLoadError
 from ...ops.base import Ops
-from ...ops.batch import Segment
 from ..config import DecoderConfig, DtypeName, LayerSpec
 from ..fields import Fields, read_json
 from ..formats.checkpoint import Checkpoint, OnRead, is_derived, mismatch, refuse_names
@@ -31,43 +29,37 @@ from ..formats.quantized import read_scheme
 from ..formats.safetensors import SafetensorsCheckpoint
 from ..rope import RopeSpec
 from ..shapes import Shape
+from .startup_test import startup_test
+from .states import has_states
 from .text_config import make_config, one_line, quiet, read_whole_config, text_of
 from .transformers_decoder import TransformersDecoder, pack
 from .transformers_probe import HOOKS, AttentionSite, ProbeResult, probe
 
 logger = logging.getLogger(__name__)
 
-_OWN_CACHE = "its layers keep a state besides keys and values, which KV pages do not hold yet"
+_OWN_CACHE = "its layers keep a state that is not in transformers' cache"
 _INDEXER = "an indexer chooses the keys of each query"
 OTHER_ENGINE = "serve it with transformers or vLLM"
 # Model types that are refused by name, and why.
 REFUSED: dict[str, str] = {
+    **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), _OWN_CACHE),
     **dict.fromkeys(
         (
-            "bailing_hybrid",
-            "jamba",
-            "kimi_linear",
-            "lfm3",
-            "mamba",
-            "mamba2",
-            "falcon_mamba",
-            "minimax",
-            "olmo_hybrid",
-            "recurrent_gemma",
-            "rwkv",
-            "xlstm",
-            "zamba",
-            "zamba2",
-            "zaya",
             "axk2",
+            "deepseek_v32",
+            "deepseek_v4",
+            "glm_moe_dsa",
             "hy_v4",
-            "inkling",
-            "inkling2",
+            "qwen4_exp",
+            "qwen4_exp_text",
         ),
-        _OWN_CACHE,
+        _INDEXER,
     ),
-    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _INDEXER),
     **dict.fromkeys(("bloom", "mpt"), "its attention scores depend on the distance (ALiBi)"),
+    **dict.fromkeys(
+        ("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
+        "its attention scores have a term for the distance",
+    ),
     "ctrl": "its tokens differed from those that transformers generates",
     **dict.fromkeys(("diffllama", "hrm_text"), "a layer calls attention twice in a pass"),
 }
@@ -83,12 +75,9 @@ OWN_ONLY = (
     "qwen3_5_moe_text",
     "qwen3_next",
 )
-_TEST_TOKENS = 12
-_TEST_PAGE = 4
+_LONGEST_WITHOUT_ATTENTION = 32_768  # tokens, of models whose config names no length
 # Fields that count layers behind the last, which predict further tokens.
 _FURTHER = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-# Of the logits' deviation: what transformers and we may differ by, who add up in another order.
-_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +116,7 @@ def read_text_model(folder: Path, *, has_weights: bool = True) -> TextModel:
     text._attn_implementation = HOOKS
     with quiet():
         twin = _meta_twin(folder, model_class, text)
-        probed = _probed(folder, text.model_type, twin)
+        probed = _probed(folder, text, twin)
     checkpoint = (gguf or _open(folder, config, text)) if has_weights else None
     if checkpoint is not None:
         _compare(checkpoint, twin, text)
@@ -172,10 +161,13 @@ def load_text_model(
     model.set_attn_implementation(HOOKS)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(HOOKS)
-    probed = source.probed or _probed_when_loaded(source, model, device)
+    probed = source.probed
+    if probed is None or probed.cache is not None:  # states differ in their data types
+        with quiet():
+            probed = _probed_when_loaded(source, model, device)
     pack(model, ops, plain, probed.read_directly)
     decoder = TransformersDecoder(
-        source.config, model, probed.sites, ops, dtype=dtype, device=device
+        source.config, model, probed.sites, ops, dtype=dtype, device=device, cache=probed.cache
     )
     decoder.pack_experts(ops)
     with quiet():
@@ -201,8 +193,8 @@ def _read_gguf(path: Path) -> GgufFile:
 def _refuse(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     if text.model_type in OWN_ONLY:
         raise ModelLoadError(
-            f"{folder / 'config.json'}: {text.model_type!r} has recurrent states, which "
-            "transformers' modules do not keep here; serve it without --model-impl transformers"
+            f"{folder / 'config.json'}: the recurrent states of {text.model_type!r} are kept by "
+            "foretoken's own decoder; serve it without --model-impl transformers"
         )
     for each in (config, text):
         if each.model_type in REFUSED:
@@ -254,20 +246,20 @@ def _decoder_config(
     """Build the config that other rooms read; transformers' modules compute by their own."""
     first = sites[0] if sites else None
     num_layers = int(text.num_hidden_layers)
+    specs = [LayerSpec(window=site.window) for site in sites or ()]
     return DecoderConfig(
         model_type=text.model_type,
         vocab_size=int(text.vocab_size),
         hidden_size=int(text.hidden_size),
         intermediate_size=_width(text),
         num_layers=num_layers,
-        num_heads=first.num_heads if first else int(text.num_attention_heads),
-        num_kv_heads=first.num_kv_heads if first else int(text.num_attention_heads),
-        head_dim=first.head_dim if first else int(text.hidden_size // text.num_attention_heads),
+        num_heads=first.num_heads if first else 1,
+        num_kv_heads=first.num_kv_heads if first else 1,
+        head_dim=first.head_dim if first else 2,
         norm_eps=0.0,
         rope=RopeSpec(),
         max_model_len=_max_len(text, sites),
-        layers=tuple(LayerSpec(window=site.window) for site in sites or ())
-        or (LayerSpec(),) * num_layers,
+        layers=(*specs, *[LayerSpec()] * (num_layers - len(specs))),
         dtype=_dtype_name(text, config),
         eos_token_ids=_eos(folder, config, text),
         tie_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
@@ -280,7 +272,8 @@ def _width(text: PreTrainedConfig) -> int:
 
 
 def _max_len(text: PreTrainedConfig, sites: tuple[AttentionSite, ...] | None) -> int:
-    longest = int(getattr(text, "max_position_embeddings", None) or 2048)
+    default = 2048 if sites is None or sites else _LONGEST_WITHOUT_ATTENTION
+    longest = int(getattr(text, "max_position_embeddings", None) or default)
     rope = getattr(text, "rope_parameters", None) or {}
     if _rope_kind(text) == "longrope":  # beyond it another table turns all positions
         longest = int(rope.get("original_max_position_embeddings") or longest)
@@ -326,15 +319,16 @@ def _meta_twin(folder: Path, model_class: type[Any], text: PreTrainedConfig) -> 
         raise _refusal(folder, text.model_type, problem) from error
 
 
-def _probed(folder: Path, model_type: str, twin: Any) -> ProbeResult | None:  # noqa: ANN401
+def _probed(folder: Path, text: PreTrainedConfig, twin: Any) -> ProbeResult | None:  # noqa: ANN401
+    if has_states(text):  # which are as large as activations
+        twin = twin.to(getattr(torch, _dtype_name(text)))
     try:
         return probe(twin, "meta")
     except ModelLoadError as error:
-        raise _refusal(folder, model_type, str(error)) from None
+        raise _refusal(folder, text.model_type, str(error)) from None
     except Exception as error:  # what reads values cannot run without them
-        logger.info(
-            "%s: its attention is inspected once it is loaded (%s)", model_type, one_line(error)
-        )
+        kind, problem = text.model_type, one_line(error)
+        logger.info("%s: its attention is inspected once it is loaded (%s)", kind, problem)
         return None
 
 
@@ -459,65 +453,3 @@ def _tested(source: TextModel, decoder: TransformersDecoder) -> bool:
     except Exception as error:
         problem = f"its first pass failed: {one_line(error)}"
         raise _refusal(source.folder, source.text.model_type, problem) from error
-
-
-def startup_test(decoder: TransformersDecoder) -> bool:
-    """Whether a row's bits are the same in any batch. Writes no pool but one of its own.
-
-    A few tokens, whole and in pieces beside a stranger and a wrong draft. Raises `ModelLoadError`
-    for logits that are not what transformers computes without pages.
-    """
-    vocab = decoder.config.vocab_size
-    generator = torch.Generator().manual_seed(5)
-    ids, other = torch.randint(0, vocab, (2, _TEST_TOKENS), generator=generator).tolist()
-    whole = _in_pieces(decoder, ids, other, [_TEST_TOKENS])
-    pieces = _in_pieces(decoder, ids, other, [5, 6, _TEST_TOKENS])
-    expected = _by_transformers(decoder, ids)
-    if not expected.isfinite().all():
-        raise ModelLoadError(f"its logits are NaN or infinite in {decoder.dtype}")
-    spread = float(expected.std())
-    for found in (whole, pieces):
-        errors = (found - expected).abs().amax(dim=1) / max(spread, 1e-9)
-        # Rounding may route a row to another expert, which changes that row's logits wholly.
-        off = float(errors.median() if decoder.has_experts else errors.max())
-        if not off <= _TOLERANCE[decoder.dtype]:
-            raise ModelLoadError(
-                f"its logits computed with pages differ by {off:.1g} standard deviations from "
-                "those without, so it keeps more than keys and values"
-            )
-    return torch.equal(whole, pieces)
-
-
-def _in_pieces(
-    decoder: TransformersDecoder, ids: list[int], other: list[int], stops: list[int]
-) -> Tensor:
-    """Logits of every position; between the pieces a stranger's rows and a draft that fails."""
-    pages = -(-_TEST_TOKENS // _TEST_PAGE)
-    pool = decoder.make_pool(2 * pages, page_size=_TEST_PAGE)
-    own, its = array("q", range(pages)), array("q", range(pages, 2 * pages))
-    found, start = [], 0
-    for index, stop in enumerate(stops):
-        segments = [Segment(ids[start:stop], start, own, stop - start)]
-        if stop < _TEST_TOKENS:
-            segments[0] = Segment([*ids[start:stop], other[0]], start, own, stop - start + 1)
-            stranger = Segment(other[3 * index : 3 * index + 3], 3 * index, its, 1)
-            segments.append(stranger)
-        batch = decoder.batch(segments, page_size=_TEST_PAGE)
-        found.append(decoder.forward(batch, pool).logits[: stop - start].clone())
-        start = stop
-    return torch.cat(found)
-
-
-@torch.inference_mode()
-def _by_transformers(decoder: TransformersDecoder, ids: list[int]) -> Tensor:
-    """The same by transformers' own attention, on the packed weights."""
-    model = decoder.model
-    tokens = torch.tensor([ids], device=decoder.device)
-    model.set_attn_implementation("eager")
-    try:
-        with decoder.hooked():
-            found = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
-    finally:
-        model.set_attn_implementation(HOOKS)
-    logits: Tensor = found.logits[0, :, : decoder.config.vocab_size].float()
-    return logits

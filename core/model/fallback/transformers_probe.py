@@ -19,6 +19,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ...errors import ModelLoadError
 from ...ops.base import HeadLayout
+from .states import PagedCache, has_states, pass_arguments
 
 HOOKS = "foretoken"  # the name under which transformers finds the three functions
 _PROBE_TOKENS = 4
@@ -208,32 +209,37 @@ def _is_causal(function: Callable[..., Any], window: int | None, size: int | Non
 class ProbeResult(NamedTuple):
     """Attention modules in the order of the layers, and names of linears to leave unpacked.
 
-    The model reads the weights of these linears itself.
+    The model reads the weights of these linears itself. ``cache`` has the tensors of the states
+    that it keeps besides; None: it keeps none.
     """
 
     sites: tuple[AttentionSite, ...]
     read_directly: frozenset[str]
+    cache: PagedCache | None
 
 
 def probe(model: nn.Module, device: torch.device | str) -> ProbeResult:
     """Run a model on a few tokens, on any device (also "meta"), and record what it calls.
 
     Raises `ModelLoadError` for attention that does not go through transformers' interface, or for
-    other masks than ours.
+    other masks than ours, and for states that are not in transformers' cache.
     """
     hooks = _Probe(model)
+    config: Any = model.config
+    cache = PagedCache(config=config) if has_states(config) else None
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=device)
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     with hooked(hooks), _watched_linears(model) as read, torch.inference_mode():
         model(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=torch.ones_like(ids),
-            use_cache=False,
+            **pass_arguments(model, cache, ids),
         )
-    if not hooks.sites:
+    if cache is not None and not cache.tensors:
+        raise ModelLoadError("its recurrent layers do not keep their states in transformers' cache")
+    if cache is None and not hooks.sites:
         raise ModelLoadError("no layer uses transformers' attention interface")
-    return ProbeResult(tuple(hooks.sites.values()), frozenset(read))
+    return ProbeResult(tuple(hooks.sites.values()), frozenset(read), cache)
 
 
 class _WatchedLinear(nn.Linear):

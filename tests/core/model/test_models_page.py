@@ -93,9 +93,9 @@ def test_check_prints_how_weights_are_quantised(
 def test_check_says_why_a_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny_config("jamba").save_pretrained(tmp_path)
+    tiny_config("recurrent_gemma").save_pretrained(tmp_path)
     assert main(["models", "check", str(tmp_path)]) == 1
-    assert "keep a state besides keys and values" in capsys.readouterr().out
+    assert "keep a state that is not in transformers' cache" in capsys.readouterr().out
     assert main(["models", "check", str(tmp_path / "nowhere")]) == 1
 
 

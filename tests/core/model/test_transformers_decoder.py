@@ -99,7 +99,7 @@ def test_what_is_not_exact_is_found_at_startup(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x) * (1 + 1e-6 * x.shape[1])
 
-    from foretoken.core.model.fallback.transformers_loader import startup_test
+    from foretoken.core.model.fallback.startup_test import startup_test
 
     decoder = load(save_tiny(tmp_path, "qwen3"))
     assert startup_test(decoder)
@@ -120,7 +120,7 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused_at_startup(
             self.state = self.state + x.mean() * 30
             return x + self.state
 
-    from foretoken.core.model.fallback.transformers_loader import startup_test
+    from foretoken.core.model.fallback.startup_test import startup_test
 
     decoder = load(save_tiny(tmp_path, "qwen3"))
     decoder.model.model.layers[0].mlp = Remembers()
@@ -131,9 +131,9 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused_at_startup(
 def test_rounding_that_routes_a_row_to_another_expert_is_no_reason_to_refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from foretoken.core.model.fallback import transformers_loader
+    from foretoken.core.model.fallback import startup_test
 
-    by_transformers = transformers_loader._by_transformers
+    by_transformers = startup_test._by_transformers
     wrong_rows = [4]
 
     def routed_otherwise(decoder: TransformersDecoder, ids: list[int]) -> torch.Tensor:
@@ -141,12 +141,12 @@ def test_rounding_that_routes_a_row_to_another_expert_is_no_reason_to_refuse(
         logits[wrong_rows] += 2 * logits.std()
         return logits
 
-    monkeypatch.setattr(transformers_loader, "_by_transformers", routed_otherwise)
+    monkeypatch.setattr(startup_test, "_by_transformers", routed_otherwise)
     decoder = load(save_tiny(tmp_path / "experts", "gpt_oss"))
     assert decoder.exact
     wrong_rows.extend(range(5, 12))  # most rows: the model keeps something that pages do not have
     with pytest.raises(ModelLoadError, match="keeps more than keys and values"):
-        transformers_loader.startup_test(decoder)
+        startup_test.startup_test(decoder)
     wrong_rows[:] = [4]
     with pytest.raises(ModelLoadError, match="keeps more than keys and values"):
         load(save_tiny(tmp_path / "dense", "qwen3"))
@@ -291,7 +291,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown": ("qwen3", {"model_type": "nobodys"}, "nobodys"),
-    "state": ("stablelm", {"model_type": "jamba"}, "keep a state besides keys and values"),
+    "state": ("stablelm", {"model_type": "minimax"}, "a state that is not in transformers' cache"),
     "indexer": ("stablelm", {"model_type": "deepseek_v32"}, "an indexer chooses the keys"),
     "alibi": ("stablelm", {"model_type": "bloom"}, "ALiBi"),
     "dynamic": ("stablelm", DYNAMIC, "dynamic RoPE"),

@@ -1,0 +1,271 @@
+"""Recurrent states of transformers' modules: which tensors they keep, and the passes of a sequence.
+
+Modules go on from the state at their last row alone, and leave the one at their next. So a log has
+two whole states: the one before a request's last rows, and the one behind them. If all these rows
+were committed, the next pass goes on from the second; if drafts among them were not accepted, it
+goes on from the first, and what was accepted is computed again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ...ops.batch import IntArray, RaggedBatch
+from ...ops.state_pool import StatePool, TensorKind
+
+_RECURRENT = frozenset(("linear_attention", "conv", "hybrid", "hybrid_sliding"))
+
+
+def has_states(config: PreTrainedConfig) -> bool:
+    """Whether some layers of a model keep a state in transformers' cache."""
+    return not _RECURRENT.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def pass_arguments(model: nn.Module, cache: PagedCache | None, token_ids: Tensor) -> dict[str, Any]:
+    """Arguments of a model's pass over ``token_ids`` that concern masks and the cache."""
+    if cache is None:
+        # A mask of ones says "not packed": else the row would be split by its positions.
+        return {"attention_mask": torch.ones_like(token_ids), "use_cache": False}
+    is_old = "cache_params" in inspect.signature(model.forward).parameters
+    return {"cache_params" if is_old else "past_key_values": cache, "use_cache": True}
+
+
+class PagedCache(DynamicCache):
+    """transformers' cache of one sequence's states; keys and values are left to the pages.
+
+    Its tensors exist once a pass has made them; then they are in a pool's memory.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:  # noqa: ANN401
+        """Return the keys and values of a pass's rows: attention finds the others in the pages."""
+        return key_states, value_states
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a layer before the pass's rows; scans that follow are that layer's."""
+        found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        self._scanned = None if found is None else found
+        self._num_scans = 0
+        return found
+
+    def next_scanned(self) -> Tensor | None:
+        """The part of the state last asked for that a scan goes on from: of several heads' one.
+
+        ``[1, channels, state_size]``; None: there is no state.
+        """
+        if self._scanned is None or self._scanned.dim() == 3:
+            return self._scanned
+        self._num_scans += 1
+        return self._scanned[:, self._num_scans - 1]
+
+    def _places(self) -> list[tuple[dict[int, Tensor], int]]:
+        """Dictionaries and keys of the tensors: inputs of all convolutions first, then all else."""
+        return [
+            (by_index, index)
+            for kind in ("conv_states", "recurrent_states")
+            for by_index in (getattr(layer, kind) for layer in self._recurrent_layers)
+            for index, tensor in by_index.items()
+            if tensor is not None
+        ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the state, those of convolutions first."""
+        return [by_index[index] for by_index, index in self._places()]
+
+    @property
+    def num_conv_tensors(self) -> int:
+        """The number of tensors of convolutions."""
+        by_layer = (layer.conv_states.values() for layer in self._recurrent_layers)
+        return sum(tensor is not None for tensors in by_layer for tensor in tensors)
+
+    def lend(self, tensors: Sequence[Tensor], *, is_begun: bool) -> None:
+        """Have passes read and write these tensors; without ``is_begun`` their content is void."""
+        for (by_index, index), tensor in zip(self._places(), tensors, strict=True):
+            by_index[index] = tensor
+        for layer in self._recurrent_layers:
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, is_begun)
+
+    @property
+    def _recurrent_layers(self) -> list[Any]:
+        return [each for each in self.layers if isinstance(each, LinearAttentionCacheLayerMixin)]
+
+
+class ModuleStates(NamedTuple):
+    """The tensors that all modules of a model keep of a sequence, as one layer of a pool.
+
+    The first ``num_conv`` are inputs of convolutions.
+    """
+
+    tensors: tuple[TensorKind, ...]
+    num_conv: int
+
+    @classmethod
+    def of(cls, cache: PagedCache) -> ModuleStates:
+        """The tensors of a cache that a pass has filled."""
+        kinds = ((tuple(each.shape), each.dtype) for each in cache.tensors)
+        return cls(tuple(kinds), cache.num_conv_tensors)
+
+    def slot_tensors(self, dtype: torch.dtype) -> list[TensorKind]:  # noqa: ARG002
+        """One state."""
+        return list(self.tensors)
+
+    def log_tensors(self, dtype: torch.dtype, ring: int) -> list[TensorKind]:  # noqa: ARG002
+        """Two states."""
+        return [*self.tensors, *self.tensors]
+
+
+@dataclass(slots=True, eq=False)
+class _Log:
+    """Two states of a request, and the tokens of the rows between them."""
+
+    before: list[Tensor]
+    after: list[Tensor]
+    start: int = -1  # position of the state before the rows
+    stop: int = -1  # position of the state behind them; -1: it is void
+    rows: list[int] = field(default_factory=list)  # token ids
+
+
+class ModuleStatePool(StatePool):
+    """`StatePool` of one shape, that of all modules; ``tails`` are its logs."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_logs: int,
+        shape: ModuleStates,
+        *,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Raises ValueError as `StatePool` does."""
+        super().__init__(
+            num_slots, num_logs, [shape], page_size=page_size, dtype=dtype, device=device
+        )
+        count = len(shape.tensors)
+        views = [self.log_views(index, 0) for index in range(num_logs)]
+        self.tails = [_Log(each[:count], each[count:]) for each in views]
+
+    def stand_in(self, slot: int, log: int, position: int) -> None:
+        """Have a state and a log of any content stand before a position, for passes to be timed."""
+        super().stand_in(slot, log, position)
+        tail = self.tails[log]
+        tail.start, tail.stop, tail.rows = position, position, []
+
+
+class Piece(NamedTuple):
+    """Rows of a sequence that modules compute in one pass."""
+
+    token_ids: list[int]
+    start: int
+    state: list[Tensor]  # before its rows; the pass makes it the one behind them
+
+    @property
+    def stop(self) -> int:
+        """First position behind its rows."""
+        return self.start + len(self.token_ids)
+
+
+class SequenceRun:
+    """The passes of one segment: how its rows are cut, and where its states go in between."""
+
+    def __init__(self, pool: ModuleStatePool, batch: RaggedBatch, index: int) -> None:
+        """``index``: of the segment in a batch with states.
+
+        Raises ValueError where no state stands before its rows.
+        """
+        states = batch.states
+        assert states is not None
+        row, count = int(batch.first_rows[index]), int(batch.lens[index])
+        page, keep = int(batch.first_pages[index]), int(states.keep_counts[:index].sum())
+        wanted = batch.logit_rows[: batch.num_logits]
+        self.start, self.stop = int(batch.starts[index]), int(batch.stops[index])
+        self.page_ids = array("q", batch.pages[page : page + int(batch.page_counts[index])])
+        self.num_logits = int(((row <= wanted) & (wanted < row + count)).sum())
+        self._final_stop = int(states.final_stops[index])
+        self._pool, self._slot = pool, int(states.slots[index])
+        self._log = pool.tails[int(states.logs[index])]
+        self._saved = self._find_saved(states.keeps[keep : keep + int(states.keep_counts[index])])
+        self._begin()
+        self._rows = self._log.rows + batch.token_ids[row : row + count].tolist()
+
+    def pieces(self, *, row_by_row: bool) -> Iterator[Piece]:
+        """The passes; each is to be computed before the next is taken.
+
+        ``row_by_row``: the modules take one row at a time behind a state.
+        """
+        log, first = self._log, self._log.start
+        log.stop = -1
+        _copy(log.before, log.after)
+        position = first
+        for stop in self._stops():
+            while position < stop:
+                upto = position + 1 if row_by_row and position else stop
+                rows = self._rows[position - first : upto - first]
+                yield Piece(rows, position, log.after)
+                position = upto
+            self._save(stop)
+            if first < stop < self._final_stop:
+                _copy(log.after, log.before)
+                log.start, log.rows = stop, self._rows[stop - first : self.start - first]
+        log.stop, log.rows = self.stop, self._rows[log.start - first :]
+
+    def _find_saved(self, keeps: IntArray) -> dict[int, list[int]]:
+        """Slots by the position whose state goes there: kept ones, and the request's own.
+
+        That stands at the last page's end before the last final row when the step is over.
+        """
+        page_size = self._pool.page_size
+        end = (self._final_stop - 1) // page_size * page_size
+        saved = {end: [self._slot]} if end > self._at else {}
+        for position, slot in keeps.tolist():
+            saved.setdefault(position, []).append(slot)
+        return saved
+
+    @property
+    def _at(self) -> int:
+        """The position at which the state in the request's own slot stands."""
+        return int(self._pool.at[self._slot, 0])
+
+    def _begin(self) -> None:
+        """Choose the state that the passes begin with: the log's ``before``."""
+        log = self._log
+        if self._at == self.start:  # the first rows of a request
+            _copy(self._pool.slot_views(self._slot, 0), log.before)
+            log.start, log.rows = self.start, []
+        elif log.stop == self.start and not any(end < self.start for end in self._saved):
+            log.before, log.after = log.after, log.before
+            log.start, log.rows = self.start, []
+        elif log.start <= self.start <= log.start + len(log.rows):
+            del log.rows[self.start - log.start :]
+        else:
+            raise ValueError(
+                f"the state in slot {self._slot} stands at {self._at}, and its log does not reach "
+                f"the rows from {self.start} on"
+            )
+
+    def _stops(self) -> list[int]:
+        """Ends of passes: states that are saved, and the end of repeated rows before drafts."""
+        stops = {*self._saved, self.stop}
+        if self._log.start < self.start and self._final_stop < self.stop:
+            stops.add(self.start)
+        return sorted(stops)
+
+    def _save(self, position: int) -> None:
+        for slot in self._saved.get(position, ()):
+            _copy(self._log.after, self._pool.slot_views(slot, 0))
+            self._pool.at[slot] = position
+
+
+def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    for one, other in zip(source, target, strict=True):
+        other.copy_(one)
