@@ -194,10 +194,7 @@ _PATHS = {
 
 def _rough_copy(num_bytes: int | None) -> str:
     if num_bytes is None:
-        return (
-            "none: weights of fewer than 8 bits, recurrent states and transformers' modules have"
-            " no copy"
-        )
+        return "none: weights of fewer than 8 bits and transformers' modules have no copy"
     return f"{format_size(num_bytes)} for a copy in 4 bits, which --draft auto makes where it pays"
 
 

@@ -93,7 +93,7 @@ def _reading(config: DecoderConfig, index: int, target: DecoderConfig, fields: F
     found = [
         number
         for number, spec in enumerate(target.layers)
-        if spec.kv_of is None and spec.mixer is None
+        if spec.kv_of is None and spec.has_attention
         if (spec.window is None) == (layer.window is None)
     ]
     if not found:

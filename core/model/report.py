@@ -129,7 +129,7 @@ def _report(
     item, quantization = getattr(torch, dtype), _quantization(folder)
     page = bytes_per_mixed_page(shapes, page_size=_PAGE, dtype=item) if shapes else None
     states = config.states
-    has_rough_copy = path == "own" and quantization in _ROUNDED and not states
+    has_rough_copy = path == "own" and quantization in _ROUNDED
     return ModelReport(
         model_type=config.model_type,
         path=path,

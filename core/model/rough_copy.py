@@ -20,7 +20,7 @@ from .decoder import Decoder, OwnDecoder
 
 logger = logging.getLogger(__name__)
 _Copy: TypeAlias = Callable[[PackedLinear], PackedLinear]
-_KEPT = ("router", "shared_gate", "ba")  # are small, and choose or decay
+_KEPT = ("router", "shared_gate", "gates")  # are small, and choose or decay
 ROUGH_BYTES = 0.625  # a weight: 4 bits, and a scale and a minimum of 16 bits for 32
 _PADDED = 1.15  # panels and groups are filled up
 

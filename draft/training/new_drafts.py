@@ -85,7 +85,7 @@ def make_student(target: Target, shape: Shape, init: str | None) -> Student:
     layers are not those of a draft.
     """
     if init == "target":
-        _check_layers(target.config)
+        _check_layers(target.config, is_head=shape.kind != "lm")
     weights = Weights(target.path)
     if shape.kind == "lm":
         return LmStudent(_language_model(target, shape, weights, init), LM_DEPTH)
@@ -133,7 +133,8 @@ def _new_head(target: Target, shape: Shape) -> Vocabulary:
         "num_heads": config.num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "rope": replace(config.rope, query_beta=0.0),
+        # Files of heads name no part of a head that turns: all of it does.
+        "rope": replace(config.rope, query_beta=0.0, partial=1.0),
         "max_model_len": config.max_model_len,
         "norm_eps": config.norm_eps,
     }
@@ -159,7 +160,7 @@ def _new_eagle(shape: Shape, same: dict[str, Any]) -> EagleHead:  # noqa: ARG001
     return EagleHead(EagleConfig(**same, num_layers=1))
 
 
-def _check_layers(config: DecoderConfig) -> None:
+def _check_layers(config: DecoderConfig, *, is_head: bool) -> None:
     """Raise `InvalidRequest` for layers whose matrices fit no draft."""
     for layer in config.layers:
         is_other = layer.experts or layer.heads or layer.mixer is not None
@@ -170,6 +171,12 @@ def _check_layers(config: DecoderConfig) -> None:
                 "or begin with one in a folder"
             )
             raise InvalidRequest(message, param="init")
+    if is_head and config.rope.partial != 1.0:
+        raise InvalidRequest(
+            f"init: RoPE turns a part of each head of {config.model_type}, and all of a draft's: "
+            "train from random weights, or begin with a draft in a folder",
+            param="init",
+        )
 
 
 def _saved_head(shape: Shape, init: str | None, target: Target) -> Any:  # noqa: ANN401 - of any kind

@@ -11,6 +11,7 @@ from foretoken.api.build.drafts import self_draft_price
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.rough_copy import rough_decoder
+from foretoken.core.ops.base import RecurrentWeights
 from foretoken.core.ops.native import native_library
 from support.checkpoints import make_checkpoint
 from support.draft_trees import TreeDepth
@@ -109,7 +110,13 @@ def test_a_model_with_states_drafts_for_itself_and_its_passes_are_timed(tmp_path
         pytest.skip("no native kernels on this machine")
     folder = make_checkpoint(tmp_path, "qwen3_5")
     target = load_decoder(folder, backend="native")
-    pass_s, gain = self_draft_price(target, rough_decoder(target))
+    copy = rough_decoder(target)
+    ours, theirs = (each.weights.layers[0].mixer for each in (target, copy))
+    assert isinstance(ours, RecurrentWeights)
+    assert isinstance(theirs, RecurrentWeights)
+    assert theirs.gates is ours.gates, "what decays is not rounded"
+    assert theirs.out is not ours.out
+    pass_s, gain = self_draft_price(target, copy)
     assert pass_s > 0.0 < gain
     prompts = [random_ids(20 + 9 * index, index) for index in range(3)]
     sampled = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True, seed=3)

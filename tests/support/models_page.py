@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, OWN_ONLY, REFUSED
-from foretoken.core.model.families.registry import MODEL_FAMILIES, TEXT_FAMILIES
+from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, REFUSED
+from foretoken.core.model.families.registry import MODEL_FAMILIES, OWN_ONLY, TEXT_FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
 from support.known_models import KNOWN

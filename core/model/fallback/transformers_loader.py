@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ...errors import ModelLoadError
 from ...ops.base import Ops
 from ..config import DecoderConfig, DtypeName, LayerSpec
+from ..families.registry import OWN_ONLY
 from ..fields import Fields, read_json
 from ..formats.checkpoint import Checkpoint, OnRead, is_derived, mismatch, refuse_names
 from ..formats.files import gguf_file
@@ -63,18 +64,6 @@ REFUSED: dict[str, str] = {
     "ctrl": "its tokens differed from those that transformers generates",
     **dict.fromkeys(("diffllama", "hrm_text"), "a layer calls attention twice in a pass"),
 }
-# Types whose recurrent states foretoken's own decoder alone keeps.
-OWN_ONLY = (
-    "bamba",
-    "falcon_h1",
-    "granitemoehybrid",
-    "lfm2",
-    "lfm2_moe",
-    "nemotron_h",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-)
 _LONGEST_WITHOUT_ATTENTION = 32_768  # tokens, of models whose config names no length
 # Fields that count layers behind the last, which predict further tokens.
 _FURTHER = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")

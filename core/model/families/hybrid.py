@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...errors import ModelLoadError
 from ...ops.base import RecurrentShape, Routing
 from ..config import BESIDE_THE_MODEL, DecoderConfig, DeltaSpec, ExpertNames, LayerSpec
-from ..fields import Fields, UnsupportedConfig
+from ..fields import Fields
 from ..fold import Fold
 from .experts import renorm_of, top_k_of, with_experts
-from .shared import base_config
+from .shared import base_config, with_defaults
 
 _NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
 _DEFAULT_MAX_LEN = 32768  # of the classes' configs
@@ -39,21 +38,17 @@ def _config(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderConfig:
         raise fields.error("hidden_act", f"{activation!r} is not supported; silu is")
     width = fields.integer("shared_expert_intermediate_size", 1)  # all layers may have experts
     defaults = {"max_position_embeddings": _DEFAULT_MAX_LEN, "intermediate_size": width}
-    given = {name: value for name, value in fields.values.items() if value is not None}
-    try:
-        return base_config(
-            Fields(defaults | given, fields.where),
-            partial=0.25,
-            head_dim=fields.positive("head_dim", 256),
-            head_norm="each",
-            has_gate=True,
-            mtp=BESIDE_THE_MODEL,
-            attention_bias=False,
-            fold=Fold(norm_offset=1.0),
-            layers=layers,
-        )
-    except UnsupportedConfig as error:  # transformers' modules keep no states here
-        raise ModelLoadError(str(error)) from None
+    return base_config(
+        with_defaults(fields, defaults),
+        partial=0.25,
+        head_dim=fields.positive("head_dim", 256),
+        head_norm="each",
+        has_gate=True,
+        mtp=BESIDE_THE_MODEL,
+        attention_bias=False,
+        fold=Fold(norm_offset=1.0),
+        layers=layers,
+    )
 
 
 def _layers(fields: Fields, *, is_fused: bool) -> tuple[LayerSpec, ...]:

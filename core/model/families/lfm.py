@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ...errors import ModelLoadError
 from ...ops.base import ConvShape, Routing
 from ..config import ConvSpec, DecoderConfig, ExpertNames, LayerSpec
-from ..fields import Fields, UnsupportedConfig
+from ..fields import Fields
 from .experts import renorm_of, top_k_of, with_experts
-from .shared import base_config
+from .shared import base_config, with_defaults
 
 _KINDS = ("full_attention", "conv")
 _NAMES = (
@@ -38,7 +36,7 @@ _DEFAULTS = {
 
 def lfm2(fields: Fields) -> DecoderConfig:
     """LFM2 (arXiv 2511.23404)."""
-    whole = _with(fields, _DEFAULTS | {"hidden_size": 2560, "intermediate_size": 12288})
+    whole = with_defaults(fields, _DEFAULTS | {"hidden_size": 2560, "intermediate_size": 12288})
     width = _adjusted(fields, whole.positive("block_ff_dim", whole.positive("intermediate_size")))
     return _config(whole, _layers(whole), intermediate_size=width)
 
@@ -47,7 +45,7 @@ def lfm2_moe(fields: Fields) -> DecoderConfig:
     """LFM2 with experts, which a bias helps to choose; the first layers are dense."""
     defaults = {"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792}
     defaults |= {"num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2}
-    fields = _with(fields, _DEFAULTS | defaults)
+    fields = with_defaults(fields, _DEFAULTS | defaults)
     has_bias = fields.flag("use_expert_bias", True)
     names = ExpertNames(choice_bias="mlp.expert_bias" if has_bias else None)
     routing = Routing(
@@ -61,30 +59,22 @@ def lfm2_moe(fields: Fields) -> DecoderConfig:
     return _config(fields, layers)
 
 
-def _with(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
-    given = {name: value for name, value in fields.values.items() if value is not None}
-    return Fields({**defaults, **given}, fields.where)
-
-
 def _config(
     fields: Fields,
     layers: tuple[LayerSpec, ...],
     **differences: Any,  # noqa: ANN401 - fields of `DecoderConfig`
 ) -> DecoderConfig:
     is_tied = fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
-    try:
-        return base_config(
-            fields,
-            theta=1e6,
-            norm_eps=fields.number("norm_eps", 1e-5),
-            tie_embeddings=is_tied,
-            head_norm="each",
-            stored_names=_NAMES,
-            layers=layers,
-            **differences,
-        )
-    except UnsupportedConfig as error:  # transformers' modules keep no states here
-        raise ModelLoadError(str(error)) from None
+    return base_config(
+        fields,
+        theta=1e6,
+        norm_eps=fields.number("norm_eps", 1e-5),
+        tie_embeddings=is_tied,
+        head_norm="each",
+        stored_names=_NAMES,
+        layers=layers,
+        **differences,
+    )
 
 
 def _adjusted(fields: Fields, width: int) -> int:

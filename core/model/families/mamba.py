@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import ModelLoadError
 from ...ops.base import RecurrentShape, Routing
 from ..config import (
     DecoderConfig,
@@ -16,11 +15,11 @@ from ..config import (
     MlpNames,
     NormNames,
 )
-from ..fields import Fields, UnsupportedConfig
+from ..fields import Fields
 from ..fold import Fold
 from ..rope import NO_ROPE
 from .experts import renorm_of, top_k_of, with_experts
-from .shared import activation_of, base_config
+from .shared import activation_of, base_config, with_defaults
 
 # Kinds of layers: as transformers names them, as it did before version 5, and as a pattern of
 # Nemotron-H's does.
@@ -134,7 +133,7 @@ def granite_hybrid(fields: Fields) -> DecoderConfig:
     more: dict[str, Any] = {}
     if fields.text("position_embedding_type", "nope") != "rope":
         more["rope"] = NO_ROPE
-    return _config(
+    return base_config(
         fields,
         intermediate_size=width,
         layers=layers,
@@ -159,7 +158,7 @@ def bamba(fields: Fields) -> DecoderConfig:
         raise fields.error("attn_layer_indices", f"has {beyond[0]}, of {num_layers} layers")
     mamba = LayerSpec(mixer=_bamba_spec(fields))
     layers = tuple(LayerSpec() if layer in attending else mamba for layer in range(num_layers))
-    return _config(
+    return base_config(
         fields,
         layers=_with_attention(fields, "attn_layer_indices", layers),
         eps=1e-5,
@@ -184,7 +183,7 @@ def falcon_h1(fields: Fields) -> DecoderConfig:
     into = fields.above_zero("attention_in_multiplier", 1.0)
     gate, down = _factors(fields, "mlp_multipliers", 2)
     layer = LayerSpec(mixer=_falcon_spec(fields), beside_attention=True)
-    return _config(
+    return base_config(
         fields,
         layers=(layer,) * fields.positive("num_hidden_layers"),
         eps=1e-5,
@@ -209,7 +208,7 @@ def nemotron_h(fields: Fields) -> DecoderConfig:
 
     An MLP squares what is above 0, and has no gate; attention has no RoPE (arXiv 2504.03624).
     """
-    fields = _with_defaults(fields, _NEMOTRON_DEFAULTS)
+    fields = with_defaults(fields, _NEMOTRON_DEFAULTS)
     has_bias = fields.flag("mlp_bias", False)
     kinds = {
         _MAMBA: LayerSpec(mixer=_spec(fields, _NEMOTRON), parts="mixer"),
@@ -222,7 +221,7 @@ def nemotron_h(fields: Fields) -> DecoderConfig:
         if has_bias:
             raise fields.error("mlp_bias", "is not supported in a model with experts")
         kinds[_EXPERTS] = _nemotron_experts(fields)
-    return _config(
+    return base_config(
         fields,
         layers=_layers(fields, kinds),
         rope=NO_ROPE,
@@ -234,13 +233,6 @@ def nemotron_h(fields: Fields) -> DecoderConfig:
         norms=NormNames(attention="norm", mlp=None),
         stored_names=_NEMOTRON_NAMES,
     )
-
-
-def _config(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - of `base_config`
-    try:
-        return base_config(fields, **differences)
-    except UnsupportedConfig as error:  # transformers' modules keep no states here
-        raise ModelLoadError(str(error)) from None
 
 
 # -- kinds of layers ------------------------------------------------------------------------------
@@ -341,7 +333,7 @@ def _bamba_spec(fields: Fields, width: int | None = None) -> Mamba2Spec:
 
     ``width``: of all heads; None: a multiple of the stream's.
     """
-    fields = _with_defaults(fields, _BAMBA_DEFAULTS)
+    fields = with_defaults(fields, _BAMBA_DEFAULTS)
     num_heads, of = fields.positive(_BAMBA.heads), "mamba_d_ssm"
     if width is None:
         width = fields.positive("mamba_expand") * fields.positive("hidden_size")
@@ -376,11 +368,6 @@ def _as_float(value: object) -> float:
         return float(value)  # type: ignore[arg-type] # what is no number raises
     except (TypeError, ValueError):
         return math.nan
-
-
-def _with_defaults(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
-    given = {name: value for name, value in fields.values.items() if value is not None}
-    return Fields({**defaults, **given}, fields.where)
 
 
 def _nemotron_experts(fields: Fields) -> LayerSpec:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...errors import ModelLoadError
 from ..config import DecoderConfig
-from ..fields import Fields
+from ..fields import Fields, UnsupportedConfig
 from ..formats.quantized import read_scheme
 from . import dense, experts, gemma4, hybrid, latent, lfm, mamba
 
@@ -72,6 +73,19 @@ TEXT_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "qwen3_vl_text": dense.qwen3,
 }
 
+# Types whose recurrent states foretoken's own decoder alone keeps.
+OWN_ONLY = (
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)
+
 
 def parse_config(fields: Fields) -> DecoderConfig:
     """The config of one config.json."""
@@ -81,7 +95,12 @@ def parse_config(fields: Fields) -> DecoderConfig:
         supported = ", ".join(sorted(MODEL_FAMILIES))
         raise fields.unsupported("model_type", f"{model_type!r} is not supported; {supported} are")
     _refuse_unsupported(fields)
-    return _check(family(fields), fields)
+    try:
+        return _check(family(fields), fields)
+    except UnsupportedConfig as error:
+        if model_type in OWN_ONLY:  # no other decoder may try
+            raise ModelLoadError(str(error)) from None
+        raise
 
 
 def _refuse_unsupported(fields: Fields) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
@@ -72,6 +72,12 @@ def base_config(
         has_bias = fields.flag("attention_bias", attention_bias)
         shape |= {"qkv_bias": has_bias, "o_bias": has_bias}
     return DecoderConfig(**(shape | differences))
+
+
+def with_defaults(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
+    """The fields of a config.json, and of others what transformers' class would have."""
+    given = {name: value for name, value in fields.values.items() if value is not None}
+    return Fields({**defaults, **given}, fields.where)
 
 
 def with_alpha(fields: Fields, head_dim: int) -> Fields:

@@ -822,7 +822,7 @@ ALIASES = {
     "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe", "internlm2": "llama",
     "xverse": "llama",
 }  # fmt: skip
-_STATE = "its layers keep a state besides keys and values, which KV pages do not hold yet"
+_STATE = "the names of its recurrent layers' tensors in GGUF files are not known"
 _ALIBI = "its scores are biased by distance (ALiBi)"
 _NO_DECODER = "it does not predict text token by token"
 # Architectures that are refused, whatever names their tensors have.

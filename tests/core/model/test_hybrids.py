@@ -15,7 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.families.registry import parse_config
-from foretoken.core.model.fields import Fields
+from foretoken.core.model.fields import Fields, UnsupportedConfig
 from foretoken.core.model.fold import ba_order, qkvz_order
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
@@ -345,8 +345,9 @@ def test_configs_that_fit_no_layer_are_refused_with_their_numbers(
     model_type: str, differences: dict[str, Any], message: str
 ) -> None:
     values = _CONFIGS[model_type] | differences | {"model_type": model_type}
-    with pytest.raises(ModelLoadError, match=message):
+    with pytest.raises(ModelLoadError, match=message) as caught:
         parse_config(Fields(values, "config.json"))
+    assert not isinstance(caught.value, UnsupportedConfig), "no other decoder may try"
 
 
 @pytest.mark.parametrize(
@@ -379,7 +380,7 @@ def test_modules_of_transformers_are_refused_by_name(
     kind: str, model_type: str, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path, kind)
-    with pytest.raises(ModelLoadError, match=rf"{model_type}.* has recurrent states"):
+    with pytest.raises(ModelLoadError, match=f"recurrent states of '{model_type}' are kept"):
         load_decoder(folder, impl="transformers")
 
 

@@ -108,7 +108,9 @@ def test_a_head_that_was_trained_drafts_for_its_target(
     options = TrainOptions(kind="block", init=None, tokens=200, block=3, layers=1)
     out = tmp_path / "head"
     Trainer(target, found, options, out).run()
-    assert open_head(out, target.config).config.kind == "block"
+    served = open_head(out, target.config).config
+    trained = make_student(target, Shape(kind="block", block=3, layers=1), None)
+    assert served.rope == trained.module.config.rope, "a part of each of the target's heads turns"
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     answers = []
     for draft, speculation in (("none", "off"), (str(out), 3)):
