@@ -72,7 +72,7 @@ def test_check_prints_the_state_of_a_sequence(
     # 3 layers of 2 heads of 256 items of 2 bytes, keys and values
     assert "KV        6 KiB a token" in printed
     assert "; state 18.4 MiB a sequence\n" in printed
-    assert "recurrent states" in printed
+    assert "for a copy in 4 bits" in printed, "it drafts for itself"
 
 
 def test_check_prints_how_weights_are_quantised(
