@@ -319,7 +319,7 @@ def test_an_unknown_model_or_route_is_404_in_json(url: str) -> None:
         assert (answer.status, answer.error["code"]) == (404, "model_not_found")
         assert answer.error["param"] == "model"
     assert get(url, "/v1/models/nobody/knows", AUTH).error["code"] == "model_not_found"
-    for path in ("/v1", "/v1/embeddings", "/nope", "/v1/completions/x", "/%ff", f"{CHAT}/"):
+    for path in ("/v1", "/v1/images", "/nope", "/v1/completions/x", "/%ff", f"{CHAT}/"):
         answer = post(url, path, {}, AUTH)
         assert (answer.status, answer.error["code"]) == (404, "not_found")
         assert "the base URL of an OpenAI client ends in /v1" in answer.error["message"]

@@ -93,7 +93,7 @@ def test_an_answer_streams_has_its_cost_and_the_engine_shows_its_steps(open_page
     assert tokens > 20
     assert "0 of " in cost
     by_drafter = [
-        int(each) for each in re.findall(r"(?:the model itself|radix|suffix) (\d+)", cost)
+        int(each) for each in re.findall(r"(?:the model itself|radix|suffix|lm) (\d+)", cost)
     ]
     assert sum(by_drafter) == tokens
     assert page.locator(".strip").get_attribute("aria-label").startswith(f"{steps} step")  # type: ignore[union-attr]
