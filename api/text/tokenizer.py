@@ -89,12 +89,23 @@ class Tokenizer:
 
     # -- text to ids ----------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Raises `PromptTooLong` for a text that cannot fit, else `InvalidRequest`."""
-        self._check_chars(text)
-        return await self.work(
-            len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens)
-        )
+    async def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        generates: bool = True,
+    ) -> list[int]:
+        """Token ids. Raises `PromptTooLong` for a text that cannot fit, else `InvalidRequest`.
+
+        ``param``: the field that has the text, for errors. A text behind which nothing is
+        generated may fill the context.
+        """
+        if len(text) > self._most_chars:
+            raise self._too_long(len(text), param, generates=generates)
+        job = partial(self._encode, text, add_special_tokens=add_special_tokens)
+        return await self.work(len(text), job, param)
 
     async def encode_prediction(self, text: str) -> list[int]:
         """Token ids of a prediction, of any length."""
@@ -142,17 +153,16 @@ class Tokenizer:
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(batch[0].ids)
 
-    def _check_chars(self, text: str) -> None:
-        if len(text) > self._most_chars:
-            raise self._too_long(len(text))
-
     @property
     def _most_chars(self) -> int:
-        """Most characters of a text that may fit."""
-        return (self.max_model_len - 1) * self._most_chars_per_token
+        """Most characters of a text that may fit, if nothing is generated behind it."""
+        return self.max_model_len * self._most_chars_per_token
 
-    def _too_long(self, num_chars: int) -> PromptTooLong:
-        return PromptTooLong(-(-num_chars // self._most_chars_per_token), self.max_model_len - 1)
+    def _too_long(
+        self, num_chars: int, param: str = "prompt", *, generates: bool = True
+    ) -> PromptTooLong:
+        num_tokens = -(-num_chars // self._most_chars_per_token)
+        return PromptTooLong(num_tokens, self.max_model_len - generates, param=param)
 
     @cached_property
     def _most_chars_per_token(self) -> int:

@@ -251,6 +251,16 @@ def test_what_a_template_writes_beyond_its_bound_is_counted_and_not_kept(own):
     assert f"{-(-9_999_900 // per_token)} tokens > 49 maximum" in str(info.value)
 
 
+def test_a_text_may_fill_the_context_where_nothing_is_generated_behind_it(own):
+    own.max_model_len = 3
+    most = 3 * own._most_chars_per_token
+    assert asyncio.run(own.encode("x" * most, generates=False))
+    for generates, limit in ((False, 3), (True, 2)):
+        with pytest.raises(PromptTooLong) as info:
+            asyncio.run(own.encode("x" * (most + 1), param="inputs[1]", generates=generates))
+        assert (info.value.limit, info.value.param) == (limit, "inputs[1]")
+
+
 def test_a_template_that_writes_nothing_for_ever_takes_no_memory():
     token = BUDGET.set(Budget(10, 1000))
     tracemalloc.start()
