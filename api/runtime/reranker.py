@@ -120,8 +120,8 @@ class Reranker:
         if not (is_named or self._has_warned):
             self._has_warned = True
             logger.warning(
-                "the files of %s do not say that it is a reranker (LogitScore in modules.json, or "
-                "the roles query and document in its chat template): unless it is one that answers "
+                "the files of %s name no LogitScore (modules.json) and no roles query and document "
+                "(chat template), as those of many rerankers do: unless it was trained to answer "
                 "yes or no, its scores may mean little", built.name,
             )  # fmt: skip
 
