@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ...core.errors import InvalidRequest, PromptTooLong
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions
 from ...core.interface.sampling import Pooling, beyond_vocabulary
+from ..types.request_context import random_id
 from ..types.sampling_params import SamplingParams
 from .chat import ChatClient
 from .chat_input import ChatInput
@@ -26,6 +27,7 @@ JUDGE = (
 )
 """Both of Qwen3-Reranker's card, the recipe of rerankers that answer yes or no."""
 PROBES = ("foretokenquery", "foretokendocument")  # texts that are looked for in a prompt
+TEMPLATE_OPTIONS = {"add_generation_prompt": True, "enable_thinking": False}
 ROLE = re.compile("""['"]query['"]""")  # in a template that knows the role
 WORDS = ("no", "yes")
 
@@ -106,12 +108,16 @@ class Reranker:
             self._has_roles = await self._tries_roles()
         self._warn()
         messages = with_roles if self._has_roles else as_question
-        chat = ChatInput(
-            messages=messages(query, document, instruct),
-            params=params,
-            template={"add_generation_prompt": True, "enable_thinking": False},
-        )
-        token_ids = (await self._chat.render(chat)).token_ids
+        if any(map(self._llm.tokenizer.names_special, (query, document, instruct or ""))):
+            marks = {f"\ue000{random_id()}": text for text in (query, document, instruct or "")}
+            of_query, of_document, of_instruct = marks
+            marked = messages(of_query, of_document, of_instruct if instruct else None)
+            text = await self._llm.render_text(marked, TEMPLATE_OPTIONS)
+            token_ids: Sequence[int] = await self._llm.tokenizer.encode_marked(text, marks)
+        else:
+            given = messages(query, document, instruct)
+            chat = ChatInput(messages=given, params=params, template=TEMPLATE_OPTIONS)
+            token_ids = (await self._chat.render(chat)).token_ids
         return await self._llm.check(token_ids, params, pooling=pooling, param="messages")
 
     def _warn(self) -> None:
@@ -157,7 +163,7 @@ class PairWriter:
         try:
             return await self._write(query, document)
         except InvalidRequest as error:
-            if error.param == "messages":
+            if error.param in ("messages", "prompt"):
                 error.param = self.name(index)
             if isinstance(error, PromptTooLong) and not await self._fits(query):
                 error.param = self.query_name(index)

@@ -201,7 +201,7 @@ class SlowTemplate:
 
     def __init__(self) -> None:
         self.built = SimpleNamespace(pooling=PoolingSpec(dimensions=2), name="m")
-        self.tokenizer = SimpleNamespace(chat_template="'query'")
+        self.tokenizer = SimpleNamespace(chat_template="'query'", names_special=lambda _: False)
         self.num_tries, self.roles = 0, list[str]()
 
     async def render_text(self, messages: Any) -> str:

@@ -251,6 +251,20 @@ def test_what_a_template_writes_beyond_its_bound_is_counted_and_not_kept(own):
     assert f"{-(-9_999_900 // per_token)} tokens > 49 maximum" in str(info.value)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "byte_fallback"])
+def test_a_marked_text_is_encoded_as_the_whole_but_for_special_tokens_in_its_parts(kind, request):
+    own = Tokenizer.load(request.getfixturevalue(f"{kind}_folder"), max_model_len=1000)
+    special = own.decode([max(own.special_ids)], skip_special_tokens=False)
+    frame = "the quick {} fox" + special + "over{}"
+    for first, second in (("brown", " the lazy dog"), (f"a{special}b", special)):
+        marked = frame.format("\ue000A", "\ue000B")
+        ids = asyncio.run(own.encode_marked(marked, {"\ue000A": first, "\ue000B": second}))
+        assert ids.count(max(own.special_ids)) == 1 or kind == "metaspace", "Unigram knows no other"
+        whole = asyncio.run(own.encode(frame.format(first, second), add_special_tokens=False))
+        assert (ids == whole) == (not own.names_special(first + second))
+    own.close()
+
+
 def test_a_text_may_fill_the_context_where_nothing_is_generated_behind_it(own):
     own.max_model_len = 3
     most = 3 * own._most_chars_per_token
