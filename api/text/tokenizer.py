@@ -121,8 +121,8 @@ class Tokenizer:
         return await self.work(INLINE_CHARS + 1, lambda: self._encode_marked(marked, texts))
 
     def names_special(self, text: str) -> bool:
-        """Whether a text spells out a special token."""
-        return self._special_names.search(text) is not None
+        """Whether a text that may fit spells out a special token."""
+        return len(text) <= self._most_chars and self._special_names.search(text) is not None
 
     async def encode_prediction(self, text: str) -> list[int]:
         """Token ids of a prediction, of any length."""
