@@ -14,22 +14,18 @@ from ..protocol.sampling import decoder
 from ..runtime.embedder import Embedder, unit_vector
 from ..runtime.pooled_prompts import Pooled, entry_names
 from ..runtime.preprocess import Prompt
-from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from .completions import read_prompts
-from .pooled import PooledReply, params_of, usage_body
+from .pooled import PooledReply, PooledRoute, cache_of, params_of, usage_body
 from .protocol import EmbeddingBody, EmbeddingsBody
 from .schema import MAX_INPUTS, EmbeddingsRequest
 
 decode = decoder(EmbeddingsRequest)
-NUMBER_BYTES = 20  # of a number in JSON, about
 
 
-class EmbeddingsRoute(Dialect[EmbeddingsRequest]):
+class EmbeddingsRoute(PooledRoute[EmbeddingsRequest]):
     """Return a vector of each text, or of each list of token ids."""
-
-    can_stream = False
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -40,17 +36,17 @@ class EmbeddingsRoute(Dialect[EmbeddingsRequest]):
         return decode(data)
 
     async def open(self, body: EmbeddingsRequest) -> Reply:
-        """Tokenise and check all inputs; they are computed when the answer is read."""
+        """Open all inputs; they are tokenised and computed when the answer is read."""
         inputs = read_inputs(body)
-        prompts = await self._embedder.open(
-            inputs, params_of(body), body.dimensions, name=entry_names("input", len(inputs))
+        prompts = self._embedder.open(
+            inputs,
+            params_of(body),
+            body.dimensions,
+            name=entry_names("input", len(inputs)),
+            cache=cache_of(body),
         )
-        num_numbers = len(inputs) * self.service.llm.built.pooling.dimensions
         return PooledReply(
-            self.service,
-            prompts,
-            lambda pooled: embeddings_body(pooled, body, self.service.model),
-            num_bytes=num_numbers * NUMBER_BYTES,
+            prompts, lambda pooled: embeddings_body(pooled, body, self.service.model)
         )
 
 

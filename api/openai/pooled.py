@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import msgspec
+
+from ...core.interface.request import CacheOptions
 from ..runtime.pooled_prompts import Pooled, PooledPrompts, pool_params
-from ..serving.serving_context import Service
+from ..runtime.tools import read_cache
+from ..serving.serve import Dialect
 from ..serving.sse import Reply
 from ..types.results import batch_usage
 from ..types.sampling_params import SamplingParams
 from .protocol import PooledPromptDetails, PooledUsage
-from .schema import PooledRequest
+from .schema import PooledRequest, refuse_unsupported_pooled
 
+B = TypeVar("B", bound=PooledRequest)
 Encode = Callable[[Sequence[Pooled]], object]
 """Makes the body of an answer."""
+
+
+class PooledRoute(Dialect[B]):
+    """A route whose answer is no text."""
+
+    can_stream = False
+
+    def check(self, body: B) -> None:
+        """Raise `ApiError` 404 and `InvalidRequest` before anything is computed."""
+        super().check(body)
+        refuse_unsupported_pooled(body)
 
 
 def params_of(body: PooledRequest) -> SamplingParams:
     """Parameters of each prompt of a body; raises `InvalidRequest`."""
     seconds = None if body.deadline_ms is None else body.deadline_ms / 1000
     return pool_params(cache_salt=body.cache_salt, priority=body.priority, deadline=seconds)
+
+
+def cache_of(body: PooledRequest) -> CacheOptions:
+    """The use of the prefix cache that a body asks for."""
+    return read_cache(body.cache, None, None)
 
 
 def usage_body(pooled: Sequence[Pooled]) -> PooledUsage:
@@ -33,20 +56,18 @@ def usage_body(pooled: Sequence[Pooled]) -> PooledUsage:
 
 
 class PooledReply(Reply):
-    """The numbers of all prompts, as ``encode`` writes them, in a thread if to many bytes."""
+    """The numbers of all prompts as JSON of the body that ``encode`` makes, written in a thread."""
 
-    def __init__(
-        self, service: Service, prompts: PooledPrompts, encode: Encode, *, num_bytes: int = 0
-    ) -> None:
-        self._service, self._prompts = service, prompts
-        self._encode, self._num_bytes = encode, num_bytes
+    def __init__(self, prompts: PooledPrompts, encode: Encode) -> None:
+        self._prompts, self._encode = prompts, encode
 
-    async def whole(self) -> object:
-        """Compute them and encode them; raises what `PooledPrompts.read` raises."""
+    async def whole(self) -> bytes:
+        """Compute and encode them; raises what `PooledPrompts.read` raises.
+
+        No queue of other work refuses what is computed: the thread is one of asyncio's own.
+        """
         pooled = await self._prompts.read()
-        return await self._service.llm.tokenizer.apart(
-            self._num_bytes, lambda: self._encode(pooled)
-        )
+        return await asyncio.to_thread(lambda: msgspec.json.encode(self._encode(pooled)))
 
     def close(self) -> None:
         """Abort what still runs."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from time import time
+from typing import NamedTuple
 
 from msgspec import UNSET
 
@@ -11,11 +13,10 @@ from ...core.errors import InvalidRequest
 from ..protocol.sampling import decoder
 from ..runtime.pooled_prompts import Pooled, entry_names
 from ..runtime.reranker import Reranker, ranked, score_of
-from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..types.request_context import random_id
-from .pooled import PooledReply, params_of, usage_body
+from .pooled import PooledReply, PooledRoute, cache_of, params_of, usage_body
 from .protocol import DocumentBody, RankBody, RerankBody, ScoreBody, ScoresBody
 from .schema import MAX_INPUTS, RerankRequest, ScoreRequest
 
@@ -23,10 +24,8 @@ decode_rerank = decoder(RerankRequest)
 decode_score = decoder(ScoreRequest)
 
 
-class RerankRoute(Dialect[RerankRequest]):
+class RerankRoute(PooledRoute[RerankRequest]):
     """Return documents with their scores for a query, the best first."""
-
-    can_stream = False
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -37,15 +36,17 @@ class RerankRoute(Dialect[RerankRequest]):
         return decode_rerank(data)
 
     async def open(self, body: RerankRequest) -> Reply:
-        """Write and check the prompts of all documents; they are computed when it is read."""
+        """Open all documents; their prompts are written and computed when it is read."""
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
-        prompts = await self._reranker.open(
+        prompts = self._reranker.open(
             [(body.query, text) for text in texts],
             params_of(body),
             body.instruct,
             name=entry_names("documents", len(texts)),
+            query_name=entry_names("query", 1),
+            cache=cache_of(body),
         )
-        return PooledReply(self.service, prompts, lambda pooled: self._answer(body, texts, pooled))
+        return PooledReply(prompts, lambda pooled: self._answer(body, texts, pooled))
 
     def _answer(
         self, body: RerankRequest, texts: Sequence[str], pooled: Sequence[Pooled]
@@ -67,10 +68,8 @@ class RerankRoute(Dialect[RerankRequest]):
         )
 
 
-class ScoreRoute(Dialect[ScoreRequest]):
+class ScoreRoute(PooledRoute[ScoreRequest]):
     """Return the scores of pairs of a query and a document, in their order."""
-
-    can_stream = False
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -81,12 +80,18 @@ class ScoreRoute(Dialect[ScoreRequest]):
         return decode_score(data)
 
     async def open(self, body: ScoreRequest) -> Reply:
-        """Write and check the prompts of all pairs; they are computed when it is read."""
-        pairs, param = read_pairs(body)
-        prompts = await self._reranker.open(
-            pairs, params_of(body), body.instruct, name=entry_names(param, len(pairs))
+        """Open all pairs; their prompts are written and computed when it is read."""
+        queries, documents = read_pairs(body)
+        count = len(documents.texts)
+        prompts = self._reranker.open(
+            [*zip(cycle(queries.texts), documents.texts, strict=False)],
+            params_of(body),
+            body.instruct,
+            name=entry_names(documents.param, count),
+            query_name=entry_names(queries.param, len(queries.texts)),
+            cache=cache_of(body),
         )
-        return PooledReply(self.service, prompts, self._answer)
+        return PooledReply(prompts, self._answer)
 
     def _answer(self, pooled: Sequence[Pooled]) -> ScoresBody:
         return ScoresBody(
@@ -101,37 +106,43 @@ class ScoreRoute(Dialect[ScoreRequest]):
         )
 
 
-def read_pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
-    """Pairs of a query and a document, and the field of the documents.
+class Texts(NamedTuple):
+    """Texts of a body, and the field that has them."""
+
+    texts: list[str]
+    param: str
+
+
+def read_pairs(body: ScoreRequest) -> tuple[Texts, Texts]:
+    """Queries, one or as many as documents, and documents.
 
     Raises `InvalidRequest` for fields that are missing, doubled, empty, or of unequal lengths.
     """
-    queries, query_param = _one_of(body, "query", "text_1")
-    documents, param = _one_of(body, "documents", "text_2")
+    queries, query_param = first = _one_of(body, "query", "text_1")
+    documents, param = second = _one_of(body, "documents", "text_2")
     if len(documents) > MAX_INPUTS:
         message = f"{param} must have at most {MAX_INPUTS} texts, not {len(documents)}"
         raise InvalidRequest(message, param=param)
     if not all(queries):
         raise InvalidRequest(f"{query_param} must not be empty", param=query_param)
-    if len(queries) == 1:
-        queries *= len(documents)
-    if len(queries) != len(documents):
+    if len(queries) not in (1, len(documents)):
         message = (
             f"{query_param} must be one text or {len(documents)}, one for each of {param}, "
             f"not {len(queries)}"
         )
         raise InvalidRequest(message, param=query_param)
-    return list(zip(queries, documents, strict=True)), param
+    return first, second
 
 
-def _one_of(body: ScoreRequest, name: str, other: str) -> tuple[list[str], str]:
+def _one_of(body: ScoreRequest, name: str, other: str) -> Texts:
     """The texts of the field that a body has of these two, and its name."""
     given = [each for each in (name, other) if getattr(body, each) is not None]
-    if len(given) != 1:
-        message = f"the body needs either {name} or {other}"
-        raise InvalidRequest(message, param=name)
+    if not given:
+        raise InvalidRequest(f"the body needs {name} or {other}", param=name)
+    if len(given) == 2:
+        raise InvalidRequest(f"the body must not have both {name} and {other}", param=name)
     value = getattr(body, given[0])
     texts = [value] if isinstance(value, str) else value
     if not texts:
         raise InvalidRequest(f"{given[0]} must not be empty", param=given[0])
-    return texts, given[0]
+    return Texts(texts, given[0])

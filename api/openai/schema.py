@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -23,7 +23,7 @@ from ..protocol.sampling import (
     refuse_unsupported,
 )
 from ..runtime.chat_input import ChatInput, Handle
-from ..runtime.tools import NamedChoice, ResponseFormat, Tools, plain_call
+from ..runtime.tools import CacheSpec, NamedChoice, ResponseFormat, Tools, plain_call
 from ..types.results import Tool
 from ..types.sampling_params import SamplingParams
 
@@ -120,6 +120,31 @@ class PooledRequest(Struct, kw_only=True):
     cache_salt: Salt | None = None
     priority: int | None = None
     deadline_ms: Milliseconds | None = None
+    cache: CacheSpec | None = None
+    # known and refused
+    truncate_prompt_tokens: Any = None
+    max_tokens_per_doc: Any = None
+    messages: Any = None
+    normalize: Any = None
+    add_special_tokens: Any = None
+
+
+POOLED_REFUSED: Mapping[str, tuple[object, ...]] = {
+    "truncate_prompt_tokens": (None,),
+    "max_tokens_per_doc": (None,),
+    "messages": (None,),
+    "normalize": (None, True),
+    "add_special_tokens": (None, True),
+}
+"""Fields of other servers that would change the answer, and the values that change nothing."""
+
+
+def refuse_unsupported_pooled(body: PooledRequest) -> None:
+    """Raise `InvalidRequest` for a field that is known and not supported."""
+    for name, harmless in POOLED_REFUSED.items():
+        if getattr(body, name) not in harmless:
+            known = " other than true" if True in harmless else ""
+            raise InvalidRequest(f"{name}{known} is not supported yet", param=name)
 
 
 class EmbeddingsRequest(PooledRequest, kw_only=True):

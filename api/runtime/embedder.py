@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidRequest
+from ...core.interface.request import DEFAULT_CACHE, CacheOptions
 from ...core.interface.sampling import Pooling
 from ...core.validation import MAX_INT, check_integer
 from ..types.sampling_params import SamplingParams
@@ -35,18 +36,21 @@ class Embedder:
         self._llm = llm
         self._has_warned = False
 
-    async def open(
+    def open(
         self,
         inputs: Sequence[Prompt],
         params: SamplingParams,
         dimensions: int | None,
         *,
         name: Callable[[int], str],
+        cache: CacheOptions = DEFAULT_CACHE,
+        keeps_ids: bool = False,
     ) -> PooledPrompts:
-        """Tokenise and check texts or token ids; ``name``: the field of each, for errors.
+        """Open texts or token ids; ``name``: the field of each, for errors.
 
-        Raises `InvalidRequest`, also for a length to which the model's vectors may not be cut, and
-        `EngineDead`.
+        They are tokenised and checked when they come to run. ``keeps_ids``: so that the token ids
+        are there afterwards. Raises `InvalidRequest` for one that is empty, and for a length to
+        which the model's vectors may not be cut.
         """
         self._check(dimensions)
         for index, each in enumerate(inputs):
@@ -54,7 +58,21 @@ class Embedder:
                 message = f"{name(index)} must not be empty"
                 raise InvalidRequest(message, param=name(index))
         self._warn()
-        return await PooledPrompts.checked(self._llm, inputs, params, HIDDEN_STATE, name=name)
+
+        async def prompt_of(index: int) -> Sequence[int]:
+            return await self._llm.check(
+                inputs[index], params, pooling=HIDDEN_STATE, param=name(index)
+            )
+
+        return PooledPrompts(
+            self._llm,
+            len(inputs),
+            prompt_of,
+            params,
+            HIDDEN_STATE,
+            cache=cache,
+            keeps_ids=keeps_ids,
+        )
 
     def _warn(self) -> None:
         built = self._llm.built
@@ -73,6 +91,11 @@ class Embedder:
             return
         if dimensions > spec.dimensions:
             message = f"dimensions must be at most {spec.dimensions}, not {dimensions}"
+        elif spec.cuts == ():
+            message = (
+                f"dimensions must be {spec.dimensions} or left out, not {dimensions}: the model's "
+                "config.json names no lengths to cut to (matryoshka_dimensions, is_matryoshka)"
+            )
         elif spec.cuts is not None and dimensions not in spec.cuts:
             others = [each for each in spec.cuts if each < spec.dimensions]
             known = ", ".join(map(str, sorted({*others, spec.dimensions})))

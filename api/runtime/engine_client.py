@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -60,7 +62,10 @@ class EngineClient:
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None  # there when the tokenizer is
         self._starting = asyncio.Lock()
-        self._closed = False
+        self._closed = False  # new requests and calls are refused
+        self._is_over = False  # those of open calls, too
+        self._num_calls = 0  # that are open
+        self._no_calls = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first `start`
         self.max_request_seconds: float | None = None  # a deadline for those without an earlier one
         self.prompts = PromptLog()  # of late, to tell why later ones miss the cache
@@ -110,8 +115,14 @@ class EngineClient:
         return await asyncio.to_thread(_build, self._model, self.config)
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish for a time, abort the rest; idempotent."""
+        """Refuse new requests, let running ones finish for a time, abort the rest; idempotent.
+
+        Calls of several requests finish like single ones: those that they still have to submit are
+        taken within that time.
+        """
         self._closed = True
+        drain_seconds = await self._finish_calls(drain_seconds)
+        self._is_over = True
         for task in self._counting:
             task.cancel()
         self._comparing.close()
@@ -125,6 +136,31 @@ class EngineClient:
             if self._grammars is not None:
                 self._grammars.close()
 
+    async def _finish_calls(self, seconds: float) -> float:
+        """Wait for open calls, no longer than these seconds; returns those that are left."""
+        if not self._num_calls or seconds <= 0:
+            return seconds
+        until = time.monotonic() + seconds
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._no_calls.wait(), seconds)
+        return max(0.0, until - time.monotonic())
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Keep a call of several requests open, whose end `close` waits for.
+
+        Raises `EngineDead` where new requests are refused.
+        """
+        self._check_open()
+        self._num_calls += 1
+        self._no_calls.clear()
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._no_calls.set()
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self
@@ -137,8 +173,9 @@ class EngineClient:
     ) -> None:
         await self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _check_open(self, *, is_in_call: bool = False) -> None:
+        """Raise `EngineDead` unless a new request is taken, or one of an open call."""
+        if self._is_over or (self._closed and not is_in_call):
             raise EngineDead("this LLM is closed")
         if self._loop not in (None, asyncio.get_running_loop()):
             raise EngineDead("this LLM was started on another event loop")
@@ -223,12 +260,14 @@ class EngineClient:
         ``shown_ids``: special tokens that its text shows. ``needs_closing``: its grammar must be
         completed within its tokens, as a JSON schema is. ``num_spliced``: tokens of the prompt that
         are those of earlier answers. ``normalized``: names of the rules that changed it before.
-        ``pooling``: what the request wants in place of text; its prompt is not remembered, and is
-        no turn of a session. Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded` and
-        `EngineDead`.
+        ``pooling``: what the request wants in place of text; its prompt is not remembered, it is
+        no turn of a session, and part of a `call`. Raises `InvalidRequest`, `QueueFull`,
+        `DeadlineExceeded` and `EngineDead`.
         """
         since = arrival()
-        answer = self._register(params, request_id)
+        answer = self._register(params, request_id, is_in_call=pooling is not None)
+        if pooling is None:  # others are noted when they end: a call may have thousands
+            note_answer(answer)
         answer.shown_ids = shown_ids
         session = session_key(note.cache_key) if pooling is None else None
         answer.cache = replace(cache, session=session)
@@ -253,18 +292,25 @@ class EngineClient:
         *,
         needs_closing: bool = False,
         pooling: Pooling | None = None,
+        param: str = "prompt",
     ) -> Sequence[int]:
         """Tokenise and check as `open` does, and submit nothing; returns the prompt's token ids.
 
-        Raises `InvalidRequest` as `open` does, and `EngineDead` for a closed client.
+        ``param``: the field that has the prompt, for errors. Raises `InvalidRequest` as `open`
+        does, and `EngineDead` for a closed client.
         """
-        self._check_open()
+        self._check_open(is_in_call=pooling is not None)
         answer = Answer("", self.built.sampling_defaults.fill(params))
         answer.needs_closing |= needs_closing
         answer.pooling = pooling
-        await self._prepare(answer, prompt)
+        await self._prepare(answer, prompt, param)
         choice, seed = next(children(answer.params))  # its siblings differ in the seed
-        self.engine.check(self._request(answer, choice, seed))
+        try:
+            self.engine.check(self._request(answer, choice, seed))
+        except InvalidRequest as error:
+            if error.param == "prompt":
+                error.param = param
+            raise
         return answer.prompt_token_ids
 
     def abort(self, request_id: str) -> None:
@@ -331,7 +377,15 @@ class EngineClient:
         if self._answers.get(answer.request_id) is answer:
             del self._answers[answer.request_id]
             self._count_cause(answer)
-        self._room.set()
+        if answer.generations:  # one that was refused has made no room
+            self._room.set()
+
+    async def wait_for_room(self, seconds: float) -> None:
+        """Wait until an answer ends, no longer than these seconds: others use the queue, too."""
+        self._room.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._room.wait()
 
     def _count_cause(self, answer: Answer) -> None:
         """Count why the prompt missed the cache; a comparison runs behind the answer."""
@@ -362,28 +416,29 @@ class EngineClient:
         else:
             self.causes[found.cause] += 1
 
-    def _register(self, params: SamplingParams, request_id: str | None) -> Answer:
+    def _register(
+        self, params: SamplingParams, request_id: str | None, *, is_in_call: bool = False
+    ) -> Answer:
         """Register the id before anything is awaited, so that `abort` finds it from the start.
 
         All requests pass here: fields that they leave out get the model's own values.
         """
-        self._check_open()
+        self._check_open(is_in_call=is_in_call)
         request_id = request_id or f"req-{random_id()}"
         known = self._answers.get(request_id)
         if known is not None and not known.ended:
             raise InvalidRequest(f"request_id {request_id} is in use", param="request_id")
         params = self.built.sampling_defaults.fill(params)
         answer = self._answers[request_id] = Answer(request_id, params)
-        note_answer(answer)
         return answer
 
-    async def _prepare(self, answer: Answer, prompt: Prompt) -> None:
-        """Tokenise."""
+    async def _prepare(self, answer: Answer, prompt: Prompt, param: str = "prompt") -> None:
+        """Tokenise; ``param``: the field that has the prompt, for errors."""
+        own, generates = self.tokenizer, answer.pooling is None
         if isinstance(prompt, str):
-            answer.prompt_token_ids = await self.tokenizer.encode(prompt)
+            answer.prompt_token_ids = await own.encode(prompt, param=param, generates=generates)
         else:
-            generates = answer.pooling is None
-            self.tokenizer.check_ids(prompt, self.built.vocab_size, generates=generates)
+            own.check_ids(prompt, self.built.vocab_size, param, generates=generates)
             answer.prompt_token_ids = prompt
         answer.bad_words_ids = await bad_words_ids(self.tokenizer, answer.params)
         answer.prediction = await prediction_ids(self.tokenizer, answer.params)
@@ -392,7 +447,7 @@ class EngineClient:
 
     def _submit_choices(self, answer: Answer, since: float | None = None) -> None:
         """Give all of them to the engine or none. Their time counts since then, else from now."""
-        self._check_open()
+        self._check_open(is_in_call=answer.pooling is not None)
         try:
             limits = (answer.params.deadline, self.max_request_seconds)
             left = seconds_left(since or arrival(), *limits)

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from ...core.errors import InvalidRequest, QueueFull
-from ...core.interface.request import Usage
+import numpy as np
+
+from ...core.errors import ForetokenError, QueueFull
+from ...core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
 from ...core.interface.sampling import Pooling
-from ..types.request_context import random_id
+from ..types.request_context import EndedAnswer, note_answer, random_id
 from ..types.sampling_params import SamplingParams
 from .engine_client import EngineClient
 from .generation import Answer
-from .preprocess import Prompt
+
+PromptOf = Callable[[int], Awaitable[Sequence[int]]]
+"""Makes the prompt of an entry: its token ids, checked. Raises `InvalidRequest` that names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooled:
-    """The numbers of one prompt, and what they cost."""
+    """The numbers of one prompt, and what they cost; its token ids where they are kept."""
 
-    token_ids: Sequence[int]
     numbers: array[float]
     usage: Usage
+    token_ids: Sequence[int] = ()
 
 
 def pool_params(
@@ -39,101 +43,101 @@ def entry_names(param: str, count: int) -> Callable[[int], str]:
 
 
 class PooledPrompts:
-    """Prompts that were checked; `read` computes them, some at a time. `close` it in a ``finally``.
+    """``count`` prompts; `read` computes them, some at a time. `close` it in a ``finally``.
 
-    A call gives the engine no more of its prompts than may run at once, so the queue is left to
-    others. The first one is refused where the queue is full; later ones wait for their turn.
+    A call makes, checks and submits no more of its prompts than may run at once: the queue is left
+    to others, and its memory does not grow with ``count``. It is refused where the queue is full
+    for the first that comes to it; later ones wait for room.
     """
 
     def __init__(
         self,
         llm: EngineClient,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        pooling: Pooling,
-    ) -> None:
-        self._llm, self._prompts = llm, prompts
-        self._params, self._pooling = params, pooling
-        self._id = f"pool-{random_id()}"
-        self._open: dict[int, Answer] = {}
-        self._has_room = asyncio.Event()  # one of its prompts is done
-
-    @classmethod
-    async def checked(
-        cls,
-        llm: EngineClient,
-        prompts: Sequence[Prompt],
+        count: int,
+        prompt_of: PromptOf,
         params: SamplingParams,
         pooling: Pooling,
         *,
-        name: Callable[[int], str],
-    ) -> PooledPrompts:
-        """Tokenise and check all prompts; nothing is submitted.
-
-        ``name``: the field of each, for errors. Raises `InvalidRequest` and `EngineDead`.
-        """
-        checked = []
-        for index, prompt in enumerate(prompts):
-            try:
-                checked.append(await llm.check(prompt, params, pooling=pooling))
-            except InvalidRequest as error:
-                if error.param == "prompt":
-                    error.param = name(index)
-                raise
-        return cls(llm, checked, params, pooling)
+        cache: CacheOptions = DEFAULT_CACHE,
+        keeps_ids: bool = False,
+    ) -> None:
+        self._llm, self._count, self._prompt_of = llm, count, prompt_of
+        self._params, self._pooling, self._cache = params, pooling, cache
+        self._keeps_ids = keeps_ids
+        self._id = f"pool-{random_id()}"
+        self._open: dict[int, Answer] = {}
+        self._submitting = asyncio.Lock()  # one at a time tries where there is no room
+        self._is_accepted = False  # one of its prompts was
 
     async def read(self) -> list[Pooled]:
         """The numbers of all prompts, in order; the first failure ends the rest.
 
-        Raises `QueueFull`, `DeadlineExceeded`, `EngineDead` and what the engine raises.
+        Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded`, `EngineDead` and what the engine
+        raises.
         """
-        places = asyncio.Semaphore(self._llm.engine.limits.max_running)
+        found: dict[int, Pooled] = {}
+        waiting = iter(range(self._count))
+
+        async def compute_some() -> None:
+            for index in waiting:
+                found[index] = await self._compute(index)
+
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._compute(index, places))
-                    for index in range(len(self._prompts))
-                ]
+            with self._llm.call():
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(self._count, self._num_places)):
+                        group.create_task(compute_some())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
             self.close()
-        return [task.result() for task in tasks]
+        return [found[index] for index in range(self._count)]
+
+    @property
+    def _num_places(self) -> int:
+        return max(1, self._llm.engine.limits.max_running)
 
     def close(self) -> None:
         """Abort prompts that have not ended; may be called twice."""
         for index in list(self._open):
             self._forget(index)
 
-    async def _compute(self, index: int, places: asyncio.Semaphore) -> Pooled:
-        async with places:
-            answer = await self._submitted(index)
-            try:
-                numbers = await answer.generations[0].pooled()
-            finally:
-                self._forget(index)
-            return Pooled(token_ids=self._prompts[index], numbers=numbers, usage=answer.usage)
+    async def _compute(self, index: int) -> Pooled:
+        token_ids = array("i", await self._prompt_of(index))
+        answer = await self._submitted(index, token_ids)
+        try:
+            numbers = await answer.generations[0].pooled()
+        finally:
+            self._forget(index)
+        if not np.isfinite(np.frombuffer(numbers, np.float32)).all():
+            raise ForetokenError("the model computed a number that is not finite")
+        return Pooled(
+            numbers=numbers, usage=answer.usage, token_ids=token_ids if self._keeps_ids else ()
+        )
 
-    async def _submitted(self, index: int) -> Answer:
-        """Submit a prompt; where the queue is full, when another one of the call is done."""
-        while True:
-            self._has_room.clear()
-            try:
-                answer = await self._llm.open(
-                    self._prompts[index],
-                    self._params,
-                    request_id=f"{self._id}-{index}",
-                    pooling=self._pooling,
-                )
-            except QueueFull:
-                if not self._open:
-                    raise
-                await self._has_room.wait()
-            else:
-                self._open[index] = answer
-                return answer
+    async def _submitted(self, index: int, token_ids: Sequence[int]) -> Answer:
+        """Submit a prompt; once one of the call was accepted, where there is room."""
+        async with self._submitting:
+            while True:
+                try:
+                    answer = await self._llm.open(
+                        token_ids,
+                        self._params,
+                        request_id=f"{self._id}-{index}",
+                        cache=self._cache,
+                        pooling=self._pooling,
+                    )
+                except QueueFull as full:
+                    if not self._is_accepted:
+                        raise
+                    await self._llm.wait_for_room(full.retry_after)
+                else:
+                    self._is_accepted = True
+                    self._open[index] = answer
+                    return answer
 
     def _forget(self, index: int) -> None:
         if (answer := self._open.pop(index, None)) is not None:
             self._llm.forget(answer)
-            self._has_room.set()
+            ends = tuple(answer.finish_reasons)
+            note_answer(EndedAnswer(answer.request_id, answer.usage, ends))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from ...core.errors import InvalidRequest
+from ...core.errors import InvalidRequest, PromptTooLong
+from ...core.interface.request import DEFAULT_CACHE, CacheOptions
 from ...core.interface.sampling import Pooling, beyond_vocabulary
+from ..types.request_context import random_id
 from ..types.sampling_params import SamplingParams
 from .chat import ChatClient
 from .chat_input import ChatInput
 from .engine_client import EngineClient
 from .pooled_prompts import Pooled, PooledPrompts
 
+logger = logging.getLogger(__name__)
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
@@ -22,6 +27,7 @@ JUDGE = (
 )
 """Both of Qwen3-Reranker's card, the recipe of rerankers that answer yes or no."""
 PROBES = ("foretokenquery", "foretokendocument")  # texts that are looked for in a prompt
+TEMPLATE_OPTIONS = {"add_generation_prompt": True, "enable_thinking": False}
 ROLE = re.compile("""['"]query['"]""")  # in a template that knows the role
 WORDS = ("no", "yes")
 
@@ -49,28 +55,27 @@ class Reranker:
     def __init__(self, chat: ChatClient, llm: EngineClient) -> None:
         self._chat, self._llm = chat, llm
         self._has_roles: bool | None = None  # of the template, once it was tried
+        self._has_warned = False
 
-    async def open(
+    def open(
         self,
         pairs: Sequence[tuple[str, str]],
         params: SamplingParams,
         instruct: str | None = None,
         *,
         name: Callable[[int], str],
+        query_name: Callable[[int], str],
+        cache: CacheOptions = DEFAULT_CACHE,
     ) -> PooledPrompts:
-        """Write and check the prompts of pairs of a query and a document; nothing is submitted.
+        """Open pairs of a query and a document, whose prompts are written when they come to run.
 
-        ``name``: the field of each document, for errors. Raises `InvalidRequest` and `EngineDead`.
+        ``name``, ``query_name``: the fields of the document and the query of each, for errors.
+        Raises `InvalidRequest` for a model that cannot rerank.
         """
-        pooling, prompts = self.pooling(), []
-        for index, (query, document) in enumerate(pairs):
-            try:
-                prompts.append(await self.prompt(query, document, instruct, params))
-            except InvalidRequest as error:
-                if error.param == "messages":
-                    error.param = name(index)
-                raise
-        return await PooledPrompts.checked(self._llm, prompts, params, pooling, name=name)
+        writer = PairWriter(self, pairs, params, instruct, self.pooling(), name, query_name)
+        return PooledPrompts(
+            self._llm, len(pairs), writer.prompt, params, writer.pooling, cache=cache
+        )
 
     def pooling(self) -> Pooling:
         """The logits of "no" and "yes".
@@ -91,30 +96,89 @@ class Reranker:
         return Pooling(ids)
 
     async def prompt(
-        self, query: str, document: str, instruct: str | None, params: SamplingParams
+        self,
+        query: str,
+        document: str,
+        instruct: str | None,
+        params: SamplingParams,
+        pooling: Pooling,
     ) -> Sequence[int]:
-        """Token ids of the question about one document. Raises `InvalidRequest`."""
+        """Token ids of the question about one document, checked. Raises `InvalidRequest`."""
         if self._has_roles is None:
             self._has_roles = await self._tries_roles()
+        self._warn()
         messages = with_roles if self._has_roles else as_question
-        return await self._ids(messages(query, document, instruct), params)
+        if any(map(self._llm.tokenizer.names_special, (query, document, instruct or ""))):
+            marks = {f"\ue000{random_id()}": text for text in (query, document, instruct or "")}
+            of_query, of_document, of_instruct = marks
+            marked = messages(of_query, of_document, of_instruct if instruct else None)
+            text = await self._llm.render_text(marked, TEMPLATE_OPTIONS)
+            token_ids: Sequence[int] = await self._llm.tokenizer.encode_marked(text, marks)
+        else:
+            given = messages(query, document, instruct)
+            chat = ChatInput(messages=given, params=params, template=TEMPLATE_OPTIONS)
+            token_ids = (await self._chat.render(chat)).token_ids
+        return await self._llm.check(token_ids, params, pooling=pooling, param="messages")
 
-    async def _ids(
-        self, messages: Sequence[Mapping[str, str]], params: SamplingParams
-    ) -> Sequence[int]:
-        template = {"add_generation_prompt": True, "enable_thinking": False}
-        chat = ChatInput(messages=messages, params=params, template=template)
-        return (await self._chat.render(chat)).token_ids
+    def _warn(self) -> None:
+        built = self._llm.built
+        is_named = self._has_roles is not False or built.pooling.score_ids is not None
+        if not (is_named or self._has_warned):
+            self._has_warned = True
+            logger.warning(
+                "the files of %s name no LogitScore (modules.json) and no roles query and document "
+                "(chat template), as those of many rerankers do: unless it was trained to answer "
+                "yes or no, its scores may mean little", built.name,
+            )  # fmt: skip
 
-    async def _tries_roles(self) -> bool:
-        """Whether the template writes messages of the roles query and document."""
+    async def _tries_roles(self) -> bool | None:
+        """Whether the template writes messages of the roles query and document.
+
+        None where it failed: a template that took too long may answer the next time.
+        """
         if not ROLE.search(self._llm.tokenizer.chat_template):
             return False
         try:
             text = await self._llm.render_text(with_roles(*PROBES))
         except InvalidRequest:
-            return False
+            return None
         return all(probe in text for probe in PROBES)
+
+
+@dataclass(frozen=True, slots=True)
+class PairWriter:
+    """Writes the prompts of the pairs of a call, and names the field that an error is about."""
+
+    reranker: Reranker
+    pairs: Sequence[tuple[str, str]]
+    params: SamplingParams
+    instruct: str | None
+    pooling: Pooling
+    name: Callable[[int], str]
+    query_name: Callable[[int], str]
+
+    async def prompt(self, index: int) -> Sequence[int]:
+        """Token ids of the question about one pair, checked. Raises `InvalidRequest`."""
+        query, document = self.pairs[index]
+        try:
+            return await self._write(query, document)
+        except InvalidRequest as error:
+            if error.param in ("messages", "prompt"):
+                error.param = self.name(index)
+            if isinstance(error, PromptTooLong) and not await self._fits(query):
+                error.param = self.query_name(index)
+            raise
+
+    async def _fits(self, query: str) -> bool:
+        """Whether a query leaves room for a document."""
+        try:
+            await self._write(query, "")
+        except PromptTooLong:
+            return False
+        return True
+
+    async def _write(self, query: str, document: str) -> Sequence[int]:
+        return await self.reranker.prompt(query, document, self.instruct, self.params, self.pooling)
 
 
 def with_roles(query: str, document: str, instruct: str | None = None) -> list[Mapping[str, str]]:

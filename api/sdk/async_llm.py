@@ -259,15 +259,9 @@ class AsyncLLM(EngineClient):
         await self.start()
         each, is_one = _inputs(inputs)
         name, params = entry_names("inputs", len(each)), pool_params(cache_salt=cache_salt)
-        prompts = await self._embedder.open(each, params, dimensions, name=name)
-        found = [
-            Embedding(
-                embedding=unit_vector(pooled.numbers, dimensions).tolist(),
-                prompt_token_ids=list(pooled.token_ids),
-                usage=pooled.usage,
-            )
-            for pooled in await self._read(prompts)
-        ]
+        prompts = self._embedder.open(each, params, dimensions, name=name, keeps_ids=True)
+        pooled = await self._read(prompts)
+        found = await asyncio.to_thread(_embeddings, pooled, dimensions)
         return found[0] if is_one else found
 
     async def rerank(
@@ -288,11 +282,12 @@ class AsyncLLM(EngineClient):
         texts = _texts(query, documents, instruct)
         if top_n is not None:
             check_integer("top_n", top_n, 1, MAX_INT)
-        prompts = await self._reranker.open(
+        prompts = self._reranker.open(
             [(query, text) for text in texts],
             pool_params(cache_salt=cache_salt),
             instruct,
             name=entry_names("documents", len(texts)),
+            query_name=entry_names("query", 1),
         )
         pooled = await self._read(prompts)
         return [
@@ -399,14 +394,13 @@ class AsyncLLM(EngineClient):
         """Retry while the queue is full and requests of this call are running."""
         refused = False
         while True:
-            self._room.clear()
             try:
                 return await submit()
             except QueueFull as full:
                 if refused and not any(each.generations for each in self._answers.values()):
                     raise
                 refused = True
-                await _wait(self._room, full.retry_after)
+                await self.wait_for_room(full.retry_after)
 
 
 def _inputs(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -431,9 +425,12 @@ def _texts(query: str, documents: Sequence[str], instruct: str | None) -> list[s
     return texts  # type: ignore[return-value]
 
 
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return
+def _embeddings(pooled: Sequence[Pooled], dimensions: int | None) -> list[Embedding]:
+    return [
+        Embedding(
+            embedding=unit_vector(each.numbers, dimensions).tolist(),
+            prompt_token_ids=list(each.token_ids),
+            usage=each.usage,
+        )
+        for each in pooled
+    ]

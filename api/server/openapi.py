@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -29,11 +29,13 @@ from ..openai.responses import protocol as responses
 from ..openai.responses.route import MAX_PAGE
 from ..openai.responses.schema import ResponsesRequest
 from ..openai.schema import (
+    POOLED_REFUSED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     Message,
+    PooledRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
@@ -293,13 +295,15 @@ class _Shapes:
         self._refs: dict[Any, Body] = dict(zip(structs, found, strict=True))
         for struct in structs:
             if inspect.isclass(struct) and issubclass(struct, Sampling):
-                self._drop_refused(struct.__name__)
+                self._drop(struct, (*REFUSED, *ALSO_REFUSED.get(struct.__name__, ())))
+            elif inspect.isclass(struct) and issubclass(struct, PooledRequest):
+                self._drop(struct, POOLED_REFUSED)
         self._say_the_rest()
 
-    def _drop_refused(self, name: str) -> None:
+    def _drop(self, struct: type, refused: Iterable[str]) -> None:
         """Fields that are known only to be refused are nobody's to send."""
-        for field in (*REFUSED, *ALSO_REFUSED.get(name, ())):
-            self.components[name]["properties"].pop(field, None)
+        for field in refused:
+            self.components[struct.__name__]["properties"].pop(field, None)
 
     def _say_the_rest(self) -> None:
         for name, needed in NEEDED.items():

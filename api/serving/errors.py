@@ -50,13 +50,13 @@ class ErrorBody(Struct, kw_only=True):
 
 
 class JsonResponse(Response):
-    """A body encoded by msgspec."""
+    """A body encoded by msgspec, or JSON already."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:  # noqa: ANN401 - starlette's signature
         """Encode."""
-        return msgspec.json.encode(content)
+        return content if isinstance(content, bytes) else msgspec.json.encode(content)
 
 
 class ClientGone(Exception):  # noqa: N818 - nothing went wrong

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -89,12 +90,39 @@ class Tokenizer:
 
     # -- text to ids ----------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Raises `PromptTooLong` for a text that cannot fit, else `InvalidRequest`."""
-        self._check_chars(text)
-        return await self.work(
-            len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens)
-        )
+    async def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        generates: bool = True,
+    ) -> list[int]:
+        """Token ids. Raises `PromptTooLong` for a text that cannot fit, else `InvalidRequest`.
+
+        ``param``: the field that has the text, for errors. A text behind which nothing is
+        generated may fill the context.
+        """
+        if len(text) > self._most_chars:
+            raise self._too_long(len(text), param, generates=generates)
+        job = partial(self._encode, text, add_special_tokens=add_special_tokens)
+        return await self.work(len(text), job, param)
+
+    async def encode_marked(self, marked: str, texts: Mapping[str, str]) -> list[int]:
+        """Token ids of a text with marks, in whose places ``texts`` stand as they are read.
+
+        Special tokens that they spell out are text; those around them are themselves. Raises as
+        `encode`.
+        """
+        num_chars = len(marked) + sum(map(len, texts.values()))
+        if num_chars > self._most_chars:
+            raise self._too_long(num_chars)
+        # In the thread: the first such text makes another tokenizer.
+        return await self.work(INLINE_CHARS + 1, lambda: self._encode_marked(marked, texts))
+
+    def names_special(self, text: str) -> bool:
+        """Whether a text that may fit spells out a special token."""
+        return len(text) <= self._most_chars and self._special_names.search(text) is not None
 
     async def encode_prediction(self, text: str) -> list[int]:
         """Token ids of a prediction, of any length."""
@@ -115,12 +143,15 @@ class Tokenizer:
             self._word_ids[words] = ids
         return self._word_ids[words]
 
-    def encode_behind(self, text: str) -> list[int]:
-        """Token ids of a text that stands behind others: no space is added in front of it."""
+    def encode_behind(self, text: str, *, is_literal: bool = False) -> list[int]:
+        """Token ids of a text that stands behind others: no space is added in front of it.
+
+        ``is_literal``: special tokens that it spells out are text.
+        """
         if not self._adds_prefix:
-            return self._encode(text, add_special_tokens=False)
+            return self._encode(text, add_special_tokens=False, is_literal=is_literal)
         anchor = self._encode(ANCHOR, add_special_tokens=False)
-        ids = self._encode(ANCHOR + text, add_special_tokens=False)
+        ids = self._encode(ANCHOR + text, add_special_tokens=False, is_literal=is_literal)
         if ids[: len(anchor)] != anchor:
             raise InvalidRequest("the prompt cannot be tokenised in parts", param="prompt")
         return ids[len(anchor) :]
@@ -133,26 +164,65 @@ class Tokenizer:
         ))  # fmt: skip
         return both != [*anchor, *alone]
 
+    @cached_property
+    def _begins_anew(self) -> bool:
+        """Whether a text behind a special token is encoded like one that stands alone."""
+        name = self._backend.id_to_token(min(self.special_ids))
+        both, alone = (self._encode(each, add_special_tokens=False) for each in (f"{name}a", "a"))
+        return both[1:] == alone
+
     def _encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         batch = self._backend.encode_batch_fast(list(words), add_special_tokens=False)
         return [tuple(each.ids) for each in batch]
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(
+        self, text: str, *, add_special_tokens: bool, is_literal: bool = False
+    ) -> list[int]:
+        backend = self._literal_backend if is_literal else self._backend
         # The batch call gives the interpreter lock back while it works; `encode` keeps it.
-        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        batch = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(batch[0].ids)
 
-    def _check_chars(self, text: str) -> None:
-        if len(text) > self._most_chars:
-            raise self._too_long(len(text))
+    def _encode_marked(self, marked: str, texts: Mapping[str, str]) -> list[int]:
+        """Encode each part between two special tokens by itself, as every tokenizer does."""
+        marks = re.compile("|".join(map(re.escape, texts)))
+        (whole,) = self._backend.encode_batch([marked], add_special_tokens=False)
+        spelled: list[tuple[int | None, int, int]] = [
+            (token_id, start, end)
+            for token_id, (start, end) in zip(whole.ids, whole.offsets, strict=True)
+            if token_id in self.special_ids  # of an unknown character, too
+            and self._special_names.fullmatch(marked[start:end].strip())
+        ]
+        ids: list[int] = []
+        at = 0
+        for token_id, start, end in [*spelled, (None, len(marked), len(marked))]:
+            piece = marks.sub(lambda mark: texts[mark[0]], marked[at:start])
+            if piece and at and not self._begins_anew:
+                ids += self.encode_behind(piece, is_literal=True)
+            elif piece:
+                ids += self._encode(piece, add_special_tokens=False, is_literal=True)
+            if token_id is not None:
+                ids.append(token_id)
+            at = end
+        return ids
+
+    @cached_property
+    def _literal_backend(self) -> Any:  # noqa: ANN401 - tokenizers is untyped
+        """The same tokenizer, which reads no special tokens in a text."""
+        backend = type(self._backend).from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
 
     @property
     def _most_chars(self) -> int:
-        """Most characters of a text that may fit."""
-        return (self.max_model_len - 1) * self._most_chars_per_token
+        """Most characters of a text that may fit, if nothing is generated behind it."""
+        return self.max_model_len * self._most_chars_per_token
 
-    def _too_long(self, num_chars: int) -> PromptTooLong:
-        return PromptTooLong(-(-num_chars // self._most_chars_per_token), self.max_model_len - 1)
+    def _too_long(
+        self, num_chars: int, param: str = "prompt", *, generates: bool = True
+    ) -> PromptTooLong:
+        num_tokens = -(-num_chars // self._most_chars_per_token)
+        return PromptTooLong(num_tokens, self.max_model_len - generates, param=param)
 
     @cached_property
     def _most_chars_per_token(self) -> int:
@@ -382,6 +452,12 @@ class Tokenizer:
         """Ids of special tokens."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def _special_names(self) -> re.Pattern[str]:
+        added = self._backend.get_added_tokens_decoder().values()
+        names = [re.escape(token.content) for token in added if token.special]
+        return re.compile("|".join(names) or "(?!)")
 
     @cached_property
     def is_byte_level(self) -> bool:

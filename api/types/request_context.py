@@ -77,6 +77,15 @@ class EngineAnswer(Protocol):
         """Why each generation ended; None: it has not."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndedAnswer:
+    """An `EngineAnswer` without its request, which is free."""
+
+    request_id: str
+    usage: Usage
+    finish_reasons: Sequence[str | None]
+
+
 @dataclass(slots=True, eq=False)
 class RequestContext:
     """The state of one HTTP request. Contains no text of prompts and answers."""

@@ -22,7 +22,9 @@ NOT_RUNNING, NO_REPLICA = "the engine is not running", "no replica is there"
 MAX_SILENT_BEATS = 3  # of ours, without a message: two of its own are missing then
 REFUSAL_SECONDS = 10.0  # in which a refusal that is repeated is not logged again
 TOLD_CAUSES = ("wrong", "died", "left")  # those that a replica hears why the front parts with it
-MODEL_FACTS = ("name", "vocab_size", "tokenizer", "page_size", "max_model_len", "eos_token_ids")
+MODEL_FACTS = (
+    "name", "vocab_size", "tokenizer", "page_size", "max_model_len", "eos_token_ids", "pooling",
+)  # fmt: skip
 """Fields of `Hello` that all replicas of a front must have in common."""
 
 BITS_FACTS = ("kernels", "fingerprint", "exact")

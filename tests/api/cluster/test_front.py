@@ -13,7 +13,7 @@ import pytest
 from foretoken.api.cluster.front import replicas as replicas_of_front
 from foretoken.api.cluster.front.replicas import Replicas
 from foretoken.api.cluster.front.routing import ANSWER_TOKENS, Route
-from foretoken.api.cluster.wire.forms import error_form
+from foretoken.api.cluster.wire.forms import PoolingForm, error_form
 from foretoken.api.cluster.wire.messages import (
     Abort,
     Answer,
@@ -381,6 +381,7 @@ def test_requests_wait_for_all_replicas_that_are_wanted() -> None:
         ({"page_size": 32}, "its page_size is 32"),
         ({"max_model_len": 99}, "its max_model_len is 99"),
         ({"tokenizer": "ff"}, "its tokenizer is ff"),
+        ({"pooling": PoolingForm(dimensions=8)}, "its pooling is PoolingForm(dimensions=8"),
         ({"version": 2}, "version 2"),
     ],
     ids=str,

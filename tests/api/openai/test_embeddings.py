@@ -143,6 +143,8 @@ def test_a_model_that_is_not_made_for_vectors_embeds_with_one_warning(
     with LLM(tmp_path, draft="none", threads=1, kv_tokens=1024) as llm:
         found = llm.embed([SHORT, SHORT])
         llm.embed(SHORT)
+        with pytest.raises(InvalidRequest, match=r"64 or left out, not 32.*names no lengths"):
+            llm.embed(SHORT, dimensions=32)
     wanted = unit_vector(chat.model.model, chat.tokenizer(SHORT).input_ids)
     assert is_near(found[0].embedding, wanted)
     warnings = [each.message for each in caplog.records if "may mean little" in each.message]
@@ -210,6 +212,11 @@ def test_all_forms_of_input(server: Any, embedder: TinyModel, given: str) -> Non
         ({"input": {"a": 1}}, "input", None),
         ({}, "input", None),
         ({"input": "a", "priority": 10**6}, "priority", None),
+        ({"input": "a", "truncate_prompt_tokens": 8}, "truncate_prompt_tokens", None),
+        ({"input": "a", "max_tokens_per_doc": 8}, "max_tokens_per_doc", None),
+        ({"input": "a", "messages": []}, "messages", None),
+        ({"input": "a", "normalize": False}, "normalize", None),
+        ({"input": "a", "add_special_tokens": False}, "add_special_tokens", None),
     ],
 )
 def test_bad_bodies_are_refused_with_the_field(
@@ -219,6 +226,18 @@ def test_bad_bodies_are_refused_with_the_field(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
     assert error["type"] == "invalid_request_error"
+
+
+def test_a_text_that_is_not_to_be_cached_is_not(server: Any) -> None:
+    body = {"input": TEXTS[0], "cache": {"write": False}, "normalize": True}
+    for more in ({}, {}, {"cache": None}):
+        usage = httpx.post(f"{server.url}/v1/embeddings", json=body | more).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    usage = httpx.post(f"{server.url}/v1/embeddings", json=body).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+    unread = body | {"cache": {"read": False}}
+    usage = httpx.post(f"{server.url}/v1/embeddings", json=unread).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_a_list_of_ids_may_be_longer_than_a_list_of_messages(serve: Any) -> None:

@@ -251,6 +251,30 @@ def test_what_a_template_writes_beyond_its_bound_is_counted_and_not_kept(own):
     assert f"{-(-9_999_900 // per_token)} tokens > 49 maximum" in str(info.value)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "byte_fallback"])
+def test_a_marked_text_is_encoded_as_the_whole_but_for_special_tokens_in_its_parts(kind, request):
+    own = Tokenizer.load(request.getfixturevalue(f"{kind}_folder"), max_model_len=1000)
+    special = own.decode([max(own.special_ids)], skip_special_tokens=False)
+    frame = "the quick {} fox" + special + "over{}"
+    for first, second in (("brown", " the lazy dog"), (f"a{special}b", special)):
+        marked = frame.format("\ue000A", "\ue000B")
+        ids = asyncio.run(own.encode_marked(marked, {"\ue000A": first, "\ue000B": second}))
+        assert ids.count(max(own.special_ids)) == 1 or kind == "metaspace", "Unigram knows no other"
+        whole = asyncio.run(own.encode(frame.format(first, second), add_special_tokens=False))
+        assert (ids == whole) == (not own.names_special(first + second))
+    own.close()
+
+
+def test_a_text_may_fill_the_context_where_nothing_is_generated_behind_it(own):
+    own.max_model_len = 3
+    most = 3 * own._most_chars_per_token
+    assert asyncio.run(own.encode("x" * most, generates=False))
+    for generates, limit in ((False, 3), (True, 2)):
+        with pytest.raises(PromptTooLong) as info:
+            asyncio.run(own.encode("x" * (most + 1), param="inputs[1]", generates=generates))
+        assert (info.value.limit, info.value.param) == (limit, "inputs[1]")
+
+
 def test_a_template_that_writes_nothing_for_ever_takes_no_memory():
     token = BUDGET.set(Budget(10, 1000))
     tracemalloc.start()
