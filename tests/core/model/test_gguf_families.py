@@ -312,7 +312,7 @@ def test_divided_frequencies_are_refused_where_modules_do_not_take_them(tmp_path
 
 @pytest.mark.parametrize(
     ("architecture", "reason"),
-    [("jamba", "state"), ("rwkv7", "state"), ("t5", "token by token"), ("bloom", "ALiBi")],
+    [("jamba", "recurrent"), ("rwkv7", "recurrent"), ("t5", "token by token"), ("bloom", "ALiBi")],
 )
 def test_what_cannot_be_served_is_refused_by_name(
     architecture: str, reason: str, tmp_path: Path
