@@ -105,7 +105,7 @@ def _linears(weights: DecoderWeights) -> Iterator[PackedLinear]:
             yield mixer.o
         elif isinstance(mixer, AttentionWeights | ConvWeights):
             yield from mixer.linears
-        elif isinstance(mixer, DeltaWeights) and not mixer.shape.is_tiled:
+        elif isinstance(mixer, DeltaWeights) and not mixer.shape.is_tiled:  # noqa: SIM114
             yield from mixer.linears
         if isinstance(layer.mlp, MlpWeights):
             yield from layer.mlp.linears
@@ -313,4 +313,3 @@ def _runs(of_part: Tensor) -> list[tuple[int, int]]:
 def _on(update: LoraUpdate, device: torch.device) -> LoraUpdate:
     blocks = tuple(block._replace(b=block.b.to(device)) for block in update.blocks)
     return update._replace(a=update.a.to(device), blocks=blocks)
-

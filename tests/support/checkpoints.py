@@ -471,8 +471,12 @@ class ModelDriver:
         drafts = num_drafts or [0] * len(rows)
         segments = [
             Segment(
-                ids, s.num_computed, s.pages, wanted,
-                state=self._state(s, len(ids) - draft), adapter=self.adapter,
+                ids,
+                s.num_computed,
+                s.pages,
+                wanted,
+                state=self._state(s, len(ids) - draft),
+                adapter=self.adapter,
             )
             for (s, ids, wanted), draft in zip(rows, drafts, strict=True)
         ]

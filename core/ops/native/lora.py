@@ -97,14 +97,14 @@ class AdaptedStructs:
         )
 
 
-def updates_of(
-    weights: LoraWeights, places: Sequence[PackedLinear | None]
-) -> ctypes.Array[_PTR]:
+def updates_of(weights: LoraWeights, places: Sequence[PackedLinear | None]) -> ctypes.Array[_PTR]:
     """The updates of the linears at ``places``, four of each layer; null where there is none."""
     return (_PTR * len(places))(*(_address(weights.parts.get(place)) for place in places))
 
 
-def add_lora(library: NativeLibrary, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
+def add_lora(
+    library: NativeLibrary, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora
+) -> None:
     """Add an update of some rows of ``x`` to ``out``, which is dense. Raises MemoryError."""
     assert isinstance(lora, NativeLora)
     x, rows = x.contiguous(), rows.contiguous()

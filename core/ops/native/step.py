@@ -249,7 +249,8 @@ class NativeStep:
         changes = AdaptedStructs(adapted, self._updates_of) if adapted else None
         failed = self._library.c.ft_forward(
             ctypes.byref(self._struct), token_ids.data_ptr(), _address(given), parts, len(parts),
-            None if changes is None else changes.structs, len(adapted), out.data_ptr(), num_taps, at, _address(tapped),
+            None if changes is None else changes.structs, len(adapted),
+            out.data_ptr(), num_taps, at, _address(tapped),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the activations of a step")

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.lora import load_lora
-from foretoken.core.ops.batch import Segment
-from foretoken.core.ops.native import native_library
 from foretoken.core.ops.lora import LoraWeights
+from foretoken.core.ops.native import native_library
 from support.adapters import ALL, FUSED, merged, write_adapter
 from support.checkpoints import ModelDriver, make_reference, save
 from support.greedy_streams import random_ids
