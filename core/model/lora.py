@@ -11,13 +11,13 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelLoadError, shown
+from ..interface.adapter import LoadedAdapter
 from ..ops.base import (
     AttentionWeights,
     ConvWeights,
@@ -27,7 +27,7 @@ from ..ops.base import (
     MlpWeights,
     PackedLinear,
 )
-from ..ops.lora import LoraBlock, LoraUpdate, LoraWeights
+from ..ops.lora import LoraBlock, LoraUpdate, LoraWeights, PackedLora
 from .decoder import Decoder, OwnDecoder
 from .fields import Fields, read_json
 from .fold import Recipe
@@ -53,15 +53,7 @@ _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
 
 
-class LoadedLora(NamedTuple):
-    """An adapter's weights, its largest rank, and a digest of its files' content."""
-
-    weights: LoraWeights
-    rank: int
-    digest: bytes
-
-
-def load_lora(folder: Path, decoder: Decoder, *, max_rank: int) -> LoadedLora:
+def load_lora(folder: Path, decoder: Decoder, *, max_rank: int) -> LoadedAdapter:
     """Load an adapter for a decoder.
 
     Raises `ModelLoadError`, naming the field or the tensor, for files that are missing or damaged,
@@ -80,13 +72,14 @@ def load_lora(folder: Path, decoder: Decoder, *, max_rank: int) -> LoadedLora:
         update = _update(recipe, tensors, settings, max_rank)
         if update is not None:
             found[packed] = update
-    packed_parts = {
+    packed_parts: dict[object, PackedLora] = {
         packed: decoder.ops.pack_lora(_on(update, decoder.device), decoder.dtype)
         for packed, update in found.items()
     }
     rank = max(block.b.shape[1] for update in found.values() for block in update.blocks)
     digest = hashlib.sha256(settings.content + tensors.digest()).digest()
-    return LoadedLora(LoraWeights(packed_parts), rank, digest)
+    weights = LoraWeights(packed_parts)
+    return LoadedAdapter(weights, rank, weights.num_bytes, digest)
 
 
 def adaptable(decoder: OwnDecoder) -> dict[PackedLinear, Recipe]:
@@ -103,9 +96,9 @@ def _linears(weights: DecoderWeights) -> Iterator[PackedLinear]:
         mixer = layer.mixer
         if isinstance(mixer, LatentWeights):
             yield mixer.o
-        elif isinstance(mixer, AttentionWeights | ConvWeights):
-            yield from mixer.linears
-        elif isinstance(mixer, DeltaWeights) and not mixer.shape.is_tiled:  # noqa: SIM114
+        elif isinstance(mixer, AttentionWeights | ConvWeights) or (
+            isinstance(mixer, DeltaWeights) and not mixer.shape.is_tiled
+        ):
             yield from mixer.linears
         if isinstance(layer.mlp, MlpWeights):
             yield from layer.mlp.linears

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from ..lora import AdaptedRows, LoraBlock, LoraUpdate, LoraWeights, PackedLora
 from .library import DTYPES, NativeLibrary
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
+Addresses: TypeAlias = ctypes.Array[ctypes.c_void_p]
 CHUNK = 64  # outputs that lie together, as in lora.h
 
 
@@ -58,14 +60,14 @@ class AdaptedStruct(ctypes.Structure):
 class NativeLora(PackedLora):
     """A and B in the activations' dtype."""
 
-    __slots__ = ("_lent", "num_bytes", "struct")
+    __slots__ = ("_lent", "_num_bytes", "struct")
 
     def __init__(self, update: LoraUpdate, dtype: torch.dtype) -> None:
         a = update.a.to(dtype).contiguous()
         packed = [_chunks(block.b.to(dtype)) for block in update.blocks]
         blocks = (BlockStruct * len(packed))(*map(_block, update.blocks, packed))
         self._lent = (a, packed, blocks)  # alive as long as the struct points into them
-        self.num_bytes = sum(each.nbytes for each in (a, *packed))
+        self._num_bytes = sum(each.nbytes for each in (a, *packed))
         ranks, in_features = a.shape
         self.struct = LoraStruct(
             in_features,
@@ -77,6 +79,11 @@ class NativeLora(PackedLora):
         )
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of A and B."""
+        return self._num_bytes
+
+    @property
     def address(self) -> int:
         """Where the struct is; it must outlive what reads it."""
         return ctypes.addressof(self.struct)
@@ -86,7 +93,7 @@ class AdaptedStructs:
     """The adapters of a pass as step.c reads them; alive as long as the pass."""
 
     def __init__(
-        self, adapted: Sequence[AdaptedRows], updates: Callable[[LoraWeights], ctypes.Array[_PTR]]
+        self, adapted: Sequence[AdaptedRows], updates: Callable[[LoraWeights], Addresses]
     ) -> None:
         """``updates``: of an adapter, as `updates_of` makes them."""
         self._updates = [updates(each.weights) for each in adapted]
@@ -97,7 +104,7 @@ class AdaptedStructs:
         )
 
 
-def updates_of(weights: LoraWeights, places: Sequence[PackedLinear | None]) -> ctypes.Array[_PTR]:
+def updates_of(weights: LoraWeights, places: Sequence[PackedLinear | None]) -> Addresses:
     """The updates of the linears at ``places``, four of each layer; null where there is none."""
     return (_PTR * len(places))(*(_address(weights.parts.get(place)) for place in places))
 

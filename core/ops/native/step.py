@@ -38,7 +38,7 @@ from .gemma4 import BesideStruct, ExtrasStruct, TokenInputsStruct, TokenInputStr
 from .latent import LatentStruct, latent_struct
 from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
-from .lora import AdaptedStructs, updates_of
+from .lora import AdaptedStructs, Addresses, updates_of
 from .plan import NativePlan, PartStruct
 from .row_passes import NativeRowPasses
 from .state import ConvStruct, ConvStructs, RecurrentStruct, RecurrentStructs
@@ -112,7 +112,7 @@ class NativeStep:
         self._with_states: list[RecurrentStructs | ConvStructs] = []
         # Of each layer the four linears that adapters may change.
         self._places: list[PackedLinear | None] = []
-        self._updates: WeakKeyDictionary[LoraWeights, ctypes.Array[_PTR]] = WeakKeyDictionary()
+        self._updates: WeakKeyDictionary[LoraWeights, Addresses] = WeakKeyDictionary()
         layers = (LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
         mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
         width = max((_native(mlp.down).in_features for mlp in mlps), default=0)
@@ -256,7 +256,7 @@ class NativeStep:
             raise MemoryError("no memory for the activations of a step")
         return LayersOutput(out, taps=tapped)
 
-    def _updates_of(self, weights: LoraWeights) -> ctypes.Array[_PTR]:
+    def _updates_of(self, weights: LoraWeights) -> Addresses:
         """An adapter's updates of all places, made when it is first used."""
         if weights not in self._updates:
             self._updates[weights] = updates_of(weights, self._places)
