@@ -82,6 +82,17 @@ def warm_params(params: SamplingParams) -> SamplingParams:
     )
 
 
+def with_adapter(params: object, lora: str | None) -> object:
+    """The parameters, one set or several, with the name of an adapter, if there is one."""
+    if lora is None:
+        return params
+    if params is None or isinstance(params, SamplingParams):
+        return replace(params or SamplingParams(), lora=lora)
+    if isinstance(params, Sequence) and not isinstance(params, str):
+        return [with_adapter(each, lora) for each in params]
+    return params
+
+
 def many_params(params: object, count: int) -> list[SamplingParams]:
     """One set of parameters per prompt, from one for all or a list."""
     if params is None or isinstance(params, SamplingParams):

@@ -49,6 +49,7 @@ from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service
 from ..serving.settings import Settings
 from . import protocol
+from .adapters import AdapterRoutes
 from .auth import AuthMiddleware, needs_admin_key
 from .cache_routes import CacheRoutes
 from .dashboard import Dashboard
@@ -300,6 +301,17 @@ def create_app(
     return UnderPath(observed, root_path) if root_path else observed
 
 
+def _adapter_routes(service: Service) -> list[Route]:
+    """Routes that change which adapters there are; none without an admin key."""
+    if not service.settings.admin_keys:
+        return []
+    adapters = AdapterRoutes(service)
+    return [
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+    ]
+
+
 def _refuse_clash(llm: EngineClient, settings: Settings) -> None:
     """Raise `InvalidRequest` for an adapter with a name of the model."""
     for name in settings.served_names:
@@ -363,6 +375,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/cache", cache.show, methods=["GET"]),
         Route("/cache/explain", cache.explain, methods=["GET"]),
         Route("/cache/flush", cache.flush, methods=["POST"]),
+        *_adapter_routes(service),
         *Dashboard(service).routes,
         *(ApiViewer().routes if service.settings.ui else []),
         Route("/openapi.json", OpenApi(service.settings.root_path).show, methods=["GET"]),

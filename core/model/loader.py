@@ -303,6 +303,7 @@ def _in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | Quant
 
 def _shape(weight: StoredWeight) -> tuple[int, int]:
     """Rows and columns of a stored matrix."""
+    assert not isinstance(weight, QuantizedStack)
     rows, columns = (weight if isinstance(weight, Tensor) else weight.values).shape
     return rows, columns
 

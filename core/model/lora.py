@@ -28,12 +28,12 @@ from ..ops.base import (
     PackedLinear,
 )
 from ..ops.lora import LoraBlock, LoraUpdate, LoraWeights, PackedLora
+from .adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from .decoder import Decoder, OwnDecoder
 from .fields import Fields, read_json
 from .fold import Recipe
 from .formats.nested import base_names, family_names, text_names
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Fields that ask for more than a low-rank update of linears, and what they ask for.
 _REFUSED = {
