@@ -42,8 +42,8 @@ def test_one_call_mixes_adapters_and_the_base(adapted: AdaptedModel) -> None:
             assert found.token_ids == wanted(adapted, name), name
             assert found.usage.cached_tokens > 0
         assert llm.generate(PROMPT, greedy(), lora="sql").token_ids == wanted(adapted, "sql")
-        streamed = [d.token_ids for d in llm.stream(PROMPT, greedy(), lora="poems")]
-        assert sum(streamed, []) == wanted(adapted, "poems")
+        deltas = llm.stream(PROMPT, greedy(), lora="poems")
+        assert [token for delta in deltas for token in delta.token_ids] == wanted(adapted, "poems")
         base, own = llm.embed(PROMPT).embedding, llm.embed(PROMPT, lora="legal").embedding
         assert max(abs(a - b) for a, b in zip(base, own, strict=True)) > 0.01
         with pytest.raises(InvalidRequest, match="no adapter other is loaded") as refused:
