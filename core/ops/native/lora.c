@@ -8,8 +8,13 @@
 #include "vector.h"
 
 enum { PIECE = 16384, /* products that make a task worth another thread */
-       TILE = 4,      /* outputs of A, and rows, that share what is loaded and widened */
        VECS = FT_LORA_CHUNK / FT_WIDTH };
+/* Outputs of A, and rows, that share what is loaded and widened. */
+#if defined(FT_AVX512) || defined(FT_AVX2)
+enum { TILE = 4 };
+#else
+enum { TILE = 1 }; /* without vectors, more is only more code */
+#endif
 
 typedef struct {
     const ft_lora_rows *updates;
