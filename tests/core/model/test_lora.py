@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.lora import load_lora
+from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.lora import LoraWeights
 from foretoken.core.ops.native import native_library
 from support.adapters import ALL, FUSED, merged, write_adapter
@@ -202,7 +204,7 @@ def test_other_files_are_refused(base: tuple[Any, Decoder], tmp_path: Path) -> N
 def test_an_adapter_of_another_base_is_refused(base: tuple[Any, Decoder], tmp_path: Path) -> None:
     _, decoder = base
     other = make_reference("qwen3", intermediate_size=104)
-    with pytest.raises(ModelLoadError, match=r"up_proj has A \[4, 64\] and B \[104, 4\]"):
+    with pytest.raises(ModelLoadError, match=r"gate_proj has A \[4, 64\] and B \[104, 4\]"):
         load_lora(write_adapter(tmp_path, other), decoder, max_rank=16)
 
 
