@@ -86,7 +86,7 @@ class Adapters:
 
     @property
     def served(self) -> list[ServedAdapter]:
-        """Those that requests may name, in the order in which they were loaded."""
+        """Adapters that requests may name, in the order in which they were loaded."""
         return list(self._served.values())
 
     @property

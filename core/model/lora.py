@@ -116,7 +116,7 @@ class LoraSettings:
             raise fields.error("peft_type", f"must be LORA, not {shown(values['peft_type'])}")
         for name, what in _REFUSED.items():
             if values.get(name):
-                raise fields.error(name, f"asks for {what}, which is not supported")
+                raise fields.error(name, f"means {what}, which is not supported")
         if values.get("bias", "none") != "none":
             raise fields.error("bias", "must be none: biases are not changed")
         started = values.get("init_lora_weights")

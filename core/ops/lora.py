@@ -12,7 +12,7 @@ from .batch import IntArray, RaggedBatch
 
 
 class LoraBlock(NamedTuple):
-    """What is added to ``len(b)`` outputs from ``first_out`` on: ``b`` times some of A's outputs.
+    """An update of ``len(b)`` outputs from ``first_out`` on: ``b`` times some of A's outputs.
 
     No output of a layer is in two blocks.
     """

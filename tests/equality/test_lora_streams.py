@@ -99,7 +99,7 @@ def test_an_adapter_reads_no_page_of_another(house: House) -> None:
 
 
 def test_a_shared_page_would_change_tokens(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the harness: without namespaces the tokens are others."""
+    """Check the harness: without namespaces the tokens are others."""
     monkeypatch.setattr(AdaptedHouse, "shares", True)
     served = house.run(order(house, 3), None, repeats=2)
     assert any(tokens != house.solo[index] for index, tokens in served.items())

@@ -27,7 +27,7 @@ BASE, FOLDER = "Qwen/Qwen3-0.6B", "./adapters"
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What stands for the names of the page."""
+    """Folders that stand for the names of the page."""
     made = AdaptedModel(tmp_path_factory.mktemp("adapters"))
     return {BASE: str(made.base), FOLDER: str(made.folder)}
 

@@ -85,7 +85,7 @@ class NativeLora(PackedLora):
 
     @property
     def address(self) -> int:
-        """Where the struct is; it must outlive what reads it."""
+        """Address of the struct; it must outlive what reads it."""
         return ctypes.addressof(self.struct)
 
 

@@ -112,15 +112,15 @@ def test_a_digest_follows_from_the_content(base: tuple[Any, Decoder], tmp_path: 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"use_dora": True}, "use_dora asks for DoRA"),
-    "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save asks for modules"),
+    "dora": ({"use_dora": True}, "use_dora means DoRA"),
+    "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save means modules"),
     "bias": ({"bias": "all"}, "bias must be none"),
-    "lora bias": ({"lora_bias": True}, "lora_bias asks for biases of B"),
-    "alora": ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens asks for adapters"),
+    "lora bias": ({"lora_bias": True}, "lora_bias means biases of B"),
+    "alora": ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens means adapters"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is pissa_niter_4"),
-    "experts": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters asks"),
-    "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices asks for embeddings"),
-    "replication": ({"layer_replication": [[0, 1]]}, "layer_replication asks for layers"),
+    "experts": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters means"),
+    "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices means embeddings"),
+    "replication": ({"layer_replication": [[0, 1]]}, "layer_replication means layers"),
     "another kind": ({"peft_type": "IA3"}, "peft_type must be LORA"),
     "no rank": ({"r": 0}, "r must be at least 1"),
     "a pattern": ({"rank_pattern": {"(": 3}}, "rank_pattern has '\\(', no pattern"),
