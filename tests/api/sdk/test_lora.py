@@ -31,9 +31,12 @@ def wanted(adapted: AdaptedModel, name: str | None, *, version: int = 0) -> list
     return adapted.answer(name, ids, NUM_NEW, version=version)
 
 
-def test_one_call_mixes_adapters_and_the_base(adapted: AdaptedModel) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_one_call_mixes_adapters_and_the_base(adapted: AdaptedModel, overlap: str) -> None:
     names: list[str | None] = [*RANKS, None, *RANKS, None]
-    with LLM(adapted.base, lora={name: adapted.path(name) for name in RANKS}, **OPTIONS) as llm:
+    lora = {name: adapted.path(name) for name in RANKS}
+    options = OPTIONS | {"overlap": overlap, "draft": "none" if overlap == "on" else "radix,suffix"}
+    with LLM(adapted.base, lora=lora, **options) as llm:
         params = [greedy(lora=name) for name in names]
         for found, name in zip(llm.generate([PROMPT] * 8, params), names, strict=True):
             assert found.token_ids == wanted(adapted, name), name
@@ -54,12 +57,16 @@ def test_one_call_mixes_adapters_and_the_base(adapted: AdaptedModel) -> None:
 def test_an_adapter_loaded_again_reads_nothing_of_before(adapted: AdaptedModel) -> None:
     async def body() -> None:
         async with AsyncLLM(adapted.base, **OPTIONS) as llm:
+            held = []  # so that what was computed stays in the cache
             for version in (0, 1, 0):
                 adapted.write("sql", "again", version=version)
                 await llm.adapters.load("sql", adapted.folder / "again")
-                first = await llm.generate(PROMPT, greedy(cache_salt="s"), lora="sql")
+                held.append(await llm.open(PROMPT, greedy(cache_salt="s", lora="sql")))
+                first = await held[-1].collect()
                 assert first.usage.cached_tokens == 0
                 assert first.token_ids == wanted(adapted, "sql", version=version)
+            for answer in held:
+                llm.forget(answer)
             audit = await llm.engine.audit()
             assert audit["ok"]
 
