@@ -16,6 +16,7 @@ from foretoken.core.ops.native import native_library
 from foretoken.radix_cache.audit import run as run_checks
 from support.adapters import write_adapter
 from support.checkpoints import make_reference, save
+from support.draft_trees import TreeDepth
 from support.equality_harness import House, shuffled
 
 NUM_REQUESTS = 16
@@ -86,7 +87,15 @@ def test_chunks_beside_other_adapters_change_no_token(house: House, max_batch_to
     check(house, house.run(order(house, 1), None, max_batch_tokens=max_batch_tokens, poison=True))
 
 
-@pytest.mark.parametrize("drafter", ["trees", "wrong", "perfect", "auto+lm"])
+def test_trees_of_adapted_requests_change_no_token(house: House) -> None:
+    served = house.run(
+        order(house, 7), "trees", speculator=TreeDepth(10), max_batch_tokens=160, poison=True
+    )
+    check(house, served)
+    assert sum(request.usage.accepted_tokens for request in house.requests) > 40
+
+
+@pytest.mark.parametrize("drafter", ["wrong", "perfect", "auto+lm"])
 def test_drafts_of_adapted_requests_change_no_token(house: House, drafter: str) -> None:
     check(house, house.run(order(house, 2), drafter, depth=4, repeats=2))
 

@@ -78,7 +78,9 @@ def test_a_request_goes_on_while_its_adapter_is_unloaded(adapted: AdaptedModel) 
         async with AsyncLLM(adapted.base, lora={"sql": adapted.path("sql")}, **OPTIONS) as llm:
             answer = await llm.open(PROMPT, greedy(lora="sql"))
             unloading = asyncio.create_task(llm.adapters.unload("sql"))
-            await asyncio.sleep(0)
+            for _ in range(20):  # turns of the loop
+                await asyncio.sleep(0)
+            assert not unloading.done()
             assert "sql" not in llm.adapters
             assert llm.adapters.num_loaded == 1
             with pytest.raises(InvalidRequest, match="no adapter sql"):

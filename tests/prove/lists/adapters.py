@@ -51,7 +51,7 @@ MUTATIONS = (
         """                tail=array("q", ancestors + own),
                 adapter=scheduled.adapter,""",
         """                tail=array("q", ancestors + own),""",
-        ("test_drafts_of_adapted_requests_change_no_token",),
+        ("test_trees_of_adapted_requests_change_no_token",),
         "all rows of a draft are verified with the request's adapter",
     ),
     Mutation(
@@ -67,7 +67,7 @@ MUTATIONS = (
         "Adapters._drop",
         "await adapter.unused.wait()",
         "pass",
-        ("test_an_unload_waits_for_a_stream",),
+        ("test_a_request_goes_on_while_its_adapter_is_unloaded",),
         "unloading waits for the adapter's requests",
     ),
 )
