@@ -39,6 +39,7 @@ READ_BYTES = 2**30
 COLD_BYTES = 2**28  # several times a GPU's cache
 MAX_LAYERS = 24  # of the pool: as many are read in turn as make these bytes
 RULE = Rule(None, None, None)
+DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class Scene:
             num_kv_heads=case.num_kv_heads,
             head_dim=128,
             page_size=PAGE_SIZE,
-            dtype=torch.bfloat16,
+            dtype=DTYPE,
             device=device,
         )
         fill(self.pool)
@@ -132,7 +133,7 @@ class Scene:
         plan = TritonOps().plan(batch, self.pool, case.heads)
         self.plan: DevicePlan = plan.on_device((None,))
         width = case.num_heads * 128
-        self.q = torch.randn(batch.num_rows, width, device=device).bfloat16() * 128**-0.5
+        self.q = torch.randn(batch.num_rows, width, device=device).to(DTYPE) * 128**-0.5
         self.is_narrow = case.is_narrow
 
     def run(self, launch: AttentionLaunch | None) -> Tensor:
@@ -248,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = [line for at, line in enumerate(found) if at < args.best or line["in use"]]
         print(table(kept), flush=True)
         every += found
-        torch.cuda.empty_cache()
+        Gauge(device).release()
     if args.json is not None:
         report = {"command": command(), "card": Gauge(device).card(), "read": rate}
         write_json(args.json, report | {"lines": every})
