@@ -161,7 +161,7 @@ def compile_part(part: int, parts: int, names: Sequence[str], programs: Sequence
     for (num_heads, num_kv_heads, is_narrow), launch in wanted[part::parts]:
         rows = 1 if is_narrow else 64
         case = Case(1, 300, rows, num_heads, num_kv_heads)
-        Scene(case, torch.device("cuda"), 1).run(launch)
+        Scene(case, choose_device("cuda"), 1).run(launch)
 
 
 def lines(

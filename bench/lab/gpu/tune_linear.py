@@ -167,10 +167,11 @@ def compile_part(part: int, parts: int, names: Sequence[str], *, is_int8: bool) 
             kind = (choice.tiles.inner, choice.tiles.pieces > 1)
             options = replace(choice.launch, grid=(1, 1, 1))
             found.setdefault((kind, options), (name, num_rows, choice))
+    device = choose_device("cuda")
     for name, num_rows, choice in list(found.values())[part::parts]:
-        weight = torch.randn(1024, SHAPES[name][1], device="cuda").bfloat16()
+        weight = torch.randn(1024, SHAPES[name][1], device=device).bfloat16()
         packed = replace(pack_tiled(weight, None, is_int8=is_int8), tiles=choice.tiles)
-        x = torch.randn(num_rows, SHAPES[name][1], device="cuda").bfloat16()
+        x = torch.randn(num_rows, SHAPES[name][1], device=device).bfloat16()
         shape = choice.launch.rows, choice.launch.columns
         grid = linear_launch(choice.tiles, 1024, num_rows, shape=shape).grid
         launch = replace(choice.launch, grid=grid)
