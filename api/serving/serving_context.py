@@ -92,7 +92,7 @@ class Service:
         elif name in self.llm.adapters:
             note_adapter(name)
         else:
-            raise unknown_model(name, self.names[0])
+            raise unknown_model(name, self.model)
 
     @property
     def draining(self) -> bool:
