@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .node import LockHandle
@@ -55,6 +55,7 @@ class TransferLocks:
         self.now = 0.0  # seconds, as `PrefixCache.tick` sets it
         self.num_pages = 0  # held, as `max_pages` counts them
         self.max_pages = max_pages
+        self.on_hold: Callable[[], None] = lambda: None  # called when a transfer begins
         self.ended = {"done": 0, "expired": 0}  # transfers, by how they ended
         self._tree = tree
         self._held: dict[str, _Transfer] = {}  # by name
@@ -84,6 +85,7 @@ class TransferLocks:
         self._held[name] = _Transfer(pages, self._tree.lock(match), self.now + SECONDS)
         self.num_pages += count
         self.words[slot] = pages.nonce
+        self.on_hold()
         return pages
 
     def renew(self, name: str) -> None:
