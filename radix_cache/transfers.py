@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class TransferLocks:
         self.num_pages = 0  # held, as `max_pages` counts them
         self.max_pages = max_pages
         self.on_hold: Callable[[], None] = lambda: None  # called when a transfer begins
+        self.refused: Counter[str] = Counter()  # by cause; counted by those who read requests
         self.ended = {"done": 0, "expired": 0}  # transfers, by how they ended
         self._tree = tree
         self._held: dict[str, _Transfer] = {}  # by name

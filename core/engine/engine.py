@@ -64,7 +64,7 @@ class Engine:
         page_server: PageServer | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.metrics = EngineMetrics(scheduler, self)
+        self.metrics = EngineMetrics(scheduler, self, gives_kv=page_server is not None)
         self._log = EngineLog(
             self.metrics.spec_stats,
             partial(Load.of, scheduler),

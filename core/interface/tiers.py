@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ...radix_cache.audit import Steps
-from .transfers import PageOffer
+from .transfers import PageOffer, Refusal
 
 Medium = Literal["host", "disk", "remote", "peer"]
 IsValid = Callable[[], bool]
@@ -126,6 +126,10 @@ class KVTiers(Protocol):
     @property
     def has_saves(self) -> bool:
         """Whether `save` has something to do."""
+
+    @property
+    def refused_offers(self) -> Mapping[Refusal, int] | None:
+        """Count the offers that were of no use, by cause; None where no peers are read."""
 
     def watch_saves(self, on_saves: Callable[[], None]) -> None:
         """Have ``on_saves`` called whenever `save` gets something to do."""

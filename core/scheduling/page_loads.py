@@ -9,13 +9,13 @@ goes on as after a prefix hit. Whatever is missing, late or unsound is computed.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from ...radix_cache import Eviction, KVLease, PrefixCache
 from ..interface.request import Request
 from ..interface.tiers import KVTiers, PageLoad
-from ..interface.transfers import PageOffer, Refusal
+from ..interface.transfers import PageOffer
 from .leases import cache_limit, publish
 
 LOOKUP_SECONDS = 0.05  # after which a look-up counts as one that found nothing
@@ -42,7 +42,6 @@ class PageLoads:
         self.meetings: deque[PageOffer] = deque()  # offers whose peers are to be met
         self.ended_offers: deque[PageOffer] = deque()  # whose peers are to be notified
         self.num_offers = 0  # that have not ended
-        self.refused: Counter[Refusal] = Counter()  # requests whose offers are of no use
         self.on_offer: Callable[[], None] = lambda: None
         self.num_late = 0
         self.on_order: Callable[[PageLoad], None] = lambda _: None
@@ -111,7 +110,7 @@ class PageLoads:
         """Take the outcome of a look-up."""
         offer = load.offer
         if offer is not None and offer.is_met and len(keys) < len(offer.page_ids):
-            self.refused["foreign"] += 1
+            self._cache.transfers.refused["foreign"] += 1
         if not load.is_over:
             load.keys, load.is_found = keys, True
             del self._awaited[load.request_id]

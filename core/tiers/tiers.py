@@ -19,7 +19,7 @@ from ...radix_cache import RadixTree
 from ...radix_cache.audit import Steps
 from ...radix_cache.node import Cause
 from ..interface.tiers import PageStore, TierState
-from ..interface.transfers import PageOffer
+from ..interface.transfers import PageOffer, Refusal
 from .keys import PageKeys, StoredPages, chain_keys, tag_of
 from .page_records import Records
 from .peer_store import PeerStore
@@ -242,6 +242,11 @@ class Tiers:
     def has_saves(self) -> bool:
         """See `KVTiers.has_saves`."""
         return bool(self._queue)
+
+    @property
+    def refused_offers(self) -> Mapping[Refusal, int] | None:
+        """See `KVTiers.refused_offers`."""
+        return None if self._peers is None else self._peers.refused.copy()
 
     def watch_saves(self, on_saves: Callable[[], None]) -> None:
         """See `KVTiers.watch_saves`."""

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import hmac
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -80,7 +79,6 @@ class TransferParams:
         row_bytes: tuple[int, ...],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.refused: Counter[Refusal] = Counter()  # requests, by why
         self._key = hmac.digest(secret.encode(), MAC_PURPOSE, "sha256")
         self._fingerprint = fingerprint.hex()
         self._locks, self._keys = cache.transfers, keys
@@ -150,19 +148,19 @@ class TransferParams:
             return Handover(hands_over=True)
         if params.get("do_remote_prefill") is not True:
             if params.get("do_remote_decode") is True:
-                self.refused["role"] += 1
+                self._refuse("role")
             return NO_HANDOVER
         found = self._offer(params)
         if isinstance(found, PageOffer):
             return Handover(offer=found)
-        self.refused[found] += 1
+        self._refuse(found)
         return NO_HANDOVER
 
     def check(self, offer: PageOffer, num_tokens: int) -> bool:
         """Whether an offer suits a prompt of this many tokens; one that does not is ended."""
         if len(offer.page_ids) <= max(0, num_tokens - 1) // self._page_size:
             return True
-        self.refused["out_of_range"] += 1
+        self._refuse("out_of_range")
         self.end(offer)
         return False
 
@@ -170,6 +168,9 @@ class TransferParams:
         """Notify the peer of an offer whose request did not come to the engine."""
         if self._end_offer is not None:
             self._end_offer(offer)
+
+    def _refuse(self, cause: Refusal) -> None:
+        self._locks.refused[cause] += 1
 
     def _offer(self, params: Mapping[str, Any]) -> PageOffer | Refusal:
         if self._end_offer is None:
