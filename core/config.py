@@ -179,13 +179,14 @@ class EngineConfig:
     )
     kv_transfer: Literal["nixl"] | None = setting(
         None,
-        "hand the KV of prompts from one server to another, which goes on with them, as "
-        "kv_transfer_params of requests say; needs the extra pd and FORETOKEN_CLUSTER_KEY",
+        "transport by which the KV of prompts goes from the server that computes them to the one "
+        "that goes on, as kv_transfer_params of requests say; needs the extra pd and "
+        "FORETOKEN_CLUSTER_KEY (default: none)",
     )
     role: Literal["prefill", "decode", "both"] | None = setting(
         None,
-        "with --kv-transfer: compute prompts for others (prefill), go on with prompts of others "
-        "(decode), or both",
+        "part of a server with --kv-transfer: compute prompts for others (prefill), go on with "
+        "prompts of others (decode), or both (both)",
     )
     kv_events: str | None = setting(
         None,

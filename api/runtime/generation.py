@@ -152,7 +152,7 @@ class Answer:
 
     @property
     def request(self) -> Request:
-        """That of its first choice; only once it is submitted."""
+        """The request of its first choice; only once it is submitted."""
         return self.generations[0].request
 
     @property

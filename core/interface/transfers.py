@@ -27,7 +27,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """Where a pool lies in the memory of its process.
+    """The place of a pool in the memory of its process.
 
     ``parts``: for each part of a page's record the row of page 0; those of other pages follow it.
     ``words``: address of `TransferLocks.words`.
@@ -59,7 +59,7 @@ class PageOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """What a request has to do with other engines.
+    """The part of other engines in a request.
 
     With ``hands_over`` its prompt is computed for another one; an ``offer`` was computed by one.
     """
@@ -76,7 +76,7 @@ class PageServer(Protocol):
 
     @property
     def memory(self) -> PoolMemory:
-        """Where it is."""
+        """The place of the memory."""
 
     def notes(self) -> Sequence[bytes]:
         """Return what readers have sent since the last call; returns at once."""
