@@ -18,7 +18,7 @@ import pytest
 
 from support.forked import code, command, run_forked
 from support.plain_http import get, metrics, opened, post
-from support.server_process import Server, free_port, running
+from support.server_process import Server, free_port, front_at, running, start_replica
 
 SMALL = ["--kv-tokens", "8192", "--max-model-len", "4096", "--threads", "1"]
 NIXL = ["--kv-transfer", "nixl"]
@@ -229,6 +229,45 @@ def test_behind_vllm_router_two_servers_say_what_one_says(pair: Pair) -> None:
             router.kill()
     assert metric(pair.d, "kv_tier_hit_tokens_total", '{tier="peer"}') > before + 4 * 300
     pair.check()
+
+
+@needs_nixl
+def test_behind_our_front_replicas_with_roles_say_what_one_server_says(pair: Pair) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    flags = [*SMALL, *NIXL, "--role"]
+    replicas = [
+        start_replica(address, [*flags, role], variables=SECRET) for role in ("prefill", "decode")
+    ]
+    try:
+        with front_at(address, num_replicas=2, variables=SECRET) as front:
+            for index in range(70, 73):
+                compare(front, pair, body_of(index), is_read=True)
+            compare(front, pair, body_of(73, n=2, logprobs=2), is_read=True)
+            compare(front, pair, body_of(74, prompt="short"), is_read=False)
+            compare(front, pair, body_of(70), is_read=False)  # the pool has it
+            assert post(front.url, "/debug/audit").json["ok"]
+            wait_until(lambda: num_done(front) == 5)
+            replicas[0].kill()
+            compare(front, pair, body_of(75), is_read=False)
+            assert front.stop() == 0
+    finally:
+        for each in replicas:
+            each.kill()
+            each.wait()
+
+
+def compare(front: Server, pair: Pair, body: dict[str, Any], *, is_read: bool) -> None:
+    found = post(front.url, "/v1/completions", body).json
+    alone = post(pair.p.url, "/v1/completions", body).json
+    assert found["choices"] == alone["choices"]
+    assert (loaded(found) > 0.4) is is_read
+
+
+def num_done(front: Server) -> float:
+    """Prompts whose pages their readers are done with, over all replicas."""
+    shown = get(front.url, "/metrics").content.decode()
+    done = re.findall(r'kv_transfer_ended_total\{[^}]*cause="done"[^}]*\} (\S+)', shown)
+    return sum(map(float, done))
 
 
 def is_up(url: str) -> bool:

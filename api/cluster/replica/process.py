@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ....core.config import EngineConfig
-from ....core.errors import InvalidRequest
 from ...build.engine_builder import build
 from ...server.lifecycle import Supervisor
 from ...server.process import run_loop
@@ -57,11 +56,8 @@ def make_host(
 
     ``num_shares``: replicas that share the disk of ``kv_disk``, None if it is for this one alone; a
     free share is waited for ``wait_seconds``. Raises what `build` raises, and `InvalidRequest`
-    without a free share and for ``kv_transfer``.
+    without a free share.
     """
-    if config.kv_transfer is not None:
-        message = "kv_transfer: replicas have no roles yet; servers without a front do"
-        raise InvalidRequest(message, param="kv_transfer")
     if num_shares is not None:
         config = _with_disk_share(config, num_shares, wait_seconds)
     built = build(model, config, wants_keys=True)
