@@ -176,7 +176,8 @@ class Request:
     on_token: OnToken | None = None
     shown_ids: frozenset[int] = frozenset()  # special tokens that the text of `on_token` has
     offer: PageOffer | None = None  # pages of a peer that it may read, until it needs none
-    hands_over: bool = False  # its prompt's pages are held at its end, for another engine
+    # Its prompt's pages are held at its end, for another engine; until nobody waits for the answer.
+    hands_over: bool = False
 
     arrival_time: float = 0.0  # set by the engine's clock
     serial: int = 0  # order of arrival

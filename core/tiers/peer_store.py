@@ -97,13 +97,14 @@ class PeerStore:
 
     def _ask(self, memory: PoolMemory, call: Callable[[], T]) -> T | None:
         """Make a call to a peer; None if it does not answer, or did not lately."""
-        if self._shunned.get(memory.agent, 0.0) > self._clock():
+        now = self._clock()
+        if self._shunned.get(memory.agent, 0.0) > now:
             return None
-        self._shunned.pop(memory.agent, None)
         try:
             return call()
         except OSError as error:
             logger.warning("a peer is left alone for %.0f s: %s", SHUNNED_SECONDS, error)
+            self._shunned = {agent: ends for agent, ends in self._shunned.items() if ends > now}
             self._shunned[memory.agent] = self._clock() + SHUNNED_SECONDS
             return None
 
