@@ -15,6 +15,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from ....core.ops.kv_pool import KVPool
 from ....core.ops.triton.attention import launch as launches
 from ....core.ops.triton.attention.launch import AttentionLaunch, Rule, attend, merge
 from ....core.ops.triton.graph.plan import DevicePlan
+from ....core.ops.triton.linear.tiled_linear import OutOfResources
 from ....core.ops.triton.triton_ops import TritonOps
 from ...common.report import command, table, write_json
 from .bed import PAGE_SIZE, fill
@@ -39,6 +41,7 @@ READ_BYTES = 2**30
 COLD_BYTES = 2**28  # several times a GPU's cache
 MAX_LAYERS = 24  # of the pool: as many are read in turn as make these bytes
 RULE = Rule(None, None, None)
+DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class Scene:
             num_kv_heads=case.num_kv_heads,
             head_dim=128,
             page_size=PAGE_SIZE,
-            dtype=torch.bfloat16,
+            dtype=DTYPE,
             device=device,
         )
         fill(self.pool)
@@ -132,7 +135,7 @@ class Scene:
         plan = TritonOps().plan(batch, self.pool, case.heads)
         self.plan: DevicePlan = plan.on_device((None,))
         width = case.num_heads * 128
-        self.q = torch.randn(batch.num_rows, width, device=device).bfloat16() * 128**-0.5
+        self.q = torch.randn(batch.num_rows, width, device=device).to(DTYPE) * 128**-0.5
         self.is_narrow = case.is_narrow
 
     def run(self, launch: AttentionLaunch | None) -> Tensor:
@@ -160,7 +163,8 @@ def compile_part(part: int, parts: int, names: Sequence[str], programs: Sequence
     for (num_heads, num_kv_heads, is_narrow), launch in wanted[part::parts]:
         rows = 1 if is_narrow else 64
         case = Case(1, 300, rows, num_heads, num_kv_heads)
-        Scene(case, torch.device("cuda"), 1).run(launch)
+        with suppress(OutOfResources):
+            Scene(case, choose_device("cuda"), 1).run(launch)
 
 
 def lines(
@@ -177,9 +181,8 @@ def lines(
             out = scene.run(launch).float()
             call = gauge.graph(partial(scene.run, launch))
             spent = statistics.median(gauge.seconds(call, repeats=REPEATS)) / num_layers
-        except Exception as error:  # a launch that does not fit
-            print(name, launch, type(error).__name__, str(error)[:80], flush=True)
-            continue
+        except OutOfResources:
+            continue  # more memory or registers than a multiprocessor has
         off = float((out - expected).norm() / expected.norm())
         found.append(
             {
@@ -248,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = [line for at, line in enumerate(found) if at < args.best or line["in use"]]
         print(table(kept), flush=True)
         every += found
-        torch.cuda.empty_cache()
+        Gauge(device).release()
     if args.json is not None:
         report = {"command": command(), "card": Gauge(device).card(), "read": rate}
         write_json(args.json, report | {"lines": every})

@@ -40,8 +40,8 @@ class AttentionLaunch:
 
 
 NARROW = AttentionLaunch(keys=32, programs=3, num_warps=4, num_stages=5)
-WIDE = AttentionLaunch(keys=64, programs=2, num_warps=4, num_stages=3)
-WIDE_BYTES = 256  # of a vector at most; where there are more, tiles of so many do not fit
+WIDE = AttentionLaunch(keys=64, programs=4, num_warps=8, num_stages=5)
+WIDE_BYTES = 256  # of a vector at most: of longer ones fewer fit into memory
 
 
 def attention_launch(pool: KVPool, *, is_narrow: bool, one_tile: bool) -> AttentionLaunch:
@@ -49,7 +49,7 @@ def attention_launch(pool: KVPool, *, is_narrow: bool, one_tile: bool) -> Attent
     if is_narrow or one_tile:
         return NARROW
     vector_bytes = pool.head_dim * pool.dtype.itemsize
-    return WIDE if vector_bytes <= WIDE_BYTES else replace(WIDE, keys=32)
+    return WIDE if vector_bytes <= WIDE_BYTES else replace(WIDE, keys=32, num_stages=3)
 
 
 def attend(

@@ -26,6 +26,7 @@ from foretoken.core.ops.triton.elementwise import (
     norm_kernel,
     rope_write_kernel,
 )
+from foretoken.core.ops.triton.graph.plan import WIDE_TILE
 from foretoken.core.ops.triton.linear.experts import (
     EXPERT_OPTIONS,
     SORTED_CHUNK,
@@ -83,7 +84,7 @@ RULE = {"WINDOW": 0, "CAP": 0.0, "HAS_SINKS": False}
 ATTEND = {**HEADS, **RULE, "SPLIT": 256, "KV_SPLIT_GROUP": 16, "TILE": 32, "ITEM_WORDS": 7}
 MERGE = {
     "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": 4, "HEAD_DIM": 128,
-    "SPLIT": 256, "KV_SPLIT_GROUP": 16, "WIDE_TILE": 64, "WINDOW": 0, "HAS_SINKS": False,
+    "SPLIT": 256, "KV_SPLIT_GROUP": 16, "WIDE_TILE": WIDE_TILE, "WINDOW": 0, "HAS_SINKS": False,
 }  # fmt: skip
 NORM = {
     "WIDTH": 4096, "TILE": 4096, "HAS_RESIDUAL": False, "HAS_NORM": True, "IS_LAYER": False,
@@ -94,7 +95,7 @@ NORMED, PLAIN_HEADS = (
 )
 ACTIVATION = {"WIDTH": 12288, "TILE": 1024, "IS_GATED": True, "KIND": "silu", "LIMIT": 0.0}
 NARROW = {"TILE_ROWS": 16, "IS_NARROW": True, "IS_WHOLE": False}
-WIDE = {"TILE": launch.WIDE.keys, "TILE_ROWS": 64, "IS_NARROW": False, "IS_WHOLE": True}
+WIDE = {"TILE": launch.WIDE.keys, "TILE_ROWS": WIDE_TILE, "IS_NARROW": False, "IS_WHOLE": True}
 ONE_TILE = {"TILE_ROWS": 16, "IS_NARROW": False, "IS_WHOLE": False}
 
 LAUNCHED = {
