@@ -27,6 +27,7 @@ from ...core.model.assistant import is_assistant
 from ...core.model.decoder import Decoder
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
+from ...core.model.lora import load_lora
 from ...core.model.opening import open_model
 from ...core.model.pooling import read_pooling
 from ...core.model.report import weight_files
@@ -184,6 +185,7 @@ def _build(
         kernels="" if digests is None else digests.kernels(target),
         keys=keys,
         set_openings=None if pool.states is None else scheduler.set_openings,
+        load_adapter=partial(load_lora, decoder=target, max_rank=config.max_lora_rank),
         events=events,
         transfers=transfers,
     )

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -305,6 +305,7 @@ def _run(parsed: argparse.Namespace) -> int:
     params, (model, options) = given.make(SamplingParams), _model_options(given)
     from .terminal import run
 
+    params = _with_adapter(params, options)
     return run(parsed.prompt, model, params, options, show_drafts=parsed.show_drafts)
 
 
@@ -316,6 +317,7 @@ def _chat(parsed: argparse.Namespace) -> int:
     from .chat import chat, chat_with_server
 
     if parsed.url is None:
+        params = _with_adapter(params, options)
         return chat(model, params, options, parsed.system, show_drafts=parsed.show_drafts)
     if local := _flags_of_a_model_here(parsed):
         parsed.parser.error(
@@ -323,6 +325,14 @@ def _chat(parsed: argparse.Namespace) -> int:
         )
     key = next(iter(given.make(Settings).api_keys), None)
     return chat_with_server(parsed.url, key, params, parsed.system)
+
+
+def _with_adapter(params: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
+    """The parameters, with the adapter of ``--lora``. Raises `InvalidRequest` for several."""
+    names = [*EngineConfig(lora=options.get("lora", ())).lora_folders]
+    if len(names) > 1:
+        raise InvalidRequest("--lora: run and chat take one adapter", param="lora")
+    return replace(params, lora=names[0]) if names else params
 
 
 def _flags_of_a_model_here(parsed: argparse.Namespace) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -17,9 +18,12 @@ import yaml
 from foretoken.api.cli import commands
 from foretoken.api.cli.config import REPLICA, Given
 from foretoken.api.cluster.front.front_metrics import FrontMetrics
+from foretoken.api.runtime.adapters import Adapters
 from foretoken.api.serving.limits import Limits
+from foretoken.api.serving.metrics import ServerMetrics
 from foretoken.api.serving.settings import FrontOptions, Joining, Listen
 from foretoken.core.config import EngineConfig
+from foretoken.core.interface.adapter import Adapter, LoadedAdapter
 from foretoken.core.telemetry.metrics import read_states, read_transfers
 from foretoken.radix_cache import PrefixCache, StateSlots
 from support.given import given, listening
@@ -44,7 +48,16 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     server.complete("abab abab abab abab", max_tokens=40)
     names = {name.partition(" ")[0] for name in server.samples()}
     server.close()
-    return names | of_a_front() | of_states() | of_transfers()
+    return names | of_a_front() | of_states() | of_transfers() | of_adapters()
+
+
+def of_adapters() -> set[str]:
+    """Names of the samples of a server with an adapter."""
+    metrics, loaded = ServerMetrics(), LoadedAdapter(Adapter(), 1, 1, b"")
+    adapters = Adapters(lambda _: loaded, most=1)
+    asyncio.run(adapters.load("sql", Path()))
+    metrics.adapters = lambda: adapters
+    return {sample.name for each in metrics.collect() for sample in each.samples}
 
 
 def of_states() -> set[str]:
