@@ -8,7 +8,7 @@ from .tokenizer import Tokenizer
 
 
 class TokenText:
-    """What a tokenizer's tokens are as text. Belongs to one thread.
+    """The tokens of one tokenizer as text. Belongs to one thread.
 
     ``reads_special``: special tokens that a text spells out are themselves, else text. ``shown``:
     names of special tokens that are text.

@@ -301,7 +301,7 @@ class TextProposer:
         """The target's tokens for the text of a chain."""
         text = _whole_characters(self._text_of(chain))[0].encode()
         pending = _whole_characters(reading.open)[1]
-        if len(text) <= len(pending) or not text.startswith(pending):
+        if len(text) <= len(pending):
             return []
         known = self._known(scheduled.tokens, len(pending))
         before = b"".join(map(self._target.piece, known))
