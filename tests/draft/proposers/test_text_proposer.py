@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from foretoken.core.interface.sampling import (
 )
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
+from foretoken.core.ops.batch import Segment
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.proposers import text_proposer
@@ -162,6 +164,24 @@ def test_drafts_are_those_of_a_newcomer_whatever_was_rejected_before(pair) -> No
     accepted = sum(request.usage.accepted_tokens for request in requests)
     assert 0 < accepted < sum(request.usage.proposed_tokens for request in requests)
     assert compared[0] > 50
+
+
+def test_what_differs_from_the_draft_is_computed_anew(pair, monkeypatch) -> None:
+    """A tiny model may overlook KV of rejected tokens, so what is computed is looked at."""
+    proposer, prompt = proposer_of(pair[0]), prompt_of(12)
+    first, *_ = drafted(proposer, row_of(prompt))
+    compute, computed = proposer._grower.compute, list[list[int]]()
+
+    def watched(segments: Sequence[Segment], *others: Any) -> Any:
+        computed.append(list(segments[0].token_ids))
+        return compute(segments, *others)
+
+    monkeypatch.setattr(proposer._grower, "compute", watched)
+    for new in ([first, 77], [77, 78], [78, 79, 80]):
+        computed.clear()
+        proposer.propose([row_of([*prompt, *new])])
+        assert computed[0] == [each for each in new if each != first]
+        prompt += new
 
 
 def test_where_its_pool_is_short_it_drafts_for_some_alone(pair) -> None:
