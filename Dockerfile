@@ -1,11 +1,11 @@
 # foretoken on the CPU. docs/operations.md tells how to run it.
 #   docker build -t foretoken .
-# EXTRAS: extras of the package, such as otel,events,ray.
+# EXTRAS: extras of the package, such as server,otel,events,ray.
 # TORCH_INDEX: a package index with CPU builds of torch; empty for the usual one, whose torch is for CUDA, gigabytes of it.
 
 FROM python:3.11-slim AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=otel,events
+ARG EXTRAS=server,otel,events
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/foretoken/bin:$PATH
 RUN python -m venv /opt/foretoken
 WORKDIR /src

