@@ -54,10 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--python", action="append", help=f"try only this Python (default: {', '.join(PYTHONS)})"
     )
+    parser.add_argument("--built", type=Path, help="try the packages of this folder, build none")
     parser.add_argument("--no-readme", action="store_true", help="leave out the README's commands")
     parser.add_argument("--no-install", action="store_true", help="build and check files alone")
     given = parser.parse_args(argv)
-    wheel, sdist = build(given.out)
+    wheel, sdist = build(given.out) if given.built is None else packages_of(given.built)
     if not given.no_install:
         found = [python for name in given.python or PYTHONS if (python := shutil.which(name))]
         if not found:
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             try_wheel(python, wheel)
     if not given.no_readme:
         try_readme(sdist)
-    write_sums(given.out, (wheel, sdist))
+    if given.built is None:
+        write_sums(given.out, (wheel, sdist))
     return 0
 
 
@@ -75,13 +77,19 @@ def build(out: Path) -> tuple[Path, Path]:
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools packs what lies there
     run(sys.executable, "-m", "build", "--outdir", out, ROOT)
-    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    wheel, sdist = packages_of(out)
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     with zipfile.ZipFile(wheel) as packed:
         check_has(wheel, packed.namelist(), IN_WHEEL)
     with tarfile.open(sdist) as unpacked:
         names = [name.partition("/")[2] for name in unpacked.getnames()]
     check_has(sdist, names, IN_SDIST)
+    return wheel, sdist
+
+
+def packages_of(folder: Path) -> tuple[Path, Path]:
+    """The wheel and the source distribution in a folder that has one of each."""
+    (wheel,), (sdist,) = folder.resolve().glob("*.whl"), folder.resolve().glob("*.tar.gz")
     return wheel, sdist
 
 
@@ -122,7 +130,7 @@ def install(bin_folder: Path, what: object) -> None:
     constraints = ("-c", ROOT / "constraints.txt")
     index = os.environ.get("TORCH_INDEX", TORCH_INDEX)
     if index:
-        given = ("--no-deps", "--index-url", index)
+        given = ("--no-deps", "--retries", "0", "--timeout", "15", "--index-url", index)
         run(*pip, *given, *constraints, "torch", may_fail=True)
     run(*pip, *constraints, what)
 
