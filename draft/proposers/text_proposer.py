@@ -101,7 +101,7 @@ class TextProposer:
         window: int = 256,
     ) -> None:
         self._target, self._own = target, own
-        self._pool, self._window = pool, window
+        self._window = window
         self._grower = TreeGrower(decoder, pool, SOURCE)
         self.cache = PrefixCache(pool.num_pages, pool.page_size)
         self._readings: dict[str, _Reading] = {}  # by request
@@ -276,12 +276,9 @@ class TextProposer:
     ) -> Draft:
         """The chain in the target's tokens, or the tokens looked up where these are likelier."""
         chain = [] if tree is None else [node.token_id for node in tree.nodes]
-        is_read = reading.num_read == len(scheduled.tokens)
         owed = len(scheduled.tokens) - reading.num_read
-        if tree is not None and not chain:
+        if not owed and tree is not None and not chain:  # without room nothing is caught up
             owed = _num_owed(reading, tree)
-        elif tree is None and is_read:
-            owed = 0  # where there is no room nothing will ever be caught up
         note = DraftNote(0 if tree is None else tree.num_levels, owed)
         token_ids = self._allowed(scheduled, self._translated(scheduled, reading, chain))
         survival = self._chances[scheduled.sampling.params.temperature > 0.0].survival(
