@@ -58,6 +58,12 @@ class EngineConfig:
         group="speculation",
         is_basic=True,
     )
+    draft_vocab: Literal["same", "any"] = setting(
+        "same",
+        "vocabulary of a draft model: the target's (same), or another one, too, whose drafts are "
+        "translated by their text (any)",
+        group="speculation",
+    )
     speculation: Literal["auto", "off"] | int = setting(
         "auto",
         "draft tokens in each step: chosen by cost and acceptance (auto), none (off), or always K",
@@ -347,6 +353,8 @@ class EngineConfig:
         # Rejection sampling is exact only if the depth does not follow from what was drafted.
         fixed = self.verify == "coupled" or self.speculation != "auto"
         require(fixed, "verify", REJECTION_WANTS_DEPTH)
+        is_coupled = self.verify == "coupled" or self.draft_vocab == "same"
+        require(is_coupled, "draft_vocab", "any needs --verify coupled, not rejection")
         on_cpu = self.device != "cuda" or self.backend != "native"
         require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
         self._check_quantize()

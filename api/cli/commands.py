@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 FRONT_ENGINE_OPTIONS = ("chat_template", "default_chat_template_kwargs", "step_timeout", "dump_dir")
 """Options of `EngineConfig` that a front has itself: its text, its event loop and its dumps."""
 
+SERVER_MODULES = ("starlette", "uvicorn", "h11", "uvloop")
+"""Modules of the extra ``server``: all that speaks HTTP needs them, nothing else does."""
+
 BENCHMARKS = ("offline", "phases", "real", "self", "serve")
 """Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
 EPILOG = (
@@ -60,6 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ForetokenError as error:
         print(f"foretoken: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in SERVER_MODULES:
+            raise
+        message = f"needs the extra server: pip install 'foretoken[server]' ({error})"
+        print(f"{parsed.parser.prog}: {message}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output left, as `head` does
@@ -234,6 +243,8 @@ def _front_client(
         launcher = _ray_replicas(model, front, options) if front.ray else None
         return FrontClient(model, front, launcher, **own)
     except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
         message = f"--front needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None
 
@@ -280,6 +291,8 @@ def _dialling(front: str) -> Callable[[], FrontLink]:
     try:
         from ..cluster.wire.transport import ReplicaSocket, check_address, cluster_key
     except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
         message = f"a replica needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None
     key = cluster_key()

@@ -108,7 +108,7 @@ def test_an_unknown_flag_is_an_error_of_its_command_with_the_nearest_one(args, t
 
 def test_every_engine_option_is_a_flag_of_every_command():
     flags = {
-        "draft": "none", "speculation": "5",
+        "draft": "none", "draft-vocab": "any", "speculation": "5",
         "verify": "coupled", "exact": "off", "device": "cpu",
         "backend": "torch",
         "dtype": "float32", "quantize": "none", "kv-cache-dtype": "int8", "kv-tokens": "64",
