@@ -70,7 +70,6 @@ from .formats.checkpoint import OnRead
 from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rope import RopeSpec, rotary_dim
-from .sharding import check_shards, shard_config, shard_reader
 from .shapes import (
     CENTROIDS,
     CONV,
@@ -94,6 +93,7 @@ from .shapes import (
     layer_prefix,
     tensor_shapes,
 )
+from .sharding import check_shards, shard_config, shard_reader
 
 LATENT_EPS = 1e-6  # of the norms within latent attention, whatever the config says of the others
 logger = logging.getLogger(__name__)
@@ -373,7 +373,9 @@ class Assembly:
         lm_head: Tensor | QuantizedWeight
         if not is_first:
             lm_head = table[:1]
-        elif isinstance(stored, QuantizedWeight) and self._keeps(stored) and fold.logit_scale == 1.0:
+        elif (
+            isinstance(stored, QuantizedWeight) and self._keeps(stored) and fold.logit_scale == 1.0
+        ):
             lm_head = stored
         else:
             lm_head = scaled(table if is_tied else self._cast(stored), fold.logit_scale)

@@ -212,6 +212,6 @@ def _parts_of_rows(weight: StoredWeight, sizes: Sequence[int], comm: Comm) -> St
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     assert isinstance(values, Tensor)
     unit = len(values) // sum(sizes)
-    parts = torch.arange(len(values)).split([size * unit for size in sizes])
+    parts = torch.split(torch.arange(len(values)), [size * unit for size in sizes])
     order = torch.cat([part.chunk(comm.size)[comm.rank] for part in parts])
     return weight.rows(order) if isinstance(weight, QuantizedWeight) else values[order]

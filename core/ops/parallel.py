@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,15 +47,16 @@ class GlooComm:
         is this object's: torch's default group is left to the program.
         """
         # Not at the top: a process without other ranks needs none of it.
-        from torch.distributed import FileStore, ProcessGroupGloo
+        from torch import distributed
 
         self.rank, self.size = rank, size
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # the only way to name an address
-        options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]  # type: ignore[attr-defined]
+        gloo: Any = distributed.ProcessGroupGloo  # names an address only by what is not typed
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
         options._timeout, options._threads = _NEVER, 1
         try:
-            store = FileStore(str(folder / "ranks"), size)
-            self._group: ProcessGroup = ProcessGroupGloo(store, rank, size, options)  # type: ignore[assignment, call-arg, arg-type]
+            store = distributed.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
+            self._group: ProcessGroup = gloo(store, rank, size, options)
         except RuntimeError as failure:
             raise RankLost(f"the ranks did not meet: {failure}") from None
 
