@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -115,6 +117,16 @@ def serve_rank(channel: Connection, decoder: Decoder) -> None:
             decoder.forward(batch_of(message), pool)
 
 
+def _end_with(channel: Connection) -> None:
+    """Wait until rank 0 is gone, however, and end the process: it may be in a call that waits for
+    rank 0 and never returns.
+    """
+    waiting = select.poll()
+    waiting.register(channel.fileno(), 0)  # for a hang-up alone
+    waiting.poll()
+    os._exit(0)
+
+
 def _run(channel: Connection) -> None:
     job: dict[str, Any] = json.loads(channel.recv_bytes())
     channel.send_bytes(HERE)
@@ -133,7 +145,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     code = 1
     try:
-        _run(Connection(int(sys.argv[1])))
+        channel = Connection(int(sys.argv[1]))
+        threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+        _run(channel)
         code = 0
     except RankLost as lost:
         logger.warning("%s", lost)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOOPBACK = "127.0.0.1"
+MEETING = timedelta(seconds=120)  # for the ranks to find each other
 _NEVER = timedelta(days=365)  # a sum that does not end is the watchdog's business
 
 
@@ -41,7 +42,9 @@ class GlooComm:
     """`Comm` of processes on one CPU, by gloo over the loopback interface."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
-        """Meet the other ranks. Blocks until all of them are here. Raises `RankLost`.
+        """Meet the other ranks. Blocks until all of them are here.
+
+        Raises `RankLost` where one does not come within two minutes.
 
         ``folder``: an empty one that all ranks see, in place of a port that would listen. The group
         is this object's: torch's default group is left to the program.
@@ -53,10 +56,11 @@ class GlooComm:
         gloo: Any = distributed.ProcessGroupGloo  # names an address only by what is not typed
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
-        options._timeout, options._threads = _NEVER, 1
+        options._timeout, options._threads = MEETING, 1
         try:
             store = distributed.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
             self._group: ProcessGroup = gloo(store, rank, size, options)
+            self._group._set_default_timeout(_NEVER)
         except RuntimeError as failure:
             raise RankLost(f"the ranks did not meet: {failure}") from None
 
