@@ -104,7 +104,7 @@ class Ranks:
             except (EOFError, OSError):
                 found = b""
             if found != word:
-                raise ModelLoadError(f"rank {rank} {problem}; what it printed says why")
+                raise ModelLoadError(f"rank {rank} {problem}; the reason is in its log lines above")
 
     @property
     def pids(self) -> list[int]:
@@ -158,7 +158,7 @@ class Ranks:
 
 
 def _environment(backend: str) -> dict[str, str]:
-    """That of each rank: it finds this package, and multiplies as rank 0 does."""
+    """Build the environment of a rank: it finds this package, and multiplies as rank 0 does."""
     paths = [str(_SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     library = native_library() if backend in ("auto", "native") else None  # compiled here, once
