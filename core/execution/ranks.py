@@ -64,7 +64,7 @@ class Ranks:
         ``threads``: of each. Raises `ModelLoadError` where one does not come.
         """
         self.size = size
-        self._lost: RankLost | None = None
+        self._lost = ""  # why, once a rank is
         self._channels: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _end, self._channels, self._processes)
@@ -113,8 +113,8 @@ class Ranks:
 
     def send(self, message: Ints) -> None:
         """Send the same message to each rank. Raises `RankLost`."""
-        if self._lost is not None:
-            raise self._lost
+        if self._lost:
+            raise RankLost(self._lost)
         data = message.tobytes()
         for rank, channel in enumerate(self._channels, start=1):
             try:
@@ -124,11 +124,10 @@ class Ranks:
 
     def lose(self, failure: BaseException) -> RankLost:
         """Note that the ranks are out of step for good; the error that says so."""
-        if self._lost is None:
-            is_loss = isinstance(failure, RankLost)
-            told = str(failure) if is_loss else f"rank 0 failed in a pass: {failure!r}"
-            self._lost = RankLost(told)
-        return self._lost
+        is_loss = isinstance(failure, RankLost)
+        told = str(failure) if is_loss else f"rank 0 failed in a pass: {failure!r}"
+        self._lost = self._lost or told
+        return RankLost(self._lost)  # another one each time: it is raised from what it tells of
 
     def watch(self, on_lost: Callable[[BaseException], None]) -> None:
         """Call ``on_lost`` on the running event loop when a rank ends; `end` ends the watch."""
