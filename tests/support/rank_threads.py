@@ -90,7 +90,7 @@ class ThreadRanks:
     def __init__(
         self, path: Path, size: int, options: Mapping[str, Any], *, threads: int | None = None
     ) -> None:
-        self.size, self.failures = size, list[BaseException]()
+        self.size, self.failures, self.pids = size, list[BaseException](), list[int]()
         self.comm, *others = thread_comms(size)
         self._lost: RankLost | None = None
         self._channels: list[Connection] = []
