@@ -55,7 +55,7 @@ def gloo_comms(folder: Path, size: int) -> list[GlooComm]:
 
 
 def on_ranks(work: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
-    """What each rank returns; all run at a time."""
+    """Run work for every rank at a time; returns what each returns."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(work, ranks))
 
