@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import RankLost
+from ..errors import ForetokenError
 from ..model.decoder import Decoder
 from ..model.loader import load_decoder
 from ..ops.batch import RaggedBatch
@@ -149,8 +149,8 @@ def main() -> None:
         threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
         _run(channel)
         code = 0
-    except RankLost as lost:
-        logger.warning("%s", lost)
+    except ForetokenError as failure:
+        logger.error("a rank of the model ends: %s", failure)
     except (EOFError, OSError):  # rank 0 is gone
         pass
     except BaseException:

@@ -10,6 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as GgmlType
 
 from foretoken.core.model.loader import load_decoder
+from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.ops.native import native_library
 from support.checkpoints import make_checkpoint
 from support.draft_trees import RandomTrees
@@ -21,7 +22,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256}  # halves of columns end a
 KINDS: dict[str, tuple[str, int, str, str, dict[str, Any]]] = {
     "torch, 2 ranks": ("qwen3", 2, "float32", "torch", {}),
     "native, 4 ranks": ("qwen3", 4, "float32", "native", {}),
-    "native bfloat16, 2 ranks": ("llama_biased", 2, "bfloat16", "native", {}),
+    "native bfloat16, int8 KV, 2 ranks": ("llama_biased", 2, "bfloat16", "native", {}),
     "experts, 2 ranks": ("qwen2_moe", 2, "bfloat16", "native", {}),
     "GGUF, 2 ranks": ("llama", 2, "auto", "native", WIDE | {"head_dim": 32}),
 }
@@ -45,7 +46,8 @@ def served(
     options = {"dtype": dtype, "backend": backend}
     with tp_decoder(model, size, **options) as target:
         alone = load_decoder(model, **options)  # type: ignore[arg-type]
-        yield House(target, alone, num_requests=COUNTS[backend]), options
+        kv_dtype: KvDtype = "int8" if kind == "llama_biased" else "auto"
+        yield House(target, alone, kv_dtype, num_requests=COUNTS[backend]), options
 
 
 def some(house: House, seed: int, count: int) -> list[int]:

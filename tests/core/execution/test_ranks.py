@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,15 @@ import torch
 
 from foretoken.core.errors import RankLost
 from foretoken.core.execution.ranks import TpDecoder
-from foretoken.core.execution.tp_worker import batch_of, pass_message
+from foretoken.core.execution.tp_worker import (
+    batch_of,
+    copy_message,
+    pass_message,
+    pool_message,
+    serve_rank,
+)
 from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.rough_copy import NoRoughCopyError, rough_decoder
 from foretoken.core.ops.batch import RaggedBatch, Segment, Wanted, build_batch
 from support.checkpoints import make_checkpoint
 from support.rank_threads import tp_decoder
@@ -77,9 +85,10 @@ def test_slots_are_copied_on_every_rank(folder: Path, decoder: TpDecoder) -> Non
 def test_a_rank_has_a_part_of_the_pool_and_the_whole_is_counted(
     folder: Path, decoder: TpDecoder
 ) -> None:
-    alone, sizes = load_decoder(folder), {"page_size": 8}
-    assert decoder.bytes_per_page(**sizes) == alone.bytes_per_page(**sizes)
-    assert 2 * decoder.make_pool(4, **sizes).num_bytes == alone.make_pool(4, **sizes).num_bytes
+    alone = load_decoder(folder)
+    assert decoder.bytes_per_page(page_size=8) == alone.bytes_per_page(page_size=8)
+    part, whole = (each.make_pool(4, page_size=8).num_bytes for each in (decoder, alone))
+    assert 2 * part == whole
     assert decoder.identity["ranks"] == "2"
     assert decoder.config == alone.config, "drafts are made for the whole model"
 
@@ -112,3 +121,20 @@ def test_a_rank_that_fails_in_a_pass_is_lost_for_good(
         decoder.forward(batch, pool)
     with pytest.raises(RankLost):
         pool.copy_slots([0], [1])
+
+
+def test_a_part_of_a_model_has_no_rough_copy(decoder: TpDecoder) -> None:
+    with pytest.raises(NoRoughCopyError, match="has no part on the other processes"):
+        rough_decoder(decoder)
+
+
+def test_a_message_that_a_rank_cannot_compute_ends_it(folder: Path) -> None:
+    """Its socket closes, by which rank 0 knows."""
+    ours, theirs = Pipe()
+    rank = load_decoder(folder)
+    ours.send_bytes(pool_message(2, 8, "auto").tobytes())
+    ours.send_bytes(copy_message([1], [1]).tobytes())
+    with pytest.raises(ValueError, match="cannot be copied"):
+        serve_rank(theirs, rank)
+    ours.close()
+    serve_rank(theirs, rank)  # returns: rank 0 is gone
