@@ -74,7 +74,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=1024, help="columns of a row (1024)")
     parser.add_argument("--out", type=Path, default=_OUT, help="JSON file of the results")
-    parser.add_argument("--rank", nargs=3, metavar=("FOLDER", "RANK", "SIZE"), help="set by the first process")
+    parser.add_argument("--rank", nargs=3, help="FOLDER RANK SIZE, set by the first process")
     parsed = parser.parse_args(args)
     torch.set_num_threads(1)
     if parsed.rank is not None:
