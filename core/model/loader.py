@@ -234,7 +234,8 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
     part = config
     if comm is not None:
         check_shards(config, comm.size)
-        read, part = shard_reader(read, config, comm), shard_config(config, comm.size)
+        part = shard_config(config, comm, None if load_format == "random" else checkpoint.read)
+        read = shard_reader(read, config, part, comm)
     layout = PageLayout.of(part)
     if config.latent is not None and options.kv_dtype != "auto":
         raise ModelLoadError(
@@ -705,7 +706,7 @@ class Assembly:
             if names.stacked != "none"
             else tuple(
                 self._mlp_of(prefix + names.expert.format(number), names.mlp, spec.activation)
-                for number in range(spec.count)
+                for number in spec.numbers
             )
         )
         shared = gate = None
@@ -730,6 +731,7 @@ class Assembly:
             shared=shared,
             shared_gate=gate,
             comm=self._comm,
+            first=spec.numbers.start,
         )
 
     def _mlp_of(
@@ -762,7 +764,7 @@ class Assembly:
         at, stacked = prefix + spec.names.expert, spec.names.stacked
         is_turned = stacked in ("gpt-oss", "columns")
         first, second = (
-            self._stack(at + name, spec.count, is_turned=is_turned)
+            self._stack(at + name, len(spec.numbers), is_turned=is_turned)
             for name in ("gate_up_proj", "down_proj")
         )
         if stacked != "gpt-oss":

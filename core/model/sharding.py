@@ -6,6 +6,7 @@ make these its rows, of those that read them its columns. What the latter give a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -17,7 +18,7 @@ from ..errors import InvalidRequest
 from ..ops.parallel import Comm
 from ..ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
 from .config import DecoderConfig, ExpertsSpec, LayerSpec, MlpNames
-from .shapes import FUSED_GATE_UP
+from .shapes import FUSED_GATE_UP, layer_prefix
 
 Read: TypeAlias = Callable[[str], StoredWeight]
 _Cut: TypeAlias = Callable[[StoredWeight], StoredWeight]
@@ -32,32 +33,44 @@ def check_shards(config: DecoderConfig, size: int) -> None:
         raise _refused(f"{kind} has one latent key for all heads, which cannot be shared out")
     if config.head_norm == "whole":
         raise _refused(f"{kind} has a norm over all heads together, which no rank has")
+    for spec in (layer.experts for layer in config.layers):
+        if spec is not None and spec.width % size and spec.count % size:
+            what = f"{spec.count} experts with {spec.width} columns in the middle"
+            raise _refused(f"{kind} has {what}, which {size} ranks cannot share evenly")
     for what, count in _counts(config):
         if count % size:
             raise _refused(f"{kind} has {count} {what}, which {size} ranks cannot share evenly")
 
 
-def shard_config(config: DecoderConfig, size: int) -> DecoderConfig:
-    """The config of one rank's part: heads and widths divided by ``size``."""
+def shard_config(config: DecoderConfig, comm: Comm, read: Read | None = None) -> DecoderConfig:
+    """The config of this rank's part: heads and widths divided by the number of ranks.
+
+    Each rank has columns of every expert. Where these cannot be cut, of width or of the groups of
+    quantised weights, which ``read`` gives, each has some of the experts whole.
+    """
+    size, by_number = comm.size, _shares_experts(config, comm, read)
     return replace(
         config,
         num_heads=config.num_heads // size,
         num_kv_heads=config.num_kv_heads // size,
         intermediate_size=config.intermediate_size // size,
-        layers=tuple(_shard_layer(layer, size) for layer in config.layers),
+        layers=tuple(_shard_layer(layer, comm, by_number=by_number) for layer in config.layers),
     )
 
 
-def shard_reader(read: Read, config: DecoderConfig, comm: Comm) -> Read:
+def shard_reader(read: Read, config: DecoderConfig, part: DecoderConfig, comm: Comm) -> Read:
     """Read a checkpoint's tensors and keep the part of this rank.
 
-    ``config``: of the whole model. The bias of a matrix that gives summands is that of rank 0, on
-    the others it is 0. Raises `InvalidRequest` for a quantised matrix whose groups of columns the
-    ranks cannot share.
+    ``config``: of the whole model; ``part``: of `shard_config`. The bias of a matrix that gives
+    summands is that of rank 0, on the others it is 0. Raises `InvalidRequest` for a quantised
+    matrix whose groups of columns the ranks cannot share.
     """
     cuts = _cuts(config, comm)
 
-    def part(name: str) -> StoredWeight:
+    def part_of(name: str) -> StoredWeight:
+        spec = _expert_of(name, part)
+        if spec is not None:
+            return _held(read(name), spec) if spec.names.stacked != "none" else read(name)
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         if name.endswith(".bias"):
             leaf = f"{name.removesuffix('.bias').rpartition('.')[2]}.bias"
@@ -68,7 +81,59 @@ def shard_reader(read: Read, config: DecoderConfig, comm: Comm) -> Read:
         except ValueError as problem:
             raise _refused(f"{name}: {problem}") from None
 
-    return part
+    return part_of
+
+
+def _shares_experts(config: DecoderConfig, comm: Comm, read: Read | None) -> bool:
+    """Whether ranks have whole experts. Raises `InvalidRequest` where they must and cannot."""
+    for index, layer in enumerate(config.layers):
+        spec = layer.experts
+        if spec is None:
+            continue
+        reason = "" if spec.width % comm.size == 0 else f"{spec.width} columns"
+        if read is not None and not reason:
+            reason = _uncut(read, f"{layer_prefix(index)}{spec.names.expert}", spec, comm)
+        if reason and spec.count % comm.size:
+            count = f"{config.model_type} has {spec.count} experts"
+            raise _refused(f"{count}, which {comm.size} ranks cannot share, and {reason} in each")
+        if reason:
+            return True
+    return False
+
+
+def _uncut(read: Read, at: str, spec: ExpertsSpec, comm: Comm) -> str:
+    """Why the columns of an expert cannot be cut; empty if they can."""
+    is_stacked = spec.names.stacked != "none"
+    name = f"{at}down_proj" if is_stacked else f"{at.format(0)}{spec.names.mlp.down}.weight"
+    weight = read(name)
+    if isinstance(weight, Tensor):
+        return ""
+    one = weight.one(0) if isinstance(weight, QuantizedStack) else weight
+    try:
+        _slice(one, 1, comm)
+    except ValueError as problem:
+        return str(problem)
+    return ""
+
+
+def _expert_of(name: str, part: DecoderConfig) -> ExpertsSpec | None:
+    """The experts that a tensor is of, if this rank has some of them whole."""
+    found = re.match(r"model\.layers\.(\d+)\.(.+)", name)
+    if found is None or int(found[1]) >= len(part.layers):
+        return None
+    spec = part.layers[int(found[1])].experts
+    if spec is None or spec.held is None:
+        return None
+    return spec if found[2].startswith(spec.names.expert.partition("{")[0]) else None
+
+
+def _held(weight: StoredWeight, spec: ExpertsSpec) -> StoredWeight:
+    """The experts of a stack that this rank has."""
+    start, stop = spec.numbers.start, spec.numbers.stop
+    if isinstance(weight, QuantizedStack):
+        return QuantizedStack(stop - start, lambda index: weight.one(start + index))
+    assert isinstance(weight, Tensor)
+    return weight[start:stop]
 
 
 def _refused(why: str) -> InvalidRequest:
@@ -84,20 +149,23 @@ def _counts(config: DecoderConfig) -> Iterator[tuple[str, int]]:
         if layer.experts is None or layer.experts.beside is not None:
             yield "columns in the middle of an MLP", layer.width or config.intermediate_size
         if layer.experts is not None:
-            yield "columns in the middle of an expert", layer.experts.width
             yield "columns in the middle of a shared expert", layer.experts.shared_width
 
 
-def _shard_layer(layer: LayerSpec, size: int) -> LayerSpec:
-    heads, experts = layer.heads, layer.experts
+def _shard_layer(layer: LayerSpec, comm: Comm, *, by_number: bool) -> LayerSpec:
+    heads, experts, size = layer.heads, layer.experts, comm.size
     if heads is not None:
         heads = heads._replace(
             num_heads=heads.num_heads // size, num_kv_heads=heads.num_kv_heads // size
         )
     if experts is not None:
-        experts = replace(
-            experts, width=experts.width // size, shared_width=experts.shared_width // size
-        )
+        experts = replace(experts, shared_width=experts.shared_width // size)
+        count = experts.count // size
+        if by_number:
+            held = (comm.rank * count, (comm.rank + 1) * count)
+            experts = replace(experts, held=held)
+        else:
+            experts = replace(experts, width=experts.width // size)
     width = None if layer.width is None else layer.width // size
     return replace(layer, heads=heads, experts=experts, width=width)
 

@@ -246,7 +246,8 @@ class ExpertWeights:
     ``choice_bias`` is added to the scores in choosing alone. ``shared`` is an MLP of all rows,
     whose output a sigmoid of ``shared_gate`` weighs, if there is one. Sums are float32, in the
     order in which a row's experts were chosen, best first, then what is shared. ``comm``: of
-    experts of which each rank has a part; the sum over these comes last.
+    experts of which each rank has a part, or some of them: those from number ``first`` on. The sum
+    over the ranks comes last.
     """
 
     router: PackedLinear  # [num_experts, hidden], not quantised
@@ -257,6 +258,7 @@ class ExpertWeights:
     shared: MlpWeights | None = None
     shared_gate: PackedLinear | None = None  # [1, hidden], not quantised
     comm: Comm | None = None
+    first: int = 0
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:

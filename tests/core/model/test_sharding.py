@@ -14,11 +14,12 @@ from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.opening import read_config
 from foretoken.core.model.sharding import check_shards, shard_config
+from foretoken.core.ops.base import ExpertWeights, Gemma4Extras
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.quantize import QuantizedWeight, quantize_weight
 from support.checkpoints import KINDS, make_checkpoint
 from support.quantized_checkpoints import quantize_checkpoint
-from support.rank_threads import logits_of, rank_decoders
+from support.rank_threads import logits_of, rank_decoders, thread_comms
 
 DRAW = torch.Generator().manual_seed(0)
 CHUNKS = [torch.randint(3, 60, (count,), generator=DRAW).tolist() for count in (30, 1, 5)]
@@ -51,6 +52,25 @@ def test_ranks_give_the_logits_of_one(tmp_path: Path, kind: str, size: int) -> N
     heads = read_config(folder).num_heads
     kept = [each.layout.parts[0].heads.num_heads for each in ranks]
     assert kept == [heads // size] * size, "no rank has heads of others"
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gpt_oss", "gemma4_experts"])
+def test_experts_whose_columns_cannot_be_cut_are_shared_out_whole(
+    tmp_path: Path, kind: str, backend: str
+) -> None:
+    if backend == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    odd = {"intermediate_size": 37} if kind in ("mixtral", "gpt_oss") else {}
+    folder = checkpoint(tmp_path, kind, moe_intermediate_size=37, **odd)
+    alone = logits_of([load_decoder(folder, backend=backend)], CHUNKS)  # type: ignore[arg-type]
+    ranks = rank_decoders(folder, 2, backend=backend)
+    torch.testing.assert_close(logits_of(ranks, CHUNKS), alone, atol=3e-5, rtol=0)
+    for number, each in enumerate(ranks):
+        mlp = each.weights.layers[-1].extras or each.weights.layers[-1].mlp
+        experts = mlp.beside.experts if isinstance(mlp, Gemma4Extras) and mlp.beside else mlp
+        assert isinstance(experts, ExpertWeights)
+        assert (experts.first, len(experts.experts)) == (4 * number, 4)
 
 
 def test_weights_are_shared_out_and_the_output_matrix_is_rank_0s(tmp_path: Path) -> None:
@@ -106,8 +126,8 @@ def test_widths_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     check_shards(config, 2)
     experts = config.layers[0].experts
     assert experts is not None
-    odd = replace(config.layers[0], experts=replace(experts, width=experts.width + 1))
-    with pytest.raises(InvalidRequest, match="in the middle of an expert, which 2 ranks"):
+    odd = replace(config.layers[0], experts=replace(experts, width=37, count=7))
+    with pytest.raises(InvalidRequest, match="7 experts with 37 columns in the middle, which 2"):
         check_shards(replace(config, layers=(odd, *config.layers[1:])), 2)
     with pytest.raises(InvalidRequest, match="in the middle of an MLP, which 2 ranks"):
         check_shards(
@@ -117,7 +137,7 @@ def test_widths_that_do_not_divide_are_refused(tmp_path: Path) -> None:
 
 def test_the_config_of_a_part_has_the_whole_stream(tmp_path: Path) -> None:
     config = read_config(checkpoint(tmp_path, "qwen3"))
-    part = shard_config(config, 4)
+    part = shard_config(config, thread_comms(4)[0])
     assert (part.hidden_size, part.vocab_size) == (config.hidden_size, config.vocab_size)
     assert (part.num_heads, part.num_kv_heads) == (config.num_heads // 4, 1)
 
