@@ -23,7 +23,13 @@ KINDS: dict[str, tuple[str, int, str, str, dict[str, Any]]] = {
     "torch, 2 ranks": ("qwen3", 2, "float32", "torch", {}),
     "native, 4 ranks": ("qwen3", 4, "float32", "native", {}),
     "native bfloat16, int8 KV, 2 ranks": ("llama_biased", 2, "bfloat16", "native", {}),
-    "experts, 2 ranks": ("qwen2_moe", 2, "bfloat16", "native", {}),
+    "whole experts, 2 ranks": (
+        "qwen2_moe",
+        2,
+        "bfloat16",
+        "native",
+        {"moe_intermediate_size": 37},
+    ),
     "GGUF, 2 ranks": ("llama", 2, "auto", "native", WIDE | {"head_dim": 32}),
 }
 COUNTS = {"torch": 9, "native": 24}  # requests

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as GgmlType
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.model.decoder import OwnDecoder
@@ -18,6 +19,7 @@ from foretoken.core.ops.base import ExpertWeights, Gemma4Extras
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.quantize import QuantizedWeight, quantize_weight
 from support.checkpoints import KINDS, make_checkpoint
+from support.gguf_files import write_gguf
 from support.quantized_checkpoints import quantize_checkpoint
 from support.rank_threads import logits_of, rank_decoders, thread_comms
 
@@ -71,6 +73,19 @@ def test_experts_whose_columns_cannot_be_cut_are_shared_out_whole(
         experts = mlp.beside.experts if isinstance(mlp, Gemma4Extras) and mlp.beside else mlp
         assert isinstance(experts, ExpertWeights)
         assert (experts.first, len(experts.experts)) == (4 * number, 4)
+
+
+def test_experts_of_a_gguf_file_whose_groups_cannot_be_cut_are_shared_out_whole(
+    tmp_path: Path,
+) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_moe", **WIDE, moe_intermediate_size=32)
+    file = write_gguf(folder, tmp_path / "model.gguf", kind=GgmlType.Q8_0)
+    alone = logits_of([load_decoder(file, dtype="float32")], CHUNKS)
+    ranks = rank_decoders(file, 2, dtype="float32")
+    torch.testing.assert_close(logits_of(ranks, CHUNKS), alone, atol=3e-5, rtol=0)
+    mlp = ranks[1].weights.layers[0].mlp
+    assert isinstance(mlp, ExpertWeights)
+    assert (mlp.first, len(mlp.experts)) == (4, 4)
 
 
 def test_weights_are_shared_out_and_the_output_matrix_is_rank_0s(tmp_path: Path) -> None:
