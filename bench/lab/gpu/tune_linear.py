@@ -120,9 +120,7 @@ class Tuner:
 
     def shape(self, name: str) -> Iterator[dict[str, object]]:
         """A line for each number of rows and choice."""
-        from triton.runtime.errors import OutOfResources
-
-        from ....core.ops.triton.linear.tiled_linear import pack_tiled
+        from ....core.ops.triton.linear.tiled_linear import OutOfResources, pack_tiled
 
         plain = [self._weight(name) for _ in range(self._num_copies(name))]
         packed = [pack_tiled(weight, None, is_int8=self.is_int8) for weight in plain]
@@ -157,9 +155,7 @@ class Tuner:
 
 def compile_part(part: int, parts: int, names: Sequence[str], *, is_int8: bool) -> None:
     """Compile every ``parts``-th kernel of the choices, on a piece of a weight."""
-    from triton.runtime.errors import OutOfResources
-
-    from ....core.ops.triton.linear.tiled_linear import pack_tiled
+    from ....core.ops.triton.linear.tiled_linear import OutOfResources, pack_tiled
 
     found: dict[object, tuple[str, int, Choice]] = {}
     for name, num_rows in itertools.product(names, ROWS):
@@ -167,10 +163,11 @@ def compile_part(part: int, parts: int, names: Sequence[str], *, is_int8: bool) 
             kind = (choice.tiles.inner, choice.tiles.pieces > 1)
             options = replace(choice.launch, grid=(1, 1, 1))
             found.setdefault((kind, options), (name, num_rows, choice))
+    device = choose_device("cuda")
     for name, num_rows, choice in list(found.values())[part::parts]:
-        weight = torch.randn(1024, SHAPES[name][1], device="cuda").bfloat16()
+        weight = torch.randn(1024, SHAPES[name][1], device=device).bfloat16()
         packed = replace(pack_tiled(weight, None, is_int8=is_int8), tiles=choice.tiles)
-        x = torch.randn(num_rows, SHAPES[name][1], device="cuda").bfloat16()
+        x = torch.randn(num_rows, SHAPES[name][1], device=device).bfloat16()
         shape = choice.launch.rows, choice.launch.columns
         grid = linear_launch(choice.tiles, 1024, num_rows, shape=shape).grid
         launch = replace(choice.launch, grid=grid)
