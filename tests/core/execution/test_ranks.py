@@ -129,7 +129,7 @@ def test_a_part_of_a_model_has_no_rough_copy(decoder: TpDecoder) -> None:
 
 
 def test_a_message_that_a_rank_cannot_compute_ends_it(folder: Path) -> None:
-    """Its socket closes, by which rank 0 knows."""
+    """The process ends with it, so its socket closes: by that rank 0 knows."""
     ours, theirs = Pipe()
     rank = load_decoder(folder)
     ours.send_bytes(pool_message(2, 8, "auto").tobytes())
