@@ -121,7 +121,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "kv-events": "tcp://127.0.0.1:5557", "kv-events-replay": "tcp://127.0.0.1:5559",
         "kv-events-topic": "kv@",
         "lora": "sql=d", "max-loras": "2", "max-lora-rank": "8",
-        "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
+        "max-running": "3", "max-queued": "0", "threads": "2", "tp": "1", "load-format": "random",
         "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d", "model-impl": "own",
         "generation-config": "none", "override-generation-config": '{"top_k": 5}',
         "chat-template": "t.jinja", "default-chat-template-kwargs": '{"enable_thinking": false}',
