@@ -58,6 +58,12 @@ class EngineConfig:
         group="speculation",
         is_basic=True,
     )
+    draft_vocab: Literal["same", "any"] = setting(
+        "same",
+        "vocabulary of a draft model: the target's (same), or another one, too, whose drafts are "
+        "translated by their text (any)",
+        group="speculation",
+    )
     speculation: Literal["auto", "off"] | int = setting(
         "auto",
         "draft tokens in each step: chosen by cost and acceptance (auto), none (off), or always K",
@@ -96,9 +102,16 @@ class EngineConfig:
         "implementation of the layers: foretoken's decoder (own) or transformers' modules on its "
         "KV pages and kernels; auto: own where it supports the model",
     )
+    tp: int = setting(
+        1,
+        "number of processes that compute the model together, each with its part of heads, MLPs "
+        "and KV (tensor parallel)",
+        least=1,
+    )
     threads: int | None = setting(
         None,
-        "number of CPU threads for the model (all; with the torch backend all but one)",
+        "number of CPU threads for the model, of each process with --tp (all; with the torch "
+        "backend all but one)",
         least=1,
         is_basic=True,
     )
@@ -176,6 +189,17 @@ class EngineConfig:
         "keep KV in a Mooncake Store, which several servers share: mooncake://HOST:PORT of its "
         "master, with ?lend=SIZE to lend it memory of this machine; needs the extra mooncake",
         "URL",
+    )
+    kv_transfer: Literal["nixl"] | None = setting(
+        None,
+        "transport by which the KV of prompts goes from the server that computes them to the one "
+        "that goes on, as kv_transfer_params of requests say; needs the extra pd and "
+        "FORETOKEN_CLUSTER_KEY (default: none)",
+    )
+    role: Literal["prefill", "decode", "both"] | None = setting(
+        None,
+        "part of a server with --kv-transfer: compute prompts for others (prefill), go on with "
+        "prompts of others (decode), or both (both)",
     )
     kv_events: str | None = setting(
         None,
@@ -278,6 +302,7 @@ class EngineConfig:
         _require(len(self.lora) <= self.max_loras, "lora", most)
         self.kv_disk_place()
         self.kv_remote_place()
+        _require(self.role is None or self.kv_transfer is not None, "role", "needs kv_transfer")
         self._check_events()
         self._check_supported()
 
@@ -302,8 +327,19 @@ class EngineConfig:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether KV is kept beyond the pool."""
-        return (self.kv_host, self.kv_disk, self.kv_remote) != (None, None, None)
+        """Whether there is KV beyond the pool."""
+        kept = (self.kv_host, self.kv_disk, self.kv_remote) != (None, None, None)
+        return kept or self.takes_kv
+
+    @property
+    def gives_kv(self) -> bool:
+        """Whether other engines read the KV of prompts that are computed here."""
+        return self.kv_transfer is not None and self.role != "decode"
+
+    @property
+    def takes_kv(self) -> bool:
+        """Whether the KV of prompts is read from other engines."""
+        return self.kv_transfer is not None and self.role != "prefill"
 
     def kv_remote_place(self) -> tuple[str, int, int] | None:
         """The master of ``kv_remote``, its port, and the bytes that are lent; None without one.
@@ -324,9 +360,12 @@ class EngineConfig:
         # Rejection sampling is exact only if the depth does not follow from what was drafted.
         fixed = self.verify == "coupled" or self.speculation != "auto"
         require(fixed, "verify", REJECTION_WANTS_DEPTH)
+        is_coupled = self.verify == "coupled" or self.draft_vocab == "same"
+        require(is_coupled, "draft_vocab", "any needs --verify coupled, not rejection")
         on_cpu = self.device != "cuda" or self.backend != "native"
         require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
         self._check_quantize()
+        self._check_tp()
         has_kv = self.kv_cache_dtype != "fp8" or self.backend != "native"
         require(has_kv, "kv_cache_dtype", "fp8 needs a GPU; the native backend supports int8")
 
@@ -336,6 +375,19 @@ class EngineConfig:
         may_be_native = self.device != "cuda" and self.backend in ("auto", "native")
         by_native = self.quantize != "int4" or may_be_native
         require(by_native, "quantize", "int4 needs the native backend on the CPU")
+
+    def _check_tp(self) -> None:
+        """Refuse what several ranks do not compute."""
+        if self.tp == 1:
+            return
+        on_cpu = self.device != "cuda" and self.backend != "triton"
+        _require(on_cpu, "tp", "computes on the CPU only: leave out --device cuda")
+        is_own = self.model_impl != "transformers"
+        _require(is_own, "tp", "does not share out transformers' modules (--model-impl)")
+        is_alone = not self.has_tiers and self.kv_transfer is None
+        others = "kv_host, kv_disk, kv_remote or kv_transfer"
+        _require(is_alone, "tp", f"cannot be combined with {others}")
+        _require(not self.lora, "tp", "has no adapters yet: leave out --lora")
 
     @property
     def events_addresses(self) -> tuple[str, str] | None:

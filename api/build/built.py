@@ -18,6 +18,7 @@ from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
     from ...core.tiers.keys import PageKeys
+    from ...core.tiers.transfer_params import TransferParams
 
 EngineT = TypeVar("EngineT", covariant=True)
 
@@ -48,3 +49,4 @@ class Built(Generic[EngineT]):
     # Reads an adapter for the model from a folder, blocking. Raises `ModelLoadError`.
     load_adapter: Callable[[Path], LoadedAdapter] | None = None
     events: KVEventPublisher | None = None  # closed behind the engine, by the owner of both
+    transfers: TransferParams | None = None  # of prompts between engines, where asked for

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,23 +20,28 @@ from ...core.engine.model_thread import Supervision
 from ...core.errors import InvalidRequest
 from ...core.execution.model_runner import ModelRunner
 from ...core.execution.proposer import Proposer
+from ...core.execution.ranks import Ranks, TpDecoder
 from ...core.execution.warm_up import warm_up
 from ...core.interface.tiers import KVTiers
+from ...core.interface.transfers import PageServer
 from ...core.model.assistant import is_assistant
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.fields import UnsupportedConfig
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
 from ...core.model.lora import load_lora
-from ...core.model.opening import open_model
+from ...core.model.opening import open_model, read_config
 from ...core.model.pooling import read_pooling
 from ...core.model.report import weight_files
 from ...core.model.shapes import LM_HEAD
+from ...core.model.sharding import check_shards
 from ...core.ops.base import Ops
 from ...core.ops.batch import Taps
 from ...core.ops.device import choose_device, free_memory
 from ...core.ops.host_memory import keep_freed_memory
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.native.native_ops import NativeOps
+from ...core.ops.parallel import Comm
 from ...core.ops.state_pool import StatePool
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
@@ -49,14 +54,15 @@ from ...draft.heads.kinds import head_kind
 from ...draft.heads.proposer import HeadProposer
 from ...draft.proposers.lm_proposer import LmProposer
 from ...draft.proposers.self_draft import SelfProposer
+from ...draft.proposers.text_proposer import TextProposer
 from ...radix_cache import PrefixCache, StateSlots
+from ..text.token_text import TokenText
 from .built import Built
 from .drafts import (
     MTP,
     NAMED,
     SELF,
     DraftSpec,
-    check_compatible,
     find_draft,
     has_mtp,
     keeps_packed,
@@ -65,6 +71,7 @@ from .drafts import (
     mtp_head,
     parse_draft,
     rough_copy,
+    texts_between,
 )
 from .kv_events import events_of, keys_of, name_fingerprint
 from .kv_pools import make_pools, model_len, out_of_memory_told
@@ -74,6 +81,7 @@ from .sampling_defaults import sampling_defaults
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
     from ...core.tiers.keys import PageKeys
+    from ...core.tiers.transfer_params import TransferParams
     from .fingerprint import ModelDigests
 
 logger = logging.getLogger(__name__)
@@ -115,11 +123,15 @@ def _build(
     has_tiers = config.has_tiers
     if has_tiers:
         _kv_tiers().check_places(config)
-    digests = _make_digests() if wants_keys or has_tiers else None
-    target = _load(source.path, config, device, None if digests is None else digests.target)
+    if config.kv_transfer is not None:
+        _kv_transfer().check_secret()
+    has_keys = wants_keys or has_tiers or config.kv_transfer is not None
+    digests = _make_digests() if has_keys else None
+    on_read = None if digests is None else digests.target
+    target, ranks = _load_target(source.path, config, device, on_read)
     if target.states:
         _refuse_tiers(config)
-    set_threads = _thread_setter(config.threads, target.ops)
+    set_threads = _thread_setter(_threads(config), target.ops)
     set_threads()
     if spec.may_lack_model and config.load_format == "auto" and has_mtp(source.path, target):
         spec = replace(spec, model=MTP, may_lack_model=False)
@@ -128,10 +140,13 @@ def _build(
     )
     has_pool = not draft.reads_target if isinstance(draft, JoinedHead) else spec.model != SELF
     drafts = [draft] if draft is not None and has_pool else []
+    texts = None
+    if draft_path is not None and draft is not None and not isinstance(draft, JoinedHead):
+        texts = texts_between(draft_path, draft, source.path, target, config)
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
-    proposer, measured = _make_proposer(draft, pool, draft_pools, independent=by_rejection)
+    proposer, measured = _make_proposer(draft, pool, draft_pools, texts, independent=by_rejection)
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
@@ -143,6 +158,7 @@ def _build(
     keys = _page_keys(cache, fingerprint, events, source.name)
     tiers = _make_tiers(cache, keys, pool, proposer, config, fingerprint)
     scheduler = Scheduler(cache, _limits(config, sizes, target, pool), speculator, tiers)
+    server, transfers = _make_transfers(cache, keys, pool, proposer, config, fingerprint, scheduler)
     measures = not spec.is_empty and config.speculation == "auto"
     settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
     return Built(
@@ -160,6 +176,8 @@ def _build(
             ),
             supervision=_supervision(config, settings),
             overlap=overlaps,
+            companions=ranks,
+            page_server=server,
         ),
         path=source.path,
         name=source.name,
@@ -180,6 +198,7 @@ def _build(
         set_openings=None if pool.states is None else scheduler.set_openings,
         load_adapter=partial(load_lora, decoder=target, max_rank=config.max_lora_rank),
         events=events,
+        transfers=transfers,
     )
 
 
@@ -187,12 +206,14 @@ def _make_proposer(
     draft: Decoder | JoinedHead | None,
     pool: KVPool,
     draft_pools: Sequence[KVPool],
+    texts: tuple[TokenText, TokenText] | None,
     *,
     independent: bool,
 ) -> tuple[Proposer | None, _Model | TriedProposer | None]:
     """The proposer of what drafts, and of what the passes have a price.
 
-    ``draft_pools``: that of the draft; none if it drafts on the target's ``pool``.
+    ``draft_pools``: that of the draft; none if it drafts on the target's ``pool``. ``texts``: of
+    the tokens of the target and of a draft model whose tokens are others.
     """
     if draft is None:
         return None, None
@@ -202,6 +223,9 @@ def _make_proposer(
         return head, head
     if own_pool is pool:
         return SelfProposer(draft, pool), (draft, pool)
+    if texts is not None:
+        theirs, own = texts
+        return TextProposer(draft, own_pool, target=theirs, own=own), (draft, own_pool)
     return LmProposer(draft, own_pool, independent=independent), (draft, own_pool)
 
 
@@ -232,6 +256,40 @@ def _make_tiers(
         cache, keys, pool, proposer, config=config, fingerprint=fingerprint
     )
     return made
+
+
+def _make_transfers(
+    cache: PrefixCache,
+    keys: PageKeys | None,
+    pool: KVPool,
+    proposer: Proposer | None,
+    config: EngineConfig,
+    fingerprint: bytes | None,
+    scheduler: Scheduler,
+) -> tuple[PageServer | None, TransferParams | None]:
+    """Let other engines read the pool, and read what requests say of theirs, if that is asked."""
+    if config.kv_transfer is None or keys is None or fingerprint is None:
+        return None, None
+    stored = () if proposer is None else proposer.stored
+    server = _kv_transfer().make_server(cache, pool, stored) if config.gives_kv else None
+    loads = scheduler.page_loads
+    params = _kv_transfer().make_params(
+        cache,
+        keys,
+        pool,
+        stored,
+        fingerprint=fingerprint,
+        server=server,
+        end_offer=loads.end_offer if config.takes_kv and loads is not None else None,
+    )
+    return server, params
+
+
+def _kv_transfer() -> ModuleType:
+    # Not at the top: nothing of NIXL is imported without it.
+    from . import kv_transfer
+
+    return kv_transfer
 
 
 def _kv_tiers() -> ModuleType:
@@ -274,25 +332,72 @@ def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
     return set_threads
 
 
+def _threads(config: EngineConfig) -> int | None:
+    """Threads of a process that computes; several of them share the cores."""
+    if config.tp == 1 or config.threads is not None:
+        return config.threads
+    return max(1, len(os.sched_getaffinity(0)) // config.tp)
+
+
+def _load_target(
+    path: Path, config: EngineConfig, device: torch.device, on_read: OnRead | None
+) -> tuple[Decoder, Ranks | None]:
+    """The target, and the processes that compute it with this one.
+
+    Raises `InvalidRequest` for a model that they cannot share.
+    """
+    if config.tp == 1:
+        return _load(path, config, device, on_read), None
+    _check_shards(path, config.tp, device)
+    ranks = Ranks(path, config.tp, _load_options(config, device), threads=_threads(config) or 1)
+    try:
+        part = _load(path, config, device, on_read, comm=ranks.comm)
+        assert isinstance(part, OwnDecoder), "ranks share no other"
+        ranks.wait_until_loaded()
+    except BaseException:
+        ranks.end(at_once=True)
+        raise
+    logger.info("%d processes compute the model", config.tp)
+    return TpDecoder(part, ranks), ranks
+
+
+def _check_shards(path: Path, size: int, device: torch.device) -> None:
+    """Raise `InvalidRequest` for what ranks do not share, before any of them starts."""
+    if device.type != "cpu":
+        raise InvalidRequest("tp computes on the CPU only: add --device cpu", param="tp")
+    try:
+        check_shards(read_config(path), size)
+    except UnsupportedConfig as reason:
+        why = f"tp does not share out transformers' modules, which would compute this: {reason}"
+        raise InvalidRequest(why, param="tp") from None
+
+
+def _load_options(config: EngineConfig, device: torch.device) -> dict[str, str]:
+    return {
+        "dtype": config.dtype,
+        "device": str(device),
+        "load_format": config.load_format,
+        "exact": config.exact,
+        "backend": config.backend,
+        "quantize": config.quantize,
+        "kv_dtype": config.kv_cache_dtype,
+        "impl": config.model_impl,
+    }
+
+
 def _load(
-    path: Path, config: EngineConfig, device: torch.device, on_read: OnRead | None = None
+    path: Path,
+    config: EngineConfig,
+    device: torch.device,
+    on_read: OnRead | None = None,
+    comm: Comm | None = None,
 ) -> Decoder:
     if config.load_format == "auto" and config.quantize == "none":
         _warn_of_short_memory(path, device)
     remedy = "use a smaller --dtype, or --quantize"
+    options: dict[str, Any] = _load_options(config, device)
     with out_of_memory_told(f"while loading {path.name}", remedy):
-        return load_decoder(
-            path,
-            dtype=config.dtype,
-            device=device,
-            load_format=config.load_format,
-            exact=config.exact,
-            backend=config.backend,
-            quantize=config.quantize,
-            kv_dtype=config.kv_cache_dtype,
-            impl=config.model_impl,
-            on_read=on_read,
-        )
+        return load_decoder(path, **options, on_read=on_read, comm=comm)
 
 
 def _warn_of_short_memory(path: Path, device: torch.device) -> None:
@@ -332,12 +437,13 @@ def _load_draft(
     if found is None:
         return None, ""
     if is_assistant(found):
+        if config.tp > 1:
+            why = f"draft {found.name} reads the target's KV, of which --tp leaves a part here"
+            raise InvalidRequest(why, param="draft")
         return join_assistant(found, target, keeps_packed=keeps_packed(config), on_read=on_read), ""
     if head_kind(found) is not None:
         return load_head(found, target, partial(_output_matrix, path), on_read), ""
-    decoder = _load(found, config, target.device)
-    check_compatible(found, decoder, path, target)
-    return decoder, ""
+    return _load(found, config, target.device), ""
 
 
 def _output_matrix(path: Path) -> torch.Tensor:
@@ -453,7 +559,7 @@ def _state_slots(config: EngineConfig, pool: KVPool, states: StatePool) -> State
 
 def _refuse_tiers(config: EngineConfig) -> None:
     """Raise `InvalidRequest` for the tiers of a model with recurrent states."""
-    names = ("kv_host", "kv_disk", "kv_remote")
+    names = ("kv_host", "kv_disk", "kv_remote", "kv_transfer")
     name = next((each for each in names if getattr(config, each)), None)
     if name is not None:
         message = f"{name} does not keep recurrent states, which this model has: leave it out"

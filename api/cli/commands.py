@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 FRONT_ENGINE_OPTIONS = ("chat_template", "default_chat_template_kwargs", "step_timeout", "dump_dir")
 """Options of `EngineConfig` that a front has itself: its text, its event loop and its dumps."""
 
+SERVER_MODULES = ("starlette", "uvicorn", "h11", "uvloop")
+"""Modules of the extra ``server``: all that speaks HTTP needs them, nothing else does."""
+
 BENCHMARKS = ("offline", "phases", "real", "self", "serve")
 """Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
 EPILOG = (
@@ -60,6 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ForetokenError as error:
         print(f"foretoken: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in SERVER_MODULES:
+            raise
+        message = f"needs the extra server: pip install 'foretoken[server]' ({error})"
+        print(f"{parsed.parser.prog}: {message}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output left, as `head` does
@@ -194,6 +203,13 @@ def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
     selftest.add_argument(
         "--threads", type=int, default=1, metavar="N", help="number of CPU threads (1)"
     )
+    selftest.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="check N processes that compute one model instead (1: check the kernels)",
+    )
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -234,6 +250,8 @@ def _front_client(
         launcher = _ray_replicas(model, front, options) if front.ray else None
         return FrontClient(model, front, launcher, **own)
     except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
         message = f"--front needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None
 
@@ -245,6 +263,9 @@ def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any
     """
     from ..cluster import ray_environment
 
+    if "kv_transfer" in options:
+        message = "kv_transfer: replicas of --ray are alike; start foretoken replica with roles"
+        raise InvalidRequest(message, param="kv_transfer")
     is_joined = ray_environment.is_joined()
     if is_joined and front.front is None:
         message = "--ray with RAY_ADDRESS needs --front: an address that the cluster reaches"
@@ -277,6 +298,8 @@ def _dialling(front: str) -> Callable[[], FrontLink]:
     try:
         from ..cluster.wire.transport import ReplicaSocket, check_address, cluster_key
     except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
         message = f"a replica needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None
     key = cluster_key()
@@ -367,7 +390,11 @@ def _train_draft(parsed: argparse.Namespace) -> int:
 
 
 def _selftest(parsed: argparse.Namespace) -> int:
-    EngineConfig(threads=parsed.threads)
+    EngineConfig(threads=parsed.threads, tp=parsed.tp)
+    if parsed.tp > 1:
+        from .selftest_ranks import selftest_ranks
+
+        return selftest_ranks(parsed.tp, threads=parsed.threads)
     from .selftest import selftest
 
     return selftest(threads=parsed.threads)

@@ -194,9 +194,11 @@ class OwnDecoder(PagedDecoder):
         layout: PageLayout | None = None,
         *,
         recipes: Mapping[PackedLinear, Recipe] | None = None,
+        compiles: bool = True,
     ) -> None:
         """``layout``: of the pages, where they are another model's. ``recipes``: of linears that
-        were made of matrices of the files.
+        were made of matrices of the files. ``compiles``: the backend may compute all layers in one
+        call.
         """
         self.config = config
         self.recipes = recipes or {}
@@ -205,14 +207,14 @@ class OwnDecoder(PagedDecoder):
         self.sampler = ops.sampler
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self._layout = layout or PageLayout.of(config)
-        self.shapes = self._layout.shapes
+        self.layout = layout or PageLayout.of(config)
+        self.shapes = self.layout.shapes
         self.states = config.states
         self.exact = getattr(ops, "exact", "spec") != "off"
-        self._compiled = ops.compile_forward(weights)
+        self._compiled = ops.compile_forward(weights) if compiles else None
         self._ropes = tuple(
             tuple(RopeTable(spec, part.heads.turned_dim, self.device) for spec in part.ropes)
-            for part in self._layout.parts
+            for part in self.layout.parts
         )
 
     @torch.inference_mode()
@@ -225,7 +227,7 @@ class OwnDecoder(PagedDecoder):
         for rope in (rope for ropes in self._ropes for rope in ropes):
             rope.table(max_len)
         if self._compiled is not None and len(pool.parts) == 1:
-            heads, ropes = self._layout.parts[0].heads, self._ropes[0]
+            heads, ropes = self.layout.parts[0].heads, self._ropes[0]
             self._compiled.warm_up(pool, heads, ropes, taps, is_given=is_given)
 
     @torch.inference_mode()
@@ -253,13 +255,13 @@ class OwnDecoder(PagedDecoder):
         """The backend's, if it has these."""
         if self._compiled is None:
             return None
-        heads = [part.heads for part in self._layout.parts]
+        heads = [part.heads for part in self.layout.parts]
         parts = list(zip(heads, self._ropes, strict=True))
         return self._compiled.row_passes(pool, parts)
 
     def plans(self, batch: RaggedBatch, pool: KVPool) -> tuple[ForwardPlan, ...]:
         """The backend's plans of a pass, one for each of the pool's parts."""
-        parts = zip(pool.parts, self._layout.parts, self._ropes, strict=True)
+        parts = zip(pool.parts, self.layout.parts, self._ropes, strict=True)
         return tuple(self.ops.plan(batch, part, of.heads, *ropes) for part, of, ropes in parts)
 
     def _logits(self, batch: RaggedBatch, found: LayersOutput) -> Tensor:
