@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from .draft import NO_DRAFT_PLAN, DraftPlan
+from .images import PromptImage, text_ids
 from .sampling import SamplingMetadata
 
 NO_PAGES = array("q")
@@ -56,11 +57,16 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     spare_page_ids: array[int] = NO_PAGES  # at the lease's end; held for this step
     is_ahead: bool = False
     state: StateUse | None = None  # None: the model keeps no recurrent state
+    images: tuple[PromptImage, ...] = ()  # all of the prompt's
 
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the last token, so that its last row yields a new one."""
         return self.sampling.pooling is None and (self.is_ahead or self.stop == len(self.tokens))
+
+    def text_ids(self, start: int, stop: int) -> array[int]:
+        """``tokens[start:stop]`` with a 0 for each row of an image, for what knows text alone."""
+        return text_ids(self.tokens[start:stop], self.images)
 
     @property
     def pools(self) -> bool:
