@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 from ...core.engine.inbox import TokenStream
 from ...core.errors import DeadlineExceeded, EngineDead, ForetokenError
+from ...core.interface.images import PromptImage
 from ...core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
 from ...core.interface.sampling import Pooling
 from ..structured.matcher import Grammar, GrammarMatcher
@@ -143,6 +144,7 @@ class Answer:
         self.generations: list[Generation] = []  # until the engine has room
         self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
         self.cache = DEFAULT_CACHE
+        self.images: tuple[PromptImage, ...] = ()  # in the prompt
         self.pooling: Pooling | None = None  # what it wants in place of text
         self.num_spliced = 0  # tokens of the prompt that are those of earlier answers
         self.normalized: tuple[str, ...] = ()  # names of the rules that changed the prompt before

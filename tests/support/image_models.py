@@ -10,7 +10,13 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from foretoken.core.interface.images import PromptImage, TowerInput, image_key, with_image_rows
+from foretoken.core.interface.images import (
+    PromptImage,
+    TowerInput,
+    content_hash,
+    image_key,
+    with_image_rows,
+)
 from support.checkpoints import save
 from support.tiny_models import VOCAB, tiny_config
 
@@ -26,8 +32,8 @@ CLASSES = {
 ROWS = {"llava": SIDE**2 // PATCH**2}  # of an image of one tile; the others merge four patches
 
 
-def image_config(model_type: str, **text: Any) -> Any:
-    """A small config of a type; ``text``: fields of its text model."""
+def image_config(model_type: str, *, image: int = IMAGE, **text: Any) -> Any:
+    """A small config of a type, with that image token; ``text``: fields of its text model."""
     made = CONFIG_MAPPING[model_type]
     default = made()
     values = tiny_config(default.get_text_config(decoder=True).model_type, **text).to_dict()
@@ -46,17 +52,19 @@ def image_config(model_type: str, **text: Any) -> Any:
     tower = {name: each for name, each in tower.items() if hasattr(default.vision_config, name)}
     tower["model_type"] = default.vision_config.model_type
     more = {
-        name: IMAGE for name in ("image_token_id", "image_token_index") if hasattr(default, name)
+        name: image for name in ("image_token_id", "image_token_index") if hasattr(default, name)
     }
     if hasattr(default, "vision_feature_layer"):
         more["vision_feature_layer"] = default.vision_feature_layer
     return made(text_config=values, vision_config=tower, tie_word_embeddings=False, **more)
 
 
-def image_model(model_type: str, **text: Any) -> Any:
+def image_model(model_type: str, *, image: int = IMAGE, **text: Any) -> Any:
     """A random model, float32, whose outputs differ clearly between tokens and between images."""
     torch.manual_seed(1)
-    model = getattr(transformers, CLASSES[model_type])(image_config(model_type, **text))
+    model = getattr(transformers, CLASSES[model_type])(
+        image_config(model_type, image=image, **text)
+    )
     model = model.float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -66,7 +74,7 @@ def image_model(model_type: str, **text: Any) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if "projector" in name or "connector" in name:
                 parameter.mul_(2.0)
-        model.get_output_embeddings().weight[IMAGE] = 0.0  # so that it is never the best
+        model.get_output_embeddings().weight[image] = 0.0  # so that it is never the best
     model.generation_config = transformers.GenerationConfig()
     return model
 
@@ -124,7 +132,7 @@ def make_prompt(
             ids += [5] * bool(tile)
             runs.append((len(ids), rows))
             ids += [IMAGE] * rows
-        images.append(PromptImage(image_key(salt, inputs), tuple(runs), inputs))
+        images.append(PromptImage(image_key(salt, content_hash(inputs)), tuple(runs), inputs))
     return ids, tuple(images)
 
 

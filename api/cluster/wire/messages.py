@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...._version import __version__
+from ....core.interface.images import PromptImage
 from ....core.interface.request import OnToken, Request
 from ....core.interface.sampling import Pooling
 from ...build.built import Built
@@ -112,6 +113,7 @@ class Hello(_Message, tag="hello", frozen=True, kw_only=True):
     no_self_draft: str
     sampling_defaults: DefaultsForm
     pooling: PoolingForm
+    takes_images: bool = False
     settings: bytes  # a JSON object
     max_running: Positive
     max_queued: Count
@@ -171,6 +173,7 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     cache: CacheForm
     deadline: Seconds | None = None  # seconds left
     num_prompt_logprobs: Count = 0  # sent already
+    images: list[PromptImage] = []
 
 
 class Abort(_Message, tag="abort", frozen=True, kw_only=True):
@@ -353,6 +356,7 @@ def hello_of(built: Built[ServingEngine], *, kernels: str, tokenizer: str, pid: 
         no_self_draft=built.no_self_draft,
         sampling_defaults=defaults_form(built.sampling_defaults),
         pooling=pooling_form(built.pooling),
+        takes_images=built.takes_images,
         settings=body_form(dict(built.settings)),
         max_running=engine.limits.max_running,
         max_queued=engine.limits.max_queued,
@@ -380,6 +384,7 @@ def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
         model_path=hello.model_path,
         sampling_defaults=defaults_of(hello.sampling_defaults),
         pooling=pooling_of(hello.pooling),
+        takes_images=hello.takes_images,
         settings=body_of(hello.settings),
         fingerprint=hello.fingerprint,
         kernels=hello.kernels,
@@ -417,6 +422,7 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         cache=cache_form(request.cache),
         deadline=None if request.deadline is None else request.deadline - elapsed,
         num_prompt_logprobs=request.num_prompt_logprobs,
+        images=list(request.images),
     )
 
 
@@ -447,6 +453,7 @@ def request_of(
             on_token=on_token,
             pooling=None if submit.pooling is None else Pooling(tuple(submit.pooling)),
             cache=cache_of(submit.cache),
+            images=tuple(submit.images),
         )
     request.tokens.extend(ids_of(submit.output))
     request.tenant = submit.tenant  # the front knows whose key it was
