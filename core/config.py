@@ -125,8 +125,8 @@ class EngineConfig:
         "options of the chat template, as a JSON object, for requests that leave them out",
         "JSON",
     )
-    images: bool = setting(
-        True, "refuse images in prompts, and do not load the image tower", group="images"
+    no_images: bool = setting(
+        False, "refuse images in prompts, and do not load the image tower", group="images"
     )
     max_images: int = setting(8, "limit on the images of one request", least=1)
     max_image_pixels: int = setting(

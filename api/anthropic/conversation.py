@@ -170,9 +170,12 @@ def _plain(message: Message, path: str, names: dict[str, str]) -> list[Plain]:
     _check_blocks(blocks, message.role, path)
     if message.role == "assistant":
         return [_assistant(blocks, names)]
-    results = [each for each in enumerate(blocks) if isinstance(each[1], ToolResultBlock)]
-    plain = [_tool(block, names, f"{path}.content[{index}]") for index, block in results]
-    if len(results) < len(blocks) or not results:
+    plain = [
+        _tool(block, names, f"{path}.content[{index}]")
+        for index, block in enumerate(blocks)
+        if isinstance(block, ToolResultBlock)
+    ]
+    if len(plain) < len(blocks) or not plain:
         plain.append({"role": message.role, **_seen(blocks, f"{path}.content")})
     return plain
 

@@ -302,7 +302,7 @@ def _load_vision(
     path: Path, config: EngineConfig, target: Decoder, digests: ModelDigests | None
 ) -> Vision | None:
     """The image tower, whose linears are not quantised; None where there are to be no images."""
-    if not config.images:
+    if config.no_images:
         return None
     plain = target.ops
     if config.quantize != "none":

@@ -26,11 +26,11 @@ class Placeholder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """What differs between kinds of models.
+    """The differences between kinds of models.
 
-    ``write``: from the model's config, its image token and what the image processor made of one
-    picture to the text. ``options``: of the image processor, by the config. ``low``: those for
-    pictures with detail low; where they are empty, the picture is made smaller.
+    ``write`` makes the text of the model's config, its image token, and what the image processor
+    made of one picture. ``options``: of the image processor, by the config. ``low``: more
+    of them, for pictures with detail low; ``low_side``: their longest side in pixels.
     """
 
     write: Callable[[Mapping[str, Any], str, Arrays], Placeholder]
@@ -47,7 +47,8 @@ def _side(value: Any) -> int:  # noqa: ANN401 - of JSON
 def _num_patches(config: Mapping[str, Any], pixels: NDArray[Any]) -> int:
     """Patches of one tile."""
     patch = _side(config["vision_config"]["patch_size"])
-    return (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch)
+    height, width = pixels.shape[-2:]
+    return int(height // patch) * int(width // patch)
 
 
 def _tiles(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:

@@ -21,7 +21,7 @@ from ...core.interface.settings import parse_size
 from ..text.executor import Worker
 from ..types.request_context import origin
 from .placeholders import RULES, Placeholder
-from .sources import ImageSource
+from .sources import Detail, ImageSource
 
 logger = logging.getLogger(__name__)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -88,7 +88,8 @@ class ImageReader:
             self._kept.move_to_end(source.digest)
             return self._kept[source.digest]
         try:
-            read = self._processed(source, source.read(self._media_dir), token)
+            image = self._decoded(source, source.read(self._media_dir))
+            read = self.process(image, token, source.detail)
         except ForetokenError:
             raise
         except Exception as error:  # whatever a damaged picture makes a processor raise
@@ -105,11 +106,11 @@ class ImageReader:
             _, dropped = self._kept.popitem(last=False)
             self._num_bytes -= dropped.num_bytes
 
-    def _processed(self, source: ImageSource, data: bytes, token: str) -> ReadImage:
+    def process(self, image: Any, token: str, detail: Detail) -> ReadImage:  # noqa: ANN401
+        """Make of a picture in RGB what the tower reads. Raises what the processor raises."""
         rules = RULES[self._model["model_type"]]
-        image = self._decoded(source, data)
         options = rules.options(self._model)
-        if source.detail == "low":
+        if detail == "low":
             options |= rules.low or {}
             if rules.low_side is not None:
                 image.thumbnail((rules.low_side, rules.low_side))
@@ -167,9 +168,21 @@ class ImageReader:
         from ...core.model.fallback.text_config import quiet
 
         with quiet():
-            return AutoImageProcessor.from_pretrained(
+            return AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
                 self.path, backend="pil", local_files_only=True, trust_remote_code=False
             )
+
+
+def count_rows(path: Path, side: int) -> int | None:
+    """Tokens of a square image of so many pixels a side; None without Pillow, or its processor."""
+    try:
+        from PIL import Image
+
+        reader = ImageReader(path, EngineConfig())
+        return reader.process(Image.new("RGB", (side, side)), "", "auto").placeholder.num_rows
+    except Exception as error:
+        logger.debug("the tokens of an image are not known", exc_info=error)
+        return None
 
 
 def _tower_input(name: str, values: NDArray[Any]) -> TowerInput:

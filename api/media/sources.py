@@ -10,7 +10,7 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,7 @@ class ImageSource:
 
     @cached_property
     def digest(self) -> str:
-        """What its mark has, 64 hexadecimal digits."""
+        """The name that its mark has, 64 hexadecimal digits."""
         return hashlib.sha256(f"{self.detail} {self.url}".encode()).hexdigest()
 
     @property
@@ -126,7 +126,7 @@ def join_parts(parts: Sequence[str | ImageSource]) -> Placed:
     return Placed("".join(pieces), [part for part in parts if isinstance(part, ImageSource)])
 
 
-def split_marks(text: str, known: dict[str, ImageSource]) -> list[str | ImageSource]:
+def split_marks(text: str, known: Mapping[str, ImageSource]) -> list[str | ImageSource]:
     """The parts of a text with marks of known images; other marks are text."""
     parts: list[str | ImageSource] = []
     begin = at = 0

@@ -35,7 +35,7 @@ _MIN_VOCAB = 2  # rows of the embedding that the tower's class has to have
 
 @dataclass(frozen=True, slots=True)
 class VisionSupport:
-    """Whether a model's images are served, and why not: "" where it has none."""
+    """The type of a model with an image tower, "" without one; ``reason``: why it is not served."""
 
     model_type: str = ""
     reason: str = ""
@@ -172,11 +172,26 @@ def _pack(model: Any, plain: Ops) -> None:  # noqa: ANN401 - of transformers
     pack(model, plain, plain, frozenset())
 
 
-def _load_tower(folder: Path, dtype: torch.dtype, *, has_weights: bool) -> Any:  # noqa: ANN401
-    """The multimodal class with the weights of its tower and projector, and no layer of text."""
+def count_tower(folder: Path) -> int:
+    """Parameters of a folder's image tower and projector. Raises `ModelLoadError`."""
+    model_class, config = _tower_class(folder)
+    with torch.device("meta"):
+        model = model_class(config)
+    return sum(each.numel() for name, each in model.named_parameters() if _is_seen(model, name))
+
+
+def _is_seen(model: Any, name: str) -> bool:  # noqa: ANN401 - of transformers
+    """Whether a parameter is of the tower or the projector, not of what is left of the text."""
+    text = {id(each) for each in model.get_decoder().parameters()}
+    text |= {id(each) for each in model.get_output_embeddings().parameters()}
+    return id(model.get_parameter(name)) not in text
+
+
+def _tower_class(folder: Path) -> tuple[Any, Any]:
+    """The multimodal class of a folder, and its config without layers of text."""
     from transformers import AutoModelForImageTextToText
 
-    from .fallback.text_config import one_line, quiet, read_whole_config
+    from .fallback.text_config import read_whole_config
 
     config = read_whole_config(folder)
     text = config.get_text_config(decoder=True)
@@ -186,11 +201,20 @@ def _load_tower(folder: Path, dtype: torch.dtype, *, has_weights: bool) -> Any: 
     config.tie_word_embeddings = text.tie_word_embeddings = True
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model_class = AutoModelForImageTextToText._model_mapping[type(config)]
+    return AutoModelForImageTextToText._model_mapping[type(config)], config
+
+
+def _load_tower(folder: Path, dtype: torch.dtype, *, has_weights: bool) -> Any:  # noqa: ANN401
+    """The multimodal class with the weights of its tower and projector, and no layer of text."""
+    from .fallback.text_config import one_line, quiet
+
+    model_class, config = _tower_class(folder)
     try:
         with quiet(shows_bar=False):
             if not has_weights:
-                return model_class._from_config(config, dtype=dtype).eval()
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(0)
+                    return model_class._from_config(config, dtype=dtype).eval()
             checkpoint = SafetensorsCheckpoint(folder, _tower_names)
             found, report = model_class.from_pretrained(
                 None,
@@ -205,10 +229,7 @@ def _load_tower(folder: Path, dtype: torch.dtype, *, has_weights: bool) -> Any: 
         raise
     except Exception as error:
         raise ModelLoadError(f"{folder}: the image tower: {one_line(error)}") from error
-    own = {id(each) for each in found.get_decoder().parameters()}
-    own |= {id(each) for each in found.get_output_embeddings().parameters()}
-    named = dict(found.named_parameters(remove_duplicate=False))
-    missing = sorted(n for n in report["missing_keys"] if id(named.get(n)) not in own)
+    missing = sorted(name for name in report["missing_keys"] if _is_seen(found, name))
     if missing:
         raise ModelLoadError(f"{folder} lacks tensors of the image tower: {', '.join(missing[:4])}")
     return found.eval()

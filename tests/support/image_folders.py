@@ -33,9 +33,9 @@ TEMPLATE = (
     "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
     "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
     "{% elif line['type'] == 'image' %}<image>{% endif %}{% endfor %}<end_of_utterance>\n"
-    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
 )
-"""As SmolVLM's: content must be a list of parts, else it is not written."""
+"""Like SmolVLM's: content must be a list of parts, else it is not written."""
 PROCESSORS: dict[str, dict[str, Any]] = {
     "smolvlm": {
         "image_processor_type": "SmolVLMImageProcessor",
@@ -113,7 +113,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def processed(folder: Path, model_type: str, images: list[Image.Image], **options: Any) -> Any:
-    """What transformers' image processor makes of all images of one prompt at once."""
+    """The output of transformers' image processor for all images of one prompt at once."""
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     if model_type == "smolvlm":
         return processor([images], return_row_col_info=True, return_tensors="pt", **options)

@@ -85,7 +85,7 @@ def save_image_model(folder: Path, model_type: str, **text: Any) -> tuple[Path, 
 
 
 def random_inputs(model_type: str, seed: int, *, num_tiles: int = 1) -> dict[str, Any]:
-    """What a processor makes of one image, as arrays."""
+    """One image as a processor gives it to the tower, as arrays."""
     rng = np.random.default_rng(seed)
     tiles = rng.normal(size=(num_tiles, 3, SIDE, SIDE)).astype(np.float32)
     if model_type in ("idefics3", "smolvlm"):

@@ -115,8 +115,8 @@ def hello() -> Hello:
         vocab_size=100, max_model_len=256, eos_token_ids=[1, 2], exact=False,
         drafters=["radix", "lm"], no_self_draft="is small",
         sampling_defaults=defaults_form(DEFAULTS), pooling=pooling_form(POOLING),
-        takes_images=True, settings=body_form({"draft": "auto", "threads": None}), max_running=8, max_queued=32,
-        page_size=16, num_pages=64,
+        takes_images=True, settings=body_form({"draft": "auto", "threads": None}),
+        max_running=8, max_queued=32, page_size=16, num_pages=64,
     )  # fmt: skip
 
 
