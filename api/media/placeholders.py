@@ -18,10 +18,14 @@ _LOW_SIDE = 512  # pixels of the longer side of a picture with detail low
 
 
 class Placeholder(NamedTuple):
-    """The text of an image; ``num_rows`` of its tokens are the image token."""
+    """The text of an image; ``num_rows`` of its tokens are the image token.
+
+    ``grid``: their lines and columns, where RoPE turns by them.
+    """
 
     text: str
     num_rows: int
+    grid: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,16 @@ def _crops(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder
     return Placeholder(f"<img>{token * num}</img>", num)
 
 
+def _patches(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+    """Qwen2-VL to 3.5: neighbouring patches together, in lines and columns."""
+    merge = int(config["vision_config"]["spatial_merge_size"])
+    _, height, width = (int(each) for each in np.ravel(arrays["image_grid_thw"]))
+    grid = (height // merge, width // merge)
+    num = grid[0] * grid[1]
+    return Placeholder(token * num, num, grid)
+
+
+_QWEN = ImageRules(_patches, low_side=_LOW_SIDE)
 _GRID = ImageRules(
     _tiles, lambda _: {"return_row_col_info": True}, low={"do_image_splitting": False}
 )
@@ -108,6 +122,10 @@ RULES: Mapping[str, ImageRules] = {
     "mistral3": ImageRules(
         _lines, lambda config: {"patch_size": _merged(config)}, low_side=_LOW_SIDE
     ),
+    "qwen2_5_vl": _QWEN,
+    "qwen2_vl": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
     "smolvlm": _GRID,
 }
 """The rules by the ``model_type`` of a config."""

@@ -69,7 +69,8 @@ class SeenImages:
         for image in self.images:
             end = begin + image.placeholder.num_rows
             key = image_key(salt, image.content)
-            found.append(PromptImage(key, _runs(places[begin:end]), image.inputs))
+            runs = _runs(places[begin:end])
+            found.append(PromptImage(key, runs, image.inputs, image.placeholder.grid))
             begin = end
         return tuple(found)
 

@@ -25,13 +25,15 @@ class TowerInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PromptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An image: the rows of the prompt that its vectors take, and what the tower makes them of.
 
-    ``runs``: (first position, number of rows), rising and apart. ``key``: the hash of the content
+    ``grid``: lines and columns of the rows, which are one run then, of models whose RoPE turns by
+    them. ``runs``: (first position, number of rows), rising and apart. ``key``: the hash of the content
     and of the cache salt, `KEY_BYTES` long: images with one key have the same vectors.
     """
 
     key: bytes
     runs: tuple[tuple[int, int], ...]
     inputs: tuple[TowerInput, ...]
+    grid: tuple[int, int] | None = None
 
     @property
     def num_rows(self) -> int:

@@ -28,8 +28,10 @@ from .formats.nested import text_names
 from .formats.safetensors import SafetensorsCheckpoint
 
 logger = logging.getLogger(__name__)
-MODEL_TYPES = ("idefics3", "internvl", "llava", "mistral3", "smolvlm")
-"""Types whose images are plain rows of the prompt: causal, at their own positions."""
+GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe")
+"""Types whose RoPE turns the rows of an image by its lines and columns."""
+MODEL_TYPES = ("idefics3", "internvl", "llava", "mistral3", *GRID_TYPES, "smolvlm")
+"""Types whose images are rows of the prompt that see what stands before them, as text does."""
 _MIN_VOCAB = 2  # rows of the embedding that the tower's class has to have
 
 
@@ -137,6 +139,8 @@ def load_vision(
             reason = "images need foretoken's own decoder, and transformers' modules compute it"
         elif decoder.config.fold.embed_scale != 1.0:
             reason = f"its text model, {decoder.config.model_type}, scales the vectors of images"
+        elif support.model_type in GRID_TYPES and decoder.device.type != "cpu":
+            reason = "positions of three axes are computed on a CPU alone"
     if reason:
         logger.info("%s: prompts cannot have images: %s", path.name, reason)
     if reason or not support.is_served:

@@ -23,13 +23,14 @@ from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.proposers.lm_proposer import LmProposer
-from foretoken.radix_cache import PrefixCache
+from foretoken.radix_cache import PrefixCache, StateSlots
 from support.checkpoints import make_checkpoint, void_item
 from support.equality_harness import SYNTHETIC, make_speculator
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
 from support.image_models import (
     CLASSES,
+    GRIDS,
     make_prompt,
     prompt_tokens,
     random_inputs,
@@ -79,7 +80,12 @@ class Seeing:
         make_draft: Callable[[Decoder, KVPool], Proposer] | None = None,
         drive: type[Driver] = Driver,
     ) -> None:
-        cache = PrefixCache(NUM_PAGES, PAGE)
+        page_size, states, slots = PAGE, None, None
+        if self.decoder.states:
+            page_size = 16
+            states = self.decoder.make_state_pool(24, 8, page_size=page_size)
+            slots = StateSlots(24, 8, interval=16)
+        cache = PrefixCache(NUM_PAGES, page_size, states=slots)
         limits = SchedulerLimits(
             max_batch_tokens=max_batch_tokens,
             max_running=8,
@@ -87,7 +93,7 @@ class Seeing:
             max_model_len=300,
             vocab_size=self.decoder.config.vocab_size,
         )
-        pool = self.decoder.make_pool(NUM_PAGES, page_size=PAGE)
+        pool = self.decoder.make_pool(NUM_PAGES, page_size=page_size, states=states)
         pool.data.fill_(void_item(pool))
         self.vision = load_vision(
             self.path, self.decoder, self.decoder.ops, cache_bytes=cache_bytes
@@ -136,6 +142,12 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    torch.set_num_threads(1)
+    return Seeing(tmp_path_factory.mktemp("qwen"), "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
 def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     torch.set_num_threads(1)
     return Seeing(tmp_path_factory.mktemp("smolvlm"), "smolvlm")
@@ -145,9 +157,12 @@ def one_and_three(model: Seeing) -> list[Asked]:
     """One image, three with text between, none, and the same text with another image."""
     image = [random_inputs(model.model_type, seed) for seed in range(4)]
     opening, rest = model.text(9), model.text(6)
+    between = [model.text(1)] if model.model_type in GRIDS else []  # there are tokens around them
     asked = [
         model.ask([opening, image[0], rest]),
-        model.ask([model.text(3), image[1], model.text(2), image[2], image[0], model.text(5)]),
+        model.ask(
+            [model.text(3), image[1], model.text(2), image[2], *between, image[0], model.text(5)]
+        ),
         model.ask([model.text(30)]),
         model.ask([opening, image[3], rest]),
     ]
@@ -173,11 +188,13 @@ def test_images_of_several_tiles(tmp_path: Path, max_batch_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["perfect", "wrong", "trees"])
-def test_images_with_drafts(smolvlm: Seeing, drafter: str) -> None:
-    smolvlm.start(proposer=SYNTHETIC[drafter], max_batch_tokens=16)
-    asked = one_and_three(smolvlm)
-    smolvlm.serve(asked)
-    smolvlm.serve(asked)
+@pytest.mark.parametrize("name", ["smolvlm", "qwen"])
+def test_images_with_drafts(request: pytest.FixtureRequest, name: str, drafter: str) -> None:
+    model: Seeing = request.getfixturevalue(name)
+    model.start(proposer=SYNTHETIC[drafter], max_batch_tokens=16)
+    asked = one_and_three(model)
+    model.serve(asked)
+    model.serve(asked)
 
 
 def test_images_with_look_ups_that_reach_into_another_prompt_s_image(smolvlm: Seeing) -> None:

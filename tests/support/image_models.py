@@ -17,7 +17,7 @@ from foretoken.core.interface.images import (
     image_key,
     with_image_rows,
 )
-from support.checkpoints import save
+from support.checkpoints import HYBRIDS, save
 from support.tiny_models import VOCAB, tiny_config
 
 IMAGE = VOCAB - 1  # the placeholder's token id
@@ -27,7 +27,22 @@ CLASSES = {
     "internvl": "InternVLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
+}
+GRIDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_5")  # rows have lines and columns
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_TEXTS: dict[str, dict[str, Any]] = {
+    "llava": {"num_key_value_heads": 4},
+    "qwen2_5_vl": {"rope_parameters": _MROPE},
+    "qwen2_vl": {"rope_parameters": _MROPE},
+    "qwen3_5": HYBRIDS["qwen3_5"][1]
+    | {
+        "rope_parameters": _MROPE
+        | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    },
 }
 ROWS = {"llava": SIDE**2 // PATCH**2}  # of an image of one tile; the others merge four patches
 
@@ -36,20 +51,28 @@ def image_config(model_type: str, *, image: int = IMAGE, **text: Any) -> Any:
     """A small config of a type, with that image token; ``text``: fields of its text model."""
     made = CONFIG_MAPPING[model_type]
     default = made()
-    values = tiny_config(default.get_text_config(decoder=True).model_type, **text).to_dict()
-    if model_type == "llava":
-        values |= {"num_key_value_heads": 4}
+    kind = default.get_text_config(decoder=True).model_type
+    values = tiny_config(kind, **(_TEXTS.get(model_type, {}) | text)).to_dict()
     is_listed = model_type == "internvl"
     tower = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
+        "depth": 2,
+        "embed_dim": 32,
         "num_attention_heads": 2,
+        "num_heads": 2,
         "head_dim": 16,
+        "window_size": 2 * 2 * PATCH,
+        "fullatt_block_indexes": [1],
+        "num_position_embeddings": 16,
+        "out_hidden_size": values["hidden_size"],
         "image_size": [SIDE, SIDE] if is_listed else SIDE,
         "patch_size": [PATCH, PATCH] if is_listed else PATCH,
     }
     tower = {name: each for name, each in tower.items() if hasattr(default.vision_config, name)}
+    if model_type == "qwen2_vl":  # whose tower gives vectors of that size
+        tower["hidden_size"] = values["hidden_size"]
     tower["model_type"] = default.vision_config.model_type
     more = {
         name: image for name in ("image_token_id", "image_token_index") if hasattr(default, name)
@@ -72,8 +95,8 @@ def image_model(model_type: str, *, image: int = IMAGE, **text: Any) -> Any:
                 parameter.normal_(0.0, 1.2 / parameter[0].numel() ** 0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            if "projector" in name or "connector" in name:
-                parameter.mul_(2.0)
+            if any(each in name for each in ("projector", "connector", "visual.merger")):
+                parameter.mul_(3.0 if "merger" in name else 2.0)
         model.get_output_embeddings().weight[image] = 0.0  # so that it is never the best
     model.generation_config = transformers.GenerationConfig()
     return model
@@ -87,6 +110,11 @@ def save_image_model(folder: Path, model_type: str, **text: Any) -> tuple[Path, 
 def random_inputs(model_type: str, seed: int, *, num_tiles: int = 1) -> dict[str, Any]:
     """One image as a processor gives it to the tower, as arrays."""
     rng = np.random.default_rng(seed)
+    if model_type in GRIDS:
+        lines, columns = (2, 3, 1)[seed % 3], (3, 1, 2)[seed % 3]
+        shape = (4 * lines * columns, 3 * 2 * PATCH**2)
+        grid = np.array([[1, 2 * lines, 2 * columns]], np.int64)
+        return {"pixel_values": rng.normal(size=shape).astype(np.float32), "image_grid_thw": grid}
     tiles = rng.normal(size=(num_tiles, 3, SIDE, SIDE)).astype(np.float32)
     if model_type in ("idefics3", "smolvlm"):
         return {"pixel_values": tiles[None]}
@@ -127,12 +155,19 @@ def make_prompt(
             ids += piece
             continue
         inputs, runs = tower_inputs(piece), []
+        key = image_key(salt, content_hash(inputs))
+        if model_type in GRIDS:
+            _, lines, columns = (int(each) for each in piece["image_grid_thw"][0] // (1, 2, 2))
+            run = (len(ids), lines * columns)
+            images.append(PromptImage(key, (run,), inputs, (lines, columns)))
+            ids += [IMAGE] * (lines * columns)
+            continue
         num_tiles = piece["pixel_values"].size // (3 * SIDE**2)
         for tile in range(num_tiles):
             ids += [5] * bool(tile)
             runs.append((len(ids), rows))
             ids += [IMAGE] * rows
-        images.append(PromptImage(image_key(salt, content_hash(inputs)), tuple(runs), inputs))
+        images.append(PromptImage(key, tuple(runs), inputs))
     return ids, tuple(images)
 
 
@@ -145,6 +180,7 @@ def reference_tokens(
 ) -> list[int]:
     """Greedy tokens of transformers' `generate`."""
     given = torch.tensor([ids])
+    more = {"mm_token_type_ids": (given == IMAGE).int()} if model_type in GRIDS else {}
     out = model.generate(
         input_ids=given,
         attention_mask=torch.ones_like(given),
@@ -152,7 +188,7 @@ def reference_tokens(
         max_new_tokens=num_new,
         eos_token_id=None,
         pad_token_id=0,
-        **(joined_inputs(model_type, images) if images else {}),
+        **(joined_inputs(model_type, images) | more if images else {}),
     )
     found: list[int] = out[0, len(ids) :].tolist()
     return found

@@ -102,7 +102,7 @@ ERRORS: tuple[Exception, ...] = (
     ),
 )
 IMAGE = PromptImage(
-    b"k" * 32, ((1, 1),), (TowerInput("pixel_values", "float32", (1, 2), bytes(8)),)
+    b"k" * 32, ((1, 1),), (TowerInput("pixel_values", "float32", (1, 2), bytes(8)),), (1, 1)
 )
 LOAD = Load(running=2, waiting=3, kv_usage=0.5)
 KEYS = (bytes(range(32)), bytes(range(32, 64)))
