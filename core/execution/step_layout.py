@@ -66,9 +66,7 @@ def request_segments(
             scheduled.page_ids,
             num_logits(scheduled, trunk_len),
             state=segment_state(scheduled),
-            turns=image_positions(
-                scheduled.images, scheduled.start, scheduled.start + len(tokens)
-            ),
+            turns=image_positions(scheduled.images, scheduled.start, scheduled.start + len(tokens)),
         )
     ]
     if len(runs) < 2:

@@ -25,9 +25,9 @@ class TowerInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PromptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An image: the rows of the prompt that its vectors take, and what the tower makes them of.
 
-    ``grid``: lines and columns of the rows, which are one run then, of models whose RoPE turns by
-    them. ``runs``: (first position, number of rows), rising and apart. ``key``: the hash of the content
-    and of the cache salt, `KEY_BYTES` long: images with one key have the same vectors.
+    ``runs``: (first position, number of rows), rising and apart. ``grid``: lines and columns of the
+    rows, which are one run then, of models whose RoPE turns by them. ``key``: the hash of the
+    content and of the cache salt, `KEY_BYTES` long: images with one key have the same vectors.
     """
 
     key: bytes

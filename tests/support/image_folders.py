@@ -17,10 +17,11 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerFast
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from foretoken.core.config import EngineConfig
 from support.checkpoints import save
-from support.image_models import PATCH, SIDE, image_model
+from support.image_models import GRIDS, PATCH, SIDE, image_model
 
 FAKE, WHOLE, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 SPECIAL = [
@@ -36,7 +37,14 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
 )
 """Like SmolVLM's: content must be a list of parts, else it is not written."""
+_QWEN = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": PATCH,
+    "size": {"shortest_edge": 4 * PATCH**2, "longest_edge": 36 * PATCH**2},
+}
 PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_5": _QWEN,
     "smolvlm": {
         "image_processor_type": "SmolVLMImageProcessor",
         "size": {"longest_edge": 2 * SIDE},
@@ -147,6 +155,11 @@ def placeholder(model_type: str, made: Any, index: int) -> str:
             image_seq_length=4,
         )
         return InternVLProcessor.replace_image_token(processor, made, index)
+    if model_type in GRIDS:
+        processor = SimpleNamespace(
+            image_processor=SimpleNamespace(merge_size=2), image_token=IMAGE
+        )
+        return Qwen2VLProcessor.replace_image_token(processor, made, index)
     height, width = (int(each) // (2 * PATCH) for each in made["image_sizes"][index])
     line = IMAGE * width  # PixtralProcessor is not to be had without torchvision
     return "[IMG_BREAK]".join([line] * height) + "[IMG_END]"
@@ -172,6 +185,8 @@ def answer(
     given = {
         name: each for name, each in made.items() if name not in ("rows", "cols", "num_patches")
     }
+    if model_type in GRIDS and images:
+        given["mm_token_type_ids"] = (ids == tokenizer.convert_tokens_to_ids(IMAGE)).int()
     out = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

@@ -83,12 +83,14 @@ def user(*parts: Any) -> list[dict[str, Any]]:
 def test_prompts_and_tokens_are_transformers_own(tmp_path: Path, kind: str) -> None:
     seeing = made(tmp_path, kind)
     ids, expected = seeing.answer(RENDERED, [FIRST, SECOND])
-    with LLM(seeing.folder, threads=1, kv_tokens=4096, page_size=4, max_batch_tokens=7) as llm:
+    page_size = 16 if kind == "qwen3_5" else 4
+    options: dict[str, Any] = {"kv_tokens": 4096, "page_size": page_size, "max_batch_tokens": 7}
+    with LLM(seeing.folder, threads=1, **options) as llm:
         for _ in range(2):
             found = llm.chat(user(*ASK), GREEDY)
             assert list(found.prompt_token_ids) == ids
             assert found.token_ids == expected
-        assert found.usage.cached_tokens == (len(ids) - 1) // 4 * 4
+        assert found.usage.cached_tokens == (len(ids) - 1) // page_size * page_size
         assert found.usage.image_tokens == ids.count(seeing.tokenizer.convert_tokens_to_ids(IMAGE))
         text = llm.chat([{"role": "user", "content": "what is"}], GREEDY)
     plain = "<|im_start|>User: what is<end_of_utterance>\nAssistant: "
