@@ -126,6 +126,8 @@ RULES: Mapping[str, ImageRules] = {
     "qwen2_vl": _QWEN,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
     "smolvlm": _GRID,
 }
 """The rules by the ``model_type`` of a config."""

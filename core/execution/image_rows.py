@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..interface.images import PromptImage
@@ -11,8 +12,10 @@ from ..ops.batch import RaggedBatch
 from .step_layout import StepLayout
 
 
-def image_rows(layout: StepLayout, batch: RaggedBatch, vision: Vision | None) -> Tensor | None:
-    """`Wanted.inputs` of a step, [rows of the batch, hidden]; None where no row is an image's.
+def image_rows(
+    layout: StepLayout, batch: RaggedBatch, vision: Vision | None, hidden: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """`Wanted.inputs` and `Wanted.behind` of a step; None where no row is an image's.
 
     Vectors that are not kept from earlier steps are computed here. Raises ValueError where there
     is no tower, or it gives another number of vectors than the prompt has rows for.
@@ -31,9 +34,14 @@ def image_rows(layout: StepLayout, batch: RaggedBatch, vision: Vision | None) ->
             for position, at, count in spans:
                 row = first_row + position - scheduled.start
                 inputs[row : row + count] = vectors[at : at + count]
-    if inputs is not None:  # the batch ends with copies of its last row, which write what it does
-        inputs[layout.num_rows :] = inputs[layout.num_rows - 1]
-    return inputs
+    if inputs is None:
+        return None, None
+    # The batch ends with copies of its last row, which write what it does.
+    inputs[layout.num_rows :] = inputs[layout.num_rows - 1]
+    if inputs.shape[1] == hidden:
+        return inputs, None
+    first, *others = inputs.split(hidden, dim=1)
+    return first.contiguous(), torch.stack(others)
 
 
 def _spans(image: PromptImage, scheduled: ScheduledRequest) -> list[tuple[int, int, int]]:

@@ -327,8 +327,9 @@ class ModelRunner:
     ) -> ForwardOutput:
         draws = layout.sampling_plan(batch.num_logits) if self._chooses_on_device else None
         # The taps of a proposer that was given up stay: a GPU's graphs were captured with them.
-        inputs = image_rows(layout, batch, self.vision)
-        wanted = Wanted(draws, self._taps, on_kernels_started, inputs)
+        hidden = self.decoder.config.hidden_size
+        inputs, behind = image_rows(layout, batch, self.vision, hidden)
+        wanted = Wanted(draws, self._taps, on_kernels_started, inputs, behind)
         output = self.decoder.forward(batch, self.pool, wanted)
         if (
             output.taps is not None and self._chooses_on_device

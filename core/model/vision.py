@@ -28,7 +28,7 @@ from .formats.nested import text_names
 from .formats.safetensors import SafetensorsCheckpoint
 
 logger = logging.getLogger(__name__)
-GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe")
+GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 """Types whose RoPE turns the rows of an image by its lines and columns."""
 MODEL_TYPES = ("idefics3", "internvl", "llava", "mistral3", *GRID_TYPES, "smolvlm")
 """Types whose images are rows of the prompt that see what stands before them, as text does."""
@@ -89,6 +89,8 @@ class Vision:
     @torch.inference_mode()
     def vectors(self, image: PromptImage) -> Tensor:
         """The vectors of an image, [num_rows, hidden], in the dtype and on the device of the model.
+
+        Where some are added behind the first n layers these follow, [num_rows, (1 + n) * hidden].
 
         Raises ValueError where the tower gives another number than the image has rows.
         """
@@ -159,15 +161,22 @@ def load_vision(
             name: each.to(device, dtype) if each.is_floating_point() else each.to(device)
             for name, each in inputs.items()
         }
-        found = model.get_image_features(**given).pooler_output
-        parts = found if isinstance(found, list | tuple) else (found,)
-        return torch.cat([part.reshape(-1, hidden) for part in parts]).to(dtype)
+        found = model.get_image_features(**given)
+        behind = getattr(found, "deepstack_features", None) or ()
+        vectors = [_rows(each, hidden) for each in (found.pooler_output, *behind)]
+        return torch.cat(vectors, dim=1).to(dtype)
 
     logger.info(
         "%s: images by transformers' %s, %.3g million parameters",
         path.name, type(model).__name__, num_parameters / 1e6,
     )  # fmt: skip
     return Vision(compute, cache_bytes=cache_bytes, num_parameters=num_parameters)
+
+
+def _rows(found: Any, hidden: int) -> Tensor:  # noqa: ANN401 - of transformers
+    """Vectors of all parts of an image, [num_rows, hidden]."""
+    parts = found if isinstance(found, list | tuple) else (found,)
+    return torch.cat([part.reshape(-1, hidden) for part in parts])
 
 
 def _pack(model: Any, plain: Ops) -> None:  # noqa: ANN401 - of transformers

@@ -103,13 +103,15 @@ class Wanted(NamedTuple):
     stream, each at most once: 0 is the embedding, ``b`` lies behind ``b`` layers, and the number of
     layers before the final norm. ``on_kernels_started`` is called just before the kernels begin.
     ``inputs`` [rows of the batch, hidden]: where a token id is below 0, the row begins with its
-    vector in place of an embedding; other vectors are not read.
+    vector in place of an embedding; other vectors are not read. ``behind`` [n, rows, hidden]: what
+    the same rows get added behind each of the first n layers, on a CPU.
     """
 
     draws: SamplingPlan | None = None
     taps: Taps = ()
     on_kernels_started: Callable[[], None] | None = None
     inputs: Tensor | None = None
+    behind: Tensor | None = None
 
 
 NOTHING_MORE = Wanted()

@@ -179,12 +179,18 @@ def test_images_give_the_tokens_of_generate_in_chunks_of_any_size(
 
 
 @pytest.mark.parametrize("max_batch_tokens", [2, 7])
-def test_images_of_several_tiles(tmp_path: Path, max_batch_tokens: int) -> None:
+def test_images_of_several_tiles_in_torch(tmp_path: Path, max_batch_tokens: int) -> None:
     """Steps of one row have copies of it, which write the same KV."""
     model = Seeing(tmp_path, "idefics3", backend="torch")
     model.start(max_batch_tokens=max_batch_tokens)
     tiles = random_inputs("idefics3", 5, num_tiles=3)
     model.serve([model.ask([model.text(4), tiles, model.text(4)])])
+
+
+def test_images_with_vectors_behind_layers_in_torch(tmp_path: Path) -> None:
+    model = Seeing(tmp_path, "qwen3_vl", backend="torch")
+    model.start(max_batch_tokens=7)
+    model.serve(one_and_three(model))
 
 
 @pytest.mark.parametrize("drafter", ["perfect", "wrong", "trees"])

@@ -45,6 +45,7 @@ _QWEN = {
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _QWEN,
     "qwen3_5": _QWEN,
+    "qwen3_vl": _QWEN,
     "smolvlm": {
         "image_processor_type": "SmolVLMImageProcessor",
         "size": {"longest_edge": 2 * SIDE},

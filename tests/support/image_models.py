@@ -30,14 +30,16 @@ CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
 }
-GRIDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_5")  # rows have lines and columns
+GRIDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl")  # rows have lines and columns
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _TEXTS: dict[str, dict[str, Any]] = {
     "llava": {"num_key_value_heads": 4},
     "qwen2_5_vl": {"rope_parameters": _MROPE},
     "qwen2_vl": {"rope_parameters": _MROPE},
+    "qwen3_vl": {"rope_parameters": _MROPE | {"mrope_interleaved": True}},
     "qwen3_5": HYBRIDS["qwen3_5"][1]
     | {
         "rope_parameters": _MROPE
@@ -65,6 +67,7 @@ def image_config(model_type: str, *, image: int = IMAGE, **text: Any) -> Any:
         "head_dim": 16,
         "window_size": 2 * 2 * PATCH,
         "fullatt_block_indexes": [1],
+        "deepstack_visual_indexes": [0],
         "num_position_embeddings": 16,
         "out_hidden_size": values["hidden_size"],
         "image_size": [SIDE, SIDE] if is_listed else SIDE,
@@ -95,7 +98,7 @@ def image_model(model_type: str, *, image: int = IMAGE, **text: Any) -> Any:
                 parameter.normal_(0.0, 1.2 / parameter[0].numel() ** 0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            if any(each in name for each in ("projector", "connector", "visual.merger")):
+            if any(each in name for each in ("projector", "connector", "merger")):
                 parameter.mul_(3.0 if "merger" in name else 2.0)
         model.get_output_embeddings().weight[image] = 0.0  # so that it is never the best
     model.generation_config = transformers.GenerationConfig()
