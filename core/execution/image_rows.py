@@ -40,7 +40,7 @@ def image_rows(
     inputs[layout.num_rows :] = inputs[layout.num_rows - 1]
     if inputs.shape[1] == hidden:
         return inputs, None
-    first, *others = inputs.split(hidden, dim=1)
+    first, *others = torch.split(inputs, hidden, dim=1)
     return first.contiguous(), torch.stack(others)
 
 

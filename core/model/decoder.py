@@ -286,9 +286,11 @@ def check_behind(wanted: Wanted, num_layers: int, device: torch.device) -> None:
     if behind is None:
         return
     if wanted.inputs is None or behind.shape[1:] != wanted.inputs.shape or len(behind) > num_layers:
-        raise ValueError("vectors behind layers need inputs of the same rows, and such layers")
+        raise ValueError(
+            f"vectors {list(behind.shape)}: must have the shape of inputs for each layer"
+        )
     if device.type != "cpu":
-        raise ValueError("vectors behind layers are added on a CPU alone")
+        raise ValueError("vectors for later layers are added on the CPU only")
 
 
 def check_taps(taps: Taps, num_layers: int) -> None:

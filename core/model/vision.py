@@ -142,7 +142,7 @@ def load_vision(
         elif decoder.config.fold.embed_scale != 1.0:
             reason = f"its text model, {decoder.config.model_type}, scales the vectors of images"
         elif support.model_type in GRID_TYPES and decoder.device.type != "cpu":
-            reason = "positions of three axes are computed on a CPU alone"
+            reason = "positions of three axes are supported on the CPU only"
     if reason:
         logger.info("%s: prompts cannot have images: %s", path.name, reason)
     if reason or not support.is_served:
