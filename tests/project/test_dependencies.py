@@ -31,6 +31,7 @@ OPTIONAL = {  # where an extra is needed, and imported for it alone
     "zmq": "events",
     "PIL": "images",
     "mooncake": "mooncake",
+    "nixl": "pd",
     "ray": "ray",
 }
 
