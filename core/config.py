@@ -138,6 +138,25 @@ class EngineConfig:
         "options of the chat template, as a JSON object, for requests that leave them out",
         "JSON",
     )
+    no_images: bool = setting(
+        False, "refuse images in prompts, and do not load the image tower", group="images"
+    )
+    max_images: int = setting(8, "limit on the images of one request", least=1)
+    max_image_pixels: int = setting(
+        4194304, "limit on the pixels of one image, counted before it is decoded", least=1
+    )
+    image_cache: str | int = setting(
+        "256MiB",
+        "memory for images that were read, and as much for what the image tower made of them; the "
+        "last of each is kept in any case",
+        SIZE,
+        least=1,
+    )
+    media_dir: str | None = setting(
+        None,
+        "folder whose files requests may name as images, as file:// and their path (none)",
+        "DIR",
+    )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
         "auto",
         "data type of the KV pool; int8, or fp8 (e4m3) on a GPU, holds twice the tokens",

@@ -22,6 +22,7 @@ from ...core.execution.model_runner import ModelRunner
 from ...core.execution.proposer import Proposer
 from ...core.execution.ranks import Ranks, TpDecoder
 from ...core.execution.warm_up import warm_up
+from ...core.interface.settings import parse_size
 from ...core.interface.tiers import KVTiers
 from ...core.interface.transfers import PageServer
 from ...core.model.assistant import is_assistant
@@ -35,6 +36,8 @@ from ...core.model.pooling import read_pooling
 from ...core.model.report import weight_files
 from ...core.model.shapes import LM_HEAD
 from ...core.model.sharding import check_shards
+from ...core.model.vision import Vision, load_vision
+from ...core.ops.backends import choose_ops
 from ...core.ops.base import Ops
 from ...core.ops.batch import Taps
 from ...core.ops.device import choose_device, free_memory
@@ -133,6 +136,7 @@ def _build(
         _refuse_tiers(config)
     set_threads = _thread_setter(_threads(config), target.ops)
     set_threads()
+    vision = _load_vision(source.path, config, target, digests)
     if spec.may_lack_model and config.load_format == "auto" and has_mtp(source.path, target):
         spec = replace(spec, model=MTP, may_lack_model=False)
     draft, no_self_draft = _load_draft(
@@ -147,7 +151,7 @@ def _build(
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
     proposer, measured = _make_proposer(draft, pool, draft_pools, texts, independent=by_rejection)
-    runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
+    runner = ModelRunner(target, pool, proposer, rejection=by_rejection, vision=vision)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
         config, spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
@@ -191,6 +195,7 @@ def _build(
         model_path=target.path,
         sampling_defaults=defaults,
         pooling=replace(pooling, dimensions=target.config.hidden_size),
+        takes_images=vision is not None,
         settings=settings,
         fingerprint=fingerprint,
         kernels="" if digests is None else digests.kernels(target),
@@ -398,6 +403,28 @@ def _load(
     options: dict[str, Any] = _load_options(config, device)
     with out_of_memory_told(f"while loading {path.name}", remedy):
         return load_decoder(path, **options, on_read=on_read, comm=comm)
+
+
+def _load_vision(
+    path: Path, config: EngineConfig, target: Decoder, digests: ModelDigests | None
+) -> Vision | None:
+    """The image tower, whose linears are not quantised; None where there are to be no images."""
+    if config.no_images or config.tp > 1:  # only ids are sent to the other ranks
+        return None
+    plain = target.ops
+    if config.quantize != "none":
+        plain = choose_ops(
+            target.device, exact=config.exact, backend=config.backend, dtype=target.dtype
+        )
+    with out_of_memory_told(f"while loading the image tower of {path.name}", "use --no-images"):
+        return load_vision(
+            path,
+            target,
+            plain,
+            cache_bytes=parse_size(config.image_cache),
+            has_weights=config.load_format == "auto",
+            on_read=None if digests is None else digests.target,
+        )
 
 
 def _warn_of_short_memory(path: Path, device: torch.device) -> None:

@@ -237,6 +237,7 @@ class OwnDecoder(PagedDecoder):
         """Compute KV of every row into the pool, and what is wanted besides."""
         check_taps(wanted.taps, self.config.num_layers)
         check_inputs(wanted.inputs, (batch.num_rows, self.config.hidden_size))
+        check_behind(wanted, self.config.num_layers, self.device)
         plans = self.plans(batch, pool)
         if wanted.on_kernels_started is not None:
             wanted.on_kernels_started()
@@ -244,7 +245,13 @@ class OwnDecoder(PagedDecoder):
         if self._compiled is None:
             ops = adapted_ops(self.ops, adapted, self.device)
             found = run_layers(
-                ops, self.weights, batch.token_ids, plans, wanted.taps, given=wanted.inputs
+                ops,
+                self.weights,
+                batch.token_ids,
+                plans,
+                wanted.taps,
+                given=wanted.inputs,
+                behind=wanted.behind,
             )
         else:
             found = self._compiled(batch.token_ids, plans, wanted, adapted)
@@ -290,6 +297,19 @@ def check_inputs(inputs: Tensor | None, shape: tuple[int, int]) -> None:
     """Raise ValueError for vectors of another shape than the rows of a batch."""
     if inputs is not None and inputs.shape != shape:
         raise ValueError(f"inputs {list(inputs.shape)}: must be {list(shape)}, as the batch's rows")
+
+
+def check_behind(wanted: Wanted, num_layers: int, device: torch.device) -> None:
+    """Raise ValueError for vectors behind layers that a decoder does not take."""
+    behind = wanted.behind
+    if behind is None:
+        return
+    if wanted.inputs is None or behind.shape[1:] != wanted.inputs.shape or len(behind) > num_layers:
+        raise ValueError(
+            f"vectors {list(behind.shape)}: must have the shape of inputs for each layer"
+        )
+    if device.type != "cpu":
+        raise ValueError("vectors for later layers are added on the CPU only")
 
 
 def check_taps(taps: Taps, num_layers: int) -> None:

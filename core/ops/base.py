@@ -140,7 +140,10 @@ class Rope(Protocol):
     """cos and sin by position, float32. Backends gather rows of it, or read the table itself."""
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``."""
+        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``.
+
+        Positions ``[3, T]`` are in time, height and width: each frequency follows one of them.
+        """
 
     def table(self, stop: int) -> tuple[Tensor, Tensor]:
         """cos and sin ``[stop or more, head_dim / 2]`` of all positions from 0 up."""

@@ -125,6 +125,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d", "model-impl": "own",
         "generation-config": "none", "override-generation-config": '{"top_k": 5}',
         "chat-template": "t.jinja", "default-chat-template-kwargs": '{"enable_thinking": false}',
+        "max-images": "2", "max-image-pixels": "99", "image-cache": "64MiB", "media-dir": "m",
     }  # fmt: skip
     given = [part for name, value in flags.items() for part in (f"--{name}", value)]
     for command in (["serve", "m"], ["run", "p", "m"], ["chat", "m"]):
@@ -135,7 +136,8 @@ def test_every_engine_option_is_a_flag_of_every_command():
         assert config.kv_cache_dtype == "int8"
         assert config.generation_config == "none"
         assert config.override_generation_config == {"top_k": 5}
-    assert {name.replace("-", "_") for name in flags} | {"kv_memory"} == set(EngineConfig.names())
+    others = {"kv_memory", "no_images"}
+    assert {name.replace("-", "_") for name in flags} | others == set(EngineConfig.names())
 
 
 def test_flags_that_are_not_given_leave_the_defaults_to_the_config():
