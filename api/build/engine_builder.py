@@ -201,7 +201,9 @@ def _build(
         kernels="" if digests is None else digests.kernels(target),
         keys=keys,
         set_openings=None if pool.states is None else scheduler.set_openings,
-        load_adapter=partial(load_lora, decoder=target, max_rank=config.max_lora_rank),
+        load_adapter=None
+        if config.tp > 1
+        else partial(load_lora, decoder=target, max_rank=config.max_lora_rank),
         events=events,
         transfers=transfers,
     )

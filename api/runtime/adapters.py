@@ -120,7 +120,9 @@ class Adapters:
         """
         load = self._load
         if load is None:
-            message = "adapters are not supported by a server that computes in replicas"
+            message = (
+                "adapters are not supported with --tp, nor by a server that computes in replicas"
+            )
             raise InvalidRequest(message, param="lora_name")
         self._check_name(name)
         async with self._loading:
