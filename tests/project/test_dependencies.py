@@ -201,6 +201,22 @@ def test_the_sdk_needs_nothing_of_the_server() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_folder_of_code_is_packed() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    folders = {
+        path.parent.relative_to(ROOT)
+        for name in ("radix_cache", "core", "draft", "api")
+        for path in (ROOT / name).rglob("__init__.py")
+    }
+    assert {".".join(("foretoken", *each.parts)) for each in folders} <= set(tool["packages"])
+
+
+def test_every_extra_is_explained_where_it_is_installed() -> None:
+    page = (ROOT / "docs/install.md").read_text("utf-8")
+    extras = PROJECT["optional-dependencies"].keys() - {"test"}
+    assert [name for name in extras if f"\n| `{name}` |" not in page] == []
+
+
 def test_nothing_is_declared_that_is_not_imported() -> None:
     used = set().union(*(imported(each) for each in ("radix_cache", "core", "draft", "api")))
     names = {DISTRIBUTIONS.get(module, module).lower() for module in used}
