@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 FRONT_ENGINE_OPTIONS = ("chat_template", "default_chat_template_kwargs", "step_timeout", "dump_dir")
 """Options of `EngineConfig` that a front has itself: its text, its event loop and its dumps."""
 
-BENCHMARKS = ("offline", "phases", "real", "self", "serve")
+BENCHMARKS = ("offline", "phases", "plan", "real", "self", "serve")
 """Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
 EPILOG = (
     "--help-all shows all flags. Each may also be set by a variable FORETOKEN_<FLAG> or in the "
@@ -86,7 +86,7 @@ def _parser() -> Parser:
     _add_deploy(commands)
     _add_selftest(commands)
     commands.add_parser(
-        "bench", help="run a benchmark: serve, offline, phases, real or self", add_help=False
+        "bench", help="run a benchmark: serve, offline, plan, phases, real or self", add_help=False
     )
     return parser
 
