@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import InvalidRequest, shown
+from .interface.eviction import LEAST_BUDGET
 from .interface.request import MAX_TTL
 from .interface.sampling import RECOMMENDED, TokenSamplingParams
 from .interface.settings import SIZE, check_settings, parse_size, setting, settings_of
 from .validation import MAX_PORT, require, tcp_port
 
+EVICTION_POLICIES = ("window",)
+FORM_OF_EVICTION = "window:N"
 REMOTE = "mooncake://HOST:PORT[?lend=SIZE]"
 OVERRIDES = "override_generation_config"
 TEMPLATE_KWARGS = "default_chat_template_kwargs"
@@ -177,6 +180,13 @@ class EngineConfig:
         "master, with ?lend=SIZE to lend it memory of this machine; needs the extra mooncake",
         "URL",
     )
+    kv_evict: str | None = setting(
+        None,
+        "evict KV of long answers: keep that of the prompt and of N tokens of the answer, at least "
+        "256, the latest ones (window); prompts stay shared. Changes answers of more than N + 128 "
+        "tokens",
+        "window:N",
+    )
     kv_events: str | None = setting(
         None,
         "address at which the pages that the cache keeps and drops are published, with their token "
@@ -266,6 +276,7 @@ class EngineConfig:
             object.__setattr__(self, TEMPLATE_KWARGS, found)
         self.kv_disk_place()
         self.kv_remote_place()
+        self.kv_eviction()
         self._check_events()
         self._check_supported()
 
@@ -282,6 +293,21 @@ class EngineConfig:
             return Path(folder).expanduser(), parse_size(size)
         except ValueError as error:
             raise InvalidRequest(f"kv_disk: the size {error}", param="kv_disk") from None
+
+    def kv_eviction(self) -> tuple[str, int] | None:
+        """The policy of ``kv_evict`` and its budget in tokens; None without one.
+
+        Raises `InvalidRequest` for another text.
+        """
+        if self.kv_evict is None:
+            return None
+        policy, _, count = self.kv_evict.partition(":")
+        is_number = count.isascii() and count.isdigit() and len(count) < 10
+        known = policy in EVICTION_POLICIES and is_number
+        _require(known, "kv_evict", f"must be {FORM_OF_EVICTION}, not {shown(self.kv_evict)}")
+        enough = int(count) >= LEAST_BUDGET
+        _require(enough, "kv_evict", f"must keep at least {LEAST_BUDGET} tokens, not {count}")
+        return policy, int(count)
 
     @property
     def has_tiers(self) -> bool:

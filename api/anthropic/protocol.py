@@ -80,6 +80,7 @@ class MessageUsage(Struct, kw_only=True):
     moves: int  # likewise
     spliced_tokens: int  # of the prompt: those of earlier answers, not encoded from text
     normalized: list[str] | UnsetType = UNSET  # rules of --normalize that changed the prompt
+    evicted_tokens: int | UnsetType = UNSET  # as in chat completions
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
 

@@ -65,6 +65,7 @@ from .drafts import (
     parse_draft,
     rough_copy,
 )
+from .eviction import eviction_of
 from .kv_events import events_of, keys_of, name_fingerprint
 from .kv_pools import make_pools, model_len, out_of_memory_told
 from .model_files import ModelSource, find_model
@@ -118,6 +119,7 @@ def _build(
     target = _load(source.path, config, device, None if digests is None else digests.target)
     if target.states:
         _refuse_tiers(config)
+    eviction = eviction_of(config, target)
     set_threads = _thread_setter(config.threads, target.ops)
     set_threads()
     if spec.may_lack_model and config.load_format == "auto" and has_mtp(source.path, target):
@@ -131,7 +133,7 @@ def _build(
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
     proposer, measured = _make_proposer(draft, pool, draft_pools, independent=by_rejection)
-    runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
+    runner = ModelRunner(target, pool, proposer, rejection=by_rejection, eviction=eviction)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
         config, spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
@@ -410,6 +412,7 @@ def _supervision(config: EngineConfig, settings: Mapping[str, object]) -> Superv
 def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -> SchedulerLimits:
     """The limits of a step and of the queue: no more requests run than there are logs for."""
     num_logs = sizes.max_running if pool.states is None else pool.states.num_logs
+    evicts = config.kv_eviction()
     return SchedulerLimits(
         max_batch_tokens=sizes.max_batch_tokens,
         max_slowdown=config.max_slowdown,
@@ -419,6 +422,7 @@ def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -
         vocab_size=target.config.vocab_size,
         aging_seconds=config.aging_seconds,
         max_priority=config.max_priority,
+        kv_budget=0 if evicts is None else evicts[1],
     )
 
 

@@ -75,6 +75,8 @@ class SamplingParams(TokenSamplingParams):
       only have tokens after which it can still be completed, unless this is False.
     - ``prediction``: the caller's guess of the answer, as text or token ids. It serves as a draft,
       which makes the answer faster and never changes it.
+    - ``kv_budget``: tokens of the answer that keep their KV, at least 256, where the engine evicts
+      (``kv_evict``); None is the engine's number. Not with ``prompt_logprobs``.
     - ``priority``: lower runs first; the engine's ``max_priority`` bounds it.
     - ``deadline``: seconds after which the request is aborted.
     """

@@ -45,9 +45,10 @@ def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
 
 def table_slots(scheduled: ScheduledRequest, first: int, count: int, page_size: int) -> list[int]:
     """The slots of ``count`` positions from ``first`` on, by the page table."""
+    first -= scheduled.num_evicted
     return [
-        scheduled.page_ids[position // page_size] * page_size + position % page_size
-        for position in range(first, first + count)
+        scheduled.page_ids[place // page_size] * page_size + place % page_size
+        for place in range(first, first + count)
     ]
 
 
@@ -55,16 +56,17 @@ def request_segments(
     scheduled: ScheduledRequest, tokens: array[int], draft: Draft, page_size: int
 ) -> list[Segment]:
     """A request's pending ``tokens`` and its trunk, then the other runs of its draft."""
-    runs = draft.runs()
+    runs, shift = draft.runs(), scheduled.num_evicted
     trunk_len = runs[0][1] if runs else 0
     tokens.extend(draft.token_ids[:trunk_len])
     segments = [
         Segment(
             tokens,
-            scheduled.start,
+            scheduled.start - shift,
             scheduled.page_ids,
             num_logits(scheduled, trunk_len),
             state=segment_state(scheduled),
+            shift=shift,
         )
     ]
     if len(runs) < 2:
@@ -77,10 +79,11 @@ def request_segments(
         segments.append(
             Segment(
                 token_ids=draft.token_ids[first:stop],
-                start=scheduled.stop + len(path) - 1,
+                start=scheduled.stop + len(path) - 1 - shift,
                 page_ids=scheduled.page_ids,
                 num_logits=stop - first,
                 tail=array("q", ancestors + own),
+                shift=shift,
             )
         )
     return segments

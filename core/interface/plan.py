@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from .draft import NO_DRAFT_PLAN, DraftPlan
+from .eviction import KvPack
 from .sampling import SamplingMetadata
 
 NO_PAGES = array("q")
@@ -39,6 +40,7 @@ class StateUse(msgspec.Struct, frozen=True, gc=False):
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
+    With ``num_evicted`` all positions lie so many places further to the front in the pages.
     ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
     to ``stop`` and the longest path of its draft. Nodes of the draft beside its trunk have their KV
     in the ``spare_page_ids`` until one of their paths is accepted. A request that ``is_ahead`` has
@@ -56,6 +58,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     spare_page_ids: array[int] = NO_PAGES  # at the lease's end; held for this step
     is_ahead: bool = False
     state: StateUse | None = None  # None: the model keeps no recurrent state
+    num_evicted: int = 0  # tokens before ``start`` that are not in the pages
+    pack: KvPack | None = None  # before the step
 
     @property
     def samples(self) -> bool:
