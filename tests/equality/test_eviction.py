@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from foretoken.core.execution.eviction import WindowEviction
+from foretoken.core.execution.eviction import WindowEviction, pack_kv
 from foretoken.core.execution.model_runner import LaunchedStep, ModelRunner
 from foretoken.core.interface import eviction
+from foretoken.core.interface.output import StepOutput
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
@@ -87,6 +89,14 @@ class Watched(ModelRunner):
         return verified
 
 
+class Twice(Watched):
+    """Computes each step twice, as one that failed behind its pass."""
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        super().step(plan)
+        return super().step(plan)
+
+
 @dataclass
 class Outcome:
     tokens: dict[str, list[int]]
@@ -103,9 +113,15 @@ def serve(
     max_batch_tokens: int = 64,
     drafter: str | None = None,
     proposer: Any = None,
-    cache: PrefixCache | None = None,
+    runner: type[Watched] = Watched,
+    preempt_at: Sequence[int] = (),
+    later: Sequence[Request] = (),
 ) -> Outcome:
-    cache = cache or PrefixCache(num_pages, PAGE_SIZE)
+    """Serve requests, then ``later`` ones from the same cache.
+
+    The first one is preempted when it has said ``preempt_at`` tokens.
+    """
+    cache = PrefixCache(num_pages, PAGE_SIZE)
     limits = SchedulerLimits(
         max_batch_tokens=max_batch_tokens,
         max_running=8,
@@ -117,18 +133,23 @@ def serve(
     speculator = [] if drafter is None else [make_speculator(drafter)]
     scheduler = Scheduler(cache, limits, *speculator)
     pool = decoder.make_pool(num_pages, page_size=PAGE_SIZE)
-    runner = Watched(decoder, pool, proposer, eviction=WindowEviction())
-    driver = Driver(scheduler, runner)  # type: ignore[arg-type]
+    made = runner(decoder, pool, proposer, eviction=WindowEviction())
+    driver = Driver(scheduler, made)  # type: ignore[arg-type]
     driver.add(*requests)
     most: dict[str, int] = {}
-    for _ in range(2000):
+    left = list(preempt_at)
+    while scheduler.num_requests or later:
         if not scheduler.num_requests:
-            break
+            driver.add(*later)
+            later = ()
+        if left and requests[0].num_output == left[0] and requests[0].lease is not None:
+            del left[0]
+            scheduler._preempt(requests[0])
         plan = driver.step()
         for row in plan.requests:
             most[row.request_id] = max(most.get(row.request_id, 0), len(row.page_ids))
     assert set(driver.ended.values()) == {"length"}, driver.ended
-    return Outcome(driver.served, runner.logits, scheduler, most)
+    return Outcome(driver.served, made.logits, scheduler, most)
 
 
 def same(first: Outcome, other: Outcome, name: str = "a") -> None:
@@ -211,6 +232,12 @@ def test_a_proposer_stops_where_kv_was_evicted(decoder: Decoder) -> None:
 
 def test_chunks_and_preemptions_give_the_same_bits(decoder: Decoder) -> None:
     plain = serve(decoder, request("a", prompt(1)))
+    for size in (7, 64):  # tokens of a step: of a chunk that must not cross a packing, too
+        broken = serve(
+            decoder, request("a", prompt(1)), preempt_at=(10, 30, 45, 60, 90), max_batch_tokens=size
+        )
+        assert broken.scheduler.num_preemptions == 5
+        same(plain, broken)
     outcome = serve(
         decoder,
         *(
@@ -252,3 +279,39 @@ def test_a_prompt_that_is_shared_stays_as_it_was(decoder: Decoder) -> None:
     assert outcome.tokens["a"] == serve(decoder, request("a", shared)).tokens["a"]
     assert outcome.tokens["b"] == serve(decoder, request("b", [*shared, 7, 8])).tokens["b"]
     assert outcome.scheduler.cache.num_hits > 0
+
+
+def test_pages_that_a_preempted_answer_gave_to_the_cache_are_never_packed(decoder: Decoder) -> None:
+    """Before the first packing they are whole and may be shared; it goes on with its own."""
+    first = request("a", prompt(1))
+    answer = serve(decoder, request("a", prompt(1))).tokens["a"]
+    follower = [*prompt(1), *answer[:29]]
+    alone = serve(decoder, request("b", follower))
+    beside = serve(decoder, first, preempt_at=[30], later=[request("b", follower)])
+    assert first.usage.evicted_tokens == beside.scheduler.num_evicted_tokens // 2 > 0
+    cached = beside.scheduler.cache.num_hits
+    assert cached >= len(follower) // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE
+    same(alone, beside, "b")
+
+
+def test_a_step_that_is_run_again_packs_once(decoder: Decoder) -> None:
+    plain = serve(decoder, request("a", prompt(1)))
+    again = serve(decoder, request("a", prompt(1)), runner=Twice)
+    same(plain, again)
+
+
+def test_a_packing_that_ended_half_way_fails_its_request_alone() -> None:
+    """Its KV is void: to pack what is left would read what is not there."""
+    pack = eviction.KvPack(0, 40, 16, is_begun=True)
+    row = ScheduledRequest(
+        request_id="a",
+        tokens=array("q"),
+        start=40,
+        stop=41,
+        page_ids=array("q"),
+        sampling=request("a", [1]).sampling,
+        num_evicted=16,
+        pack=pack,
+    )
+    with pytest.raises(RuntimeError, match="half way"):
+        pack_kv(WindowEviction(), None, row)  # type: ignore[arg-type]
