@@ -82,8 +82,6 @@ class TokenSamplingParams:
     def _check_numbers(self) -> None:
         check_bounds(self, BOUNDS)
         require(self.top_p > 0, "top_p", "must be above 0, not 0")
-        evicts_alone = self.kv_budget is None or self.prompt_logprobs is None
-        require(evicts_alone, "kv_budget", "cannot be combined with prompt_logprobs")
         if self.max_tokens is not None:
             fits = self.min_tokens <= self.max_tokens
             require(fits, "min_tokens", f"must be at most max_tokens ({self.max_tokens})")

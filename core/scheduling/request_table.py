@@ -14,6 +14,7 @@ from ...radix_cache.audit import Steps
 from ..errors import InvalidRequest, PromptTooLong, QueueFull
 from ..interface.request import Request, RequestStatus, Tenant, by_order
 from ..interface.sampling import beyond_vocabulary
+from ..validation import require
 from .leases import awaits_prefix, would_fit
 from .page_loads import PageLoads
 from .request_queue import WaitingQueue
@@ -79,13 +80,14 @@ def max_len_of(request: Request, capacity: int) -> int:
 def kv_budget_of(request: Request, default: int) -> int:
     """Return the tokens of the answer that keep their KV; 0: all.
 
-    ``default``: of the engine, 0 if it evicts nothing. Raises `InvalidRequest` for a budget there.
+    ``default``: of the engine, 0 if it evicts nothing. Raises `InvalidRequest` for a budget there,
+    and for one with log-probabilities of the prompt.
     """
     params = request.sampling.params
-    if params.kv_budget is not None and not default:
-        message = "kv_budget needs a server that is started with --kv-evict"
-        raise InvalidRequest(message, param="kv_budget")
     is_whole = params.prompt_logprobs is not None or request.sampling.pooling is not None
+    if params.kv_budget is not None:
+        require(default > 0, "kv_budget", "needs a server that is started with --kv-evict")
+        require(not is_whole, "kv_budget", "cannot be combined with prompt_logprobs")
     return 0 if is_whole else params.kv_budget or default
 
 

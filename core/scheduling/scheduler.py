@@ -497,6 +497,9 @@ class Scheduler:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
             return self._finish(request, failed, now)
+        if scheduled.pack is not None:
+            self.num_evicted_tokens += scheduled.pack.num_evicted
+            request.usage.evicted_tokens = scheduled.num_evicted
         if with_drafts and delta.token_ids:
             self.speculator.observe(request, scheduled, out, len(delta.token_ids))
         if out.error is not None and not delta.terminal:  # the tokens before the failure are valid
@@ -508,9 +511,6 @@ class Scheduler:
             is_chunk = scheduled.stop - scheduled.start > 1
             if is_chunk or has_kept or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
-            if scheduled.pack is not None:
-                self.num_evicted_tokens += scheduled.pack.num_evicted
-                request.usage.evicted_tokens = scheduled.num_evicted
             if with_drafts or scheduled.pack is not None:  # else no extra page was taken
                 # A packing that is due reads the pages as they are.
                 upto = max(map(request.kv_len, (request.num_computed, len(request.tokens))))

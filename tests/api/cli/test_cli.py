@@ -118,7 +118,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "max-slowdown": "3", "overlap": "on",
         "kv-host": "64MiB", "kv-disk": "d:1GiB", "kv-remote": "mooncake://h:1?lend=1GiB",
         "kv-events": "tcp://127.0.0.1:5557", "kv-events-replay": "tcp://127.0.0.1:5559",
-        "kv-events-topic": "kv@",
+        "kv-events-topic": "kv@", "kv-evict": "window:512",
         "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
         "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d", "model-impl": "own",
         "generation-config": "none", "override-generation-config": '{"top_k": 5}',
