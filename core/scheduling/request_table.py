@@ -14,7 +14,6 @@ from ...radix_cache.audit import Steps
 from ..errors import InvalidRequest, PromptTooLong, QueueFull
 from ..interface.request import Request, RequestStatus, Tenant, by_order
 from ..interface.sampling import beyond_vocabulary
-from ..validation import require
 from .leases import awaits_prefix, would_fit
 from .page_loads import PageLoads
 from .request_queue import WaitingQueue
@@ -86,8 +85,12 @@ def kv_budget_of(request: Request, default: int) -> int:
     params = request.sampling.params
     is_whole = params.prompt_logprobs is not None or request.sampling.pooling is not None
     if params.kv_budget is not None:
-        require(default > 0, "kv_budget", "needs a server that is started with --kv-evict")
-        require(not is_whole, "kv_budget", "cannot be combined with prompt_logprobs")
+        if not default:
+            message = "kv_budget needs a server that is started with --kv-evict"
+            raise InvalidRequest(message, param="kv_budget")
+        if is_whole:
+            message = "kv_budget cannot be combined with prompt_logprobs"
+            raise InvalidRequest(message, param="kv_budget")
     return 0 if is_whole else params.kv_budget or default
 
 

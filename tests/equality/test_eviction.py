@@ -178,7 +178,7 @@ def test_a_step_that_is_run_again_packs_once(decoder: Decoder) -> None:
 
 
 def test_a_packing_that_ended_half_way_fails_its_request_alone() -> None:
-    """Its KV is void: to pack what is left would read what is not there."""
+    """To pack what is left would read what is not there."""
     pack = eviction.KvPack(0, 40, 16, is_begun=True)
     row = ScheduledRequest(
         request_id="a",
