@@ -17,8 +17,8 @@ from .interface.sampling import RECOMMENDED, TokenSamplingParams
 from .interface.settings import SIZE, check_settings, parse_size, setting, settings_of
 from .validation import MAX_PORT, require, tcp_port
 
-EVICTION_POLICIES = ("window",)
-FORM_OF_EVICTION = "window:N"
+EVICTION_POLICIES = ("window", "triattention")
+FORM_OF_EVICTION = "window:N or triattention:N"
 REMOTE = "mooncake://HOST:PORT[?lend=SIZE]"
 OVERRIDES = "override_generation_config"
 TEMPLATE_KWARGS = "default_chat_template_kwargs"
@@ -183,9 +183,12 @@ class EngineConfig:
     kv_evict: str | None = setting(
         None,
         "evict KV of long answers: keep that of the prompt and of N tokens of the answer, at least "
-        "256, the latest ones (window); prompts stay shared. Changes answers of more than N + 128 "
-        "tokens",
-        "window:N",
+        "256, the latest ones (window) or those that later ones are likely to need (triattention); "
+        "prompts stay shared. Changes answers of more than N + 128 tokens",
+        "window:N|triattention:N",
+    )
+    kv_evict_stats: str | None = setting(
+        None, "file of foretoken calibrate, for --kv-evict triattention:N", "FILE"
     )
     kv_events: str | None = setting(
         None,
@@ -300,6 +303,7 @@ class EngineConfig:
         Raises `InvalidRequest` for another text.
         """
         if self.kv_evict is None:
+            _require(self.kv_evict_stats is None, "kv_evict_stats", "needs kv_evict")
             return None
         policy, _, count = self.kv_evict.partition(":")
         is_number = count.isascii() and count.isdigit() and len(count) < 10
@@ -307,6 +311,10 @@ class EngineConfig:
         _require(known, "kv_evict", f"must be {FORM_OF_EVICTION}, not {shown(self.kv_evict)}")
         enough = int(count) >= LEAST_BUDGET
         _require(enough, "kv_evict", f"must keep at least {LEAST_BUDGET} tokens, not {count}")
+        has_stats = self.kv_evict_stats is not None
+        wants_stats = policy == "triattention"
+        _require(has_stats or not wants_stats, "kv_evict", "triattention needs kv_evict_stats")
+        _require(wants_stats or not has_stats, "kv_evict_stats", "is for triattention alone")
         return policy, int(count)
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from foretoken.core.execution.eviction import WindowEviction
+from foretoken.core.execution.eviction import EvictionPolicy, WindowEviction
 from foretoken.core.execution.model_runner import LaunchedStep, ModelRunner
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import StepPlan
@@ -97,6 +97,7 @@ def serve(
     drafter: str | None = None,
     proposer: Any = None,
     runner: type[Watched] = Watched,
+    policy: EvictionPolicy | None = None,
     preempt_at: Sequence[int] = (),
     later: Sequence[Request] = (),
 ) -> Outcome:
@@ -116,7 +117,7 @@ def serve(
     speculator = [] if drafter is None else [make_speculator(drafter)]
     scheduler = Scheduler(cache, limits, *speculator)
     pool = decoder.make_pool(num_pages, page_size=PAGE_SIZE)
-    made = runner(decoder, pool, proposer, eviction=WindowEviction())
+    made = runner(decoder, pool, proposer, eviction=policy or WindowEviction())
     driver = Driver(scheduler, made)  # type: ignore[arg-type]
     driver.add(*requests)
     most: dict[str, int] = {}
