@@ -35,7 +35,7 @@ def eviction_of(config: EngineConfig, target: Decoder) -> EvictionPolicy | None:
 
 def _unsuited(target: Decoder) -> str | None:
     """Name what keeps a model's KV from being packed; None: nothing does."""
-    if target.path != "own":
+    if target.path != "own" or not isinstance(target, OwnDecoder):
         return "transformers' modules"
     if target.states:
         return "recurrent states"

@@ -11,7 +11,7 @@ from ...core.execution.triattention import QueryStats
 from ...core.model.decoder import OwnDecoder
 from ...core.model.loader import load_decoder
 from ..build.model_files import find_model
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer_cache import load_tokenizer
 
 MAX_TOKENS = 1 << 16  # of all texts
 TEXT_TOKENS = 4096  # of one, at most
@@ -29,8 +29,8 @@ def calibrate(model: str | None, data: Path, out: Path) -> int:
     if not isinstance(decoder, OwnDecoder):
         raise InvalidRequest(f"{source.name} is computed by transformers' modules", param="model")
     longest = min(TEXT_TOKENS, decoder.config.max_model_len)
-    tokenizer = Tokenizer.load(source.path, max_model_len=decoder.config.max_model_len)
-    tokens = cut([tokenizer.encode(text) for text in texts], longest)
+    encode = load_tokenizer(source.path).backend_tokenizer.encode
+    tokens = cut([encode(text, add_special_tokens=False).ids for text in texts], longest)
     try:
         stats = measure_queries(decoder, tokens)
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def draw(plans: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _by_replicas(plans: Sequence[dict[str, Any]], panels: Sequence[Axes]) -> None:
-    figures = {
+    figures: dict[str, Callable[[dict[str, Any]], float | None]] = {
         "first token p99, ms": lambda plan: (plan["ttft_ms"] or {}).get("p99"),
         "gap p99, ms": lambda plan: (plan["itl_ms"] or {}).get("p99"),
         "hit rate": lambda plan: plan["prefix_hit_rate"],

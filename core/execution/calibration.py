@@ -63,7 +63,7 @@ def measure_queries(decoder: OwnDecoder, texts: Sequence[Sequence[int]]) -> Quer
     recorder, num_tokens = _Recorder(decoder, ropes), sum(map(len, texts))
     if not num_tokens:
         raise ValueError("the data has no text")
-    ops, decoder.ops = decoder.ops, recorder  # type: ignore[assignment]
+    ops, decoder.ops = decoder.ops, recorder
     try:
         for text in texts:
             _compute(decoder, array("q", text))
