@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from ..phases.plots import BLUE, GREEN, ORANGE, PALE, PANEL, STYLE
 
+NO_TIMES = {"p99": float("nan")}
 COLOURS = (BLUE, ORANGE, GREEN, PALE)
 
 
@@ -29,10 +30,10 @@ def draw(plans: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _by_replicas(plans: Sequence[dict[str, Any]], panels: Sequence[Axes]) -> None:
-    figures: dict[str, Callable[[dict[str, Any]], float | None]] = {
-        "first token p99, ms": lambda plan: (plan["ttft_ms"] or {}).get("p99"),
-        "gap p99, ms": lambda plan: (plan["itl_ms"] or {}).get("p99"),
-        "hit rate": lambda plan: plan["prefix_hit_rate"],
+    figures: dict[str, Callable[[dict[str, Any]], float]] = {
+        "first token p99, ms": lambda plan: (plan["ttft_ms"] or NO_TIMES)["p99"],
+        "gap p99, ms": lambda plan: (plan["itl_ms"] or NO_TIMES)["p99"],
+        "hit rate": lambda plan: plan["prefix_hit_rate"] or 0.0,
     }
     kinds = list(dict.fromkeys(plan["tiers_used"] for plan in plans))
     for panel, (name, read) in zip(panels, figures.items(), strict=True):
