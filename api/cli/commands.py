@@ -107,7 +107,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="a text, or JSON Lines with a field text; 65,536 tokens of it are read",
+        help="text, or JSON Lines with a field text; 65,536 tokens of it are read",
     )
     add("--out", type=Path, required=True, metavar="FILE", help="file for the statistics")
 

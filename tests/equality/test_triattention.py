@@ -81,7 +81,7 @@ def policy(stats: QueryStats, decoder: Decoder) -> Noting:
 
 
 def seen_by_layer(kept: Sequence[Tensor], count: int, budget: int) -> Tensor:
-    """What each row sees, [num_layers, num_kv_heads, count, count]."""
+    """Return the places that each row sees, [num_layers, num_kv_heads, count, count]."""
     seen = torch.ones(count, count, dtype=torch.bool).tril()
     seen = seen.expand(NUM_LAYERS, NUM_KV_HEADS, -1, -1).clone()
     for turn, positions in enumerate(kept, 1):
