@@ -18,13 +18,7 @@ from foretoken.bench.lab.gpu.tune_attention import Case, Scene, choices
 from foretoken.core.ops.triton.attention.launch import NARROW, WIDE, AttentionLaunch
 
 ROOT = Path(__file__).resolve().parents[2]
-WITH_TRANSFORMERS = {
-    "tokenizers",
-    "huggingface_hub",
-    "tqdm",
-    "yaml",
-    "h11",
-}  # wherever it is installed
+WITH_TRANSFORMERS = {"tokenizers", "huggingface_hub", "tqdm", "yaml", "h11"}  # with it
 MODULES = {"huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client"}
 MODULES |= {"PyYAML": "yaml"}
 STAGES = ["check", "equality", "decode", "overlap", "prefill", "speculation", "serving", "peers"]
