@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import InvalidRequest, shown
+from .interface.eviction import LEAST_BUDGET
 from .interface.request import MAX_TTL
 from .interface.sampling import RECOMMENDED, TokenSamplingParams
 from .interface.settings import SIZE, check_settings, parse_size, setting, settings_of
 from .validation import MAX_PORT, require, tcp_port
 
+EVICTION_POLICIES = ("window", "triattention")
+FORM_OF_EVICTION = "window:N or triattention:N"
 REMOTE = "mooncake://HOST:PORT[?lend=SIZE]"
 OVERRIDES = "override_generation_config"
 TEMPLATE_KWARGS = "default_chat_template_kwargs"
@@ -209,6 +212,16 @@ class EngineConfig:
         "master, with ?lend=SIZE to lend it memory of this machine; needs the extra mooncake",
         "URL",
     )
+    kv_evict: str | None = setting(
+        None,
+        "evict KV of long answers: keep that of the prompt and of N tokens of the answer, at least "
+        "256, the latest ones (window) or those that later ones are likely to need (triattention); "
+        "prompts stay shared. Changes answers of more than N + 128 tokens",
+        "window:N|triattention:N",
+    )
+    kv_evict_stats: str | None = setting(
+        None, "file of foretoken calibrate, for --kv-evict triattention:N", "FILE"
+    )
     kv_transfer: Literal["nixl"] | None = setting(
         None,
         "transport by which the KV of prompts goes from the server that computes them to the one "
@@ -321,6 +334,7 @@ class EngineConfig:
         _require(len(self.lora) <= self.max_loras, "lora", most)
         self.kv_disk_place()
         self.kv_remote_place()
+        self.kv_eviction()
         _require(self.role is None or self.kv_transfer is not None, "role", "needs kv_transfer")
         self._check_events()
         self._check_supported()
@@ -338,6 +352,26 @@ class EngineConfig:
             return Path(folder).expanduser(), parse_size(size)
         except ValueError as error:
             raise InvalidRequest(f"kv_disk: the size {error}", param="kv_disk") from None
+
+    def kv_eviction(self) -> tuple[str, int] | None:
+        """The policy of ``kv_evict`` and its budget in tokens; None without one.
+
+        Raises `InvalidRequest` for another text.
+        """
+        if self.kv_evict is None:
+            _require(self.kv_evict_stats is None, "kv_evict_stats", "needs kv_evict")
+            return None
+        policy, _, count = self.kv_evict.partition(":")
+        is_number = count.isascii() and count.isdigit() and len(count) < 10
+        known = policy in EVICTION_POLICIES and is_number
+        _require(known, "kv_evict", f"must be {FORM_OF_EVICTION}, not {shown(self.kv_evict)}")
+        enough = int(count) >= LEAST_BUDGET
+        _require(enough, "kv_evict", f"must keep at least {LEAST_BUDGET} tokens, not {count}")
+        has_stats = self.kv_evict_stats is not None
+        wants_stats = policy == "triattention"
+        _require(has_stats or not wants_stats, "kv_evict", "triattention needs kv_evict_stats")
+        _require(wants_stats or not has_stats, "kv_evict_stats", "is for triattention alone")
+        return policy, int(count)
 
     @property
     def lora_folders(self) -> dict[str, Path]:
@@ -407,6 +441,7 @@ class EngineConfig:
         others = "kv_host, kv_disk, kv_remote or kv_transfer"
         _require(is_alone, "tp", f"cannot be combined with {others}")
         _require(not self.lora, "tp", "has no adapters yet: leave out --lora")
+        _require(self.kv_evict is None, "tp", "cannot be combined with kv_evict")
 
     @property
     def events_addresses(self) -> tuple[str, str] | None:

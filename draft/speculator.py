@@ -144,7 +144,8 @@ class DraftSpeculator(Speculator):
         tree = self._look_up(state, depth)
         known = NO_DRAFT if tree is None else tree.chain(depth)
         is_sure = bool(known.survival) and known.survival[-1] >= SURE  # as what a grammar forces is
-        plan = DraftPlan(known, max_draft=0 if self._proposer is None or is_sure else depth)
+        may_propose = self._proposer is not None and not state.request.is_evicted
+        plan = DraftPlan(known, max_draft=depth if may_propose and not is_sure else 0)
         may_back_off = self._lost_proposer and self._overlaps
         state.drafted(plan.num_rows, step=self._num_steps, may_back_off=may_back_off)
         return plan if plan.num_rows else NO_DRAFT_PLAN
@@ -210,7 +211,8 @@ class DraftSpeculator(Speculator):
         Then the load may be growing, and catching up would delay the prompts.
         """
         has_backlog = is_busy and self._num_uncached(state) > FEW_TO_CATCH_UP
-        return 0 if has_backlog else min(limit, PROPOSER_NODES)
+        # The KV of proposers lies in the pages of the target's, which were packed.
+        return 0 if has_backlog or state.request.is_evicted else min(limit, PROPOSER_NODES)
 
     def _allocate(
         self, states: Sequence[DraftState], limits: Sequence[int], candidates: StepCandidates

@@ -180,6 +180,7 @@ class MessageWriter:
             closed_early=usage.closed_early,
             moves=usage.moves,
             image_tokens=usage.image_tokens or UNSET,
+            evicted_tokens=usage.evicted_tokens or UNSET,
             spliced_tokens=usage.spliced_tokens,
             normalized=[*usage.normalized] or UNSET,
             speculation=speculation_body(usage),

@@ -81,6 +81,7 @@ class MessageUsage(Struct, kw_only=True):
     image_tokens: int | UnsetType = UNSET  # of the prompt, where it has images
     spliced_tokens: int  # of the prompt: those of earlier answers, not encoded from text
     normalized: list[str] | UnsetType = UNSET  # rules of --normalize that changed the prompt
+    evicted_tokens: int | UnsetType = UNSET  # as in chat completions
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
 

@@ -76,6 +76,7 @@ from .drafts import (
     rough_copy,
     texts_between,
 )
+from .eviction import eviction_of
 from .kv_events import events_of, keys_of, name_fingerprint
 from .kv_pools import make_pools, model_len, out_of_memory_told
 from .model_files import ModelSource, find_model
@@ -134,6 +135,7 @@ def _build(
     target, ranks = _load_target(source.path, config, device, on_read)
     if target.states:
         _refuse_tiers(config)
+    eviction = eviction_of(config, target)
     set_threads = _thread_setter(_threads(config), target.ops)
     set_threads()
     vision = _load_vision(source.path, config, target, digests)
@@ -151,7 +153,9 @@ def _build(
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
     proposer, measured = _make_proposer(draft, pool, draft_pools, texts, independent=by_rejection)
-    runner = ModelRunner(target, pool, proposer, rejection=by_rejection, vision=vision)
+    runner = ModelRunner(
+        target, pool, proposer, rejection=by_rejection, vision=vision, eviction=eviction
+    )
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
         config, spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
@@ -411,7 +415,8 @@ def _load_vision(
     path: Path, config: EngineConfig, target: Decoder, digests: ModelDigests | None
 ) -> Vision | None:
     """The image tower, whose linears are not quantised; None where there are to be no images."""
-    if config.no_images or config.tp > 1:  # only ids are sent to the other ranks
+    # Only ids are sent to the other ranks; what evicts counts positions as for text.
+    if config.no_images or config.tp > 1 or config.kv_evict is not None:
         return None
     plain = target.ops
     if config.quantize != "none":
@@ -547,6 +552,7 @@ def _supervision(config: EngineConfig, settings: Mapping[str, object]) -> Superv
 def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -> SchedulerLimits:
     """The limits of a step and of the queue: no more requests run than there are logs for."""
     num_logs = sizes.max_running if pool.states is None else pool.states.num_logs
+    evicts = config.kv_eviction()
     return SchedulerLimits(
         max_batch_tokens=sizes.max_batch_tokens,
         max_slowdown=config.max_slowdown,
@@ -556,6 +562,7 @@ def _limits(config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool) -
         vocab_size=target.config.vocab_size,
         aging_seconds=config.aging_seconds,
         max_priority=config.max_priority,
+        kv_budget=0 if evicts is None else evicts[1],
     )
 
 

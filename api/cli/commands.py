@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._version import __version__
@@ -37,7 +38,7 @@ FRONT_ENGINE_OPTIONS = ("chat_template", "default_chat_template_kwargs", "step_t
 SERVER_MODULES = ("starlette", "uvicorn", "h11", "uvloop")
 """Modules of the extra ``server``: all that speaks HTTP needs them, nothing else does."""
 
-BENCHMARKS = ("offline", "phases", "real", "self", "serve")
+BENCHMARKS = ("offline", "phases", "plan", "real", "self", "serve")
 """Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
 EPILOG = (
     "--help-all shows all flags. Each may also be set by a variable FORETOKEN_<FLAG> or in the "
@@ -92,12 +93,32 @@ def _parser() -> Parser:
     _add_chat(commands)
     _add_models(commands)
     _add_train_draft(commands)
+    _add_calibrate(commands)
     _add_deploy(commands)
     _add_selftest(commands)
     commands.add_parser(
-        "bench", help="run a benchmark: serve, offline, phases, real or self", add_help=False
+        "bench", help="run a benchmark: serve, offline, plan, phases, real or self", add_help=False
     )
     return parser
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[Parser]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure a model's queries over a text, for --kv-evict triattention:N",
+        usage="%(prog)s [MODEL] --data FILE --out FILE",
+    )
+    calibrate.set_defaults(run=_calibrate, parser=calibrate)
+    _add_model(calibrate)
+    add = calibrate.add_argument
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="text, or JSON Lines with a field text; 65,536 tokens of it are read",
+    )
+    add("--out", type=Path, required=True, metavar="FILE", help="file for the statistics")
 
 
 def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -387,6 +408,12 @@ def _models(parsed: argparse.Namespace) -> int:
 
 def _train_draft(parsed: argparse.Namespace) -> int:
     return train_draft(parsed)
+
+
+def _calibrate(parsed: argparse.Namespace) -> int:
+    from .calibrate import calibrate
+
+    return calibrate(parsed.model, parsed.data, parsed.out)
 
 
 def _selftest(parsed: argparse.Namespace) -> int:

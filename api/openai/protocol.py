@@ -44,6 +44,7 @@ class UsageBody(Struct, kw_only=True):
     completion_tokens_details: CompletionDetails
     closed_early: bool  # structured output was closed to end within its tokens
     moves: int  # times that it went on in another replica, because its own was lost
+    evicted_tokens: int | UnsetType = UNSET  # of the answer: their KV was given up (--kv-evict)
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
     cache_explanations: list[Free | None] | UnsetType = UNSET  # of several prompts

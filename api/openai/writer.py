@@ -73,6 +73,7 @@ def usage_body(usage: Usage) -> UsageBody:
         ),
         closed_early=usage.closed_early,
         moves=usage.moves,
+        evicted_tokens=usage.evicted_tokens or UNSET,
         speculation=speculation_body(usage),
     )
 

@@ -90,6 +90,7 @@ class Sampling(Struct, kw_only=True):
     top_k: TopK | None = None
     min_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    kv_budget: Count | None = None
     min_tokens: Count | None = None
     stop_token_ids: StopIds | None = None
     allowed_token_ids: AllowedIds | None = None
@@ -148,7 +149,7 @@ SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens",
     "stop_token_ids", "allowed_token_ids", "bad_words", "ignore_eos", "seed", "presence_penalty",
     "frequency_penalty", "logit_bias", "speculation", "cache_salt", "priority", "regex", "grammar",
-    "choice", "json_schema", "close_early",
+    "choice", "json_schema", "close_early", "kv_budget",
 )  # fmt: skip
 REFUSED = (
     "guided_json", "guided_regex", "guided_grammar", "guided_choice",

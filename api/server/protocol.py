@@ -240,3 +240,4 @@ class CacheBody(Struct, kw_only=True):
     usage: float
     queried_tokens: int
     hit_tokens: int
+    evicted_answer_tokens: int = 0  # of answers: their KV was given up (--kv-evict)

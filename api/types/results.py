@@ -270,6 +270,7 @@ def add_counts(total: Usage, usage: Usage) -> None:
     total.verify_steps += usage.verify_steps
     total.tree_steps += usage.tree_steps
     total.moves += usage.moves
+    total.evicted_tokens += usage.evicted_tokens
     _add(total.accepted_by_source, usage.accepted_by_source)
     _add(total.proposed_by_source, usage.proposed_by_source)
     _add(total.steps_by_accepted, usage.steps_by_accepted)

@@ -76,6 +76,8 @@ class SamplingParams(TokenSamplingParams):
     - ``prediction``: the caller's guess of the answer, as text or token ids. It serves as a draft,
       which makes the answer faster and never changes it.
     - ``lora``: the name of an adapter that the engine has; None is the model itself.
+    - ``kv_budget``: tokens of the answer that keep their KV, at least 256, where the engine evicts
+      (``kv_evict``); None is the engine's number. Not with ``prompt_logprobs``.
     - ``priority``: lower runs first; the engine's ``max_priority`` bounds it.
     - ``deadline``: seconds after which the request is aborted.
     """

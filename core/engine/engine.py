@@ -227,7 +227,8 @@ class Engine:
         cache = self.scheduler.cache
         cache.tick(self._clock())  # without steps nothing else expires pins
         loads = self.scheduler.page_loads
-        return describe_cache(cache, namespace, None if loads is None else loads.tiers)
+        tiers = None if loads is None else loads.tiers
+        return describe_cache(cache, namespace, tiers, self.scheduler.num_evicted_tokens)
 
     @property
     def num_failed_steps(self) -> int:

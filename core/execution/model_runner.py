@@ -35,6 +35,7 @@ from ..sampling.verifier import (
     walk_drafts,
 )
 from ..scheduling.guarded_speculator import CircuitBreaker
+from .eviction import EvictionPolicy, pack_kv
 from .image_rows import image_rows
 from .launch_behind import launch_behind
 from .proposer import Proposer, VerifiedRequest
@@ -113,6 +114,7 @@ class ModelRunner:
         *,
         rejection: bool = False,
         vision: Vision | None = None,
+        eviction: EvictionPolicy | None = None,
     ) -> None:
         self.decoder = decoder
         self.vision = vision  # what computes images; None: prompts have none
@@ -121,6 +123,7 @@ class ModelRunner:
         self._lost_proposer = False  # it was given up
         self._taps = () if proposer is None else proposer.taps
         self._breakers = {name: CircuitBreaker() for name in ("propose", "observe")}
+        self._eviction = eviction
         self.rejection = rejection  # verify by rejection sampling, for comparison only
         self._on_device = isinstance(decoder.sampler, DeviceSampler)
 
@@ -153,6 +156,7 @@ class ModelRunner:
         began = time.perf_counter()
         drafting, computing = clocks = self._clocks()
         self._place_states(plan)  # a proposer may read them
+        self._pack(plan)
         drafting.start()
         drafts = self._drafts(plan, on_kernels_started)
         drafting.stop()
@@ -263,7 +267,9 @@ class ModelRunner:
         try:
             kept = work.layout.kept_rows([outcome.path for outcome in verified])
             requests = [
-                VerifiedRequest(scheduled, [] if output.error else rows, output)
+                VerifiedRequest(
+                    scheduled, [] if output.error or scheduled.num_evicted else rows, output
+                )
                 for scheduled, rows, output in zip(work.layout.requests, kept, outputs, strict=True)
             ]
             self.proposer.observe(work.batch, work.output, requests)
@@ -314,6 +320,12 @@ class ModelRunner:
                 states.copy_slot(state.source, state.slot)
             elif scheduled.start == 0:
                 states.reset(state.slot)
+
+    def _pack(self, plan: StepPlan) -> None:
+        """Pack the KV of requests that have come to a packing's position."""
+        if self._eviction is not None:
+            for scheduled in plan.requests:
+                pack_kv(self._eviction, self.pool, scheduled)
 
     # -- forward and verify ---------------------------------------------------------------------
 

@@ -46,9 +46,10 @@ def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
 
 def table_slots(scheduled: ScheduledRequest, first: int, count: int, page_size: int) -> list[int]:
     """The slots of ``count`` positions from ``first`` on, by the page table."""
+    first -= scheduled.num_evicted
     return [
-        scheduled.page_ids[position // page_size] * page_size + position % page_size
-        for position in range(first, first + count)
+        scheduled.page_ids[place // page_size] * page_size + place % page_size
+        for place in range(first, first + count)
     ]
 
 
@@ -56,18 +57,19 @@ def request_segments(
     scheduled: ScheduledRequest, tokens: array[int], draft: Draft, page_size: int
 ) -> list[Segment]:
     """A request's pending ``tokens`` and its trunk, then the other runs of its draft."""
-    runs = draft.runs()
+    runs, shift = draft.runs(), scheduled.num_evicted
     trunk_len = runs[0][1] if runs else 0
     tokens.extend(draft.token_ids[:trunk_len])
     segments = [
         Segment(
             tokens,
-            scheduled.start,
+            scheduled.start - shift,
             scheduled.page_ids,
             num_logits(scheduled, trunk_len),
             state=segment_state(scheduled),
             adapter=scheduled.adapter,
             turns=image_positions(scheduled.images, scheduled.start, scheduled.start + len(tokens)),
+            shift=shift,
         )
     ]
     if len(runs) < 2:
@@ -81,12 +83,13 @@ def request_segments(
         segments.append(
             Segment(
                 token_ids=draft.token_ids[first:stop],
-                start=begin,
+                start=begin - shift,
                 page_ids=scheduled.page_ids,
                 num_logits=stop - first,
                 tail=array("q", ancestors + own),
                 adapter=scheduled.adapter,
                 turns=image_positions(scheduled.images, begin, begin + stop - first),
+                shift=shift,
             )
         )
     return segments

@@ -13,6 +13,7 @@ import msgspec
 from ...radix_cache import Eviction, HeldPages, KVLease
 from ..errors import ForetokenError, InvalidRequest
 from .adapter import Adapter
+from .eviction import most_kv, next_packing, num_evicted
 from .images import PromptImage
 from .output import TokenLogprob
 from .sampling import SamplingMetadata
@@ -114,6 +115,7 @@ class Usage:
     steps_by_accepted: dict[int, int] = field(default_factory=dict)  # a histogram
     accepted_prediction_tokens: int = 0  # of the caller's prediction: they stand in the answer
     rejected_prediction_tokens: int = 0  # of the caller's prediction: they do not
+    evicted_tokens: int = 0  # of the answer: they lost their KV before it ended
     closed_early: bool = False  # structured output was closed to end within its tokens
     moves: int = 0  # times that it went on in another engine, because its own was lost
     queue_time: float = 0.0
@@ -201,6 +203,7 @@ class Request:
     load: PageLoad | None = None  # of pages in a tier: looked up while it waits, else under way
     handed: HeldPages | None = None  # once they are held
     is_early: bool = False  # admitted before its turn, because it is short
+    kv_budget: int = 0  # tokens of its answer that keep their KV; 0: all. Set when it is queued
     # A step with a chunk up to here failed and could not be run again: so far chunks stand alone.
     suspect_until: int = 0
     suspect_beside_drafts: bool = False  # others drafted in the step that failed
@@ -219,6 +222,31 @@ class Request:
     def num_output(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_len
+
+    def num_evicted(self, stop: int) -> int:
+        """Tokens whose KV is gone before the row at position ``stop - 1`` is computed."""
+        return num_evicted(self.prompt_len, self.kv_budget, stop) if self.kv_budget else 0
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether the pages lack KV of its tokens once the pending ones are computed."""
+        return self.kv_budget > 0 and self.num_evicted(len(self.tokens)) > 0
+
+    def kv_len(self, stop: int) -> int:
+        """Places in its pages that a step needs which computes the tokens up to ``stop``."""
+        return stop - self.num_evicted(stop) if self.kv_budget else stop
+
+    def most_kv(self, num_tokens: int) -> int:
+        """Most places that it needs on its way from no KV to that of ``num_tokens``."""
+        if not self.kv_budget:
+            return num_tokens
+        return most_kv(self.prompt_len, self.kv_budget, num_tokens)
+
+    def next_packing(self, start: int) -> int | None:
+        """Position that a step from ``start`` must not cross; None if there is none."""
+        if not self.kv_budget:
+            return None
+        return next_packing(self.prompt_len, self.kv_budget, start)
 
     @property
     def is_suspect(self) -> bool:

@@ -22,6 +22,7 @@ from ..validation import (
     require,
     with_defaults,
 )
+from .eviction import LEAST_BUDGET
 from .settings import setting
 
 MAX_LOGPROBS = 20
@@ -41,7 +42,8 @@ class TokenSamplingParams:
 
     ``max_tokens=None`` means up to the end of the context; ``temperature=0`` is greedy; ``top_k=0``
     and ``top_p=1`` are off. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives
-    wanted beside the token itself.
+    wanted beside the token itself. ``kv_budget``: tokens of the answer that keep their KV, where
+    the engine evicts; None: as the engine is set.
     """
 
     temperature: float = 1.0
@@ -62,6 +64,7 @@ class TokenSamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    kv_budget: int | None = None
 
     def __post_init__(self) -> None:
         """Normalise sequences to tuples and check every field."""
@@ -109,6 +112,7 @@ BOUNDS = with_defaults(
         ("repetition_penalty", check_number, 0.01, 100.0),
         ("logprobs", check_integer, 0, MAX_LOGPROBS),
         ("prompt_logprobs", check_integer, 0, MAX_LOGPROBS),
+        ("kv_budget", check_integer, LEAST_BUDGET, MAX_INT),
     ),
 )
 

@@ -12,6 +12,7 @@ from ..ops.adapted import adapted_ops
 from ..ops.base import (
     DecoderWeights,
     ForwardPlan,
+    HeadLayout,
     LayersOutput,
     Ops,
     PackedLinear,
@@ -212,7 +213,7 @@ class OwnDecoder(PagedDecoder):
         self.states = config.states
         self.exact = getattr(ops, "exact", "spec") != "off"
         self._compiled = ops.compile_forward(weights) if compiles else None
-        self._ropes = tuple(
+        self.ropes = tuple(
             tuple(RopeTable(spec, part.heads.turned_dim, self.device) for spec in part.ropes)
             for part in self.layout.parts
         )
@@ -224,10 +225,10 @@ class OwnDecoder(PagedDecoder):
         """Compute RoPE's tables; on a GPU also capture the graphs, which takes seconds and memory
         beside the pool's. ``is_given``: of passes with `Wanted.inputs`.
         """
-        for rope in (rope for ropes in self._ropes for rope in ropes):
+        for rope in (rope for ropes in self.ropes for rope in ropes):
             rope.table(max_len)
         if self._compiled is not None and len(pool.parts) == 1:
-            heads, ropes = self.layout.parts[0].heads, self._ropes[0]
+            heads, ropes = self.layout.parts[0].heads, self.ropes[0]
             self._compiled.warm_up(pool, heads, ropes, taps, is_given=is_given)
 
     @torch.inference_mode()
@@ -263,13 +264,17 @@ class OwnDecoder(PagedDecoder):
         if self._compiled is None:
             return None
         heads = [part.heads for part in self.layout.parts]
-        parts = list(zip(heads, self._ropes, strict=True))
+        parts = list(zip(heads, self.ropes, strict=True))
         return self._compiled.row_passes(pool, parts)
 
     def plans(self, batch: RaggedBatch, pool: KVPool) -> tuple[ForwardPlan, ...]:
         """The backend's plans of a pass, one for each of the pool's parts."""
-        parts = zip(pool.parts, self.layout.parts, self._ropes, strict=True)
+        parts = zip(pool.parts, self.layout.parts, self.ropes, strict=True)
         return tuple(self.ops.plan(batch, part, of.heads, *ropes) for part, of, ropes in parts)
+
+    def part_heads(self, part: int) -> HeadLayout:
+        """The heads of the layers of a part."""
+        return self.layout.parts[part].heads
 
     def _logits(self, batch: RaggedBatch, found: LayersOutput) -> Tensor:
         """Logits of the batch's logit rows, [num_logits, vocab] float32."""

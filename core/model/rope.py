@@ -311,6 +311,12 @@ class RopeTable:
             return cos.gather(0, by_frequency), sin.gather(0, by_frequency)
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
+    def turns(self, positions: Tensor) -> Tensor:
+        """Turns of positions ``[T]``, ``[T, head_dim / 2]`` complex; the tables do not grow."""
+        angles = positions.double().unsqueeze(1) * self._frequencies.double().to(positions.device)
+        scaling = torch.as_tensor(self._scaling).to(positions.device)
+        return torch.polar(torch.ones_like(angles), angles).to(torch.complex64) * scaling
+
     def table(self, stop: int) -> tuple[Tensor, Tensor]:
         """cos and sin ``[stop or more, head_dim / 2]``; the same tensors until it must grow."""
         while len(self._cos) < stop:

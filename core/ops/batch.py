@@ -52,6 +52,9 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 
     ``tail``: slots of the last ``len(tail)`` positions before `stop`, those of all rows at least,
     where they are not in the pages; the pages hold the positions before these, one at least.
+
+    ``shift``: tokens before the segment whose KV was evicted. All positions count what is left;
+    RoPE alone turns a row by its true position, ``shift`` further on.
     """
 
     token_ids: Sequence[int]  # lent, read only; slices of array('q') are the fastest
@@ -63,6 +66,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     adapter: Adapter | None = None  # that changes what its rows are computed with
     # [3, rows] by which RoPE turns them, none beyond their places; None: these
     turns: IntArray | None = None
+    shift: int = 0
 
     @property
     def stop(self) -> int:
@@ -263,6 +267,11 @@ def build_batch(
         behind = positions - np.repeat(in_pages, lens)
         first_tails = np.repeat(np.cumsum(tail_lens) - tail_lens, lens)
         slots[behind >= 0] = tails[(first_tails + behind)[behind >= 0]]
+    turned_until = 0
+    if any([s.shift for s in segments]):  # noqa: C419 - a list is faster
+        shifts = np.array([s.shift for s in segments], dtype=np.int64)
+        positions = positions + np.repeat(shifts, lens)
+        turned_until = int(positions.max()) + 1
     return RaggedBatch(
         token_ids=padded_rows(_token_ids(segments), min_rows, device),
         positions=padded_rows(_turns(segments, positions), min_rows, device),
@@ -278,6 +287,7 @@ def build_batch(
         tail_lens=tail_lens,
         tails=tails,
         device_tokens=device_tokens,
+        turned_until=turned_until,
         states=_states(segments, starts, lens, page_size),
         adapters=_adapters(segments, first_rows, ends, max(num_rows, min_rows)),
     )

@@ -106,6 +106,33 @@ class KVPool:
         slots = torch.tensor([list(sources), list(targets)], dtype=torch.int64)
         self._copy_slots(slots.to(self.data.device, non_blocking=True))
 
+    def pack(self, page_ids: Sequence[int], kept: Tensor, first: int) -> None:
+        """Move tokens of a request forward, over all layers, each KV head's own ones.
+
+        Places count through ``page_ids``. ``kept`` [num_layers, num_kv_heads, n]: those that are
+        kept, rising; they move to the places ``first``, ``first + 1``, ... A dimension of 1 means
+        that all layers, or heads, keep the same ones.
+        """
+        pages = torch.tensor(list(page_ids), dtype=torch.int64, device=self.data.device)
+        kept = kept.to(pages.device)
+        targets = torch.arange(first, first + kept.shape[2], device=pages.device)
+        vectors, scales = self.split(self.blocks)
+        if vectors.itemsize == 1:  # as in `_copy_slots`
+            vectors = vectors.view(torch.int8)
+        shape = (self.num_blocks, self.num_kv_heads, kept.shape[2])
+        for layer in range(self.num_layers):  # each is gathered whole before it is written
+            own = layer * self.num_blocks * self.num_kv_heads
+            block = torch.arange(own, own + shape[0] * shape[1], device=pages.device).view(
+                *shape[:2], 1
+            )
+            places = (kept[layer if len(kept) > 1 else 0].expand(shape), targets.expand(shape))
+            (from_block, from_offset), (to_block, to_offset) = (
+                (pages[each // self.page_size] * self.page_blocks + block, each % self.page_size)
+                for each in places
+            )
+            for part in (vectors,) if scales is None else (vectors, scales):
+                part[to_block, to_offset] = part[from_block, from_offset]
+
     def _copy_slots(self, slots: Tensor) -> None:
         """``slots`` [2, n]: from, to."""
         each = torch.arange(self.own_blocks, device=slots.device)

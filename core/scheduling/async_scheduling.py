@@ -33,7 +33,8 @@ def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | No
     scheduler.request_table.begin_round(now)
     planned = []
     for scheduled, request in continuing:
-        if request.lease is None or not scheduler.cache.extend(request.lease, scheduled.stop + 1):
+        upto = request.kv_len(scheduled.stop + 1)
+        if request.lease is None or not scheduler.cache.extend(request.lease, upto):
             return None
         planned.append(_next_row(scheduled, request, request.lease.page_ids[:]))
     for _, request in continuing:
@@ -56,6 +57,10 @@ def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledReq
     num_loading = 0 if scheduler.page_loads is None else scheduler.page_loads.num_loading
     if len(here) + num_loading < len(running) or (len(scheduler.waiting) and has_places):
         return []
+    if any(
+        request.next_packing(scheduled.stop - 1) == scheduled.stop for scheduled, request in here
+    ):
+        return []  # the packing waits for the outcome, and frees pages
     if scheduler.cache.states is not None and _moves_states(scheduler.cache.page_size, here):
         return []
     return continuing
@@ -82,6 +87,7 @@ def _next_row(
         sampling=scheduled.sampling,
         is_ahead=True,
         images=request.images,
+        num_evicted=request.num_evicted(scheduled.stop + 1),
         state=None if (state := scheduled.state) is None else StateUse(state.slot, state.log),
         adapter=scheduled.adapter,
     )

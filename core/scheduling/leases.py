@@ -28,6 +28,8 @@ def cache_limit(request: Request) -> int | None:
     """
     if not request.cache.read:
         return 0
+    if request.kv_budget and request.num_output:
+        return request.prompt_len  # packing rewrites the pages behind it: they must be its own
     num_sent, wanted = request.num_prompt_logprobs, request.prompt_len - 1
     wants_logprobs = request.sampling.params.prompt_logprobs is not None
     return num_sent if wants_logprobs and num_sent < wanted else None
@@ -73,13 +75,13 @@ def would_fit(cache: PrefixCache, request: Request, running: Collection[Request]
     growth = RETURN_GROWTH if request.num_preemptions else 1
     page_size = cache.page_size
     lacking = sum(
-        max(0, -(-len(other.tokens) // page_size) - len(other.lease.page_ids))
+        max(0, -(-other.most_kv(len(other.tokens)) // page_size) - len(other.lease.page_ids))
         for other in running
         if other.lease is not None
     )
     return cache.would_fit(
         request.tokens,
-        len(request.tokens) + (request.sampling.pooling is None),
+        request.most_kv(len(request.tokens) + (request.sampling.pooling is None)),
         namespace=request.namespace,
         limit=cache_limit(request),
         slack=lacking + len(running) * -(-growth // page_size),
@@ -105,7 +107,10 @@ def acquire_kv(cache: PrefixCache, request: Request) -> KVLease:
 def publish(cache: PrefixCache, request: Request) -> None:
     """Publish computed pages to the tree, if the request may write to the cache."""
     if request.lease is not None and request.cache.write:
-        written = cache.publish(request.lease, request.tokens, request.num_computed)
+        num_computed = request.num_computed
+        if request.kv_budget:  # pages behind the prompt may still be packed
+            num_computed = min(num_computed, request.prompt_len)
+        written = cache.publish(request.lease, request.tokens, num_computed)
         _note(request, written, cache.page_size)
 
 
@@ -114,7 +119,10 @@ def release_kv(cache: PrefixCache, request: Request, *, keep: bool = True) -> No
     lease, request.lease = request.lease, None
     if lease is not None:
         keep = keep and request.cache.write
-        written = cache.release(lease, request.tokens, request.num_computed, keep=keep)
+        num_computed = request.num_computed
+        if request.num_evicted(num_computed):  # what was computed since depends on what is gone
+            num_computed = request.prompt_len
+        written = cache.release(lease, request.tokens, num_computed, keep=keep)
         _note(request, written, cache.page_size)
 
 

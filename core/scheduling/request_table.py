@@ -29,7 +29,8 @@ class SchedulerLimits:
 
     ``max_slowdown``: how many times longer a step may take because prompts are computed beside
     decoding requests. ``aging_seconds``: waiting so long makes a request as urgent as one priority
-    does. ``max_priority``: the greatest distance of a request's priority from 0.
+    does. ``max_priority``: the greatest distance of a request's priority from 0. ``kv_budget``:
+    tokens of each answer that keep their KV, where a request does not say; 0: none is evicted.
     """
 
     max_batch_tokens: int
@@ -40,6 +41,7 @@ class SchedulerLimits:
     max_slowdown: float = math.inf
     aging_seconds: float = 10.0
     max_priority: float = math.inf
+    kv_budget: int = 0
 
 
 class PendingArrivals(NamedTuple):
@@ -72,6 +74,24 @@ def max_len_of(request: Request, capacity: int) -> int:
         return request.prompt_len
     wanted = request.sampling.params.max_tokens
     return capacity if wanted is None else min(capacity, request.prompt_len + wanted)
+
+
+def kv_budget_of(request: Request, default: int) -> int:
+    """Return the tokens of the answer that keep their KV; 0: all.
+
+    ``default``: of the engine, 0 if it evicts nothing. Raises `InvalidRequest` for a budget there,
+    and for one with log-probabilities of the prompt.
+    """
+    params = request.sampling.params
+    is_whole = params.prompt_logprobs is not None or request.sampling.pooling is not None
+    if params.kv_budget is not None:
+        if not default:
+            message = "kv_budget needs a server that is started with --kv-evict"
+            raise InvalidRequest(message, param="kv_budget")
+        if is_whole:
+            message = "kv_budget cannot be combined with prompt_logprobs"
+            raise InvalidRequest(message, param="kv_budget")
+    return 0 if is_whole else params.kv_budget or default
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
@@ -156,13 +176,15 @@ class RequestTable:
         Without ``pending`` (None) the request is not to be added: the queue needs no room for it.
 
         Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for token ids that the model
-        does not have, a priority beyond the bound and a request id that is in use.
+        does not have, a priority beyond the bound, a request id that is in use, and a budget for KV
+        where none is evicted.
         """
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         check_fits(request, self.capacity)
         check_token_ids(request, self._limits.vocab_size)
         check_priority(request, self._limits.max_priority)
+        kv_budget_of(request, self._limits.kv_budget)
         if pending is not None:
             self._check_room(request, pending)
 
@@ -193,6 +215,7 @@ class RequestTable:
     def add(self, request: Request, now: float) -> None:
         """Queue a request that `check` let through."""
         request.max_len = max_len_of(request, self.capacity)
+        request.kv_budget = kv_budget_of(request, self._limits.kv_budget)
         request.arrival_time, request.serial = now, self._num_arrived
         request.urgency = now + request.priority * self._limits.aging_seconds
         request.usage.prompt_tokens = request.prompt_len

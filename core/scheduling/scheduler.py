@@ -17,6 +17,7 @@ from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ..interface.eviction import KvPack
 from ..interface.output import RequestOutput, StepOutput
 from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse, StepPlan
 from ..interface.protocols import NO_SPECULATION, Speculator
@@ -79,6 +80,7 @@ class Scheduler:
         self.request_table = RequestTable(limits, self.capacity)
         self.running, self.waiting = self.request_table.running, self.request_table.waiting
         self.num_preemptions = 0
+        self.num_evicted_tokens = 0  # of answers, whose KV was given up to their budgets
         self.openings: Sequence[array[int]] = ()  # see `set_openings`
         self.page_loads = None if tiers is None else PageLoads(cache, tiers)
         self._chunk_budget = ChunkBudget(limits.max_slowdown)
@@ -232,7 +234,8 @@ class Scheduler:
         ready = [each for each in self.running.values() if each.num_pending == 1]
         planned: dict[str, Request] = {}
         for request in ready[:budget]:
-            if request.lease is not None and self._reserve(request, len(request.tokens), planned):
+            upto = request.kv_len(len(request.tokens))
+            if request.lease is not None and self._reserve(request, upto, planned):
                 planned[request.request_id] = request
         return list(planned.values())
 
@@ -252,13 +255,18 @@ class Scheduler:
         num_prompt_tokens = sum(each.num_pending for each in prefills) + self.waiting.num_tokens
         num_pending = min(max_chunk_tokens, num_prompt_tokens)
         budget = draft_row_budget(spare, others_wait=num_pending > 0)
-        return self.speculator.plan(decodes, limits, budget=budget, num_prefill=num_pending)
+        plans = self.speculator.plan(decodes, limits, budget=budget, num_prefill=num_pending)
+        return [
+            _without_proposer(plan) if request.is_evicted else plan
+            for request, plan in zip(decodes, plans, strict=True)
+        ]
 
     def _schedule_with_draft(self, request: Request, plan: DraftPlan) -> ScheduledRequest:
         stop = len(request.tokens)
         if request.lease is None or plan is NO_DRAFT_PLAN:
             return self._schedule(request, stop)
-        plan, spare_page_ids = allocate_draft_pages(self.cache, request.lease, stop, plan)
+        num_places = request.kv_len(stop)
+        plan, spare_page_ids = allocate_draft_pages(self.cache, request.lease, num_places, plan)
         return self._schedule(request, stop, plan, spare_page_ids)
 
     def _schedule(
@@ -351,8 +359,10 @@ class Scheduler:
         chunks = []
         for request in prompts:
             stop = request.num_computed + shares.get(request.request_id, 0)
+            if (packing := request.next_packing(request.num_computed)) is not None:
+                stop = min(stop, packing)
             if stop > request.num_computed and self._reserve(
-                request, stop, planned, preempt_self=False
+                request, request.kv_len(stop), planned, preempt_self=False
             ):
                 chunks.append(self._schedule(request, stop))
                 planned.add(request.request_id)
@@ -391,7 +401,7 @@ class Scheduler:
         *,
         preempt_self: bool = True,
     ) -> bool:
-        """Reserve pages for positions below ``upto``; preempts requests later in the order."""
+        """Reserve pages for places below ``upto``; preempts requests later in the order."""
         while request.lease is not None and not self.cache.extend(request.lease, upto):
             victim = self._victim(planned)
             if victim is None or (victim is request and not preempt_self):
@@ -490,6 +500,9 @@ class Scheduler:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
             return self._finish(request, failed, now)
+        if scheduled.pack is not None:
+            self.num_evicted_tokens += scheduled.pack.num_evicted
+            request.usage.evicted_tokens = scheduled.num_evicted
         if with_drafts and delta.token_ids:
             self.speculator.observe(request, scheduled, out, len(delta.token_ids))
         if out.error is not None and not delta.terminal:  # the tokens before the failure are valid
@@ -501,8 +514,10 @@ class Scheduler:
             is_chunk = scheduled.stop - scheduled.start > 1
             if is_chunk or has_kept or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
-            if with_drafts:  # without drafts no extra page was taken
-                self.cache.shrink(request.lease, len(request.tokens))
+            if with_drafts or scheduled.pack is not None:  # else no extra page was taken
+                # A packing that is due reads the pages as they are.
+                upto = max(map(request.kv_len, (request.num_computed, len(request.tokens))))
+                self.cache.shrink(request.lease, upto)
         if 0 < len(delta.token_ids) == request.num_output:  # the prompt is computed
             pin_prompt(self.cache, request)
         return delta
@@ -561,7 +576,17 @@ def schedule_request(
         state=state,
         adapter=request.adapter,
         images=request.images,
+        num_evicted=request.num_evicted(stop),
+        pack=_due_pack(request, stop),
     )
+
+
+def _due_pack(request: Request, stop: int) -> KvPack | None:
+    """Order the packing that is due before a step that computes tokens up to ``stop``."""
+    start = request.num_computed
+    num_before = request.num_evicted(start)
+    num_new = request.num_evicted(stop) - num_before
+    return KvPack(request.prompt_len, start - num_before, num_new) if num_new else None
 
 
 def without_suspects(prompts: list[Request]) -> list[Request]:
@@ -596,11 +621,20 @@ def draft_limits(requests: Sequence[Request], depth_cap: int) -> list[int]:
 
     0 until the prompt is computed: drafting would delay the first token.
     """
-    num_left = (request.max_len - len(request.tokens) - 1 for request in requests)
+    num_left = (
+        min(request.max_len - 1, request.next_packing(len(request.tokens) - 1) or request.max_len)
+        - len(request.tokens)
+        for request in requests
+    )
     return [
         max(0, min(depth_cap, most)) if request.num_output else 0
         for request, most in zip(requests, num_left, strict=True)
     ]
+
+
+def _without_proposer(plan: DraftPlan) -> DraftPlan:
+    """Return what was looked up: proposers have KV by the same page ids, which is not packed."""
+    return DraftPlan(plan.draft) if plan.max_draft else plan
 
 
 def draft_row_budget(budget: int, *, others_wait: bool) -> int:

@@ -9,9 +9,15 @@ from ..interface.tiers import KVTiers
 
 
 def describe_cache(
-    cache: PrefixCache, namespace: str | None, tiers: KVTiers | None = None
+    cache: PrefixCache,
+    namespace: str | None,
+    tiers: KVTiers | None = None,
+    num_evicted_tokens: int = 0,
 ) -> dict[str, object]:
-    """Describe the cache: occupancy in pages, hits in tokens, the pins of one namespace, tiers."""
+    """Describe the cache: occupancy in pages, hits in tokens, the pins of one namespace, tiers.
+
+    ``num_evicted_tokens``: of answers, whose KV was given up to their budgets.
+    """
     return {
         "page_size": cache.page_size,
         "total_pages": cache.num_total_pages,
@@ -32,5 +38,6 @@ def describe_cache(
         "usage": cache.usage,
         "queried_tokens": cache.num_queries,
         "hit_tokens": cache.num_hits,
+        "evicted_answer_tokens": num_evicted_tokens,
         "tiers": [] if tiers is None else [asdict(tier) for tier in tiers.describe()],
     }

@@ -73,7 +73,9 @@ class CheckedScheduler(Scheduler):
         first = min(self._prompts(), key=by_order, default=None)
         if num_tokens and first is not None and first in prompts:
             chunks = {row.request_id: row.stop - row.start for row in plan.requests}
-            assert chunks[first.request_id] >= min(first.num_pending, num_tokens / 2), (
+            packing = first.next_packing(first.num_computed)
+            left = first.num_pending if packing is None else packing - first.num_computed
+            assert chunks[first.request_id] >= min(first.num_pending, left, num_tokens / 2), (
                 "the prompt whose turn it is waits for others"
             )
 
@@ -84,7 +86,9 @@ class CheckedScheduler(Scheduler):
         size, shared = self.cache.page_size, request.lease.num_shared_pages
         assert row.start >= shared * size, "a step writes a page that the tree owns"
         depth = row.draft_plan.depth
-        assert len(row.page_ids) * size >= row.stop + depth, "a row lacks pages"
+        assert len(row.page_ids) * size >= row.stop + depth - row.num_evicted, "a row lacks pages"
+        if (packing := request.next_packing(row.start)) is not None:
+            assert row.stop + depth <= packing, "a step crosses a packing"
         assert len(request.tokens) + depth < request.max_len or not depth, (
             "a draft cannot be served"
         )

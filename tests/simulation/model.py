@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from foretoken.core.execution.eviction import WindowEviction
 from foretoken.core.execution.launch_behind import Finished, launch_behind
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
@@ -87,6 +88,17 @@ class Pages:
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for source, target in zip(sources, targets, strict=True):
             self[target] = self[source]
+
+    def pack(self, page_ids: Sequence[int], kept: torch.Tensor, first: int) -> None:
+        """Move the kept places forward; all layers and heads are one here."""
+        size = self.page_size
+
+        def slot(place: int) -> int:
+            return page_ids[place // size] * size + place % size
+
+        states = [self[slot(place)] for place in kept.flatten().tolist()]
+        for place, state in enumerate(states, first):
+            self[slot(place)] = state
 
     def __getitem__(self, slot: int) -> State | None:
         return self.data[slot // self.page_size][slot % self.page_size]
@@ -175,7 +187,9 @@ class HashDecoder:
 
     def _check_context(self, row: ScheduledRequest, segment: Segment, pool: Pages) -> None:
         """I7: what stands before the draft is the KV of exactly the request's tokens."""
-        chain = self._chains.of(row)
+        chain, prompt_len = self._chains.of(row), row.sampling.prompt_len
+        if segment.shift:
+            chain = chain[:prompt_len] + chain[prompt_len + segment.shift :]
         stop = min(segment.start, len(chain))
         held = [pool[pool.slot(segment, position)] for position in range(stop)]
         if held != chain[:stop]:
@@ -271,7 +285,7 @@ class SimulatedRunner(ModelRunner):
         seconds: Callable[[], float],
         fails_late: random.Random | None = None,
     ) -> None:
-        super().__init__(decoder, pool, proposer)  # type: ignore[arg-type]
+        super().__init__(decoder, pool, proposer, eviction=WindowEviction())  # type: ignore[arg-type]
         self._before, self._after, self._part_seconds = before, after, seconds
         self._fails_late = fails_late
         self.num_ahead = 0  # steps whose plan was made while the one before ran

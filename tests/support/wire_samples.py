@@ -58,6 +58,7 @@ NOW = 1000.0
 PARAMS: dict[str, object] = {
     "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.125, "max_tokens": 9,
     "min_tokens": 2, "stop_token_ids": (3, 4), "logprobs": 1, "prompt_logprobs": 2,
+    "kv_budget": 300,
     "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5,
     "logit_bias": {5: -1.5, 6: 2.0}, "allowed_token_ids": (5, 6), "n": 3, "stop": ("end", "ß"),
     "ignore_eos": True, "seed": 2**64 - 1, "bad_words": ("no", "never"),
@@ -82,6 +83,7 @@ USAGE: dict[str, object] = {
     "accepted_tokens": 5, "verify_steps": 4, "tree_steps": 3, "accepted_by_source": {"lm": 2},
     "proposed_by_source": {"lm": 3, "radix": 1}, "steps_by_accepted": {0: 1, 4: 2},
     "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1, "closed_early": True,
+    "evicted_tokens": 128,
     "moves": 2, "queue_time": 0.5, "time_to_first_token": 0.75, "total_time": 1.25,
 }  # fmt: skip
 POOLING = PoolingSpec(dimensions=64, embeds=True, cuts=(16, 32), score_ids=(5, 6))

@@ -134,6 +134,7 @@ class LiveRequest:
         total.queue_time = whose.queue_time
         for each in (before, run):
             add_counts(total, each)
+        total.evicted_tokens = max(before.evicted_tokens, run.evicted_tokens)  # computed again
         return total
 
 

@@ -10,7 +10,7 @@ from ...types.results import Body
 Bodies = Sequence[Mapping[str, Any]]
 SUMMED_IN_CACHE = (
     "total_pages", "free_pages", "evictable_pages", "pinned_pages", "num_pins", "num_sessions",
-    "queried_tokens", "hit_tokens",
+    "queried_tokens", "hit_tokens", "evicted_answer_tokens",
 )  # fmt: skip
 SUMMED_IN_OVERVIEW = (
     "running", "max_running", "waiting", "tokens", "steps", "drafts", "trees", "num_proposed",

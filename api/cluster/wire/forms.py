@@ -98,6 +98,7 @@ class ParamsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float | UnsetType = UNSET
     logit_bias: dict[int, float] | UnsetType | None = UNSET
     allowed_token_ids: list[int] | UnsetType | None = UNSET
+    kv_budget: int | UnsetType | None = UNSET
     n: int | UnsetType = UNSET
     stop: list[str] | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET
@@ -468,6 +469,7 @@ class UsageForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     steps_by_accepted: dict[Count, Count] = {}
     accepted_prediction_tokens: Count = 0
     rejected_prediction_tokens: Count = 0
+    evicted_tokens: Count = 0
     closed_early: bool = False
     moves: Count = 0
     queue_time: Seconds = 0.0

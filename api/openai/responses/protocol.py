@@ -87,6 +87,7 @@ class ResponseUsage(Struct, kw_only=True):
     total_tokens: int
     closed_early: bool  # as in chat completions
     moves: int  # likewise
+    evicted_tokens: int | UnsetType = UNSET  # as in chat completions
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
 

@@ -173,5 +173,6 @@ def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
         total_tokens=spent.total_tokens,
         closed_early=spent.closed_early,
         moves=spent.moves,
+        evicted_tokens=spent.evicted_tokens,
         speculation=spent.speculation,
     )

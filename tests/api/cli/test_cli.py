@@ -119,7 +119,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "kv-host": "64MiB", "kv-disk": "d:1GiB", "kv-remote": "mooncake://h:1?lend=1GiB",
         "kv-transfer": "nixl", "role": "decode",
         "kv-events": "tcp://127.0.0.1:5557", "kv-events-replay": "tcp://127.0.0.1:5559",
-        "kv-events-topic": "kv@",
+        "kv-events-topic": "kv@", "kv-evict": "triattention:512", "kv-evict-stats": "s",
         "lora": "sql=d", "max-loras": "2", "max-lora-rank": "8",
         "max-running": "3", "max-queued": "0", "threads": "2", "tp": "1", "load-format": "random",
         "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d", "model-impl": "own",

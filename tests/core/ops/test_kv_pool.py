@@ -200,3 +200,46 @@ def test_parts_of_a_pool_have_no_byte_in_common() -> None:
     before = pool.data.clone()
     pool.copy_slots([0, 4], [7, 14])
     assert torch.equal(pool.data, before)  # every slot of a part holds the same
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", *KINDS])
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_packing_moves_each_heads_own_tokens_and_nothing_else(
+    kv_dtype: KvDtype, num_blocks: int
+) -> None:
+    pool = make_pool(kv_dtype, page_size=4, head_dim=8, num_blocks=num_blocks)
+    pool.data.view(torch.uint8).copy_(
+        torch.randint(0, 120, pool.data.view(torch.uint8).shape, dtype=torch.uint8)
+    )
+    before = pool.data.clone()
+    pages, first = [3, 0, 4], 5  # places 0 to 11; page 1 and 2 are others'
+    kept = torch.stack(
+        [torch.stack([torch.randperm(7)[:4].sort().values + first for _ in range(2)])
+         for _ in range(3)]
+    )  # fmt: skip
+    pool.pack(pages, kept, first)
+    old, new = (slots_of(each, pool) for each in (before, pool.data))
+    for layer in range(3):
+        for block in range(num_blocks):
+            for head in range(2):
+                for to, place in enumerate(kept[layer, head].tolist(), first):
+                    moved = new(pages[to // 4], layer, block, head, to % 4)
+                    source = old(pages[place // 4], layer, block, head, place % 4)
+                    assert all(map(torch.equal, moved, source))
+                for place in (*range(first), *range(first + 4, 12)):
+                    at = (pages[place // 4], layer, block, head, place % 4)
+                    assert all(map(torch.equal, new(*at), old(*at)))
+    untouched = [1, 2]
+    assert torch.equal(pool.data[untouched].view(torch.uint8), before[untouched].view(torch.uint8))
+
+
+def slots_of(data: torch.Tensor, pool: KVPool):
+    """Read a token's vector, and its scale, by page, layer, block, head and place in the page."""
+    vectors, scales = pool.split(data.view(-1, pool.block.num_items))
+    vectors = vectors.view(torch.uint8) if vectors.itemsize == 1 else vectors
+
+    def read(page: int, layer: int, block: int, head: int, offset: int) -> list[torch.Tensor]:
+        at = page * pool.page_blocks + (layer * pool.num_blocks + block) * 2 + head
+        return [each[at, offset].clone() for each in (vectors, scales) if each is not None]
+
+    return read

@@ -1,0 +1,46 @@
+"""Eviction inside a sequence, as the options ask for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...core.config import EngineConfig
+from ...core.errors import InvalidRequest
+from ...core.execution.eviction import EvictionPolicy, WindowEviction
+from ...core.execution.triattention import QueryStats, TriAttentionEviction, attention_ropes
+from ...core.model.decoder import Decoder, OwnDecoder
+
+
+def eviction_of(config: EngineConfig, target: Decoder) -> EvictionPolicy | None:
+    """Make the policy that the options ask for; None without one.
+
+    Raises `InvalidRequest` for a model whose KV cannot be packed, and for a file of statistics that
+    is of another one.
+    """
+    if (asked := config.kv_eviction()) is None:
+        return None
+    if (why := _unsuited(target)) is not None:
+        raise InvalidRequest(f"kv_evict does not support a model with {why}", param="kv_evict")
+    if asked[0] == "window" or config.kv_evict_stats is None:
+        return WindowEviction()
+    assert isinstance(target, OwnDecoder)
+    try:
+        ropes = attention_ropes(target)
+    except ValueError as error:
+        message = f"kv_evict: triattention does not support {error}"
+        raise InvalidRequest(message, param="kv_evict") from None
+    stats = QueryStats.load(Path(config.kv_evict_stats).expanduser(), target)
+    return TriAttentionEviction(stats, ropes)
+
+
+def _unsuited(target: Decoder) -> str | None:
+    """Name what keeps a model's KV from being packed; None: nothing does."""
+    if target.path != "own" or not isinstance(target, OwnDecoder):
+        return "transformers' modules"
+    if target.states:
+        return "recurrent states"
+    if any(layer.window is not None for layer in target.config.layers):
+        return "windows by layer"
+    if len(target.shapes) > 1:
+        return "pages of several layouts"
+    return None

@@ -1,0 +1,72 @@
+"""``foretoken calibrate``: measure the queries of a model, for ``--kv-evict triattention:N``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ...core.errors import InvalidRequest
+from ...core.execution.calibration import measure_queries
+from ...core.execution.triattention import QueryStats
+from ...core.model.decoder import OwnDecoder
+from ...core.model.loader import load_decoder
+from ..build.model_files import find_model
+from ..text.tokenizer_cache import load_tokenizer
+
+MAX_TOKENS = 1 << 16  # of all texts
+TEXT_TOKENS = 4096  # of one, at most
+
+
+def calibrate(model: str | None, data: Path, out: Path) -> int:
+    """Measure, write the file, print what was measured; the process's exit code.
+
+    Raises `InvalidRequest` for data without text and a model that has no such queries, OSError for
+    a file that cannot be written, and what loading raises.
+    """
+    texts = read_texts(data)
+    source = find_model(model)
+    decoder = load_decoder(source.path, dtype="float32", backend="torch")
+    if not isinstance(decoder, OwnDecoder):
+        raise InvalidRequest(f"{source.name} is computed by transformers' modules", param="model")
+    longest = min(TEXT_TOKENS, decoder.config.max_model_len)
+    encode = load_tokenizer(source.path).backend_tokenizer.encode
+    tokens = cut([encode(text, add_special_tokens=False).ids for text in texts], longest)
+    try:
+        stats = measure_queries(decoder, tokens)
+    except ValueError as error:
+        raise InvalidRequest(f"{source.name}: {error}", param="model") from None
+    stats.save(out)
+    print(f"{out}: queries of {source.name} over {sum(map(len, tokens))} tokens")
+    print(f"concentration |E q| / E |q|, by layer: {shares(stats)}")
+    return 0
+
+
+def shares(stats: QueryStats) -> str:
+    """Tell how far the queries of each layer point in one direction, 0 to 1."""
+    found = (stats.mean.abs() / stats.mean_abs.clamp_min(1e-12)).mean(dim=(1, 2))
+    return " ".join(f"{each:.2f}" for each in found.tolist())
+
+
+def read_texts(data: Path) -> list[str]:
+    """Read a text file, or the ``text`` of each line of a JSON Lines file.
+
+    Raises `InvalidRequest` that names what is wrong.
+    """
+    try:
+        whole = data.read_text(encoding="utf-8")
+        if data.suffix != ".jsonl":
+            return [whole]
+        return [str(json.loads(line)["text"]) for line in whole.splitlines() if line.strip()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"data: {data}: {error!r}", param="data") from None
+
+
+def cut(texts: list[list[int]], longest: int) -> list[list[int]]:
+    """Cut texts to at most ``longest`` tokens each, `MAX_TOKENS` in all."""
+    left, found = MAX_TOKENS, list[list[int]]()
+    for text in texts:
+        for start in range(0, len(text), longest):
+            piece = text[start : start + min(longest, left)]
+            left -= len(piece)
+            found += [piece] if piece else []
+    return found

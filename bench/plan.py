@@ -1,0 +1,218 @@
+"""A cluster under a trace, in virtual time: the real scheduler, prefix cache, tiers and routing.
+
+``foretoken bench plan --trace FILE --replicas 1,2,4``. Steps take what the cost model measured on
+an engine of the model: here and now, or earlier in a file (``--costs``). Requests do not draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..api.cli.flags import Parser
+from ..api.cluster.front.routing import Route
+from ..core.config import format_size
+from ..core.errors import ForetokenError
+from ..core.interface.settings import parse_size
+from ..core.interface.tiers import Medium
+from .common.report import heading, table, write_json
+from .load.corpus import id_corpus
+from .load.figures import parse_slo
+from .load.report import out_path
+from .load.trace import TRACE
+from .load.workloads import Scene, above_zero, positive
+from .planning.cluster import Figures, Shape, planned
+from .planning.costs import StepCosts, measured_costs, read_costs, write_costs
+from .planning.replica import Tier
+
+ABOUT = (
+    "Plan a cluster: replay a trace through the real scheduler, prefix cache, tiers and router in "
+    "virtual time, with steps as long as they were measured. Prints first tokens, gaps, hit rate "
+    "and KV occupancy for each number of replicas, with and without the tiers."
+)
+EXIT_USAGE = 2
+DEFAULT_KV = "2GiB"
+GB = 1e9
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"the size {error}") from None
+
+
+def _counts(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def _slo(text: str) -> dict[str, float]:
+    try:
+        return parse_slo(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="foretoken bench plan",
+        description=ABOUT,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    TRACE.add_flags(parser)
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="seed of the prompts, and of a synthetic trace")
+    add("--replicas", type=_counts, default=[1], metavar="N,N,..", help="numbers of replicas")
+    add("--kv-memory", type=_size, default=DEFAULT_KV, metavar="SIZE",
+        help="memory of each replica's KV pool")  # fmt: skip
+    add("--kv-host", type=_size, metavar="SIZE", help="host memory of each replica for KV pages")
+    add("--kv-disk", type=_size, metavar="SIZE", help="disk of each replica for KV pages")
+    add("--host-rate", type=above_zero, default=20.0, metavar="GB/S",
+        help="rate at which pages are copied to and from host memory")  # fmt: skip
+    add("--disk-rate", type=above_zero, default=2.0, metavar="GB/S",
+        help="rate at which pages are written to and read from the disk")  # fmt: skip
+    add("--route", type=Route, choices=list(Route), default=Route.KV,
+        help="choice of the replica, as in foretoken serve --route")  # fmt: skip
+    add("--max-running", type=positive, metavar="N",
+        help="requests that run at a time in a replica (as in the measured engine)")  # fmt: skip
+    add("--arrival-ms", type=float, default=0.0, metavar="MS",
+        help="time from a client to an engine's queue, which first tokens take longer")  # fmt: skip
+    add("--slo", type=_slo, default={},
+        help="limits in ms that a good request keeps, such as ttft=500,itl=50")  # fmt: skip
+    add("--model", metavar="MODEL", help="model whose steps are measured, as for foretoken serve")
+    add("--threads", type=positive, metavar="N", help="threads of the engine that is measured")
+    add("--costs", type=Path, metavar="FILE", help="step costs to use: nothing is measured")
+    add("--write-costs", type=Path, metavar="FILE", help="file for the step costs")
+    add("--plots", type=Path, metavar="DIR", help="folder for plots (needs matplotlib)")
+    add("--out", type=Path, metavar="FILE", help="JSON file to write (in bench/results/)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan, print the table, write JSON and plots; the process's exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.plots is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plots needs matplotlib: pip install 'foretoken[bench]'")
+    try:
+        costs = _costs(args)
+        scene = _scene(args, costs)
+        plans = [each for shape in _shapes(args, costs) for each in _planned(costs, shape, scene)]
+    except (ForetokenError, OSError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except SystemExit as error:  # a trace that is none, a file of costs that is none
+        print(f"{parser.prog}: {error.code}", file=sys.stderr)
+        return EXIT_USAGE
+    _show(args, costs, plans, scene.remarks())
+    return 0
+
+
+def _costs(args: argparse.Namespace) -> StepCosts:
+    if args.costs is not None:
+        costs = read_costs(args.costs)
+    else:
+        options = {} if args.threads is None else {"threads": args.threads}
+        costs = measured_costs(args.model, options)
+    if args.write_costs is not None:
+        write_costs(args.write_costs, costs)
+    return costs
+
+
+def _scene(args: argparse.Namespace, costs: StepCosts) -> Scene:
+    """The inputs of the trace's sessions, whose prompts are random tokens."""
+    corpus = asyncio.run(id_corpus(None, costs.vocab_size, args.seed))
+    return Scene(args, corpus, costs.max_model_len, args.seed)
+
+
+def _shapes(args: argparse.Namespace, costs: StepCosts) -> list[Shape]:
+    """Each number of replicas, without tiers and with those that are asked for."""
+    asked: tuple[tuple[Medium, int | None, float], ...] = (
+        ("host", args.kv_host, args.host_rate),
+        ("disk", args.kv_disk, args.disk_rate),
+    )
+    tiers = [
+        Tier(medium, num_bytes, costs.page_bytes / (rate * GB))
+        for medium, num_bytes, rate in asked
+        if num_bytes is not None
+    ]
+    plain = Shape(
+        num_replicas=1,
+        kv_bytes=args.kv_memory,
+        max_running=args.max_running or costs.max_running,
+        route=args.route,
+        arrival_s=args.arrival_ms / 1e3,
+    )
+    kinds = [plain] if not tiers else [plain, replace(plain, tiers=tiers)]
+    return [replace(kind, num_replicas=count) for count in args.replicas for kind in kinds]
+
+
+def _planned(costs: StepCosts, shape: Shape, scene: Scene) -> list[Figures]:
+    scene.num_cut, scene.notes = 0, []
+    figures = planned(costs, shape, TRACE.sessions(scene), scene.args.slo)
+    names = "+".join(tier.medium for tier in shape.tiers)
+    return [{"tiers_used": names or "none", **figures}]
+
+
+# -- output -------------------------------------------------------------------------------------
+
+
+def row(figures: Figures) -> dict[str, object]:
+    """A line of the table."""
+    first, gap = figures["ttft_ms"] or {}, figures["itl_ms"] or {}
+    prompt = figures["prompt_tokens"] or 0
+    return {
+        "replicas": figures["replicas"],
+        "tiers": figures["tiers_used"],
+        "served": f"{figures['served']} of {figures['requests']}",
+        "first token p50, ms": first.get("p50", "-"),
+        "p99": first.get("p99", "-"),
+        "gap p50, ms": gap.get("p50", "-"),
+        "gap p99": gap.get("p99", "-"),
+        "tokens/s": figures["output_tokens_per_s"] or 0.0,
+        "hit rate": figures["prefix_hit_rate"] or 0.0,
+        "of it tiers": figures["loaded_tokens"] / prompt if prompt else 0.0,
+        "KV held": figures["kv_held"],
+        "at most": figures["kv_most_held"],
+        "KV cached": figures["kv_cached"],
+        "busy": figures["busy"],
+        "preempted": figures["preemptions"],
+        **({"goodput": figures["goodput"]["share"]} if figures["goodput"] else {}),
+    }
+
+
+def _show(
+    args: argparse.Namespace, costs: StepCosts, plans: Sequence[Figures], remarks: Sequence[str]
+) -> None:
+    report = heading()
+    notes = [
+        f"computed, not measured: steps as measured on {costs.machine.get('cpu')}, {costs.model}",
+        f"each replica: {format_size(args.kv_memory)} for KV, route {args.route}; no drafts",
+        "KV held, KV cached: shares of the pools, means over the time in which steps run",
+        *remarks,
+    ]
+    print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
+    print(f"\n{table([row(each) for each in plans])}\n", *(f"- {note}" for note in notes), sep="\n")
+    write_json(
+        out_path(args.out, "plan", "trace"),
+        {**report, "notes": notes, "plans": [_kept(each) for each in plans]},
+    )
+    if args.plots is not None:
+        from .planning.plots import draw
+
+        args.plots.mkdir(parents=True, exist_ok=True)
+        print(*draw(plans, args.plots), sep="\n")
+
+
+def _kept(figures: Figures) -> Figures:
+    """All but the samples of the occupancy, which are for plots."""
+    return {name: value for name, value in figures.items() if name != "occupancy"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

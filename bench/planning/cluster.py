@@ -1,0 +1,184 @@
+"""Replicas behind one router in virtual time, as the driver of a load, and what a run shows."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ...api.cluster.front.routing import Route, Router
+from ...api.cluster.wire.messages import KEY_BYTES
+from ...core.errors import ForetokenError
+from ...core.interface.request import Request
+from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from ...core.tiers.keys import StoredPages
+from ...radix_cache.node import Cause
+from ..load.figures import Record, summary
+from ..load.generator import Content, Job, Load, Session
+from ..load.http import Failure
+from ..load.openai import joined
+from .costs import StepCosts
+from .replica import FINGERPRINT, PlannedReplica, Tier
+from .virtual_time import VirtualLoop, run_on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A cluster that is planned. ``kv_bytes``, ``tiers`` and ``max_running``: of each replica.
+
+    ``arrival_s``: seconds from a client to an engine's queue, and back with the first token.
+    """
+
+    num_replicas: int
+    kv_bytes: int
+    max_running: int
+    tiers: Sequence[Tier] = ()
+    route: Route = Route.KV
+    arrival_s: float = 0.0
+
+
+class _News:
+    """Reports the pages of a replica to the router; a `KeyObserver`."""
+
+    def __init__(self, router: Router[int], replica: int) -> None:
+        self._router, self._replica = router, replica
+
+    def stored(self, pages: StoredPages) -> None:
+        self._router.stored(self._replica, [key[:KEY_BYTES] for key in pages.keys])
+
+    def dropped(self, namespace: str | None, keys: list[bytes], cause: Cause) -> None:
+        del namespace, cause
+        self._router.dropped(self._replica, [key[:KEY_BYTES] for key in keys])
+
+
+class PlannedCluster:
+    """A `Driver` over replicas in virtual time; made inside of the loop that it runs on."""
+
+    def __init__(self, costs: StepCosts, shape: Shape) -> None:
+        self.replicas = [
+            PlannedReplica(
+                costs,
+                kv_bytes=shape.kv_bytes,
+                max_running=shape.max_running,
+                tiers=shape.tiers,
+            )
+            for _ in range(shape.num_replicas)
+        ]
+        self.num_requests = [0] * shape.num_replicas
+        self.num_loaded = 0  # tokens of prompts that came from a tier
+        self._router = Router[int](shape.route, fingerprint=FINGERPRINT)
+        for number, replica in enumerate(self.replicas):
+            self._router.join(number, page_size=costs.page_size, fingerprint=None)
+            replica.keys.add_observer(_News(self._router, number))
+        self._arrival_s = shape.arrival_s
+        self._clock = asyncio.get_running_loop().time
+
+    async def start(self) -> None:
+        """Start all engines."""
+        for replica in self.replicas:
+            await replica.engine.start()
+
+    async def close(self) -> None:
+        """Close all engines."""
+        for replica in self.replicas:
+            await replica.engine.close()
+
+    async def settle(self) -> None:
+        """Do nothing: all is known."""
+
+    async def ask(self, job: Job, record: Record) -> Content:
+        """Read one answer; raises `Failure`, by the name of the engine's own error."""
+        try:
+            return await self._ask(job, record)
+        except ForetokenError as error:
+            raise Failure(type(error).__name__, str(error)) from None
+
+    async def _ask(self, job: Job, record: Record) -> Content:
+        await asyncio.sleep(self._arrival_s)
+        tokens = array("q", cast("list[int]", joined(job.prompt)))
+        choice = self._router.choose(tokens, None, session=None, now=self._clock())
+        if choice is None:
+            raise Failure("no replica", "there is none")
+        request = _request(f"{sum(self.num_requests)}", tokens, job.output_len)
+        stream = self.replicas[choice.replica].engine.submit(request)
+        self._router.begin(request.request_id, choice)
+        self.num_requests[choice.replica] += 1
+        said: list[int] = []
+        try:
+            async for delta in stream:
+                if delta.token_ids:
+                    if not said:
+                        self._router.progress(request.request_id, len(request.tokens))
+                    record.times.append(self._clock())
+                    record.counts.append(len(delta.token_ids))
+                    said += delta.token_ids
+        finally:
+            self._router.end(request.request_id)
+        usage = request.usage
+        record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        self.num_loaded += usage.loaded_tokens
+        return said
+
+
+def _request(request_id: str, tokens: array[int], output_len: int) -> Request:
+    params = TokenSamplingParams(temperature=0.0, max_tokens=output_len)
+    sampling = SamplingMetadata(params=params, seed=0, prompt_len=len(tokens))
+    return Request(request_id=request_id, tokens=tokens, sampling=sampling)
+
+
+# -- a run --------------------------------------------------------------------------------------
+
+Figures = dict[str, Any]
+MakeSessions = Callable[[], Sequence[Session]]
+
+
+def planned(
+    costs: StepCosts, shape: Shape, sessions: Sequence[Session], slo: dict[str, float]
+) -> Figures:
+    """Figures of sessions, each at its own time, on a cluster of this shape.
+
+    Raises ValueError for a pool that has no room for a page.
+    """
+
+    async def main(loop: VirtualLoop) -> Figures:
+        cluster = PlannedCluster(costs, shape)
+        await cluster.start()
+        load = Load(cluster, clock=loop.time)
+        await load.open(sessions, [session.at or 0.0 for session in sessions])
+        figures = {**summary(load.records, slo), **_of_replicas(cluster, load.records)}
+        await cluster.close()
+        return figures
+
+    return run_on(VirtualLoop(), main)
+
+
+def _of_replicas(cluster: PlannedCluster, records: Sequence[Record]) -> Figures:
+    """Figures of engines, pools and tiers; shares are means over the replicas."""
+    replicas = cluster.replicas
+    number = len(replicas)
+    ended = max((record.ended for record in records), default=0.0)
+    occupancies = [each.runner.occupancy for each in replicas]
+    tiers = [state for each in replicas if each.tiers for state in each.tiers.describe()]
+    media = list(dict.fromkeys(state.medium for state in tiers))
+    return {
+        "replicas": number,
+        "requests_by_replica": cluster.num_requests,
+        "step_seconds": (spent := sum(each.runner.busy_seconds for each in replicas)),
+        "busy": spent / (number * ended or 1.0),
+        "preemptions": sum(each.scheduler.num_preemptions for each in replicas),
+        "kv_pages": [each.cache.num_total_pages for each in replicas],
+        "kv_held": sum(each.held for each in occupancies) / number,
+        "kv_most_held": max(each.most_held for each in occupancies),
+        "kv_cached": sum(each.cached for each in occupancies) / number,
+        "loaded_tokens": cluster.num_loaded,
+        "tiers": {
+            medium: {
+                name: sum(getattr(state, name) for state in tiers if state.medium == medium)
+                for name in ("pages", "capacity_pages", "loaded_pages", "saved_pages")
+            }
+            for medium in media
+        },
+        "occupancy": [each.samples for each in occupancies],
+    }

@@ -1,0 +1,233 @@
+"""A replica in virtual time: the real engine, scheduler, cache and tiers; steps only cost time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...core.engine.engine import Engine
+from ...core.engine.model_thread import Supervision
+from ...core.execution.launch_behind import Finished, launch_behind
+from ...core.interface.output import RequestOutput, StepOutput
+from ...core.interface.plan import StepPlan
+from ...core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
+from ...core.interface.tiers import Medium
+from ...core.scheduling.request_table import SchedulerLimits
+from ...core.scheduling.scheduler import Scheduler
+from ...core.tiers.keys import PageKeys
+from ...core.tiers.slotted_store import Entry, SlottedStore
+from ...core.tiers.tiers import Tiers
+from ...radix_cache import PrefixCache
+from .costs import StepCosts
+from .virtual_time import VirtualThread
+
+FINGERPRINT = b"planned"  # of all replicas of a plan: equal pages have equal keys
+ANSWER_ID = 1  # every token of an answer
+SAMPLES = 512  # of the occupancy, at most
+
+
+class Spends(Protocol):
+    """Lets the call of a virtual thread take longer."""
+
+    def spend(self, seconds: float) -> None:
+        """Let it take so much longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A tier of a plan. ``page_seconds``: that reading or writing a page takes."""
+
+    medium: Medium
+    num_bytes: int
+    page_seconds: float
+
+
+class VirtualSlots:
+    """`Slots` that keep nothing: a page read or written costs time alone."""
+
+    def __init__(self, capacity: int, page_seconds: float, thread: Spends) -> None:
+        self.capacity = capacity
+        self._page_seconds, self._thread = page_seconds, thread
+
+    def allocate(self, slot: int) -> bool:
+        """Return true within the capacity."""
+        return slot < self.capacity
+
+    def write(self, slot: int, page: memoryview) -> int:
+        """Take the time of a page."""
+        del slot, page
+        self._thread.spend(self._page_seconds)
+        return 0
+
+    def read(self, slot: int, into: memoryview) -> int | None:
+        """Take the time of a page."""
+        del slot, into
+        self._thread.spend(self._page_seconds)
+        return 0
+
+    def write_entry(self, slot: int, entry: Entry) -> None:
+        """Do nothing: the store has it in memory."""
+
+    def void(self, slot: int) -> None:
+        """Do nothing."""
+
+    def clear(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Records:
+    """`Records` of pages without content."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def read(self, page_id: int) -> memoryview:
+        del page_id
+        return memoryview(b"")
+
+    def target(self, page_id: int) -> memoryview:
+        del page_id
+        return memoryview(b"")
+
+    def write(self, page_id: int) -> None:
+        pass
+
+
+class Occupancy:
+    """Shares of a KV pool at its steps; means are weighted by the steps' seconds.
+
+    *Held* is what running requests hold, *cached* what the tree keeps besides.
+    """
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, float, float]] = []  # time, held, cached
+        self.most_held = 0.0
+        self._held_s = self._cached_s = self._seconds = 0.0
+        self._num_seen, self._stride = 0, 1
+
+    def note(self, now: float, seconds: float, held: float, cached: float) -> None:
+        """Note the shares in a step that begins now."""
+        self._seconds += seconds
+        self._held_s += seconds * held
+        self._cached_s += seconds * cached
+        self.most_held = max(self.most_held, held)
+        if self._num_seen % self._stride == 0:
+            self.samples.append((now, held, cached))
+        self._num_seen += 1
+        if len(self.samples) > SAMPLES:
+            self.samples, self._stride = self.samples[::2], 2 * self._stride
+
+    @property
+    def held(self) -> float:
+        """Mean share that requests hold."""
+        return self._held_s / self._seconds if self._seconds else 0.0
+
+    @property
+    def cached(self) -> float:
+        """Mean share that is kept besides."""
+        return self._cached_s / self._seconds if self._seconds else 0.0
+
+
+class TimedRunner:
+    """A `StepRunner` whose steps take the time that they cost, and choose the same token always."""
+
+    is_async = False
+
+    def __init__(self, costs: StepCosts, cache: PrefixCache) -> None:
+        self.occupancy = Occupancy()
+        self.thread: VirtualThread | None = None  # set before the first step
+        self.num_steps = 0
+        self.busy_seconds = 0.0
+        self._costs, self._curve, self._cache = costs, costs.curve(), cache
+
+    def launch(
+        self,
+        plan: StepPlan,
+        after: Pending | None = None,
+        on_kernels_started: OnKernelsStarted = ignore_kernels,
+    ) -> Pending:
+        """Let the time of the step pass."""
+        if after is not None:
+            return launch_behind(
+                lambda known: self.launch(known, None, on_kernels_started), plan, after.finish()
+            )
+        on_kernels_started()
+        seconds = self._costs.seconds(plan, self._curve)
+        self._note(seconds)
+        outputs = [
+            RequestOutput(request_id=row.request_id, token_ids=(ANSWER_ID,) if row.samples else ())
+            for row in plan.requests
+        ]
+        num_rows = sum(row.stop - row.start for row in plan.requests)
+        return Finished(StepOutput(requests=outputs, times={"forward": seconds}, num_rows=num_rows))
+
+    def _note(self, seconds: float) -> None:
+        cache = self._cache
+        cached = cache.num_evictable_pages / cache.num_total_pages
+        self.occupancy.note(asyncio.get_running_loop().time(), seconds, cache.usage, cached)
+        self.num_steps += 1
+        self.busy_seconds += seconds
+        if self.thread is not None:
+            self.thread.spend(seconds)
+
+
+class PlannedReplica:
+    """One engine of a plan. Belongs to the virtual loop that runs.
+
+    ``kv_bytes``: of its pool; ``max_running``: requests at a time.
+    """
+
+    def __init__(
+        self, costs: StepCosts, *, kv_bytes: int, max_running: int, tiers: Sequence[Tier] = ()
+    ) -> None:
+        """Raises ValueError for a pool that has no room for a page."""
+        num_pages = kv_bytes // costs.page_bytes
+        if num_pages < 1:
+            raise ValueError(f"the pool needs {costs.page_bytes} bytes, the size of one KV page")
+        self.cache = PrefixCache(num_pages, costs.page_size)
+        self.keys = PageKeys(FINGERPRINT, num_pages, costs.page_size)
+        self.cache.tree.add_observer(self.keys)
+        self._io = VirtualThread()
+        self.runner = TimedRunner(costs, self.cache)
+        limits = SchedulerLimits(
+            max_batch_tokens=costs.max_batch_tokens,
+            max_running=max_running,
+            max_queued=1 << 20,
+            max_model_len=costs.max_model_len,
+            vocab_size=costs.vocab_size,
+            max_slowdown=float("inf") if costs.max_slowdown is None else costs.max_slowdown,
+        )
+        self.tiers = self._make_tiers(tiers, costs.page_bytes) if tiers else None
+        self.scheduler = Scheduler(self.cache, limits, tiers=self.tiers)
+        self.engine = Engine(
+            self.scheduler,
+            self.runner,
+            clock=asyncio.get_running_loop().time,
+            make_thread=self._make_thread,
+            supervision=Supervision(step_timeout=0.0),
+            overlap=costs.overlaps,
+        )
+
+    def _make_tiers(self, tiers: Sequence[Tier], page_bytes: int) -> Tiers:
+        stores = [
+            SlottedStore(
+                VirtualSlots(tier.num_bytes // page_bytes, tier.page_seconds, self._io),
+                tier.medium,
+                0,  # bytes of a page that are copied
+                1.0,
+            )
+            for tier in tiers
+        ]
+        return Tiers(self.cache.tree, self.keys, _Records(page_bytes), stores, clock=self._io.time)
+
+    def _make_thread(self, name: str, on_start: object) -> VirtualThread:
+        del on_start
+        if name == "foretoken-io":
+            return self._io
+        self.runner.thread = VirtualThread()
+        return self.runner.thread

@@ -1,0 +1,80 @@
+"""Measure the queries of a model over a text, for TriAttention."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..model.decoder import OwnDecoder
+from ..model.rope import RopeTable
+from ..ops.base import FIRST_TABLE, ForwardPlan, HeadNorm, Tables
+from ..ops.batch import Segment
+from ..ops.torch.plan import TorchPlan
+from .triattention import QueryStats, attention_ropes, model_id, pairs
+
+PAGE_SIZE, CHUNK = 16, 512  # tokens
+
+
+class _Recorder:
+    """Operations of the torch backend that add up the queries which RoPE has turned."""
+
+    def __init__(self, decoder: OwnDecoder, ropes: Sequence[RopeTable]) -> None:
+        heads, config = decoder.part_heads(0), decoder.config
+        shape = (config.num_layers, heads.num_heads, heads.head_dim // 2)
+        self.mean = torch.zeros(shape, dtype=torch.complex64)
+        self.mean_abs = torch.zeros(shape)
+        self._ops, self._ropes = decoder.ops, ropes
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the operations have
+        return getattr(self._ops, name)
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        layer: int,
+        plan: ForwardPlan,
+        norm: HeadNorm | None,
+        tables: Tables = FIRST_TABLE,
+    ) -> Tensor:
+        """See `Ops.rope_write`."""
+        q = self._ops.rope_write(qkv, layer, plan, norm, tables)
+        assert isinstance(plan, TorchPlan)
+        batch, heads = plan.batch, plan.heads
+        num_rows = int(batch.lens.sum())  # the others are copies
+        rows = pairs(q[:num_rows].float().view(num_rows, heads.num_heads, -1) / heads.scale)
+        turns = self._ropes[layer].turns(batch.positions[:num_rows]).unsqueeze(1)
+        still = rows * turns.conj() / turns.abs().square()
+        self.mean[layer] += still.sum(dim=0)
+        self.mean_abs[layer] += still.abs().sum(dim=0)
+        return q
+
+
+@torch.inference_mode()
+def measure_queries(decoder: OwnDecoder, texts: Sequence[Sequence[int]]) -> QueryStats:
+    """Mean queries over texts of token ids; the decoder is one of the torch backend.
+
+    Raises ValueError for a model without attention in every layer, and where no text has a token.
+    """
+    ropes = attention_ropes(decoder)
+    recorder, num_tokens = _Recorder(decoder, ropes), sum(map(len, texts))
+    if not num_tokens:
+        raise ValueError("the data has no text")
+    ops, decoder.ops = decoder.ops, recorder
+    try:
+        for text in texts:
+            _compute(decoder, array("q", text))
+    finally:
+        decoder.ops = ops
+    return QueryStats(recorder.mean / num_tokens, recorder.mean_abs / num_tokens, model_id(decoder))
+
+
+def _compute(decoder: OwnDecoder, tokens: array[int]) -> None:
+    num_pages = -(-len(tokens) // PAGE_SIZE)
+    pool, pages = decoder.make_pool(num_pages, page_size=PAGE_SIZE), array("q", range(num_pages))
+    for start in range(0, len(tokens), CHUNK):
+        segment = Segment(tokens[start : start + CHUNK], start, pages, 0)
+        decoder.forward(decoder.batch([segment], page_size=PAGE_SIZE), pool)

@@ -1,0 +1,148 @@
+"""TriAttention: keep the tokens that later queries are likely to attend to (arXiv 2604.04921).
+
+Before RoPE turns them, queries of a head gather around one direction. So how much a later query
+attends to a key follows, pair of dimensions by pair, from the mean query, the key and the distance
+between the two. What spreads around the mean adds the key's length. The means are measured once for
+a model (`QueryStats`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import InvalidRequest
+from ..interface.eviction import KvPack
+from ..interface.plan import ScheduledRequest
+from ..model.decoder import OwnDecoder
+from ..model.rope import RopeTable
+from ..ops.base import AttentionWeights
+from ..ops.kv_pool import KVPool, from_scaled
+
+OFFSETS = tuple(2**power for power in range(17))  # distances of later queries: 1 to 65,536 tokens
+FORMAT = "foretoken query statistics 1"
+
+
+@dataclass(frozen=True, slots=True)
+class QueryStats:
+    """Queries of a model before RoPE, in pairs of dimensions, by layer and query head.
+
+    ``mean`` [num_layers, num_heads, head_dim / 2] complex, ``mean_abs`` the same shape, float32.
+    ``model`` identifies the weights.
+    """
+
+    mean: Tensor
+    mean_abs: Tensor
+    model: str
+
+    def save(self, path: Path) -> None:
+        """Write a file. Raises OSError."""
+        tensors = {"mean": torch.view_as_real(self.mean).contiguous(), "mean_abs": self.mean_abs}
+        save_file(tensors, path, metadata={"format": FORMAT, "model": self.model})
+
+    @classmethod
+    def load(cls, path: Path, decoder: OwnDecoder) -> QueryStats:
+        """Read a file of `save`. Raises `InvalidRequest` for one that is not of this model."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                known = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+        except (OSError, SafetensorError) as error:
+            raise InvalidRequest(f"kv_evict_stats: {error}", param="kv_evict_stats") from None
+        if known.get("format") != FORMAT or {*tensors} != {"mean", "mean_abs"}:
+            message = f"kv_evict_stats: {path} is no file of foretoken calibrate"
+            raise InvalidRequest(message, param="kv_evict_stats")
+        if known.get("model") != model_id(decoder):
+            message = f"kv_evict_stats: {path} was measured on another model"
+            raise InvalidRequest(message, param="kv_evict_stats")
+        return cls(torch.view_as_complex(tensors["mean"]), tensors["mean_abs"], known["model"])
+
+
+def model_id(decoder: OwnDecoder) -> str:
+    """Identify the weights by the model's shape and its last norm, whatever they are stored as."""
+    norm = decoder.weights.final_norm.weight.float().cpu().to(torch.bfloat16)
+    digest = hashlib.blake2b(repr(decoder.config.layers).encode(), digest_size=16)
+    digest.update(norm.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def attention_ropes(decoder: OwnDecoder) -> list[RopeTable]:
+    """The RoPE of the queries of each layer, in order. Raises ValueError for other layers."""
+    if len(decoder.shapes) > 1:
+        raise ValueError("pages of several layouts")
+    found = []
+    for layer in decoder.weights.layers:
+        if not isinstance(layer.mixer, AttentionWeights):
+            raise ValueError("a layer without attention, or with latent KV")
+        found.append(decoder.ropes[layer.mixer.place.part][layer.mixer.tables.queries])
+    return found
+
+
+class TriAttentionEviction:
+    """Keeps the best scored tokens of each KV head, and the latest ones always."""
+
+    def __init__(self, stats: QueryStats, ropes: Sequence[RopeTable]) -> None:
+        self._mean = stats.mean
+        self._spread = stats.mean_abs - stats.mean.abs()
+        self._ropes = ropes
+
+    @torch.inference_mode()
+    def kept(self, pool: KVPool, scheduled: ScheduledRequest, pack: KvPack) -> Tensor:
+        """See `EvictionPolicy.kept`."""
+        places = torch.arange(pack.first, pack.stop)
+        num_kept = len(places) - pack.num_evicted
+        ahead = scheduled.start - 1 + torch.tensor(OFFSETS)  # positions of later queries
+        found = []
+        for layer, rope in enumerate(self._ropes):
+            keys = pairs(read_keys(pool, scheduled.page_ids, places, layer))
+            turns = rope.turns(ahead).mean(dim=0).to(keys.device)
+            scores = self._scores(keys, turns, layer)
+            scores[:, -pack.num_evicted :] = float("inf")  # the latest ones
+            best = scores.topk(num_kept, dim=1).indices.sort(dim=1).values
+            found.append(best + pack.first)
+        return torch.stack(found)
+
+    def _scores(self, keys: Tensor, turns: Tensor, layer: int) -> Tensor:
+        """Scores [num_kv_heads, n] of keys [num_kv_heads, n, pairs] complex.
+
+        ``turns`` [pairs]: mean turn of later queries. Each query head's scores are standardised,
+        and a group's largest counts.
+        """
+        num_kv_heads = len(keys)
+        shape = (num_kv_heads, -1, keys.shape[2])
+        queries = (self._mean[layer].to(keys.device) * turns).view(shape)
+        spread = self._spread[layer].to(keys.device).view(shape)
+        scores = (queries @ keys.mH).real + spread @ keys.abs().mT
+        scores = scores - scores.mean(dim=2, keepdim=True)
+        scores = scores / scores.std(dim=2, keepdim=True).clamp_min_(1e-12)
+        return scores.amax(dim=1)
+
+
+def pairs(rows: Tensor) -> Tensor:
+    """``[.., head_dim]`` to the pairs that RoPE turns, ``[.., head_dim / 2]`` complex."""
+    first, second = rows.float().chunk(2, dim=-1)
+    return torch.complex(first.contiguous(), second.contiguous())
+
+
+def read_keys(pool: KVPool, page_ids: Sequence[int], places: Tensor, layer: int) -> Tensor:
+    """Keys of some places of a request, ``[num_kv_heads, len(places), head_dim]`` float32."""
+    pages = torch.tensor(list(page_ids), dtype=torch.int64)
+    vectors, scales = pool.split(pool.blocks)
+    heads = (
+        torch.arange(pool.num_kv_heads).unsqueeze(1) + layer * pool.num_blocks * pool.num_kv_heads
+    )
+    blocks = pages[places // pool.page_size] * pool.page_blocks + heads
+    blocks, offsets = blocks.to(vectors.device), (places % pool.page_size).to(vectors.device)
+    if scales is None:
+        return vectors[blocks, offsets].float()
+    if vectors.dtype == torch.int8:
+        return from_scaled(vectors[blocks, offsets], scales[blocks, offsets], torch.float32)
+    rows = vectors.view(torch.int8)[blocks, offsets].view(vectors.dtype)
+    return from_scaled(rows, scales[blocks, offsets], torch.float32)
