@@ -302,6 +302,12 @@ class ObservingOptions:
         "recorded); its files contain the conversations",
         "DIR",
     )
+    record_requests: str | None = setting(
+        None,
+        "folder for finished requests with their parameters and seeds, which foretoken replay "
+        "computes again (default: none are recorded); its files contain the conversations",
+        "DIR",
+    )
     record_keys: tuple[str, ...] = setting(
         (),
         "API key whose requests are recorded; needed where --api-key is given; repeatable",
@@ -310,14 +316,15 @@ class ObservingOptions:
         is_secret=True,
     )
     record_bytes: int | None = setting(
-        None, "largest size of all records in the folder (1GiB)", SIZE, least=1
+        None, "largest size of all records in a folder (1GiB)", SIZE, least=1
     )
 
     def __post_init__(self) -> None:
         """Check each of them, and what needs another."""
         check_settings(self)
-        if self.record_traffic is None and (self.record_keys or self.record_bytes is not None):
-            message = "--record-key and --record-bytes need --record-traffic"
+        records = self.record_traffic is not None or self.record_requests is not None
+        if not records and (self.record_keys or self.record_bytes is not None):
+            message = "--record-key and --record-bytes need --record-traffic or --record-requests"
             raise InvalidRequest(message, param="record_traffic")
         if self.trace_steps and not self.tracing and self.otlp_endpoint is None:
             message = "--trace-steps needs --tracing or --otlp-endpoint"
