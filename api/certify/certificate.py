@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..._version import __version__
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest, ModelLoadError
 from ...core.interface.request import CacheOptions
+from ...core.sampling.seeds import sibling_seed
 from ..build.model_files import find_model
 from ..sdk.async_llm import AsyncLLM
 from ..types.results import Completion
@@ -30,6 +32,7 @@ from .conditions import (
     CACHE,
     NO_CACHE,
     SHARES,
+    SMALL_PAGE,
     Condition,
     State,
     conditions,
@@ -148,6 +151,7 @@ class Certifier:
         self._model, self._options, self._number = model, dict(options), number
         self._only, self._tell = only, tell
         self.found = Certificate(exact=True, num_requests=number)
+        self._path = ""  # of the model
         self._cases: list[Case] = []
         self._expected: dict[int, _Answered] = {}
 
@@ -156,6 +160,8 @@ class Certifier:
         since = time.monotonic()
         asked = self._options.get("kv_cache_dtype")
         for kv in ("auto", "int8") if asked is None else (asked,):
+            if not any(self._wanted(each) for each in self._conditions(kv)):
+                continue
             try:
                 await self._certify(kv)
             except (InvalidRequest, ModelLoadError) as error:
@@ -176,29 +182,34 @@ class Certifier:
             if not self._cases:
                 await self._prepare(llm)
             await self._refer(llm, kv)
-            page_size, has_states = llm.page_size, llm.built.set_openings is not None
+            has_states = llm.built.set_openings is not None
+            # Other kernels than those of the CPU may sum in the order of pages.
+            on_cpu = llm.built.settings["device"] == "cpu"
+            page_size = SMALL_PAGE if on_cpu and not has_states else llm.page_size
         longest = max(len(case.prompt) + (case.params.max_tokens or 0) for case in self._cases)
-        draft = find_model(self._model).draft
-        for condition in conditions(
-            self._options,
-            kv,
-            own_draft=None if draft is None else str(draft),
-            longest=longest,
-            page_size=page_size,
-        ):
-            wanted = [each for each in condition.passes if self._is_wanted(condition.name(each))]
+        for condition in self._conditions(kv, longest, page_size):
+            wanted = self._wanted(condition)
             if not wanted:
                 continue
             if condition.restarts and has_states:
                 self.found.skipped[condition.name("restarted")] = "recurrent states are not kept"
                 continue
             try:
-                await self._pass_all(condition)
+                await self._pass_all(condition, wanted)
             except (InvalidRequest, ModelLoadError) as error:
-                self.found.skipped[f"{kv}/{_short(condition.drafter)}"] = str(error)
+                self.found.skipped[condition.name(condition.passes[0])] = str(error)
 
-    def _is_wanted(self, name: str) -> bool:
-        return self._only is None or self._only in name
+    def _conditions(self, kv: str, longest: int = 1, page_size: int = 1) -> Iterator[Condition]:
+        draft = find_model(self._model).draft
+        own_draft = None if draft is None else str(draft)
+        return conditions(
+            self._options, kv, own_draft=own_draft, longest=longest, page_size=page_size
+        )
+
+    def _wanted(self, condition: Condition) -> Sequence[State]:
+        """The passes of a condition that are asked for."""
+        only = self._only or ""
+        return [each for each in condition.passes if only in condition.name(each)]
 
     @asynccontextmanager
     async def _engine(self, options: Mapping[str, Any]) -> AsyncIterator[AsyncLLM]:
@@ -218,6 +229,7 @@ class Certifier:
         found.exact = not found.reason
         if not found.model:
             found.model, found.kernels = llm.built.name, kernels_of(settings)
+            self._path = str(llm.built.path)
             found.machine, found.libraries = machine(str(settings["device"])), libraries()
             found.weights = weight_hashes(llm.built.path)
             own = EngineConfig(**reference_options(self._options, "auto"))
@@ -244,7 +256,7 @@ class Certifier:
             raise InvalidRequest("the model refuses all requests of the certificate")
         self.found.kinds = _counted(case.kind for case in kept)
 
-    async def _pass_all(self, condition: Condition) -> None:
+    async def _pass_all(self, condition: Condition, wanted: Sequence[State]) -> None:
         """The passes of one engine, or of one and the engine after its restart."""
         with tempfile.TemporaryDirectory(prefix="foretoken-certify-") as folder:
             disk = {"kv_disk": f"{folder}:{DISK}"} if condition.restarts else {}
@@ -253,11 +265,14 @@ class Certifier:
                 async with self._engine(options) as first:
                     await self._answers(first, CACHE["cold"])
             async with self._engine(options) as llm:
-                for state in condition.passes:
-                    await self._pass(llm, condition, state)
+                for state in condition.passes:  # those before a wanted one fill the cache
+                    await self._pass(llm, condition, state, counts=state in wanted)
 
-    async def _pass(self, llm: AsyncLLM, condition: Condition, state: State) -> None:
-        name = f"{condition.kv}/{_short(condition.drafter)}/{state}"
+    async def _pass(
+        self, llm: AsyncLLM, condition: Condition, state: State, *, counts: bool
+    ) -> None:
+        """One pass; ``counts``: it is compared and reported."""
+        name = condition.name(state)
         since = time.monotonic()
         report = PassReport(
             name=name, requests=0, tokens=0, differing_tokens=0, differing_requests=0,
@@ -265,6 +280,8 @@ class Certifier:
             seconds=0.0,
         )  # fmt: skip
         answers = await self._answers(llm, CACHE[state])
+        if not counts:
+            return
         for case, (answer, usage, batch) in zip(self._cases, answers, strict=True):
             report.requests += 1
             report.tokens += sum(map(len, answer.tokens))
@@ -347,15 +364,16 @@ class Certifier:
         batch: int,
     ) -> Difference:
         choice, position = first
+        seed = case.params.seed or 0
         expected = self._expected[case.index]
         tokens = answer.tokens[choice] if choice < len(answer.tokens) else []
         end = answer.ends[choice][0] if choice < len(answer.ends) else ""
         record = RecordedRequest(
             id=f"certify-{case.index}",
-            model=self.found.model,
+            model=self._path,
             prompt=list(case.prompt),
-            params=plain_params(case.params) | {"n": case.params.n},
-            seed=case.params.seed or 0,
+            params=plain_params(case.params),
+            seed=sibling_seed(seed, choice) if choice else seed,
             tokens=expected.tokens[choice],
             finish_reason=expected.ends[choice][0],
             options=engine_facts(condition.options),
@@ -368,10 +386,6 @@ class Certifier:
             error=answer.error, options=dict(condition.options),
             repeat=f"foretoken certify {self.found.model} --requests {self._number} --only {name}",
         )  # fmt: skip
-
-
-def _short(drafter: str) -> str:
-    return drafter.rstrip("/").rpartition("/")[2]
 
 
 def _counted(kinds: Iterator[str]) -> dict[str, int]:
@@ -395,8 +409,6 @@ async def _answer(
     guess: Sequence[int] | None,
     preemptions: list[int] | None = None,
 ) -> Completion:
-    from dataclasses import replace
-
     params = case.params if guess is None else replace(case.params, prediction=guess)
     answer = await llm.open(list(case.prompt), params, cache=cache)
     try:

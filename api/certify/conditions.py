@@ -13,7 +13,7 @@ BATCHES = (1, 8, 64)
 SHARES = (1, 2, 7)  # of the requests that go in each of `BATCHES`: single ones take longest
 DEPTH = 4  # draft tokens of a drafter alone
 POOL_TOKENS = 16_384
-SMALL_POOLS = 3  # times the longest request; fewer than `BATCHES` want, so that some are preempted
+SMALL_PAGE = 4  # tokens of a page of the pass with preemptions: requests need many
 LOOK_UPS = ("radix", "suffix", "ngram")
 NO_CACHE = CacheOptions(read=False, write=False)
 CACHE: Mapping[State, CacheOptions] = {
@@ -40,7 +40,7 @@ class Condition:
 
     def name(self, state: State) -> str:
         """The name of a pass, for reports and ``--only``."""
-        return f"{self.kv}/{self.drafter}/{state}"
+        return f"{self.kv}/{self.drafter.rstrip('/').rpartition('/')[2]}/{state}"
 
 
 def reference_options(options: Mapping[str, Any], kv: str) -> dict[str, Any]:
@@ -55,7 +55,8 @@ def conditions(
 ) -> Iterator[Condition]:
     """All conditions of a KV data type; ``longest``: tokens of the longest request.
 
-    ``own_draft``: the draft model that belongs to the target.
+    ``own_draft``: the draft model that belongs to the target. ``page_size``: of the pass with
+    preemptions, whose pool has room for the longest request and little more.
     """
     plain = reference_options(options, kv)
     given, asked = options.get("draft"), options.get("speculation", DEPTH)
@@ -68,9 +69,10 @@ def conditions(
         yield Condition(drafter=drafter, kv=kv, options=drafted, passes=("cold", "cached"))
     auto = plain | {"draft": "auto", "speculation": "auto"}
     yield Condition(drafter="auto", kv=kv, options=auto, passes=("cold", "cached"))
-    pages = SMALL_POOLS * (-(-longest // page_size) + 1)
     small = {name: each for name, each in plain.items() if name != "kv_memory"}
-    small |= {"kv_tokens": pages * page_size, "draft": "radix,suffix", "speculation": depth}
+    room = page_size * (-(-longest // page_size) + 1)
+    small |= {"kv_tokens": room, "page_size": page_size}
+    small |= {"draft": "radix,suffix", "speculation": depth}
     yield Condition(drafter="look-ups", kv=kv, options=small, passes=("preempted",))
     kept = plain | {"draft": "radix,suffix", "speculation": depth}
     yield Condition(

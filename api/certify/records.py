@@ -33,7 +33,7 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
 
     ``params`` has the fields of `SamplingParams` that were not the defaults, ``options`` those of
     `EngineConfig` in `OPTIONS`. ``closes``: structured output had to be complete within its
-    tokens. ``kernels``: the code that computed it, with whose like the bits are the same.
+    tokens. ``shown``: special tokens that stop strings may have. ``kernels``: the code that computed it, with whose like the bits are the same.
     """
 
     id: str
@@ -45,6 +45,7 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
     finish_reason: str = ""
     stop_reason: int | str | None = None
     closes: bool = False
+    shown: list[int] = []
     options: dict[str, Any] = {}
     kernels: str = ""
     foretoken: str = ""
@@ -84,6 +85,7 @@ def record_of(request: Request, **about: Any) -> RecordedRequest:  # noqa: ANN40
         seed=sampling.seed,
         tokens=request.tokens[prompt_len:].tolist(),
         closes=getattr(sampling.constraint, "limit", None) is not None,
+        shown=sorted(request.shown_ids),
         **about,
     )
 

@@ -19,6 +19,8 @@ from ...core.interface.settings import settings_of
 from ..serving.limits import Limits
 from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams
+from .certify import KINDS as CERTIFY
+from .certify import add_certify_flags, add_replay_flags, certify, replay
 from .config import REPLICA, SERVE, TERMINAL, Chosen, Given
 from .deploy import add_flags as add_deploy_flags
 from .deploy import deploy
@@ -84,6 +86,8 @@ def _parser() -> Parser:
     _add_models(commands)
     _add_train_draft(commands)
     _add_deploy(commands)
+    _add_certify(commands)
+    _add_replay(commands)
     _add_selftest(commands)
     commands.add_parser(
         "bench", help="run a benchmark: serve, offline, phases, real or self", add_help=False
@@ -186,6 +190,31 @@ def _add_deploy(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     command.set_defaults(run=deploy, parser=command)
     add_deploy_flags(command)
+
+
+def _add_certify(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "certify",
+        help="compare answers with speculation on and off, in any batch, cached or not",
+        usage="%(prog)s [MODEL] [flags]",
+        epilog="Exit codes: 0 no token differs, 1 one does, 3 the model has no exact bits.",
+    )
+    command.set_defaults(run=_certify, parser=command)
+    _add_model(command)
+    add_certify_flags(command)
+
+
+def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "replay",
+        help="compute a recorded answer again",
+        usage="%(prog)s ID [MODEL] --requests DIR [flags]",
+        epilog="Exit codes: 0 the same tokens, 1 others, 3 others of a model without exact bits.",
+    )
+    command.set_defaults(run=_replay, parser=command)
+    command.add_argument("id", metavar="ID", help="id of the answer, as its body had it")
+    _add_model(command)
+    add_replay_flags(command)
 
 
 def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -354,6 +383,18 @@ def _models(parsed: argparse.Namespace) -> int:
 
 def _train_draft(parsed: argparse.Namespace) -> int:
     return train_draft(parsed)
+
+
+def _certify(parsed: argparse.Namespace) -> int:
+    given = Given(parsed, CERTIFY)
+    given.warn_of_unknown_variables()
+    return certify(parsed, *_model_options(given))
+
+
+def _replay(parsed: argparse.Namespace) -> int:
+    given = Given(parsed, CERTIFY)
+    given.warn_of_unknown_variables()
+    return replay(parsed, *_model_options(given))
 
 
 def _selftest(parsed: argparse.Namespace) -> int:
