@@ -75,6 +75,4 @@ def conditions(
     small |= {"draft": "radix,suffix", "speculation": depth}
     yield Condition(drafter="look-ups", kv=kv, options=small, passes=("preempted",))
     kept = plain | {"draft": "radix,suffix", "speculation": depth}
-    yield Condition(
-        drafter="look-ups", kv=kv, options=kept, passes=("restarted",), restarts=True
-    )
+    yield Condition(drafter="look-ups", kv=kv, options=kept, passes=("restarted",), restarts=True)

@@ -33,7 +33,8 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
 
     ``params`` has the fields of `SamplingParams` that were not the defaults, ``options`` those of
     `EngineConfig` in `OPTIONS`. ``closes``: structured output had to be complete within its
-    tokens. ``shown``: special tokens that stop strings may have. ``kernels``: the code that computed it, with whose like the bits are the same.
+    tokens. ``shown``: special tokens that stop strings may have. ``kernels``: the code that
+    computed it, with whose like the bits are the same.
     """
 
     id: str

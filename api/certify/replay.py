@@ -24,7 +24,9 @@ class Replayed(Struct, kw_only=True):
     kernels: str
 
 
-async def replay(record: RecordedRequest, model: str | None, options: Mapping[str, Any]) -> Replayed:
+async def replay(
+    record: RecordedRequest, model: str | None, options: Mapping[str, Any]
+) -> Replayed:
     """Compute a record with its own options; ``options`` and ``model`` take precedence."""
     asked = {**record.options, **options}
     async with AsyncLLM(model or record.model, **asked) as llm:

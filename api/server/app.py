@@ -19,8 +19,9 @@ from starlette.types import ASGIApp
 from ..._version import __version__
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.telemetry.vllm_names import render_vllm
-from ..anthropic.errors import error_response
 from ..anthropic.route import MessagesCount, MessagesRender, MessagesRoute
+from ..ollama.models import OllamaModels
+from ..ollama.route import OllamaChat, OllamaGenerate
 from ..openai.branches import BranchesRoute
 from ..openai.chat import ChatRender, ChatRoute
 from ..openai.completions import CompletionsRender, CompletionsRoute
@@ -51,6 +52,7 @@ from . import protocol
 from .auth import AuthMiddleware, needs_admin_key
 from .cache_routes import CacheRoutes
 from .dashboard import Dashboard
+from .error_forms import error_response
 from .observability import Observing
 from .openapi import OpenApi
 from .request_log import CLIENT_CLOSED
@@ -299,6 +301,7 @@ def _routes(service: Service) -> list[Route]:
     cache = CacheRoutes(service)
     store = ResponseStore(max_seconds=service.settings.limits.store_seconds)
     kept = KeptResponses(store)
+    ollama = OllamaModels(service)
     dialects: dict[str, Dialect[Any]] = {
         "/v1/chat/completions": ChatRoute(service),
         "/v1/chat/completions/render": ChatRender(service),
@@ -315,6 +318,8 @@ def _routes(service: Service) -> list[Route]:
         "/v1/messages": MessagesRoute(service),
         "/v1/messages/count_tokens": MessagesCount(service),
         "/v1/messages/render": MessagesRender(service),
+        "/api/chat": OllamaChat(service),
+        "/api/generate": OllamaGenerate(service),
     }
     return [
         *[Route(path, Serve(each), methods=["POST"]) for path, each in dialects.items()],
@@ -323,6 +328,10 @@ def _routes(service: Service) -> list[Route]:
         Route("/v1/responses/{id}/input_items", kept.input_items, methods=["GET"]),
         Route("/v1/models", models.index, methods=["GET"]),
         Route("/v1/models/{name:path}", models.retrieve, methods=["GET"]),
+        Route("/api/tags", ollama.tags, methods=["GET"]),
+        Route("/api/ps", ollama.running, methods=["GET"]),
+        Route("/api/show", ollama.show, methods=["POST"]),
+        Route("/api/version", ollama.version, methods=["GET"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/health", operator.health, methods=["GET"]),

@@ -23,6 +23,9 @@ from ..._version import __version__
 from ..anthropic import protocol as messages
 from ..anthropic.errors import is_messages
 from ..anthropic.schema import CountRequest, MessagesRequest
+from ..ollama import protocol as ollama
+from ..ollama.errors import is_ollama
+from ..ollama.schema import ChatBody, GenerateBody, ShowBody
 from ..openai import protocol as openai
 from ..openai.branches import MAX_BRANCHES, Branch, Text
 from ..openai.responses import protocol as responses
@@ -48,7 +51,7 @@ from . import protocol
 from .cache_routes import FlushRequest
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-HTML = "text/html"
+HTML, LINES = "text/html", "application/x-ndjson"
 REF = "#/components/schemas/{name}"
 SECURITY: list[Body] = [{"bearer": []}, {"header": []}]
 OPEN = frozenset({"/health"})  # need no key
@@ -199,6 +202,16 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         body=CountRequest, answer=messages.TokenCount, errors=READS
     ),
     ("POST", "/v1/messages/render"): Operation(body=MessagesRequest, answer=Rendered, errors=READS),
+    ("POST", "/api/chat"): Operation(
+        body=ChatBody, answer=ollama.ChatPart, events=ollama.ChatPart, errors=GENERATES
+    ),
+    ("POST", "/api/generate"): Operation(
+        body=GenerateBody, answer=ollama.GeneratePart, events=ollama.GeneratePart, errors=GENERATES
+    ),
+    ("GET", "/api/tags"): Operation(answer=ollama.TagList),
+    ("GET", "/api/ps"): Operation(answer=ollama.TagList),
+    ("POST", "/api/show"): Operation(body=ShowBody, answer=ollama.Shown, errors=READS),
+    ("GET", "/api/version"): Operation(answer=ollama.OllamaVersion),
     ("GET", "/v1/models"): Operation(answer=protocol.ModelList),
     ("GET", "/v1/models/{name}"): Operation(answer=protocol.Model, errors=(404,)),
     ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=protocol.Tokens, errors=READS),
@@ -289,7 +302,7 @@ class _Shapes:
 
     def __init__(self) -> None:
         named = (s for each in OPERATIONS.values() for s in (each.body, each.answer, each.events))
-        errors = (ErrorBody, messages.MessageError)
+        errors = (ErrorBody, messages.MessageError, ollama.OllamaError)
         structs = dict.fromkeys(s for s in (*named, *errors) if s is not None)
         found, self.components = msgspec.json.schema_components(structs, ref_template=REF)
         self._refs: dict[Any, Body] = dict(zip(structs, found, strict=True))
@@ -339,7 +352,7 @@ def _responses(path: str, known: Operation, shapes: _Shapes) -> Body:
     schema = {"type": "string"} if known.media in (TEXT, HTML, EVENTS) else shapes.of(known.answer)
     content: Body = {known.media: {"schema": schema}}
     if known.events is not None:  # the schema is that of one event's data
-        content[EVENTS] = {"schema": shapes.of(known.events)}
+        content[LINES if is_ollama(path) else EVENTS] = {"schema": shapes.of(known.events)}
     answer = {"description": "The answer.", "headers": _headers(path), "content": content}
     statuses = sorted({*(ALWAYS if path not in OPEN else UNLOCKED), *known.errors})
     failures = {str(status): _failure(path, status, known, shapes) for status in statuses}
@@ -347,7 +360,8 @@ def _responses(path: str, known: Operation, shapes: _Shapes) -> Body:
 
 
 def _failure(path: str, status: int, known: Operation, shapes: _Shapes) -> Body:
-    failure = messages.MessageError if is_messages(path) else ErrorBody
+    other = ollama.OllamaError if is_ollama(path) else ErrorBody
+    failure = messages.MessageError if is_messages(path) else other
     struct = (status == 503 and known.outage) or failure
     headers = _headers(path)
     if status in RETRIED and known.outage is None:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from ...core.errors import InvalidRequest
 from .errors import ApiError, ClientGone, JsonResponse
 from .serving_context import OPENAI_TEMPERATURE, Service
-from .sse import PING, EventStream, Reply, error_event
+from .sse import EVENT_STREAM, PING, EventStream, Reply, error_event
 
 
 class RequestBody(Protocol):
@@ -38,6 +38,8 @@ class Dialect(Generic[B]):
     can_stream: ClassVar[bool] = True
     most_temperature: ClassVar[float] = OPENAI_TEMPERATURE
     ping: ClassVar[bytes] = PING
+    media_type: ClassVar[str] = EVENT_STREAM
+    can_resume: ClassVar[bool] = True  # with Last-Event-ID, which belongs to event streams
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -105,7 +107,7 @@ class Serve(Generic[B]):
     async def _streamed(self, request: Request, body: B) -> Reply:
         """An answer, or with ``--resume-seconds`` one that can be picked up again."""
         streams = self._service.streams
-        if streams is None:
+        if streams is None or not self._dialect.can_resume:
             return await self._open(body)
         last_event_id = request.headers.get("last-event-id")
         if last_event_id is not None:
@@ -119,4 +121,5 @@ class Serve(Generic[B]):
             ping_seconds=self._service.settings.limits.ping_seconds,
             ping=self._dialect.ping,
             on_error=self._dialect.error_event,
+            media_type=self._dialect.media_type,
         )

@@ -1,4 +1,4 @@
-"""`foretoken certify`: finds no difference where there is none, and the first where there is one."""
+"""`foretoken certify` finds no difference where there is none, else the first one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from foretoken.api.cli import commands
 OPTIONS = {"threads": 1}
 
 
-def certified(number=len(KINDS), only=None, **options):
+def certified(number, only=None, **options):
     certifier = Certifier("builtin", OPTIONS | options, number=number, only=only)
     return asyncio.run(certifier.run())
 
@@ -87,7 +87,10 @@ def test_the_first_difference_has_all_that_repeats_it(other_kv, tmp_path, capsys
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [(["--exact", "off"], "--exact off"), (["--verify", "rejection", "--speculation", "4"], "reje")],
+    [
+        (["--exact", "off"], "--exact off"),
+        (["--verify", "rejection", "--speculation", "4"], "reje"),
+    ],
     ids=str,
 )
 def test_without_exact_bits_the_reason_is_reported_with_code_3(options, reason, tmp_path, capsys):
