@@ -25,6 +25,9 @@ from .config import REPLICA, SERVE, TERMINAL, Chosen, Given
 from .deploy import add_flags as add_deploy_flags
 from .deploy import deploy
 from .flags import Parser, add_show_drafts, engine_options
+from .run_batch import KINDS as RUN_BATCH
+from .run_batch import add_flags as add_run_batch_flags
+from .run_batch import run_batch
 from .train_draft import add_flags as add_train_draft_flags
 from .train_draft import train_draft
 
@@ -88,6 +91,7 @@ def _parser() -> Parser:
     _add_deploy(commands)
     _add_certify(commands)
     _add_replay(commands)
+    _add_run_batch(commands)
     _add_selftest(commands)
     commands.add_parser(
         "bench", help="run a benchmark: serve, offline, phases, real or self", add_help=False
@@ -215,6 +219,19 @@ def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("id", metavar="ID", help="id of the answer, as its body had it")
     _add_model(command)
     add_replay_flags(command)
+
+
+def _add_run_batch(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "run-batch",
+        help="answer the requests of a JSON Lines file, without a server",
+        usage="%(prog)s IN OUT [MODEL] [flags]",
+        epilog="Exit codes: 0 all requests are answered, 1 some failed.",
+    )
+    command.set_defaults(run=_run_batch, parser=command)
+    add_run_batch_flags(command)
+    _add_model(command)
+    command.add_settings(*RUN_BATCH)
 
 
 def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -395,6 +412,12 @@ def _replay(parsed: argparse.Namespace) -> int:
     given = Given(parsed, CERTIFY)
     given.warn_of_unknown_variables()
     return replay(parsed, *_model_options(given))
+
+
+def _run_batch(parsed: argparse.Namespace) -> int:
+    given = Given(parsed, RUN_BATCH)
+    given.warn_of_unknown_variables()
+    return run_batch(parsed, *_model_options(given))
 
 
 def _selftest(parsed: argparse.Namespace) -> int:

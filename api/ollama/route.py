@@ -13,7 +13,7 @@ from ..serving.serve import Dialect
 from ..serving.sse import Reply
 from ..types.request_context import random_id
 from .conversation import read_chat, read_params, read_prompt, refuse_unsupported
-from .errors import error_line
+from .errors import error_body, error_line
 from .models import own_name
 from .schema import ChatBody, GenerateBody, OllamaBody
 from .writer import AnswerWriter, OllamaReply
@@ -48,6 +48,10 @@ class OllamaDialect(Dialect[B]):
         if name in NAMES and not isinstance(error, PromptTooLong):
             error.args = (str(error).replace(name, NAMES[name], 1),)
             error.param = NAMES[name]
+
+    def error_body(self, error: ApiError) -> object:
+        """An error in place of an answer."""
+        return error_body(error)
 
     def error_event(self, error: ApiError) -> bytes:
         """An error inside a stream."""

@@ -64,6 +64,19 @@ class Dialect(Generic[B]):
         """An error inside a stream."""
         return error_event(error)
 
+    def error_body(self, error: ApiError) -> object:
+        """An error in place of an answer."""
+        return error.body
+
+    async def submit(self, body: B) -> Reply:
+        """Check a body and open its answer; errors name fields as the body does."""
+        self.check(body)
+        try:
+            return await self.open(body)
+        except InvalidRequest as error:
+            self.rename(error, body)
+            raise
+
 
 class Serve(Generic[B]):
     """The endpoint of a dialect, as an ASGI application."""
@@ -77,10 +90,10 @@ class Serve(Generic[B]):
         request = Request(scope, receive)
         body = await self._service.read(request, self._dialect.decode)
         is_stream = bool(body.stream) and self._dialect.can_stream
-        has_begun = False
+        has_begun, submit = False, self._dialect.submit
         try:
             async with self._service.wanted(receive, body.deadline_ms) as client:
-                reply = await self._streamed(request, body) if is_stream else await self._open(body)
+                reply = await (self._streamed(request, body) if is_stream else submit(body))
                 try:
                     client.wait_on()  # the engine keeps the deadline of what it was given
                     if is_stream:
@@ -96,23 +109,15 @@ class Serve(Generic[B]):
             raise
         await answer(scope, receive, send)
 
-    async def _open(self, body: B) -> Reply:
-        self._dialect.check(body)
-        try:
-            return await self._dialect.open(body)
-        except InvalidRequest as error:
-            self._dialect.rename(error, body)
-            raise
-
     async def _streamed(self, request: Request, body: B) -> Reply:
         """An answer, or with ``--resume-seconds`` one that can be picked up again."""
         streams = self._service.streams
         if streams is None or not self._dialect.can_resume:
-            return await self._open(body)
+            return await self._dialect.submit(body)
         last_event_id = request.headers.get("last-event-id")
         if last_event_id is not None:
             return streams.resume(last_event_id)
-        return streams.begin(await self._open(body), self._dialect.error_event)
+        return streams.begin(await self._dialect.submit(body), self._dialect.error_event)
 
     def _stream(self, reply: Reply) -> EventStream:
         return EventStream(

@@ -78,6 +78,12 @@ class Settings:
     token_history_bytes: int = setting(
         32 * 2**20, "size of the memory of answers' token ids", SIZE, least=1, most=2**40
     )
+    batch_dir: str | None = setting(
+        None,
+        "folder of /v1/files and /v1/batches, which then survive the server (default: a temporary "
+        "one); it contains the conversations",
+        "DIR",
+    )
     root_path: str = setting(
         "",
         "path under which a proxy has this server, e.g. /llm; requests may have it or not",

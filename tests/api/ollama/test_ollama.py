@@ -88,9 +88,7 @@ def test_errors_reach_the_python_client(client):
         client.chat(model=NAME, messages=HI, options={"temperature": -1.0})
     assert bad.value.status_code == 400
     with pytest.raises(ollama.ResponseError, match="images"):
-        client.chat(
-            model=NAME, messages=[{"role": "user", "content": "x", "images": ["aGk="]}]
-        )
+        client.chat(model=NAME, messages=[{"role": "user", "content": "x", "images": ["aGk="]}])
 
 
 def test_a_schema_makes_json(client, engine, tokenizer):
