@@ -25,6 +25,9 @@ from .config import REPLICA, SERVE, TERMINAL, Chosen, Given
 from .deploy import add_flags as add_deploy_flags
 from .deploy import deploy
 from .flags import Parser, add_show_drafts, engine_options
+from .launch import KINDS as LAUNCH
+from .launch import add_flags as add_launch_flags
+from .launch import launch
 from .run_batch import KINDS as RUN_BATCH
 from .run_batch import add_flags as add_run_batch_flags
 from .run_batch import run_batch
@@ -53,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["bench"]:
         return _bench(args[1:])
     parser = _parser()
-    parsed = parser.parse_args(args)
+    args, client_args = _split(args) if args[:1] == ["launch"] else (args, [])
+    parsed = parser.parse_args(args, argparse.Namespace(client_args=client_args))
     if parsed.command is None:
         parser.error("a command is needed")
     command: Callable[[argparse.Namespace], int] = parsed.run
@@ -70,6 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left, as `head` does
         _drop_output()
         return 141
+
+
+def _split(args: list[str]) -> tuple[list[str], list[str]]:
+    """Our own arguments, and those behind "--", which are a client's."""
+    at = args.index("--") if "--" in args else len(args)
+    return args[:at], args[at + 1 :]
 
 
 def _drop_output() -> None:
@@ -92,6 +102,7 @@ def _parser() -> Parser:
     _add_certify(commands)
     _add_replay(commands)
     _add_run_batch(commands)
+    _add_launch(commands)
     _add_selftest(commands)
     commands.add_parser(
         "bench", help="run a benchmark: serve, offline, phases, real or self", add_help=False
@@ -232,6 +243,20 @@ def _add_run_batch(commands: argparse._SubParsersAction[Parser]) -> None:
     add_run_batch_flags(command)
     _add_model(command)
     command.add_settings(*RUN_BATCH)
+
+
+def _add_launch(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "launch",
+        help="start a coding agent against a running server or a fresh one",
+        usage="%(prog)s claude|codex|opencode [MODEL] [flags] [-- ARGUMENTS OF THE CLIENT]",
+        epilog="With a MODEL or a flag of the engine a fresh server serves it, on a free port, and "
+        "ends with the client.",
+    )
+    command.set_defaults(run=_launch, parser=command)
+    add_launch_flags(command)
+    _add_model(command)
+    command.add_settings(*LAUNCH)
 
 
 def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -418,6 +443,11 @@ def _run_batch(parsed: argparse.Namespace) -> int:
     given = Given(parsed, RUN_BATCH)
     given.warn_of_unknown_variables()
     return run_batch(parsed, *_model_options(given))
+
+
+def _launch(parsed: argparse.Namespace) -> int:
+    EngineConfig(**engine_options(parsed))  # bad flags are told here, not in a server's log
+    return launch(parsed, parsed.client_args)
 
 
 def _selftest(parsed: argparse.Namespace) -> int:
