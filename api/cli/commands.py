@@ -25,6 +25,7 @@ from .config import REPLICA, SERVE, TERMINAL, Chosen, Given
 from .deploy import add_flags as add_deploy_flags
 from .deploy import deploy
 from .flags import Parser, add_show_drafts, engine_options
+from .hub import add_commands as add_hub_commands
 from .launch import KINDS as LAUNCH
 from .launch import add_flags as add_launch_flags
 from .launch import launch
@@ -101,6 +102,7 @@ def _parser() -> Parser:
     _add_deploy(commands)
     _add_certify(commands)
     _add_replay(commands)
+    add_hub_commands(commands)
     _add_run_batch(commands)
     _add_launch(commands)
     _add_selftest(commands)
@@ -409,8 +411,13 @@ def _given_in_terminal(parsed: argparse.Namespace) -> Given:
 
 def _model_options(given: Given) -> tuple[str | None, dict[str, Any]]:
     """The model and the engine's options, which are checked before the slow imports."""
+    from ..build.hub import at_revision, go_offline
+
     given.make(EngineConfig)
-    return given.make(Chosen).model, given.options(EngineConfig)
+    chosen = given.make(Chosen)
+    if chosen.offline:
+        go_offline()
+    return at_revision(chosen.model, chosen.revision), given.options(EngineConfig)
 
 
 def _models(parsed: argparse.Namespace) -> int:

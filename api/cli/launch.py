@@ -175,6 +175,8 @@ def _serve_args(parsed: argparse.Namespace) -> list[str]:
     flags = settings_of(EngineConfig)
     for name, value in engine_options(parsed).items():
         args += [flags[name].flag, str(value)]
+    args += [] if parsed.revision is None else ["--revision", parsed.revision]
+    args += ["--offline"] if parsed.offline else []
     return [*args, *([] if parsed.config is None else ["--config", parsed.config])]
 
 
