@@ -81,7 +81,7 @@ class Difference(Struct, kw_only=True):
 
 
 class Certificate(Struct, kw_only=True):
-    """What was computed, by what, and what differed."""
+    """Results of all passes, and the model and the machine that they hold for."""
 
     exact: bool
     reason: str = ""  # why not
@@ -220,7 +220,7 @@ class Certifier:
             await llm.close()
 
     def _describe(self, llm: AsyncLLM) -> None:
-        """What the certificate says of the model and of what computes it."""
+        """Note the model and what computes it."""
         from .identity import libraries, machine, weight_hashes  # imports torch
 
         found, settings = self.found, llm.built.settings

@@ -29,7 +29,7 @@ class RequestRecorder(Recorder[RecordedRequest]):
         }
 
     def kept(self, request: Request, delta: Delta) -> RecordedRequest:
-        """Its record; a copy."""
+        """Make the record of a request that has ended."""
         return record_of(
             request,
             finish_reason=str(delta.finish_reason),

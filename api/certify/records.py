@@ -64,13 +64,13 @@ class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
 
 def plain_params(params: Any) -> dict[str, Any]:  # noqa: ANN401 - of any request
     """The fields that decide tokens, as JSON has them; those of `RECOMMENDED` are always there."""
-    found = {}
+    found: dict[str, Any] = {}
     for each in fields(params):
         value = getattr(params, each.name)
         if each.name in NO_EFFECT:
             continue
         if each.name in RECOMMENDED:  # a number left out may get another value in another server
-            found[each.name] = int(value) if isinstance(value, int) else float(value)
+            found[each.name] = value + 0  # a plain number
         elif value != each.default:
             found[each.name] = list(value) if isinstance(value, tuple) else value
     return found
@@ -97,7 +97,7 @@ def engine_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kernels_of(settings: Mapping[str, Any]) -> str:
-    """What computes, by the engine's settings: the backend and, of native kernels, the variant."""
+    """Name the backend in an engine's settings and, of native kernels, the variant."""
     ops = str(settings.get("ops", "")).removesuffix("Ops").lower()
     if ops != "native":
         return ops

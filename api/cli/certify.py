@@ -31,9 +31,9 @@ def add_certify_flags(parser: Parser) -> None:
         metavar="N",
         help=f"number of requests ({REQUESTS:,}); each goes through every pass",
     )
-    parser.add_argument("--long", action="store_true", help=f"{LONG_REQUESTS:,} requests")
+    parser.add_argument("--long", action="store_true", help=f"send {LONG_REQUESTS:,} requests")
     parser.add_argument(
-        "--only", metavar="TEXT", help="only the passes with this text in their names"
+        "--only", metavar="TEXT", help="passes to make, by a text in their names (all)"
     )
     parser.add_argument(
         "--out",

@@ -122,7 +122,7 @@ class OllamaModels:
             self._report, self._files = await asyncio.to_thread(self._look)
 
     def _look(self) -> tuple[ModelReport | None, tuple[int, str]]:
-        """What the files say; nothing where a front does not have them."""
+        """Read the headers of the files; None and 0 where a front does not have them."""
         from ...core.model.report import inspect_model, weight_files  # imports torch
 
         path = self.service.llm.built.path

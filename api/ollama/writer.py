@@ -28,14 +28,14 @@ NANO = 1_000_000_000
 
 
 class RunningAnswer(Protocol):
-    """What a writer reads: the answer to a conversation or to a plain prompt."""
+    """The answer to a conversation or to a plain prompt, as a writer reads it."""
 
     @property
     def usage(self) -> Usage:
         """The usage so far."""
 
     def deltas(self) -> AsyncGenerator[TextDelta]:
-        """Its deltas."""
+        """Read it, one delta a step."""
 
 
 class AnswerWriter:
@@ -48,14 +48,16 @@ class AnswerWriter:
     def part(
         self, content: str = "", thinking: str = "", calls: list[AnsweredCall] | None = None
     ) -> AnswerPart:
-        """What a step adds."""
-        about = {"model": self._service.model, "created_at": now()}
+        """Make the part with the additions of a step."""
+        model, created_at = self._service.model, now()
         if not self._is_chat:
-            return GeneratePart(**about, response=content, thinking=thinking or UNSET)
+            return GeneratePart(
+                model=model, created_at=created_at, response=content, thinking=thinking or UNSET
+            )
         message = AnswerMessage(
             content=content, thinking=thinking or UNSET, tool_calls=calls or UNSET
         )
-        return ChatPart(**about, message=message)
+        return ChatPart(model=model, created_at=created_at, message=message)
 
     def loaded(self) -> Reply:
         """The answer to a body without a prompt, which asks only that the model is loaded."""

@@ -82,7 +82,7 @@ class Recorder(Generic[T]):
         self._thread.start()
 
     def kept(self, request: Request, delta: Delta) -> T:
-        """What is kept of a request that has ended; on the event loop."""
+        """Copy what its line needs of a request that has ended; on the event loop."""
         raise NotImplementedError
 
     def line(self, kept: T, namespace: str) -> bytes:

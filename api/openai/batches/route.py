@@ -47,7 +47,9 @@ class FileRoutes:
     async def index(self, request: Request) -> Response:
         """Files of the caller, the newest first."""
         data, has_more = _page(self._store.files(), request)
-        return JsonResponse(FileList(data=data, has_more=has_more, **_ends(data)))
+        return JsonResponse(
+            FileList(data=data, has_more=has_more, first_id=_first(data), last_id=_last(data))
+        )
 
     async def retrieve(self, request: Request) -> Response:
         """A file, without its content."""
@@ -78,7 +80,9 @@ class BatchRoutes:
     async def index(self, request: Request) -> Response:
         """Batches of the caller, the newest first."""
         data, has_more = _page(self._store.batches(), request)
-        return JsonResponse(BatchList(data=data, has_more=has_more, **_ends(data)))
+        return JsonResponse(
+            BatchList(data=data, has_more=has_more, first_id=_first(data), last_id=_last(data))
+        )
 
     async def retrieve(self, request: Request) -> Response:
         """A batch: its state and how many of its requests are answered."""
@@ -103,8 +107,9 @@ def _page(found: list[T], request: Request) -> tuple[list[T], bool]:
     return found[start:end], end < len(found)
 
 
-def _ends(page: list[T]) -> dict[str, str | None]:
-    return {
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
-    }
+def _first(page: list[T]) -> str | None:
+    return page[0].id if page else None
+
+
+def _last(page: list[T]) -> str | None:
+    return page[-1].id if page else None

@@ -87,7 +87,7 @@ class BatchStore:
         return file
 
     def files(self) -> list[FileBody]:
-        """Those of the caller, the newest first."""
+        """List those of the caller, the newest first."""
         self._load()
         return _own(self._files)
 
@@ -97,7 +97,7 @@ class BatchStore:
         return _find(self._files, file_id, "file")
 
     def path(self, file_id: str) -> Path:
-        """Where its content is. Raises `ApiError` 404."""
+        """Return the path of its content. Raises `ApiError` 404."""
         return self._folder / self.file(file_id).id
 
     def delete_file(self, file_id: str) -> None:
@@ -130,7 +130,7 @@ class BatchStore:
         return batch
 
     def batches(self) -> list[BatchBody]:
-        """Those of the caller, the newest first."""
+        """List those of the caller, the newest first."""
         self._load()
         return _own(self._batches)
 
