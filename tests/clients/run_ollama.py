@@ -45,7 +45,7 @@ def generate() -> None:
     answer = client.generate(model=MODEL, prompt=say("As asked."), system="Be brief.")
     expect(answer.response, "As asked.")
     parts = client.generate(model=MODEL, prompt=say("As asked."), stream=True)
-    expect("".join(part.response for part in parts), "As asked.")
+    expect("".join(str(part.response) for part in parts), "As asked.")
 
 
 @features.feature("async")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 
 import msgspec
@@ -15,6 +16,7 @@ from foretoken.api.certify.certificate import Certifier
 from foretoken.api.certify.records import RecordedRequest
 from foretoken.api.certify.report import markdown
 from foretoken.api.cli import commands
+from support.tiny_models import save_tiny
 
 OPTIONS = {"threads": 1}
 
@@ -103,11 +105,16 @@ def test_without_exact_bits_the_reason_is_reported_with_code_3(options, reason, 
     assert report["weights"][0]["sha256"]
 
 
-def test_a_model_without_exact_bits_says_why(monkeypatch):
-    monkeypatch.setattr(certificate, "exactness", lambda llm: "its rows depend on the batch")
-    found = certified(2)
-    assert (found.exact, found.answers) == (False, 0)
-    assert "**exact: false: its rows depend on the batch.**" in markdown(found)
+def test_a_model_without_exact_bits_says_why(tmp_path, byte_level_folder):
+    """States that transformers' modules keep: chunks and single rows differ in the last bits."""
+    model = save_tiny(tmp_path / "model", "mamba")
+    for file in byte_level_folder.glob("tok*.json"):
+        shutil.copy(file, model)
+    options = {"page_size": 16, "kv_tokens": 2048, "max_model_len": 256}
+    found = asyncio.run(Certifier(str(model), OPTIONS | options, number=2).run())
+    assert (found.exact, found.answers, found.model) == (False, 0, "model")
+    assert found.reason.startswith("transformers' modules compute its layers")
+    assert f"**exact: false: {found.reason}.**" in markdown(found)
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "many"])
