@@ -15,9 +15,9 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
 wheels=${GPU_WHEELS:-$root/.gpu-wheels}
-packed="msgspec llguidance"
+packed="msgspec llguidance gguf"
 needed="torch triton numpy transformers safetensors sortedcontainers prometheus_client jinja2
-        pytest xdist $packed"
+        pytest xdist hypothesis xxhash $packed"
 
 if [ "${1:-}" = --pack ]; then
   rm -rf "$wheels"

@@ -127,7 +127,7 @@ def run_all(
     monkeypatch.setattr(gpu_page, "ORDER", tuple(codes))
     work = tmp_path / "work"
     work.mkdir()
-    args = Namespace(minutes=9.0, only=None, rehearse=True, out=tmp_path / "out")
+    args = Namespace(minutes=9.0, only=None, limit=[], rehearse=True, out=tmp_path / "out")
     check._run_all(args, Place(work=work, rehearses=True))
     return {each.stage: each for each in read_results(work / "results")}
 
@@ -175,7 +175,7 @@ def test_what_a_stage_found_is_kept_before_the_next_one_begins(tmp_path, monkeyp
     monkeypatch.setattr(check, "PARTS", {n: Part(n, "", 9.0) for n in ("facts", "decode")})
     monkeypatch.setattr(check, "_run_part", run_part)
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    args = Namespace(minutes=9.0, only=None, rehearse=True, out=tmp_path)
+    args = Namespace(minutes=9.0, only=None, limit=[], rehearse=True, out=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         check._run_all(args, Place(work=tmp_path, rehearses=True))
     kept = json.loads((tmp_path / "out" / "gpu-check.json").read_text())

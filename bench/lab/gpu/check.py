@@ -83,12 +83,27 @@ def _parser() -> argparse.ArgumentParser:
         "--only", nargs="+", choices=list(PARTS), metavar="STAGE", help=f"stages: {' '.join(PARTS)}"
     )
     add("--minutes", type=float, default=MINUTES, help="minutes for all stages together")
+    add(
+        "--limit",
+        nargs="+",
+        default=[],
+        type=_limit,
+        metavar="STAGE=SECONDS",
+        help="less time for single stages, where the card is lent for minutes",
+    )
     add("--rehearse", action="store_true", help="tiny shapes on this processor; nothing is kept")
     add("--out", type=Path, default=RESULTS, help="folder of the JSON, and of the page if given")
     add("--work", type=Path, help=argparse.SUPPRESS)
     add("--stage", choices=list(PARTS), help=argparse.SUPPRESS)
     add("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
     return parser
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, seconds = text.partition("=")
+    if name not in PARTS:
+        raise argparse.ArgumentTypeError(f"{name} is not one of {' '.join(PARTS)}")
+    return name, float(seconds)
 
 
 @contextmanager
@@ -149,7 +164,8 @@ def _run_all(args: argparse.Namespace, place: Place) -> int:
     wanted = [name for name in PARTS if args.only is None or name in (FACTS, *args.only)]
     found: dict[str, Result] = {}
     for name in wanted:
-        seconds = min(PARTS[name].seconds, until - time.monotonic())
+        most = dict(args.limit).get(name, PARTS[name].seconds)
+        seconds = min(most, until - time.monotonic())
         found[name] = _run_part(name, place, seconds)
         found[name].command = _shown(args)
         _tell(place, found[name])

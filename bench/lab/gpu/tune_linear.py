@@ -35,7 +35,7 @@ from .gauge import Gauge
 if TYPE_CHECKING:
     from ....core.ops.triton.linear.tiled_linear import TiledLinear
 
-ROWS = (1, 8, 64, 256)
+ROWS = (1, 64, 256, 2048)
 REPEATS = 20
 READ_BYTES = 2**30  # of which the read roofline is measured
 COLD_BYTES = 2**28  # of weights read in turn: several times a GPU's cache, as between two steps
@@ -67,7 +67,7 @@ class Choice:
         """Rows and columns of a tile, pieces, stages."""
         pieces = f" in {self.tiles.pieces}" if self.tiles.pieces > 1 else ""
         apart = " apart" if self.launch.is_apart else ""
-        tile = f"{self.launch.rows} x {self.tiles.columns}"
+        tile = f"{self.launch.rows} x {self.launch.columns}"
         return f"{tile}{pieces}{apart}, {self.launch.num_stages} stages"
 
 
@@ -75,13 +75,18 @@ def choices(out_features: int, in_features: int, num_rows: int, *, is_int8: bool
     """Choices to time: the one in use, then other stages and rows of it, then other tiles."""
     used = linear_tiles(out_features, in_features, torch.bfloat16, is_int8=is_int8)
     launch = linear_launch(used, out_features, num_rows)
-    others = [(used, replace(launch, num_stages=stages)) for stages in (3, 4, 5)]
-    if num_rows > FEW_ROWS and not is_int8:
-        for rows in (FEW_ROWS, MANY_ROWS, 2 * MANY_ROWS):
-            others.append((used, linear_launch(used, out_features, num_rows, rows=rows)))
-    for columns, pieces in itertools.product((64, 128), (1, 2, 4, 8)):
-        tiles = replace(used, columns=columns, pieces=pieces)
-        others.append((tiles, linear_launch(tiles, out_features, num_rows)))
+    others = [(used, replace(launch, num_stages=stages)) for stages in (3, 4, 5, 6)]
+    heights = (FEW_ROWS,) if is_int8 or num_rows <= FEW_ROWS else (FEW_ROWS, MANY_ROWS)
+    for rows, columns, pieces in itertools.product(heights, (64, 128, 256), (1, 2, 4, 8)):
+        if columns == 256 and (pieces > 1 or rows == FEW_ROWS):
+            continue  # two sums of so many numbers do not fit into the registers
+        tiles = replace(used, pieces=pieces)
+        others.append((tiles, linear_launch(tiles, out_features, num_rows, shape=(rows, columns))))
+    if num_rows <= FEW_ROWS and not is_int8:
+        wider = replace(used, inner=2 * used.inner)
+        for stages in (3, 4):
+            made = linear_launch(wider, out_features, num_rows)
+            others.append((wider, replace(made, num_stages=stages)))
     unique = [each for each in dict.fromkeys(others) if each != (used, launch)]
     return [Choice(used, launch, True), *(Choice(*each, False) for each in unique)]
 
@@ -115,6 +120,8 @@ class Tuner:
 
     def shape(self, name: str) -> Iterator[dict[str, object]]:
         """A line for each number of rows and choice."""
+        from triton.runtime.errors import OutOfResources
+
         from ....core.ops.triton.linear.tiled_linear import pack_tiled
 
         plain = [self._weight(name) for _ in range(self._num_copies(name))]
@@ -128,8 +135,12 @@ class Tuner:
             yield _line(name, num_rows, LIBRARY, spent / len(plain), floor)
             for choice in choices(*SHAPES[name], num_rows, is_int8=self.is_int8):
                 tiled = [replace(each, tiles=choice.tiles) for each in packed]
+                try:
+                    here = _tiled(few, tiled[:1], choice.launch)[0]
+                except OutOfResources:
+                    continue  # more memory or registers than a multiprocessor has
                 spent = self._seconds(partial(_tiled, few, tiled, choice.launch))
-                is_same = torch.equal(_tiled(few, tiled[:1], choice.launch)[0], whole[:num_rows])
+                is_same = torch.equal(here, whole[:num_rows])
                 line = _line(name, num_rows, choice.name, spent / len(tiled), floor)
                 yield line | {"in use": choice.is_used, "bits of those in use": is_same}
 
@@ -142,6 +153,32 @@ class Tuner:
 
     def _seconds(self, call: Callable[[], object]) -> float:
         return statistics.median(self.gauge.seconds(self.gauge.graph(call), repeats=REPEATS))
+
+
+def compile_part(part: int, parts: int, names: Sequence[str], *, is_int8: bool) -> None:
+    """Compile every ``parts``-th kernel of the choices, on a piece of a weight."""
+    from triton.runtime.errors import OutOfResources
+
+    from ....core.ops.triton.linear.tiled_linear import pack_tiled
+
+    found: dict[object, tuple[str, int, Choice]] = {}
+    for name, num_rows in itertools.product(names, ROWS):
+        for choice in choices(*SHAPES[name], num_rows, is_int8=is_int8):
+            kind = (choice.tiles.inner, choice.tiles.pieces > 1)
+            options = replace(choice.launch, grid=(1, 1, 1))
+            found.setdefault((kind, options), (name, num_rows, choice))
+    device = choose_device("cuda")
+    for name, num_rows, choice in list(found.values())[part::parts]:
+        weight = torch.randn(1024, SHAPES[name][1], device=device).bfloat16()
+        packed = replace(pack_tiled(weight, None, is_int8=is_int8), tiles=choice.tiles)
+        x = torch.randn(num_rows, SHAPES[name][1], device=device).bfloat16()
+        shape = choice.launch.rows, choice.launch.columns
+        grid = linear_launch(choice.tiles, 1024, num_rows, shape=shape).grid
+        launch = replace(choice.launch, grid=grid)
+        try:
+            _tiled(x, [packed], launch)
+        except OutOfResources:
+            continue
 
 
 def _by_library(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -174,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("shapes", nargs="*", help=f"shapes to time (all): {', '.join(SHAPES)}")
     parser.add_argument("--plan", action="store_true", help="print what would be timed, and stop")
     parser.add_argument("--int8", action="store_true", help="time int8 weights")
+    parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     names: list[str] = args.shapes or list(SHAPES)
@@ -181,6 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"shapes: {', '.join(unknown)} is not one of {', '.join(SHAPES)}")
     if args.plan:
         print(table(plan(names, is_int8=args.int8)))
+        return 0
+    if args.part:
+        compile_part(args.part[0], args.part[1], names, is_int8=args.int8)
         return 0
     tuner = Tuner(choose_device("cuda"), is_int8=args.int8)
     lines: list[dict[str, object]] = []

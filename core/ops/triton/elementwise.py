@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .chain import begin
+
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to integers, ties to even
 EXPONENT = tl.constexpr(0x7F800000)  # of a float32's bits: with these alone it is a power of two
 
@@ -24,8 +26,10 @@ def norm_kernel(
     HAS_NORM: tl.constexpr,
     IS_LAYER: tl.constexpr,  # whether the mean is subtracted first
     HAS_BIAS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """The norm of a row, or of its sum with another."""
+    begin(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = column < WIDTH
@@ -124,8 +128,10 @@ def rope_write_kernel(
     HAS_NORM: tl.constexpr,
     IS_WHOLE: tl.constexpr,  # whether the norm is over all heads of a kind together
     IS_BEHIND: tl.constexpr,  # whether the norm is behind the turn; then of each head alone
+    IS_CHAINED: tl.constexpr,
 ):
     """One head of a row: queries and keys normed and turned, keys and values into the pool."""
+    begin(IS_CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
@@ -168,8 +174,10 @@ def activate_kernel(
     IS_GATED: tl.constexpr,
     KIND: tl.constexpr,  # as `Activation` names it
     LIMIT: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """An activation of a row, or of its first half, times the second."""
+    begin(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < WIDTH

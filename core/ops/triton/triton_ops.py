@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
-from math import gcd
-from typing import Literal, NamedTuple
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,23 +37,19 @@ from ..quantize import Quantize, QuantizedWeight, WeightKind
 from ..state_pool import StatePool
 from ..torch.conv import run_short_conv
 from ..torch.state import run_recurrent
-from .attention.attention import attend_kernel, merge_kernel
-from .attention.tile_schedule import SPLIT
+from .attention.launch import Rule, attend, merge, scales, shape
 from .availability import unsuited_heads
+from .chain import chained
 from .elementwise import activate_kernel, norm_kernel, rope_write_kernel
 from .graph.graphs import MakeGraph, cuda_graphs
-from .graph.input_fields import ITEM_WORDS
-from .graph.plan import DevicePlan, Geometry, TritonPlan, Work, power_of_two
+from .graph.plan import DevicePlan, Geometry, TritonPlan, power_of_two
 from .graph.step import TritonStep
 from .linear.experts import ExpertTables, run_experts
 from .linear.tiled_linear import TiledLinear, pack_tiled, tiled_linear
 from .sampling.sampler import TritonSampler
 
 logger = logging.getLogger(__name__)
-KEYS_TILE = 32  # positions
 ACTIVATION_TILE = 1024  # columns
-PROGRAMS = 4  # of attention, on every multiprocessor
-MERGED_HEADS = 4  # of a program at most: 16 bytes a thread, where a head has 128 dimensions
 
 
 class TritonOps:
@@ -171,13 +165,14 @@ class TritonOps:
         heads, pool = device.geometry.heads, device.geometry.pool
         q = qkv.new_empty((len(qkv), heads.num_heads * heads.head_dim))
         rope_write_kernel[(len(qkv), heads.num_heads + 2 * heads.num_kv_heads)](
-            qkv, q, pool.data, _scales(pool), device.slots, device.positions,
+            qkv, q, pool.data, scales(pool), device.slots, device.positions,
             *device.turns[tables.queries], *device.turns[tables.keys],
             qkv if norm is None else norm.weight, 0.0 if norm is None else norm.eps, heads.scale,
             device.geometry.layer_block(layer), device.geometry.page_blocks,
-            **_shape(heads, pool), HAS_NORM=norm is not None,
+            **shape(heads, pool), HAS_NORM=norm is not None,
             IS_WHOLE=norm is not None and norm.whole,
             IS_BEHIND=norm is not None and norm.is_behind,
+            **chained(len(qkv), qkv.device),
         )  # fmt: skip
         return q
 
@@ -194,14 +189,14 @@ class TritonOps:
         """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape."""
         device = _on_device(plan, window)
         out = torch.empty_like(q)
-        rule = _Rule(window, cap, sinks)
+        rule = Rule(window, cap, sinks)
         for work in device.works[window]:
             if work.kinds.wide:
-                _attend(q, out, layer, device, work, rule, is_narrow=False)
+                attend(q, out, layer, device, work, rule, is_narrow=False)
             if work.kinds.narrow:
-                _attend(q, out, layer, device, work, rule, is_narrow=True)
+                attend(q, out, layer, device, work, rule, is_narrow=True)
             if work.kinds.partial_sums:
-                _merge(out, device, work, rule)
+                merge(out, device, work, rule)
         return out
 
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
@@ -211,6 +206,7 @@ class TritonOps:
         activate_kernel[(num_rows, -(-width // ACTIVATION_TILE))](
             x, out, WIDTH=width, TILE=ACTIVATION_TILE,
             IS_GATED=activation.gated, KIND=activation.kind, LIMIT=activation.limit,
+            **chained(num_rows, x.device),
         )  # fmt: skip
         return out
 
@@ -257,14 +253,6 @@ class TritonOps:
         return capped(self.linear(hidden, weight).float(), cap)
 
 
-class _Rule(NamedTuple):
-    """Keys that a row sees, and changes of its scores: arguments of `TritonOps.attention`."""
-
-    window: int | None
-    cap: float | None
-    sinks: Tensor | None
-
-
 def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
     total = x if residual is None else torch.empty_like(x)
     out = total if norm is None else torch.empty_like(x)
@@ -274,7 +262,7 @@ def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor
         x if bias is None else bias, out, total, 0.0 if norm is None else norm.eps,
         WIDTH=x.shape[1], TILE=power_of_two(x.shape[1]), HAS_RESIDUAL=residual is not None,
         HAS_NORM=norm is not None, IS_LAYER=norm is not None and norm.is_layer,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=bias is not None, **chained(len(x), x.device),
     )  # fmt: skip
     return out, total
 
@@ -293,64 +281,3 @@ def _states_of(plan: ForwardPlan) -> tuple[RaggedBatch, StatePool]:
     assert device.batch is not None
     assert states is not None
     return device.batch, states
-
-
-def _attend(
-    q: Tensor,
-    out: Tensor,
-    layer: int,
-    plan: DevicePlan,
-    work: Work,
-    rule: _Rule,
-    *,
-    is_narrow: bool,
-) -> None:
-    geometry, partial = plan.geometry, plan.partial_sums
-    heads, pool = geometry.heads, geometry.pool
-    num_programs = max(1, PROGRAMS * _num_multiprocessors(q.device) // heads.num_kv_heads)
-    attend_kernel[(num_programs, heads.num_kv_heads)](
-        q, out, pool.data, _scales(pool), partial.acc, partial.max_score, partial.exp_sum,
-        plan.last_seen, work.places, work.counts, q if rule.sinks is None else rule.sinks,
-        plan.words,
-        geometry.layer_block(layer), geometry.page_blocks,
-        **_shape(heads, pool), SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group, TILE=KEYS_TILE,
-        TILE_ROWS=geometry.narrow_tile if is_narrow else geometry.wide_tile,
-        WINDOW=rule.window or 0, CAP=rule.cap or 0.0, HAS_SINKS=rule.sinks is not None,
-        IS_NARROW=is_narrow, ITEM_WORDS=ITEM_WORDS,
-    )  # fmt: skip
-
-
-def _merge(out: Tensor, plan: DevicePlan, work: Work, rule: _Rule) -> None:
-    geometry, partial = plan.geometry, plan.partial_sums
-    heads = geometry.heads
-    heads_each = gcd(heads.num_heads, MERGED_HEADS)
-    merge_kernel[(len(out), heads.num_heads // heads_each)](
-        out, partial.acc, partial.max_score, partial.exp_sum, plan.last_seen, work.places,
-        out if rule.sinks is None else rule.sinks, plan.rows_in_tile,
-        NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEADS=heads_each,
-        HEAD_DIM=heads.head_dim, SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group,
-        WIDE_TILE=geometry.wide_tile, WINDOW=rule.window or 0, HAS_SINKS=rule.sinks is not None,
-    )  # fmt: skip
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _shape(heads: HeadLayout, pool: KVPool) -> dict[str, int]:
-    return {
-        "NUM_HEADS": heads.num_heads,
-        "NUM_KV_HEADS": heads.num_kv_heads,
-        "HEAD_DIM": heads.head_dim,
-        "PAGE_SIZE": pool.page_size,
-        "NUM_ITEMS": pool.block.num_items,
-        "SCALES_AT": pool.block.scales_at,
-    }
-
-
-def _scales(pool: KVPool) -> Tensor:
-    """The pool's memory as float32 where scales lie in it; else anything."""
-    return pool.data.view(torch.float32) if pool.block.scales_at else pool.data

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..chain import begin
+
 HIDDEN = tl.constexpr(-1e30)  # finite: a split that a row cannot see at all must not yield NaN
 
 
@@ -98,11 +100,11 @@ def attend_tile(
 
 
 @triton.jit
-def attend_split(
+def attend_span(
     q,
     position,
-    split,
-    stop,  # first position that no query sees
+    first,  # position of the span, and the one behind it
+    stop,
     pages_ptr,
     tail_from,  # first position whose slot is in the tail
     tail_ptr,
@@ -115,17 +117,16 @@ def attend_split(
     PAGE_SIZE: tl.constexpr,
     NUM_ITEMS: tl.constexpr,
     SCALES_AT: tl.constexpr,
-    SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """Compute the queries' state (max_score, exp_sum, acc) of one split."""
+    """Compute the queries' state (max_score, exp_sum, acc) of some neighbouring positions."""
     max_score = tl.full([TILE_ROWS], HIDDEN, tl.float32)
     exp_sum = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
-    for lo in range(split * SPLIT, tl.minimum(stop, (split + 1) * SPLIT), TILE):
+    for lo in range(first, stop, TILE):
         key = lo + tl.arange(0, TILE)
         is_key = key < stop
         in_tail = key >= tail_from
@@ -185,13 +186,16 @@ def attend_kernel(
     CAP: tl.constexpr,  # of the scores; 0: none
     HAS_SINKS: tl.constexpr,
     IS_NARROW: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # whether a wide item's splits are one sum
     ITEM_WORDS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """Compute every ``num_programs``-th item for one KV head.
 
     An item stores partial sums, or the output if it has all keys of its rows. The number of
     programs does not depend on that of items: so a graph may launch them.
     """
+    begin(IS_CHAINED)
     kv_head = tl.program_id(1)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     queries, dims = tl.arange(0, TILE_ROWS), tl.arange(0, HEAD_DIM)
@@ -211,11 +215,12 @@ def attend_kernel(
         first, last = tl.load(words + 3), tl.load(words + 4)
         tail_from, tail_ptr = tl.load(words + 5), words_ptr + tl.load(words + 6)
         if IS_NARROW:
-            max_score, exp_sum, acc = attend_split(
-                q, position, first, stop, pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
+            max_score, exp_sum, acc = attend_span(
+                q, position, first * SPLIT, tl.minimum(stop, (first + 1) * SPLIT),
+                pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
                 layer_block + kv_head, page_blocks,
                 NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
-                SPLIT, TILE, TILE_ROWS, WINDOW, CAP,
+                TILE, TILE_ROWS, WINDOW, CAP,
             )  # fmt: skip
             place = tl.load(places_ptr + row, mask=is_row, other=0)
             place += first - first_split(position, SPLIT, WINDOW)
@@ -224,19 +229,29 @@ def attend_kernel(
                 max_score, exp_sum, acc, HEAD_DIM,
             )  # fmt: skip
         else:
-            max_score = tl.full([TILE_ROWS], HIDDEN, tl.float32)
-            exp_sum = tl.zeros([TILE_ROWS], tl.float32)
-            acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
-            for split in range(first, last + 1):
-                split_max, split_sum, split_acc = attend_split(
-                    q, position, split, stop, pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
+            if IS_WHOLE:
+                max_score, exp_sum, acc = attend_span(
+                    q, position, first * SPLIT, tl.minimum(stop, (last + 1) * SPLIT),
+                    pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
                     layer_block + kv_head, page_blocks,
                     NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
-                    SPLIT, TILE, TILE_ROWS, WINDOW, CAP,
+                    TILE, TILE_ROWS, WINDOW, CAP,
                 )  # fmt: skip
-                max_score, exp_sum, acc = merge_state(
-                    max_score, exp_sum, acc, split_max, split_sum, split_acc
-                )
+            else:
+                max_score = tl.full([TILE_ROWS], HIDDEN, tl.float32)
+                exp_sum = tl.zeros([TILE_ROWS], tl.float32)
+                acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+                for split in range(first, last + 1):
+                    split_max, split_sum, split_acc = attend_span(
+                        q, position, split * SPLIT, tl.minimum(stop, (split + 1) * SPLIT),
+                        pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
+                        layer_block + kv_head, page_blocks,
+                        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
+                        TILE, TILE_ROWS, WINDOW, CAP,
+                    )  # fmt: skip
+                    max_score, exp_sum, acc = merge_state(
+                        max_score, exp_sum, acc, split_max, split_sum, split_acc
+                    )
             # A tile of several stretches leaves all of each, whether a row sees it or not.
             first_row = tl.load(words_ptr + tl.load(words))
             place = tl.load(places_ptr + first_row)
@@ -276,8 +291,10 @@ def merge_kernel(
     WIDE_TILE: tl.constexpr,  # queries
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """Merge the partial sums of one row and some heads into its output."""
+    begin(IS_CHAINED)
     row, dims = tl.program_id(0), tl.arange(0, HEAD_DIM)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     place = tl.load(places_ptr + row)

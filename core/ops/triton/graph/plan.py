@@ -18,7 +18,7 @@ from ..graph_inputs import GraphInputs
 from ..sampling.gumbel_argmax_kernels import take_kernel
 from .input_fields import Windows, fields, fill, words_needed
 
-NARROW_TILE, WIDE_TILE = 16, 64  # queries: rows times heads of a group
+NARROW_TILE, WIDE_TILE = 16, 128  # queries: rows times heads of a group
 MAX_PARTIAL_SUMS = 2**28  # bytes
 # cos and sin of each table, [num_positions, head_dim / 2] float32
 Turns: TypeAlias = tuple[tuple[Tensor, Tensor], ...]

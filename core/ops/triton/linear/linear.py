@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..chain import PREFETCHED, begin, prefetch
+
 
 @triton.jit
 def halves_of(words, dtype: tl.constexpr):
@@ -116,6 +118,7 @@ def linear_kernel(
     IS_INT8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     POLICY: tl.constexpr,  # how the cache treats the weight
+    IS_CHAINED: tl.constexpr,
 ):
     """One tile of the output, or one piece of it; the last piece to arrive adds them up."""
     row_tile = tl.program_id(2) * NEIGHBOURS + tl.program_id(0)
@@ -136,6 +139,10 @@ def linear_kernel(
     weight_at = weight_ptr + from_column[:, None] * stride + inner[None, :]
 
     steps = tl.cdiv(num_steps, pieces)  # of a piece; the last may have fewer
+    if IS_CHAINED:
+        ahead = tl.minimum(piece * steps + tl.arange(0, PREFETCHED), num_steps - 1) * WIDTH
+        prefetch(weight_ptr + from_column[:, None] * stride + ahead[None, :])
+        begin(IS_CHAINED)
     stop = tl.minimum((piece + 1) * steps, num_steps) if IS_APART else num_steps
     if IS_INT8:
         total = tl.zeros([TILE_OUT, TILE_ROWS], tl.float32)

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from ...base import PackedLinear
 from ...quantize import quantize_weight
+from ..chain import chained
 from .linear import linear_kernel
-from .tiles import FILL, LinearLaunch, LinearTiles, linear_launch, linear_tiles
+from .tiles import FEW_COLUMNS, LinearLaunch, LinearTiles, linear_launch, linear_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +36,8 @@ def pack_tiled(weight: Tensor, bias: Tensor | None, *, is_int8: bool = False) ->
     if is_int8:
         quantized = quantize_weight(weight, "int8")
         items, scale = _pairs(quantized.values, tiles.inner), quantized.scale
-    arrived = torch.zeros(FILL, dtype=torch.int32, device=weight.device)
+    num_counts = -(-out_features // FEW_COLUMNS)
+    arrived = torch.zeros(num_counts, dtype=torch.int32, device=weight.device)
     return TiledLinear(items, bias, True, scale, tiles, arrived)
 
 
@@ -60,7 +62,7 @@ def tiled_linear(
         x if weight.bias is None else weight.bias, out, parts, weight.arrived,
         num_rows, tiles.pieces, in_features, out_features,
         **linear_constants(tiles, launch, in_features, has_bias=weight.bias is not None),
-        **linear_options(launch),
+        **linear_options(launch), **chained(num_rows, x.device),
     )  # fmt: skip
     return out
 
@@ -78,7 +80,7 @@ def linear_constants(
     """Constants that `linear_kernel` is compiled with."""
     return {
         "TILE_ROWS": launch.rows,
-        "TILE_OUT": tiles.columns,
+        "TILE_OUT": launch.columns,
         "TILE_IN": tiles.inner,
         "IS_CUT": tiles.pieces > 1,
         "IS_APART": launch.is_apart,

@@ -19,12 +19,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from foretoken.core.ops.triton.attention import launch
 from foretoken.core.ops.triton.attention.attention import attend_kernel, merge_kernel
 from foretoken.core.ops.triton.elementwise import (
     activate_kernel,
     norm_kernel,
     rope_write_kernel,
 )
+from foretoken.core.ops.triton.graph.plan import WIDE_TILE
 from foretoken.core.ops.triton.linear.experts import (
     EXPERT_OPTIONS,
     SORTED_CHUNK,
@@ -79,10 +81,10 @@ PLAIN = {"NUM_ITEMS": 32 * 128, "SCALES_AT": 0}
 SCALED = {"NUM_ITEMS": 32 * 128 + 32 * 4, "SCALES_AT": 32 * 128}
 KV_INT8, KV_FP8 = {"kv_ptr": "i8"}, {"kv_ptr": "fp8e4nv"}
 RULE = {"WINDOW": 0, "CAP": 0.0, "HAS_SINKS": False}
-ATTEND = {**HEADS, **RULE, "SPLIT": 256, "KV_SPLIT_GROUP": 16, "TILE": 32, "ITEM_WORDS": 5}
+ATTEND = {**HEADS, **RULE, "SPLIT": 256, "KV_SPLIT_GROUP": 16, "TILE": 32, "ITEM_WORDS": 7}
 MERGE = {
     "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": 4, "HEAD_DIM": 128,
-    "SPLIT": 256, "KV_SPLIT_GROUP": 16, "WIDE_TILE": 64, "WINDOW": 0, "HAS_SINKS": False,
+    "SPLIT": 256, "KV_SPLIT_GROUP": 16, "WIDE_TILE": WIDE_TILE, "WINDOW": 0, "HAS_SINKS": False,
 }  # fmt: skip
 NORM = {
     "WIDTH": 4096, "TILE": 4096, "HAS_RESIDUAL": False, "HAS_NORM": True, "IS_LAYER": False,
@@ -92,9 +94,14 @@ NORMED, PLAIN_HEADS = (
     {"HAS_NORM": has, "IS_WHOLE": False, "IS_BEHIND": False} for has in (True, False)
 )
 ACTIVATION = {"WIDTH": 12288, "TILE": 1024, "IS_GATED": True, "KIND": "silu", "LIMIT": 0.0}
-NARROW = {"TILE_ROWS": 16, "IS_NARROW": True}
-WIDE = {"TILE_ROWS": 64, "IS_NARROW": False}
-ONE_TILE = {"TILE_ROWS": 16, "IS_NARROW": False}
+NARROW = {"TILE_ROWS": 16, "IS_NARROW": True, "IS_WHOLE": False}
+WIDE = {"TILE": launch.WIDE.keys, "TILE_ROWS": WIDE_TILE, "IS_NARROW": False, "IS_WHOLE": True}
+ONE_TILE = {"TILE_ROWS": 16, "IS_NARROW": False, "IS_WHOLE": False}
+
+LAUNCHED = {
+    kind: {"num_warps": each.num_warps, "num_stages": each.num_stages}
+    for kind, each in (("narrow", launch.NARROW), ("wide", launch.WIDE))
+}
 
 VARIANTS: dict[str, Variant] = {
     "attend narrow": Variant(attend_kernel, {**ATTEND, **PLAIN, **NARROW}),
@@ -174,7 +181,7 @@ def linear_variants() -> dict[str, Variant]:
                 kind = "int8" if is_int8 else "bf16"
                 pieces = " apart" if launch.is_apart else " in pieces" if tiles.pieces > 1 else ""
                 policy = " streamed" if launch.policy else ""
-                name = f"linear {kind}{pieces}, {launch.rows} x {tiles.columns}{policy}"
+                name = f"linear {kind}{pieces}, {launch.rows} x {launch.columns}{policy}"
                 variants[name] = Variant(
                     linear_kernel,
                     linear_constants(tiles, launch, in_features, has_bias=is_int8),
@@ -194,6 +201,17 @@ VARIANTS |= {
     "linear float16": _LINEAR._replace(dtypes=FLOAT16),
     "linear float16 int8": _LINEAR_INT8._replace(dtypes={**FLOAT16, "weight_ptr": "i16"}),
 }
+
+for _name, _variant in VARIANTS.items():
+    if _variant.kernel is attend_kernel:
+        _kind = "wide" if _variant.constants["TILE_ROWS"] == WIDE["TILE_ROWS"] else "narrow"
+        VARIANTS[_name] = _variant._replace(options=LAUNCHED[_kind])
+CHAINED = {"IS_CHAINED": True}
+VARIANTS |= {
+    f"{name} chained": VARIANTS[name]._replace(constants={**VARIANTS[name].constants, **CHAINED})
+    for name in ("attend narrow", "merge", "rms norm", "rope write", "silu mul")
+}
+VARIANTS["linear chained"] = _LINEAR._replace(constants={**_LINEAR.constants, **CHAINED})
 
 ROUTE = {
     "NUM_EXPERTS": 128, "TILE": 128, "TOP_K": 8, "TOP_TILE": 8, "IS_SIGMOID": False,
@@ -244,6 +262,8 @@ def compiled(variant: Variant) -> dict[str, object]:
     """Shared memory, registers and stack in bytes, and which instructions are there."""
     kernel, constants, dtypes, options = variant
     names, pointers = kernel.arg_names, {**POINTERS, **dtypes}
+    if "IS_CHAINED" in names:
+        constants = {"IS_CHAINED": False, **constants}
     signature = {
         each: "constexpr" if each in constants
         else f"*{pointers.get(each, 'i32')}" if each.endswith("_ptr")
@@ -277,6 +297,9 @@ def compiled(variant: Variant) -> dict[str, object]:
             {int(n, 16) for n in re.findall(r"cp\.async\.c.*?, 0x(\d+)", ptx)}
         ),
         "around a count": around_a_count(ptx),
+        "chain": re.findall(
+            r"griddepcontrol\.\w+|prefetch\.global|ld\.global|cp\.async\.c|st\.global", ptx
+        )[:16],
         "wide loads": "ld.global.v4" in ptx or "ld.global.v2" in ptx or "cp.async" in ptx,
     }
 

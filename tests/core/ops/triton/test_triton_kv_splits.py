@@ -139,6 +139,7 @@ def test_a_pass_whose_sums_exceed_their_room_is_computed_in_parts_to_the_same_bi
     room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_stretch(monkeypatch, 1)
+    monkeypatch.setattr(plans, "WIDE_TILE", 64)
     scene = Scene("spec")
     whole = scene.rows(500, 524, None, beside=2)
     monkeypatch.setattr(plans, "MAX_PARTIAL_SUMS", room * PLACE_BYTES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,14 +15,20 @@ from support.checkpoints import ModelDriver, make_reference, save
 
 pytest.importorskip("triton")
 
-from foretoken.core.ops.triton.linear import tiles
 from foretoken.core.ops.triton.linear.tiled_linear import TiledLinear, pack_tiled, tiled_linear
-from foretoken.core.ops.triton.linear.tiles import FEW_ROWS, FILL, linear_launch, linear_tiles
+from foretoken.core.ops.triton.linear.tiles import (
+    _MIN_STEPS,
+    BUSY,
+    FEW_COLUMNS,
+    FEW_ROWS,
+    linear_launch,
+    linear_tiles,
+)
 from foretoken.core.ops.triton.triton_ops import TritonOps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COUNTS = [1, 5, 17, 64, 65, 130]
-IN_PIECES = {"float32": 300, "float16": 600, "int8": 1100}  # inputs: enough for more than one
+IN_PIECES = {"float32": 400, "float16": 800, "int8": 1600}  # inputs: enough for more than one
 KINDS = ["float32", "float16", "int8"]
 
 
@@ -86,16 +94,16 @@ def test_a_row_has_the_same_bits_in_any_place(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_program_with_all_pieces_adds_them_as_programs_with_one_each_do(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_with_all_pieces_adds_them_as_programs_with_one_each_do(kind: str) -> None:
     weight = packed(kind, 70, IN_PIECES[kind])
-    x = rows(kind, 67, IN_PIECES[kind])
+    x = rows(kind, 33, IN_PIECES[kind])
     assert weight.tiles.pieces > 1
+    launch = linear_launch(weight.tiles, 70, len(x))
+    assert launch.is_apart
     apart = tiled_linear(x, weight, torch.float32)
-    monkeypatch.setattr(tiles, "FILL", 1)
-    assert not linear_launch(weight.tiles, 70, len(x)).is_apart
-    assert torch.equal(tiled_linear(x, weight, torch.float32), apart)
+    grid = (launch.grid[0], launch.grid[1] // weight.tiles.pieces, launch.grid[2])
+    together = replace(launch, is_apart=False, grid=grid)
+    assert torch.equal(tiled_linear(x, weight, torch.float32, together), apart)
 
 
 def test_the_count_of_pieces_is_left_as_it_was_found() -> None:
@@ -108,8 +116,10 @@ def test_a_weight_of_few_outputs_still_makes_programs_for_the_whole_device() -> 
     shapes = [(4096, 4096), (6144, 4096), (24576, 4096), (4096, 12288), (151936, 4096)]
     small = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)]
     for shape in shapes + small:
-        grid = linear_launch(linear_tiles(*shape, torch.bfloat16), shape[0], 1).grid
-        assert grid[0] * grid[1] * grid[2] >= FILL
+        cut = linear_tiles(*shape, torch.bfloat16)
+        grid = linear_launch(cut, shape[0], 1).grid
+        is_short = shape[1] < 2 * cut.pieces * _MIN_STEPS * cut.inner
+        assert grid[0] * grid[1] * grid[2] >= BUSY or is_short
 
 
 def test_every_row_has_a_tile_and_every_tile_of_apart_pieces_a_counter() -> None:
@@ -120,7 +130,8 @@ def test_every_row_has_a_tile_and_every_tile_of_apart_pieces_a_counter() -> None
             row_tiles = launch.grid[0] * launch.grid[2]
             assert row_tiles * launch.rows >= num_rows
             assert launch.rows == FEW_ROWS or num_rows > FEW_ROWS
-            assert not launch.is_apart or row_tiles * launch.grid[1] // cut.pieces < FILL
+            columns = -(-shape[0] // FEW_COLUMNS)
+            assert not launch.is_apart or row_tiles * launch.grid[1] // cut.pieces <= columns
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
