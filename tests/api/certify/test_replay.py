@@ -27,6 +27,14 @@ BODIES = {
     "bias": {"logit_bias": {"40": 5.0}, "bad_words": ["the"], "temperature": 1.0},
     "drafted": {"prediction": "def f(x):\n    return x", "speculation": 3, "cache_salt": "a"},
 }
+WEATHER = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
+CHAT = {  # its grammar is made of the tools, and is closed in time
+    "messages": [{"role": "user", "content": "hi"}],
+    "tools": [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
+    "tool_choice": "required",
+    "max_tokens": 40,
+    "return_token_ids": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +43,19 @@ def recorded(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
     folder = tmp_path_factory.mktemp("requests") / "new"
     answers = {}
     with running(["--record-requests", str(folder), "--threads", "1", "--no-ui"]) as server:
+        text = {"prompt": "def first(values):\n", "max_tokens": 12, "return_token_ids": True}
         for name, body in BODIES.items():
-            prompt = {"prompt": "def first(values):\n", "max_tokens": 12, "return_token_ids": True}
-            request = urllib.request.Request(
-                f"{server.url}/v1/completions",
-                json.dumps(prompt | body).encode(),
-                {"content-type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=60) as response:
-                answers[name] = json.load(response)
+            answers[name] = post(f"{server.url}/v1/completions", text | body)
+        answers["chat"] = post(f"{server.url}/v1/chat/completions", CHAT)
         assert server.stop() == 0
     return folder, answers
+
+
+def post(url: str, body: dict) -> dict:
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return dict(json.load(response))
 
 
 def test_all_kinds_of_recorded_requests_give_the_same_tokens_again(recorded):
