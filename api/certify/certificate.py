@@ -13,14 +13,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 from ..._version import __version__
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest, ModelLoadError
-from ...core.interface.request import CacheOptions
+from ...core.interface.request import CacheOptions, Usage
 from ...core.sampling.seeds import sibling_seed
 from ..build.model_files import find_model
 from ..sdk.async_llm import AsyncLLM
@@ -40,6 +40,8 @@ from .conditions import (
 from .records import RecordedRequest, engine_facts, kernels_of, plain_params
 
 Tell = Callable[[str], None]
+COUNTED = ("cached_tokens", "loaded_tokens", "proposed_tokens", "accepted_tokens")
+ALWAYS_THERE = {"grammar", "prediction"}  # drafters of requests that bring their own guess
 DISK = "1GiB"  # of the folder that a restart reads
 
 
@@ -55,6 +57,7 @@ class PassReport(Struct, kw_only=True):
     loaded_tokens: int
     proposed_tokens: int
     accepted_tokens: int
+    proposed_by_source: dict[str, int]
     preemptions: int
     seconds: float
 
@@ -112,6 +115,15 @@ class _Answered(Struct):
     tokens: list[list[int]] = []
     ends: list[tuple[str, Any]] = []
     error: str = ""
+
+
+class _Ran(NamedTuple):
+    """An answer under a condition: what it took, and how many requests were under way."""
+
+    answered: _Answered
+    usage: Usage
+    preemptions: int
+    batch: int
 
 
 def exactness(llm: AsyncLLM) -> str:
@@ -275,19 +287,22 @@ class Certifier:
         since = time.monotonic()
         report = PassReport(
             name=name, requests=0, tokens=0, differing_tokens=0, differing_requests=0,
-            cached_tokens=0, loaded_tokens=0, proposed_tokens=0, accepted_tokens=0, preemptions=0,
-            seconds=0.0,
+            cached_tokens=0, loaded_tokens=0, proposed_tokens=0, accepted_tokens=0,
+            proposed_by_source={}, preemptions=0, seconds=0.0,
         )  # fmt: skip
         answers = await self._answers(llm, CACHE[state])
         if not counts:
             return
-        for case, (answer, usage, batch) in zip(self._cases, answers, strict=True):
+        for case, ran in zip(self._cases, answers, strict=True):
+            answer, batch = ran.answered, ran.batch
             report.requests += 1
             report.tokens += sum(map(len, answer.tokens))
-            for each in ("cached", "loaded", "proposed", "accepted"):
-                attribute = f"{each}_tokens"
-                setattr(report, attribute, getattr(report, attribute) + usage[attribute])
-            report.preemptions += usage["preemptions"]
+            for counted in COUNTED:
+                setattr(report, counted, getattr(report, counted) + getattr(ran.usage, counted))
+            for source, number in ran.usage.proposed_by_source.items():
+                known = report.proposed_by_source
+                known[source] = known.get(source, 0) + number
+            report.preemptions += ran.preemptions
             count, first = _compare(self._expected[case.index], answer)
             report.differing_tokens += count
             report.differing_requests += first is not None
@@ -304,10 +319,10 @@ class Certifier:
         found.answers += report.requests
         found.tokens += report.tokens
         found.differing_tokens += report.differing_tokens
-        drafts = "/off/" not in report.name
         proof = {
-            "cold": report.proposed_tokens or not drafts or "radix" in report.name,
-            "cached": report.cached_tokens and (report.proposed_tokens or not drafts),
+            "cold": True,
+            "cached": report.cached_tokens,
+            "repeated": report.cached_tokens and report.proposed_by_source.keys() - ALWAYS_THERE,
             "preempted": report.preemptions,
             "restarted": report.loaded_tokens,
         }[state]
@@ -318,40 +333,30 @@ class Certifier:
             f"{report.differing_tokens} differ, {report.seconds:.0f} s"
         )
 
-    async def _answers(
-        self, llm: AsyncLLM, cache: CacheOptions
-    ) -> list[tuple[_Answered, dict[str, int], int]]:
-        """Answers in order, each with its counts and the number of requests at a time."""
-        found: list[tuple[_Answered, dict[str, int], int] | None] = [None] * len(self._cases)
+    async def _answers(self, llm: AsyncLLM, cache: CacheOptions) -> list[_Ran]:
+        """Answers in order."""
+        found: dict[int, _Ran] = {}
         for batch, places in _groups(len(self._cases)):
             room = asyncio.Semaphore(batch)
 
             async def ask(place: int, room: asyncio.Semaphore, batch: int) -> None:
-                case = self._cases[place]
                 async with room:
-                    answered, counts = await self._ask(llm, case, cache)
-                found[place] = answered, counts, batch
+                    found[place] = await self._ask(llm, self._cases[place], cache, batch)
 
             async with asyncio.TaskGroup() as group:
                 for place in places:
                     group.create_task(ask(place, room, batch))
-        return [each for each in found if each is not None]
+        return [found[place] for place in range(len(self._cases))]
 
-    async def _ask(
-        self, llm: AsyncLLM, case: Case, cache: CacheOptions
-    ) -> tuple[_Answered, dict[str, int]]:
+    async def _ask(self, llm: AsyncLLM, case: Case, cache: CacheOptions, batch: int) -> _Ran:
         """One answer; every fourth request has a prediction, which is nearly right."""
         guess = _guess(self._expected[case.index].tokens[0]) if case.index % 4 == 3 else None
-        counts = dict.fromkeys(
-            ("cached_tokens", "loaded_tokens", "proposed_tokens", "accepted_tokens"), 0
-        )
         preemptions: list[int] = []
         try:
             done = await _answer(llm, case, cache, guess, preemptions)
         except ForetokenError as error:
-            return _Answered(error=str(error)), counts | {"preemptions": 0}
-        counts = {name: getattr(done.usage, name) for name in counts}
-        return _answered(done), counts | {"preemptions": sum(preemptions)}
+            return _Ran(_Answered(error=str(error)), Usage(), 0, batch)
+        return _Ran(_answered(done), done.usage, sum(preemptions), batch)
 
     def _difference(
         self,

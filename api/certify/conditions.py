@@ -8,17 +8,19 @@ from typing import Any, Literal
 
 from ...core.interface.request import CacheOptions
 
-State = Literal["cold", "cached", "preempted", "restarted"]
+State = Literal["cold", "cached", "repeated", "preempted", "restarted"]
 BATCHES = (1, 8, 64)
 SHARES = (1, 2, 7)  # of the requests that go in each of `BATCHES`: single ones take longest
 DEPTH = 4  # draft tokens of a drafter alone
 POOL_TOKENS = 16_384
 SMALL_PAGE = 4  # tokens of a page of the pass with preemptions: requests need many
+DRAFTED: tuple[State, ...] = ("cold", "cached", "repeated")
 LOOK_UPS = ("radix", "suffix", "ngram")
 NO_CACHE = CacheOptions(read=False, write=False)
 CACHE: Mapping[State, CacheOptions] = {
     "cold": CacheOptions(read=False),
     "cached": CacheOptions(),
+    "repeated": CacheOptions(),
     "preempted": CacheOptions(),
     "restarted": CacheOptions(),
 }
@@ -29,7 +31,9 @@ class Condition:
     """An engine by its options, and the passes that it makes.
 
     A cold pass reads nothing from the cache and leaves its answers there, so a cached one behind it
-    finds all of them. ``restarts``: a first engine fills a folder, a second one reads it.
+    finds all of them. What a cold one said is kept for no drafts: in a repeated pass, behind the
+    cached one, look-ups know each answer. ``restarts``: a first engine fills a folder, a second one
+    reads it.
     """
 
     drafter: str
@@ -66,9 +70,9 @@ def conditions(
     yield Condition(drafter="off", kv=kv, options=plain, passes=("cold", "cached"))
     for drafter in dict.fromkeys(drafters):
         drafted = plain | {"draft": drafter, "speculation": depth}
-        yield Condition(drafter=drafter, kv=kv, options=drafted, passes=("cold", "cached"))
+        yield Condition(drafter=drafter, kv=kv, options=drafted, passes=DRAFTED)
     auto = plain | {"draft": "auto", "speculation": "auto"}
-    yield Condition(drafter="auto", kv=kv, options=auto, passes=("cold", "cached"))
+    yield Condition(drafter="auto", kv=kv, options=auto, passes=DRAFTED)
     small = {name: each for name, each in plain.items() if name != "kv_memory"}
     room = page_size * (-(-longest // page_size) + 1)
     small |= {"kv_tokens": room, "page_size": page_size}

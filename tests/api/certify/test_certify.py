@@ -13,6 +13,7 @@ import pytest
 from foretoken.api.certify import certificate, conditions
 from foretoken.api.certify.cases import KINDS
 from foretoken.api.certify.certificate import Certifier
+from foretoken.api.certify.conditions import DRAFTED, LOOK_UPS
 from foretoken.api.certify.records import RecordedRequest
 from foretoken.api.certify.report import markdown
 from foretoken.api.cli import commands
@@ -34,8 +35,12 @@ def test_all_conditions_of_the_built_in_pair_give_the_same_tokens(monkeypatch):
     assert found.differing_tokens == 0
     names = [each.name for each in found.passes]
     drafters = ("off", "radix", "suffix", "ngram", "self", "draft", "auto")
-    wanted = [f"auto/{each}/{state}" for each in drafters for state in ("cold", "cached")]
+    wanted = [f"auto/{each}/{state}" for each in drafters for state in DRAFTED]
+    wanted.remove("auto/off/repeated")
     assert names == [*wanted, "auto/look-ups/preempted", "auto/look-ups/restarted"]
+    passes = {each.name: each for each in found.passes}
+    for drafter in (*LOOK_UPS, "self"):
+        assert passes[f"auto/{drafter}/repeated"].proposed_by_source[drafter] > 0
     assert "no layers that predict" in found.skipped["auto/mtp/cold"]
     assert found.kinds.keys() == KINDS.keys()
     assert found.answers == 22 * len(names)
