@@ -120,9 +120,7 @@ class Tuner:
 
     def shape(self, name: str) -> Iterator[dict[str, object]]:
         """A line for each number of rows and choice."""
-        from triton.runtime.errors import OutOfResources
-
-        from ....core.ops.triton.linear.tiled_linear import pack_tiled
+        from ....core.ops.triton.linear.tiled_linear import OutOfResources, pack_tiled
 
         plain = [self._weight(name) for _ in range(self._num_copies(name))]
         packed = [pack_tiled(weight, None, is_int8=self.is_int8) for weight in plain]
@@ -157,9 +155,7 @@ class Tuner:
 
 def compile_part(part: int, parts: int, names: Sequence[str], *, is_int8: bool) -> None:
     """Compile every ``parts``-th kernel of the choices, on a piece of a weight."""
-    from triton.runtime.errors import OutOfResources
-
-    from ....core.ops.triton.linear.tiled_linear import pack_tiled
+    from ....core.ops.triton.linear.tiled_linear import OutOfResources, pack_tiled
 
     found: dict[object, tuple[str, int, Choice]] = {}
     for name, num_rows in itertools.product(names, ROWS):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from triton.runtime.errors import OutOfResources as OutOfResources  # to whoever tries launches
 
 from ...base import PackedLinear
 from ...quantize import quantize_weight
