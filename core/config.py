@@ -177,6 +177,17 @@ class EngineConfig:
         "master, with ?lend=SIZE to lend it memory of this machine; needs the extra mooncake",
         "URL",
     )
+    kv_transfer: Literal["nixl"] | None = setting(
+        None,
+        "transport by which the KV of prompts goes from the server that computes them to the one "
+        "that goes on, as kv_transfer_params of requests say; needs the extra pd and "
+        "FORETOKEN_CLUSTER_KEY (default: none)",
+    )
+    role: Literal["prefill", "decode", "both"] | None = setting(
+        None,
+        "part of a server with --kv-transfer: compute prompts for others (prefill), go on with "
+        "prompts of others (decode), or both (both)",
+    )
     kv_events: str | None = setting(
         None,
         "address at which the pages that the cache keeps and drops are published, with their token "
@@ -266,6 +277,7 @@ class EngineConfig:
             object.__setattr__(self, TEMPLATE_KWARGS, found)
         self.kv_disk_place()
         self.kv_remote_place()
+        _require(self.role is None or self.kv_transfer is not None, "role", "needs kv_transfer")
         self._check_events()
         self._check_supported()
 
@@ -285,8 +297,19 @@ class EngineConfig:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether KV is kept beyond the pool."""
-        return (self.kv_host, self.kv_disk, self.kv_remote) != (None, None, None)
+        """Whether there is KV beyond the pool."""
+        kept = (self.kv_host, self.kv_disk, self.kv_remote) != (None, None, None)
+        return kept or self.takes_kv
+
+    @property
+    def gives_kv(self) -> bool:
+        """Whether other engines read the KV of prompts that are computed here."""
+        return self.kv_transfer is not None and self.role != "decode"
+
+    @property
+    def takes_kv(self) -> bool:
+        """Whether the KV of prompts is read from other engines."""
+        return self.kv_transfer is not None and self.role != "prefill"
 
     def kv_remote_place(self) -> tuple[str, int, int] | None:
         """The master of ``kv_remote``, its port, and the bytes that are lent; None without one.

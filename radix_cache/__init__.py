@@ -16,11 +16,13 @@ from .node import (
     StateRank,
 )
 from .prefix_cache import PrefixCache
+from .transfers import HeldPages, TransferLocks
 from .tree import RadixTree
 
 __all__ = [
     "CacheObserver",
     "Eviction",
+    "HeldPages",
     "KVLease",
     "KeptState",
     "LockHandle",
@@ -31,4 +33,5 @@ __all__ = [
     "StateLease",
     "StateRank",
     "StateSlots",
+    "TransferLocks",
 ]

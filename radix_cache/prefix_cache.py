@@ -10,6 +10,7 @@ from .attached import NOTHING_PINNED, StateSlots
 from .eviction import EvictionLog
 from .node import Eviction, KVLease, Match, StateLease, StateRank
 from .pins import PinnedPrefixes
+from .transfers import POOL_SHARE, TransferLocks
 from .tree import RadixTree
 
 PIN_QUOTA = 0.25  # of the pool
@@ -61,6 +62,7 @@ class PrefixCache:
             on_dropped=self.eviction_log.dropped,
         )
         self.pins = PinnedPrefixes(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
+        self.transfers = TransferLocks(self.tree, max_pages=int(num_pages * POOL_SHARE))
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
         self.states = states  # owns the slots that no lease owns
         if states is not None:
@@ -369,12 +371,15 @@ class PrefixCache:
         return self.tree.match(tokens, namespace=namespace, limit=limit)
 
     def tick(self, now: float) -> None:
-        """Set the time in seconds; remove the pins that have expired.
+        """Set the time in seconds; remove the pins that have expired, and end late transfers.
 
-        O(1), and O(depth + log n) for each pin that is over.
+        O(transfers), and O(depth + log n) for each pin or transfer that is over.
         """
         self.eviction_log.now = now
         self.pins.expire(now)
+        self.transfers.now = now
+        if self.transfers.num_pages:
+            self.transfers.expire()
 
     def take_newly_allocated_pages(self) -> array[int]:
         """Pages handed out from the free list since the last call, each once.
@@ -424,8 +429,10 @@ class PrefixCache:
     def checks(self, leases: Iterable[KVLease]) -> audit.Steps:
         """`check` in steps: only while no lease moves pages and ``tree.version`` stays."""
         leases = list(leases)
-        yield from self.tree.checks([*(lease.lock for lease in leases), *self.pins.locks()])
+        locks = [*(lease.lock for lease in leases), *self.pins.locks(), *self.transfers.locks()]
+        yield from self.tree.checks(locks)
         self.pins.check()
+        self.transfers.check()
         for lease in leases:
             audit.check_lease(lease, self.page_size)
             yield

@@ -17,6 +17,7 @@ from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
     from ...core.tiers.keys import PageKeys
+    from ...core.tiers.transfer_params import TransferParams
 
 EngineT = TypeVar("EngineT", covariant=True)
 
@@ -45,3 +46,4 @@ class Built(Generic[EngineT]):
     # Takes the token ids with which prompts end and answers open; of models with recurrent states.
     set_openings: Callable[[Sequence[array[int]]], None] | None = None
     events: KVEventPublisher | None = None  # closed behind the engine, by the owner of both
+    transfers: TransferParams | None = None  # of prompts between engines, where asked for

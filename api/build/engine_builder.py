@@ -22,6 +22,7 @@ from ...core.execution.model_runner import ModelRunner
 from ...core.execution.proposer import Proposer
 from ...core.execution.warm_up import warm_up
 from ...core.interface.tiers import KVTiers
+from ...core.interface.transfers import PageServer
 from ...core.model.assistant import is_assistant
 from ...core.model.decoder import Decoder
 from ...core.model.formats.checkpoint import OnRead
@@ -73,6 +74,7 @@ from .sampling_defaults import sampling_defaults
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
     from ...core.tiers.keys import PageKeys
+    from ...core.tiers.transfer_params import TransferParams
     from .fingerprint import ModelDigests
 
 logger = logging.getLogger(__name__)
@@ -114,7 +116,10 @@ def _build(
     has_tiers = config.has_tiers
     if has_tiers:
         _kv_tiers().check_places(config)
-    digests = _make_digests() if wants_keys or has_tiers else None
+    if config.kv_transfer is not None:
+        _kv_transfer().check_secret()
+    has_keys = wants_keys or has_tiers or config.kv_transfer is not None
+    digests = _make_digests() if has_keys else None
     target = _load(source.path, config, device, None if digests is None else digests.target)
     if target.states:
         _refuse_tiers(config)
@@ -142,6 +147,7 @@ def _build(
     keys = _page_keys(cache, fingerprint, events, source.name)
     tiers = _make_tiers(cache, keys, pool, proposer, config, fingerprint)
     scheduler = Scheduler(cache, _limits(config, sizes, target, pool), speculator, tiers)
+    server, transfers = _make_transfers(cache, keys, pool, proposer, config, fingerprint, scheduler)
     measures = not spec.is_empty and config.speculation == "auto"
     settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
     return Built(
@@ -159,6 +165,7 @@ def _build(
             ),
             supervision=_supervision(config, settings),
             overlap=overlaps,
+            page_server=server,
         ),
         path=source.path,
         name=source.name,
@@ -178,6 +185,7 @@ def _build(
         keys=keys,
         set_openings=None if pool.states is None else scheduler.set_openings,
         events=events,
+        transfers=transfers,
     )
 
 
@@ -230,6 +238,40 @@ def _make_tiers(
         cache, keys, pool, proposer, config=config, fingerprint=fingerprint
     )
     return made
+
+
+def _make_transfers(
+    cache: PrefixCache,
+    keys: PageKeys | None,
+    pool: KVPool,
+    proposer: Proposer | None,
+    config: EngineConfig,
+    fingerprint: bytes | None,
+    scheduler: Scheduler,
+) -> tuple[PageServer | None, TransferParams | None]:
+    """Let other engines read the pool, and read what requests say of theirs, if that is asked."""
+    if config.kv_transfer is None or keys is None or fingerprint is None:
+        return None, None
+    stored = () if proposer is None else proposer.stored
+    server = _kv_transfer().make_server(cache, pool, stored) if config.gives_kv else None
+    loads = scheduler.page_loads
+    params = _kv_transfer().make_params(
+        cache,
+        keys,
+        pool,
+        stored,
+        fingerprint=fingerprint,
+        server=server,
+        end_offer=loads.end_offer if config.takes_kv and loads is not None else None,
+    )
+    return server, params
+
+
+def _kv_transfer() -> ModuleType:
+    # Not at the top: nothing of NIXL is imported without it.
+    from . import kv_transfer
+
+    return kv_transfer
 
 
 def _kv_tiers() -> ModuleType:
@@ -451,7 +493,7 @@ def _state_slots(config: EngineConfig, pool: KVPool, states: StatePool) -> State
 
 def _refuse_tiers(config: EngineConfig) -> None:
     """Raise `InvalidRequest` for the tiers of a model with recurrent states."""
-    names = ("kv_host", "kv_disk", "kv_remote")
+    names = ("kv_host", "kv_disk", "kv_remote", "kv_transfer")
     name = next((each for each in names if getattr(config, each)), None)
     if name is not None:
         message = f"{name} does not keep recurrent states, which this model has: leave it out"

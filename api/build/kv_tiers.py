@@ -6,6 +6,7 @@ Imported only where one is asked for.
 from __future__ import annotations
 
 import logging
+from types import ModuleType
 
 import torch
 
@@ -35,6 +36,8 @@ def check_places(config: EngineConfig) -> None:
         make_root(disk[0])
     if (remote := config.kv_remote_place()) is not None:
         check_reachable(*remote[:2])
+    if config.takes_kv:
+        _kv_transfer().check_secret()
 
 
 def make_tiers(
@@ -69,7 +72,15 @@ def make_tiers(
     if (remote := config.kv_remote_place()) is not None:
         host, port, lent = remote
         stores.append(MooncakeStore(host, port, fingerprint, records.num_bytes, lent_bytes=lent))
-    return Tiers(cache.tree, keys, records, stores)
+    peers = _kv_transfer().make_peers(records.num_bytes) if config.takes_kv else None
+    return Tiers(cache.tree, keys, records, stores, peers)
+
+
+def _kv_transfer() -> ModuleType:
+    # Not at the top: nothing of NIXL is imported without it.
+    from . import kv_transfer
+
+    return kv_transfer
 
 
 def _check_host(num_bytes: int, page_bytes: int) -> None:

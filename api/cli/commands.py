@@ -318,6 +318,9 @@ def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any
     """
     from ..cluster import ray_environment
 
+    if "kv_transfer" in options:
+        message = "kv_transfer: replicas of --ray are alike; start foretoken replica with roles"
+        raise InvalidRequest(message, param="kv_transfer")
     is_joined = ray_environment.is_joined()
     if is_joined and front.front is None:
         message = "--ray with RAY_ADDRESS needs --front: an address that the cluster reaches"

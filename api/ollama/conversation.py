@@ -10,7 +10,7 @@ from ...core.errors import InvalidRequest
 from ..runtime.chat_input import ChatInput
 from ..runtime.tools import ANY_OBJECT, read_tools
 from ..types.sampling_params import SamplingParams
-from .schema import ChatBody, ChatMessage, GenerateBody, OllamaBody, Options
+from .schema import ChatMessage, OllamaBody, OllamaChatBody, OllamaGenerateBody, Options
 
 SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
@@ -19,7 +19,7 @@ SAME_NAME = (
 REFUSED = ("suffix", "template", "context", "images", "logprobs", "top_logprobs")
 
 
-def read_chat(body: ChatBody) -> ChatInput:
+def read_chat(body: OllamaChatBody) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
     refuse_unsupported(body)
     return ChatInput(
@@ -30,7 +30,7 @@ def read_chat(body: ChatBody) -> ChatInput:
     )
 
 
-def read_prompt(body: GenerateBody) -> ChatInput:
+def read_prompt(body: OllamaGenerateBody) -> ChatInput:
     """A prompt, and a system text, as a conversation; raises `InvalidRequest`."""
     messages = [{"role": "user", "content": body.prompt}]
     if body.system:

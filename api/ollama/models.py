@@ -16,7 +16,7 @@ from ..protocol.sampling import decoder
 from ..serving.errors import JsonResponse
 from ..serving.serving_context import Service
 from . import protocol
-from .schema import ShowBody
+from .schema import OllamaShowBody
 from .writer import now
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 API_VERSION = "0.12.6"  # of Ollama; some clients refuse servers with a lower one
 LATEST = ":latest"
-decode_show = decoder(ShowBody)
+decode_show = decoder(OllamaShowBody)
 
 
 def own_name(service: Service, name: str | None) -> str | None:

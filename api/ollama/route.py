@@ -15,12 +15,12 @@ from ..types.request_context import random_id
 from .conversation import read_chat, read_params, read_prompt, refuse_unsupported
 from .errors import error_body, error_line
 from .models import own_name
-from .schema import ChatBody, GenerateBody, OllamaBody
+from .schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from .writer import AnswerWriter, OllamaReply
 
 B = TypeVar("B", bound=OllamaBody)
-decode_chat = decoder(ChatBody)
-decode_generate = decoder(GenerateBody)
+decode_chat = decoder(OllamaChatBody)
+decode_generate = decoder(OllamaGenerateBody)
 NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
@@ -58,14 +58,14 @@ class OllamaDialect(Dialect[B]):
         return error_line(error)
 
 
-class OllamaChat(OllamaDialect[ChatBody]):
+class OllamaChat(OllamaDialect[OllamaChatBody]):
     """Answer one conversation, as lines of JSON unless ``stream`` is false."""
 
-    def decode(self, data: bytes) -> ChatBody:
+    def decode(self, data: bytes) -> OllamaChatBody:
         """A body; raises `ApiError` 400."""
         return _streaming(decode_chat(data))
 
-    async def open(self, body: ChatBody) -> Reply:
+    async def open(self, body: OllamaChatBody) -> Reply:
         """Render and submit; without messages only confirm that the model is loaded."""
         writer = AnswerWriter(self.service, is_chat=True)
         chat = await self.service.apart(partial(read_chat, body))
@@ -75,14 +75,14 @@ class OllamaChat(OllamaDialect[ChatBody]):
         return OllamaReply(writer, answer, answer.close)
 
 
-class OllamaGenerate(OllamaDialect[GenerateBody]):
+class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
     """Answer one prompt, as lines of JSON unless ``stream`` is false."""
 
-    def decode(self, data: bytes) -> GenerateBody:
+    def decode(self, data: bytes) -> OllamaGenerateBody:
         """A body; raises `ApiError` 400."""
         return _streaming(decode_generate(data))
 
-    async def open(self, body: GenerateBody) -> Reply:
+    async def open(self, body: OllamaGenerateBody) -> Reply:
         """Render with the chat template, unless ``raw`` or there is none, and submit."""
         writer, request_id = AnswerWriter(self.service, is_chat=False), f"ollama-{random_id()}"
         refuse_unsupported(body)

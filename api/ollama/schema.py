@@ -83,14 +83,14 @@ class ChatMessage(Struct, kw_only=True):
     images: list[Any] | None = None  # known and refused
 
 
-class ChatBody(OllamaBody, kw_only=True):
+class OllamaChatBody(OllamaBody, kw_only=True):
     """Body of /api/chat."""
 
     messages: list[ChatMessage] = []
     tools: Tools | None = None
 
 
-class GenerateBody(OllamaBody, kw_only=True):
+class OllamaGenerateBody(OllamaBody, kw_only=True):
     """Body of /api/generate."""
 
     prompt: str = ""
@@ -103,7 +103,7 @@ class GenerateBody(OllamaBody, kw_only=True):
     images: list[Any] | None = None
 
 
-class ShowBody(Struct, kw_only=True):
+class OllamaShowBody(Struct, kw_only=True):
     """Body of /api/show; ``name`` is an older name of ``model``."""
 
     model: str | None = None

@@ -12,6 +12,7 @@ from msgspec import UNSET, Struct
 
 from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
+from ...core.interface.request import Request
 from ..protocol.answers import prewarm
 from ..protocol.render import render_chat
 from ..protocol.sampling import cache_options, decoder, is_prewarm, sampling_params
@@ -23,6 +24,7 @@ from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply, event
 from ..types.results import CallDelta, Choice, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
+from .prefill import RequestReply, handing_over, transfer_of
 from .protocol import (
     CallBody,
     ChatBody,
@@ -62,8 +64,17 @@ class ChatRoute(Dialect[ChatRequest]):
         writer = ChatWriter(self.service, head, body)
         if is_prewarm(body):
             return writer.warmed([await prewarm(self.service, chat, request_id=head.id)])
+        open_reply = partial(self._reply, writer, head, chat, body)
+        return await handing_over(self.service, transfer_of(body), open_reply)
+
+    async def _reply(
+        self, writer: ChatWriter, head: Head, chat: ChatInput, body: ChatRequest
+    ) -> ChatReply:
         answer = await self.service.chat.open(
-            chat, request_id=head.id, hands_out=bool(body.return_token_ids)
+            chat,
+            request_id=head.id,
+            hands_out=bool(body.return_token_ids),
+            transfer=transfer_of(body),
         )
         return ChatReply(writer, answer)
 
@@ -94,11 +105,16 @@ class ChatRender(ChatRoute):
         )
 
 
-class ChatReply(Reply):
+class ChatReply(RequestReply):
     """The answer to one chat request."""
 
     def __init__(self, writer: ChatWriter, answer: ChatAnswer) -> None:
         self._writer, self._answer = writer, answer
+
+    @property
+    def request(self) -> Request:
+        """The engine's, of the first choice."""
+        return self._answer.request
 
     async def whole(self) -> object:
         """The n choices in one body."""

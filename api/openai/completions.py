@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
+from ...core.interface.request import Request
 from ..protocol.answers import warm_usage
 from ..protocol.render import rendered
 from ..protocol.sampling import (
@@ -29,6 +31,7 @@ from ..serving.sse import ReadyReply, Reply
 from ..text.tokenizer import Tokenizer
 from ..types.results import Choice, Completion, TextDelta, batch_usage
 from ..types.sampling_params import SamplingParams
+from .prefill import RequestReply, handing_over, transfer_of
 from .protocol import TextBody, TextChoiceBody, TextLogprobs
 from .schema import COMPLETION_TOKENS, CompletionRequest
 from .writer import Head, Writer, finite, reason_body, token_name
@@ -262,10 +265,22 @@ class CompletionsRoute(Dialect[CompletionRequest]):
         head = Head(prefix="cmpl", model=self.service.model)
         writer = CompletionWriter(self.service, head, body, echoed)
         writer.prompt_ids = prompt_ids(head, len(prompts))
-        reply = TextReply(writer, await self._open(head, prompts, params, body))
         if is_prewarm(body):
+            reply = TextReply(writer, await self._open(head, prompts, params, body))
             return writer.warmed([warm_usage(self.service, each) for each in await reply.read()])
-        return reply
+        transfer = transfer_of(body, num_prompts=len(prompts))
+        open_reply = partial(self._reply, writer, head, prompts, params, body)
+        return await handing_over(self.service, transfer, open_reply)
+
+    async def _reply(
+        self,
+        writer: CompletionWriter,
+        head: Head,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        body: CompletionRequest,
+    ) -> TextReply:
+        return TextReply(writer, await self._open(head, prompts, params, body))
 
     async def read(
         self, body: CompletionRequest
@@ -292,9 +307,10 @@ class CompletionsRoute(Dialect[CompletionRequest]):
         self, head: Head, prompts: list[Prompt], params: SamplingParams, body: CompletionRequest
     ) -> list[Answer]:
         answers: list[Answer] = []
+        transfer = transfer_of(body, num_prompts=len(prompts))
         try:
             for prompt, name in zip(prompts, prompt_ids(head, len(prompts)), strict=True):
-                answers.append(await open_text(self.service, body, prompt, params, name))
+                answers.append(await open_text(self.service, body, prompt, params, name, transfer))
         except BaseException:
             for answer in answers:
                 self.service.llm.forget(answer)
@@ -321,13 +337,23 @@ class CompletionsRender(CompletionsRoute):
 
 
 async def open_text(
-    service: Service, body: CompletionRequest, prompt: Prompt, params: SamplingParams, name: str
+    service: Service,
+    body: CompletionRequest,
+    prompt: Prompt,
+    params: SamplingParams,
+    name: str,
+    transfer: Mapping[str, Any] | None = None,
 ) -> Answer:
     """Tokenise and submit one prompt under this name."""
     note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
     token_ids = await text_ids(service, body, prompt)
     return await service.llm.open(
-        token_ids, params, request_id=name, cache=cache_options(body), note=note
+        token_ids,
+        params,
+        request_id=name,
+        cache=cache_options(body),
+        note=note,
+        transfer=transfer,
     )
 
 
@@ -339,11 +365,16 @@ async def text_ids(service: Service, body: CompletionRequest, prompt: Prompt) ->
     return await service.llm.tokenizer.encode(prompt, add_special_tokens=special)
 
 
-class TextReply(Reply):
+class TextReply(RequestReply):
     """The answers to all prompts of one body."""
 
     def __init__(self, writer: CompletionWriter, answers: Sequence[Answer]) -> None:
         self._writer, self._answers = writer, answers
+
+    @property
+    def request(self) -> Request:
+        """The first one's."""
+        return self._answers[0].request
 
     async def read(self) -> list[Completion]:
         """All of them, closed at the end; the first that fails raises."""

@@ -259,6 +259,7 @@ class ChatBody(AnswerHead, kw_only=True):
     choices: list[ChatChoiceBody]
     usage: UsageBody
     prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for
+    kv_transfer_params: Free | UnsetType = UNSET  # of a prompt that another server goes on with
 
 
 class ChunkBody(AnswerHead, kw_only=True):
@@ -274,3 +275,4 @@ class TextBody(AnswerHead, kw_only=True):
 
     choices: list[TextChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET
+    kv_transfer_params: Free | UnsetType = UNSET  # of a prompt that another server goes on with

@@ -45,6 +45,7 @@ class OpenAISampling(Sampling, kw_only=True):
     n: NumChoices | None = None
     stop: Stop | None = None
     max_tokens: Positive | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # an extension, as vLLM has it
 
 
 class ContentPart(Struct):

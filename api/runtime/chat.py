@@ -17,7 +17,7 @@ from uuid import uuid4
 from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
-from ...core.interface.request import Usage
+from ...core.interface.request import Request, Usage
 from ..parsing.calls import with_numbered_ids, with_short_ids
 from ..parsing.generic import GENERIC, as_text, needs_text
 from ..parsing.harmony import with_thinking
@@ -204,6 +204,11 @@ class ChatAnswer:
         return self._answer.prompt_token_ids
 
     @property
+    def request(self) -> Request:
+        """The engine's request of the first choice."""
+        return self._answer.request
+
+    @property
     def num_choices(self) -> int:
         """Number of choices."""
         return len(self._readers)
@@ -329,11 +334,13 @@ class ChatClient:
         request_id: str | None = None,
         prompt: PromptTokens | None = None,
         hands_out: bool = False,
+        transfer: Mapping[str, Any] | None = None,
     ) -> ChatAnswer:
         """Render, unless that is done, and submit.
 
         ``hands_out``: the choices get `Choice.message_ids` where the template can write a message
-        by its ids. Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
+        by its ids. ``transfer``: as `EngineClient.open` takes it. Raises `InvalidRequest`,
+        `QueueFull` and `EngineDead`.
         """
         self._check_tools(chat)
         if prompt is None:
@@ -351,6 +358,7 @@ class ChatClient:
                 needs_closing=_needs_closing(chat),
                 num_spliced=prompt.num_spliced,
                 normalized=prompt.normalized,
+                transfer=transfer,
             )
         except InvalidRequest as error:
             _name_field(error, chat)

@@ -254,6 +254,7 @@ class EngineClient:
         num_spliced: int = 0,
         normalized: tuple[str, ...] = (),
         pooling: Pooling | None = None,
+        transfer: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Tokenise and submit. The caller must `forget` the answer in a ``finally``.
 
@@ -261,11 +262,14 @@ class EngineClient:
         completed within its tokens, as a JSON schema is. ``num_spliced``: tokens of the prompt that
         are those of earlier answers. ``normalized``: names of the rules that changed it before.
         ``pooling``: what the request wants in place of text; its prompt is not remembered, it is
-        no turn of a session, and part of a `call`. Raises `InvalidRequest`, `QueueFull`,
+        no turn of a session, and part of a `call`. ``transfer``: its ``kv_transfer_params``, which
+        mean nothing unless the engine transfers KV. Raises `InvalidRequest`, `QueueFull`,
         `DeadlineExceeded` and `EngineDead`.
         """
         since = arrival()
         answer = self._register(params, request_id, is_in_call=pooling is not None)
+        if (transfers := self.built.transfers) is not None:
+            answer.handover = transfers.read(transfer)
         if pooling is None:  # others are noted when they end: a call may have thousands
             note_answer(answer)
         answer.shown_ids = shown_ids
@@ -281,9 +285,16 @@ class EngineClient:
                 first = answer.generations[0].request
                 self.prompts.record(answer.request_id, first, note, self.engine.now)
         except BaseException:
+            self._end_offer(answer)
             self.forget(answer)
             raise
         return answer
+
+    def _end_offer(self, answer: Answer) -> None:
+        """Let a peer free the pages that it offers to a request that the engine did not get."""
+        transfers, offer = self.built.transfers, answer.handover.offer
+        if transfers is not None and offer is not None:
+            transfers.end(offer)
 
     async def check(
         self,
@@ -472,8 +483,21 @@ class EngineClient:
             request.request_id = f"{answer.request_id}-{index}"
         request.deadline = deadline
         request.shown_ids = answer.shown_ids
+        if index == 0:
+            self._hand_over(answer, request)
         stream = ended_stream(request) if answer.aborted else submit(self.engine, request)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
+
+    def _hand_over(self, answer: Answer, request: Request) -> None:
+        """Have a request's pages held, or read from the peer that offers them."""
+        transfers, handover = self.built.transfers, answer.handover
+        request.hands_over = handover.hands_over
+        if transfers is None or handover.offer is None:
+            return
+        if answer.aborted:
+            transfers.end(handover.offer)
+        elif transfers.check(handover.offer, len(request.tokens)):
+            request.offer = handover.offer
 
     def _request(
         self, answer: Answer, params: SamplingParams, seed: int, on_token: OnToken | None = None

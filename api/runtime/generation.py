@@ -14,6 +14,7 @@ from ...core.engine.inbox import TokenStream
 from ...core.errors import DeadlineExceeded, EngineDead, ForetokenError
 from ...core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
 from ...core.interface.sampling import Pooling
+from ...core.interface.transfers import NO_HANDOVER
 from ..structured.matcher import Grammar, GrammarMatcher
 from ..text.detokenizer import AnswerText
 from ..types.results import Choice, Completion, TextDelta, total_usage
@@ -144,9 +145,15 @@ class Answer:
         self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
         self.cache = DEFAULT_CACHE
         self.pooling: Pooling | None = None  # what it wants in place of text
+        self.handover = NO_HANDOVER  # of its first choice: others find the pages in the cache
         self.num_spliced = 0  # tokens of the prompt that are those of earlier answers
         self.normalized: tuple[str, ...] = ()  # names of the rules that changed the prompt before
         self.aborted = False  # maybe before there is anything to abort
+
+    @property
+    def request(self) -> Request:
+        """The request of its first choice; only once it is submitted."""
+        return self.generations[0].request
 
     @property
     def ended(self) -> bool:

@@ -25,7 +25,7 @@ from ..anthropic.errors import is_messages
 from ..anthropic.schema import CountRequest, MessagesRequest
 from ..ollama import protocol as ollama
 from ..ollama.errors import is_ollama
-from ..ollama.schema import ChatBody, GenerateBody, ShowBody
+from ..ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from ..openai import protocol as openai
 from ..openai.batches import protocol as batches
 from ..openai.branches import MAX_BRANCHES, Branch, Text
@@ -213,14 +213,17 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/messages/render"): Operation(body=MessagesRequest, answer=Rendered, errors=READS),
     ("POST", "/api/chat"): Operation(
-        body=ChatBody, answer=ollama.ChatPart, events=ollama.ChatPart, errors=GENERATES
+        body=OllamaChatBody, answer=ollama.ChatPart, events=ollama.ChatPart, errors=GENERATES
     ),
     ("POST", "/api/generate"): Operation(
-        body=GenerateBody, answer=ollama.GeneratePart, events=ollama.GeneratePart, errors=GENERATES
+        body=OllamaGenerateBody,
+        answer=ollama.GeneratePart,
+        events=ollama.GeneratePart,
+        errors=GENERATES,
     ),
     ("GET", "/api/tags"): Operation(answer=ollama.TagList),
     ("GET", "/api/ps"): Operation(answer=ollama.TagList),
-    ("POST", "/api/show"): Operation(body=ShowBody, answer=ollama.Shown, errors=READS),
+    ("POST", "/api/show"): Operation(body=OllamaShowBody, answer=ollama.Shown, errors=READS),
     ("GET", "/api/version"): Operation(answer=ollama.OllamaVersion),
     ("POST", "/v1/files"): Operation(
         body=UploadForm, body_media=FORM, answer=batches.FileBody, errors=(408, 413, 503)

@@ -21,6 +21,7 @@ from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
 from ..interface.protocols import StepRunner
 from ..interface.request import Request
+from ..interface.transfers import PageServer
 from ..scheduling.request_table import SchedulerLimits
 from ..scheduling.scheduler import Scheduler
 from ..telemetry.cache_info import describe_cache
@@ -33,6 +34,7 @@ from .inbox import RequestInbox, TokenStream
 from .model_thread import ModelThread, StepThread, Supervision, Watchdog
 from .step_executor import OverlapWork, StepExecutor
 from .tier_io import TierIO
+from .transfer_desk import TransferDesk
 
 logger = logging.getLogger(__name__)
 FEW_EVENTS = 2  # at most so many are delivered at once: waking the loop later costs more
@@ -59,9 +61,10 @@ class Engine:
         make_thread: Callable[[str, Callable[[], None]], StepThread] = ModelThread,
         supervision: Supervision = DEFAULT_SUPERVISION,
         overlap: bool = False,
+        page_server: PageServer | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.metrics = EngineMetrics(scheduler, self)
+        self.metrics = EngineMetrics(scheduler, self, gives_kv=page_server is not None)
         self._log = EngineLog(
             self.metrics.spec_stats,
             partial(Load.of, scheduler),
@@ -90,6 +93,11 @@ class Engine:
                 io_thread,
                 clock=clock,
                 on_change=self._load_ended,
+            )
+        self._transfer_desk: TransferDesk | None = None
+        if page_server is not None:
+            self._transfer_desk = TransferDesk(
+                scheduler.cache, page_server, clock=clock, on_end=self._inbox.notify
             )
         self._auditor = Auditor(scheduler)
         self._watchdog = Watchdog(supervision.step_timeout)
@@ -311,6 +319,8 @@ class Engine:
         self._end_everything(None)  # a task that was cancelled before it ran ended no stream
         if self._tier_io is not None:
             await self._tier_io.close(ends - self._clock())
+        if self._transfer_desk is not None:
+            self._transfer_desk.close()
         self._thread.close()
 
     async def _run(self) -> None:

@@ -1,7 +1,8 @@
 """TierIO: the engine's side of the tiers, one call after the other in a thread of its own.
 
-Flushes go first, then look-ups, then loads in turn, a few pages each; pages are saved when nothing
-else is to be done. So neither a long load nor a save makes a look-up wait for long.
+Flushes go first, then notes to peers, look-ups, and loads in turn, a few pages each; pages are
+saved when nothing else is to be done. So neither a long load nor a save makes a look-up wait for
+long.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .model_thread import Job, StepThread
 logger = logging.getLogger(__name__)
 LEAST_DRAIN_SECONDS = 1.0  # that saves may take at the end, however short the drain
 CLOSE_SECONDS = 5.0  # that closing the stores may take behind that
+RENEW_SECONDS = 10.0  # after which peers are asked to hold pages for longer
 
 
 class Call(NamedTuple):
@@ -54,10 +56,12 @@ class TierIO:
         self._task: asyncio.Task[None] | None = None
         self._job: Job[Any] | None = None  # under way
         self._ends: float | None = None  # when saves end, once it is closing
+        self._renewal: asyncio.TimerHandle | None = None  # while requests offer pages of peers
+        self._is_renewal_due = False
 
     def start(self) -> asyncio.Task[None]:
         """Begin to serve, on the running event loop."""
-        self._loads.on_order = self._ordered
+        self._loads.on_order, self._loads.on_offer = self._ordered, self._offered
         self._tiers.watch_saves(self._wake.set)
         self._task = asyncio.create_task(self._run(), name="foretoken-tiers")
         return self._task
@@ -83,7 +87,7 @@ class TierIO:
         await asyncio.wait([task])
         self._thread.close()
         self._loads.close()
-        for timer in self._timers.values():
+        for timer in (*self._timers.values(), *([self._renewal] if self._renewal else [])):
             timer.cancel()
 
     def _abandon(self, task: asyncio.Task[None]) -> None:
@@ -122,6 +126,13 @@ class TierIO:
     def _next_call(self) -> Call | None:
         if self._flushes:
             return Call(partial(self._tiers.flush, self._flushes.popleft()))
+        if self._loads.meetings:
+            return Call(partial(self._tiers.meet, self._loads.meetings.popleft()))
+        if self._loads.ended_offers:
+            return Call(partial(self._tiers.end_offer, self._loads.ended_offers.popleft()))
+        if self._is_renewal_due:
+            self._is_renewal_due = False
+            return Call(self._tiers.renew_offers)
         while self._loads.look_ups:
             load = self._loads.look_ups.popleft()
             if not load.is_over:
@@ -164,6 +175,17 @@ class TierIO:
             seconds = max(0.0, load.due - self._clock())
             self._timers[load] = asyncio.get_running_loop().call_later(seconds, self._due, load)
         self._wake.set()
+
+    def _offered(self) -> None:
+        """Wake the thread's task, and have offers renewed for as long as there are any."""
+        if self._renewal is None and self._loads.num_offers:
+            loop = asyncio.get_running_loop()
+            self._renewal = loop.call_later(RENEW_SECONDS, self._renew)
+        self._wake.set()
+
+    def _renew(self) -> None:
+        self._renewal, self._is_renewal_due = None, self._loads.num_offers > 0
+        self._offered()
 
     def _due(self, load: PageLoad) -> None:
         self._timers.pop(load, None)

@@ -10,11 +10,12 @@ from typing import Literal
 
 import msgspec
 
-from ...radix_cache import Eviction, KVLease
+from ...radix_cache import Eviction, HeldPages, KVLease
 from ..errors import ForetokenError, InvalidRequest
 from .output import TokenLogprob
 from .sampling import SamplingMetadata
 from .tiers import PageLoad
+from .transfers import PageOffer
 
 OnToken = Callable[[int], str | None]
 """Called with every served token in order; returns the stop string that it completes, or None."""
@@ -174,6 +175,9 @@ class Request:
     deadline: float | None = None  # seconds after arrival
     on_token: OnToken | None = None
     shown_ids: frozenset[int] = frozenset()  # special tokens that the text of `on_token` has
+    offer: PageOffer | None = None  # pages of a peer that it may read, until it needs none
+    # Its prompt's pages are held at its end, for another engine; until nobody waits for the answer.
+    hands_over: bool = False
 
     arrival_time: float = 0.0  # set by the engine's clock
     serial: int = 0  # order of arrival
@@ -189,6 +193,7 @@ class Request:
     num_tokens_accounted: int = 0  # leading ones counted as cached or written
     num_uncached: int = 0  # tokens without KV when it was queued
     load: PageLoad | None = None  # of pages in a tier: looked up while it waits, else under way
+    handed: HeldPages | None = None  # once they are held
     is_early: bool = False  # admitted before its turn, because it is short
     # A step with a chunk up to here failed and could not be run again: so far chunks stand alone.
     suspect_until: int = 0

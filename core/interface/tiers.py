@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ...radix_cache.audit import Steps
+from .transfers import PageOffer, Refusal
 
-Medium = Literal["host", "disk", "remote"]
+Medium = Literal["host", "disk", "remote", "peer"]
 IsValid = Callable[[], bool]
 
 
@@ -96,6 +97,15 @@ class KVTiers(Protocol):
     def flush(self, namespaces: Sequence[str | None]) -> None:
         """Forget the pages of these namespaces, of all when none is named."""
 
+    def meet(self, offer: PageOffer) -> None:
+        """Reach the peer whose pages a request may read, before they are looked up."""
+
+    def renew_offers(self) -> None:
+        """Ask the peers of all offers to hold the pages for longer."""
+
+    def end_offer(self, offer: PageOffer) -> None:
+        """Let the peer of an offer free the pages, whether they were read or not."""
+
     def close(self) -> None:
         """Close the stores."""
 
@@ -116,6 +126,10 @@ class KVTiers(Protocol):
     @property
     def has_saves(self) -> bool:
         """Whether `save` has something to do."""
+
+    @property
+    def refused_offers(self) -> Mapping[Refusal, int] | None:
+        """Count the offers that were of no use, by cause; None where no peers are read."""
 
     def watch_saves(self, on_saves: Callable[[], None]) -> None:
         """Have ``on_saves`` called whenever `save` gets something to do."""
@@ -157,3 +171,4 @@ class PageLoad:
     num_loaded: int = 0  # of these pages
     is_in_thread: bool = False  # the I/O thread is in a call for it
     is_over: bool = False  # the request does not wait for it any more
+    offer: PageOffer | None = None  # of the request, when it was to be looked up

@@ -142,6 +142,16 @@ def pin_session(cache: PrefixCache, request: Request, num_computed: int) -> None
         )
 
 
+def hold_prompt(cache: PrefixCache, request: Request) -> None:
+    """Hold the pages of a request's prompt, which has ended, for the engine that goes on with it.
+
+    That engine computes the last token itself, for its logits.
+    """
+    request.handed = cache.transfers.hold(
+        request.tokens, request.prompt_len - 1, namespace=request.namespace
+    )
+
+
 def allocate_draft_pages(
     cache: PrefixCache, lease: KVLease, num_tokens: int, plan: DraftPlan
 ) -> tuple[DraftPlan, array[int]]:

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from ...radix_cache import Eviction, KVLease, PrefixCache
 from ..interface.request import Request
 from ..interface.tiers import KVTiers, PageLoad
+from ..interface.transfers import PageOffer
 from .leases import cache_limit, publish
 
 LOOKUP_SECONDS = 0.05  # after which a look-up counts as one that found nothing
+MEETING_SECONDS = 0.5  # the same where a peer is to be reached first
 LATE, LATE_SECONDS = 3.0, 0.25  # times the estimate, after which a load is late; but at least
 TRIAL_SECONDS = 30.0  # without a load, after which one that seems too slow is begun: it may not be
 
@@ -25,13 +27,22 @@ TRIAL_SECONDS = 30.0  # without a load, after which one that seems too slow is b
 class PageLoads:
     """The look-ups and loads under way; written by the scheduler and by the engine's I/O alone.
 
-    ``on_order`` is called whenever the I/O thread gets something to do.
+    ``on_order`` is called whenever the I/O thread gets something to look up or to load,
+    ``on_offer`` when it gets a peer to meet or to notify.
+
+    A request may offer pages of a peer (`Request.offer`). They are looked up as others are, when
+    the peer was met. The offer ends as soon as its request does not wait for it any more, whatever
+    became of it: admitted without a load, loaded, late, preempted, ended.
     """
 
     def __init__(self, cache: PrefixCache, tiers: KVTiers) -> None:
         self.tiers = tiers
         self.look_ups: deque[PageLoad] = deque()  # to be looked up
         self.loads: deque[PageLoad] = deque()  # to be loaded, in turn
+        self.meetings: deque[PageOffer] = deque()  # offers whose peers are to be met
+        self.ended_offers: deque[PageOffer] = deque()  # whose peers are to be notified
+        self.num_offers = 0  # that have not ended
+        self.on_offer: Callable[[], None] = lambda: None
         self.num_late = 0
         self.on_order: Callable[[PageLoad], None] = lambda _: None
         self._cache = cache
@@ -52,6 +63,27 @@ class PageLoads:
         """Leases that have no request any more, and pages under I/O."""
         return list(self._leases.values())
 
+    # -- offers ---------------------------------------------------------------------------------
+
+    def meet(self, request: Request) -> None:
+        """Meet the peer of a request that offers pages; before `look_up`."""
+        if request.offer is not None:
+            self.num_offers += 1
+            self.meetings.append(request.offer)
+            self.on_offer()
+
+    def end_offer(self, offer: PageOffer) -> None:
+        """Have the peer of an offer notified that no request was queued with."""
+        self.ended_offers.append(offer)
+        self.on_offer()
+
+    def _leave_offer(self, request: Request) -> None:
+        """End the offer of a request, if it has one."""
+        offer, request.offer = request.offer, None
+        if offer is not None:
+            self.num_offers -= 1
+            self.end_offer(offer)
+
     # -- before admission -----------------------------------------------------------------------
 
     def look_up(self, request: Request, now: float) -> None:
@@ -67,15 +99,18 @@ class PageLoads:
         num_tokens = (len(request.tokens) - 1) // size * size - first * size
         if is_known or num_tokens < self.tiers.least_tokens:
             return
-        load = PageLoad(
-            request.request_id, request.tokens[:], request.namespace, first, now + LOOKUP_SECONDS
-        )
+        due = now + (LOOKUP_SECONDS if request.offer is None else MEETING_SECONDS)
+        load = PageLoad(request.request_id, request.tokens[:], request.namespace, first, due)
+        load.offer = request.offer
         request.load = self._awaited[request.request_id] = load
         self.look_ups.append(load)
         self.on_order(load)
 
     def found(self, load: PageLoad, keys: list[bytes]) -> None:
         """Take the outcome of a look-up."""
+        offer = load.offer
+        if offer is not None and offer.is_met and len(keys) < len(offer.page_ids):
+            self._cache.transfers.refused["foreign"] += 1
         if not load.is_over:
             load.keys, load.is_found = keys, True
             del self._awaited[load.request_id]
@@ -101,6 +136,11 @@ class PageLoads:
 
         ``compute_seconds``: how long it would take to compute a token; 0 if unknown.
         """
+        self._begin(request, now, compute_seconds)
+        if request.load is None:
+            self._leave_offer(request)
+
+    def _begin(self, request: Request, now: float, compute_seconds: float) -> None:
         load, request.load = request.load, None
         if load is None or request.lease is None:
             return
@@ -206,10 +246,11 @@ class PageLoads:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """End the waiting of a request for its look-up or load, if it waits for one."""
+        """End the waiting of a request for its look-up or load, and its offer, if it has them."""
         load, request.load = request.load, None
         if load is not None:
             self._end(load)
+        self._leave_offer(request)
 
     def leave(self, request: Request) -> None:
         """Take the lease of a request that is about to release it, if pages are under I/O."""

@@ -28,6 +28,7 @@ from .leases import (
     acquire_kv,
     allocate_draft_pages,
     awaits_prefix,
+    hold_prompt,
     num_uncached_tokens,
     pin_prompt,
     pin_session,
@@ -103,6 +104,8 @@ class Scheduler:
         self.request_table.add(request, now)
         self._claim_states([request], self.running.values())
         if self.page_loads is not None:
+            if request.offer is not None:
+                self.page_loads.meet(request)
             self.page_loads.look_up(request, now)
 
     def abort(
@@ -510,6 +513,11 @@ class Scheduler:
             self._release(request, keep=keep)
             if keep:
                 pin_session(self.cache, request, num_computed)
+            if request.hands_over and delta.finish_reason in (
+                FinishReason.STOP,
+                FinishReason.LENGTH,
+            ):
+                hold_prompt(self.cache, request)
         elif self.page_loads is not None:
             self.page_loads.forget(request)
         self.request_table.discard(request)

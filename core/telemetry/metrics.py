@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import (
@@ -32,6 +32,8 @@ from ..errors import DeadlineExceeded
 from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
 from ..interface.request import Delta, FinishReason, Request
+from ..interface.tiers import KVTiers
+from ..interface.transfers import Refusal
 from ..scheduling.chunk_budget import num_step_tokens
 from ..scheduling.page_loads import PageLoads
 from ..scheduling.scheduler import Scheduler
@@ -266,6 +268,21 @@ def read_tiers(loads: PageLoads, page_size: int) -> Iterator[Metric]:
     yield counter("kv_tier_late", "Loads that requests did not wait for", loads.num_late)
 
 
+def read_transfers(cache: PrefixCache, tiers: KVTiers | None) -> Iterator[Metric]:
+    """Pages of prompts that go from one engine to another."""
+    transfers = cache.transfers
+    yield gauge("kv_transfer_held", "Prompts whose KV pages another server is to read",
+                len(transfers))  # fmt: skip
+    yield gauge("kv_transfer_held_pages", "KV pages of them", transfers.num_pages)
+    yield counters("kv_transfer_ended", "Prompts whose KV pages are held no longer", "cause",
+                   transfers.ended)  # fmt: skip
+    peers = (None if tiers is None else tiers.refused_offers) or {}
+    yield counters(
+        "kv_transfer_refused", "kv_transfer_params that were of no use, by cause", "cause",
+        {cause: transfers.refused[cause] + peers.get(cause, 0) for cause in get_args(Refusal)},
+    )  # fmt: skip
+
+
 def _by_tier(
     kind: type[GaugeMetricFamily | CounterMetricFamily],
     name: str,
@@ -419,9 +436,14 @@ class Observers:
 
 
 class EngineMetrics:
-    """Counters and histograms that the engine feeds; `render` is the body of ``/metrics``."""
+    """Counters and histograms that the engine feeds; `render` is the body of ``/metrics``.
 
-    def __init__(self, scheduler: Scheduler, engine: EngineHealth | None = None) -> None:
+    ``gives_kv``: other engines read pages of this one.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, engine: EngineHealth | None = None, *, gives_kv: bool = False
+    ) -> None:
         self.registry = CollectorRegistry()
         self.spec_stats = SpecDecodeStats()
         for read in (
@@ -434,8 +456,12 @@ class EngineMetrics:
             self._add(Reader(read))
         if (states := scheduler.cache.states) is not None:
             self._add(Reader(partial(read_states, states)))
-        if (loads := scheduler.page_loads) is not None:
+        loads = scheduler.page_loads
+        if loads is not None:
             self._add(Reader(partial(read_tiers, loads, scheduler.cache.page_size)))
+        tiers = None if loads is None else loads.tiers
+        if gives_kv or (tiers is not None and tiers.refused_offers is not None):
+            self._add(Reader(partial(read_transfers, scheduler.cache, tiers)))
         if engine is not None:
             self._add(Reader(partial(read_faults, engine)))
         self._last_token_times: dict[str, float] = {}

@@ -11,7 +11,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,8 +19,10 @@ from ...radix_cache import RadixTree
 from ...radix_cache.audit import Steps
 from ...radix_cache.node import Cause
 from ..interface.tiers import PageStore, TierState
+from ..interface.transfers import PageOffer, Refusal
 from .keys import PageKeys, StoredPages, chain_keys, tag_of
 from .page_records import Records
+from .peer_store import PeerStore
 
 logger = logging.getLogger(__name__)
 LEAST_TOKENS = 64  # that are worth a load
@@ -72,6 +74,8 @@ class _Save:
 class Tiers:
     """`KVTiers` over stores in the order in which they are asked; a `KeyObserver`, too.
 
+    ``peers``: pools of other engines, which are asked last and keep nothing.
+
     Raises nothing for what a store does: one that fails, or answers too late, is left alone for a
     while.
     """
@@ -82,13 +86,15 @@ class Tiers:
         keys: PageKeys,
         records: Records,
         stores: Sequence[PageStore],
+        peers: PeerStore | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         least_tokens: int = LEAST_TOKENS,
     ) -> None:
         self.least_tokens = least_tokens
-        self._tree, self._keys, self._records = tree, keys, records
-        self._tiers = [_Tier(store) for store in stores]
+        self._tree, self._keys, self._records, self._peers = tree, keys, records, peers
+        self._keeping = [_Tier(store) for store in stores]  # those that pages are saved to
+        self._tiers = [*self._keeping, *([] if peers is None else [_Tier(peers)])]
         self._clock = clock
         self._queue: deque[_Save] = deque()
         self._num_unqueued = 0  # pages for which the queue had no room
@@ -149,7 +155,7 @@ class Tiers:
             return self._keys.counters[save.page_id] == save.counter
 
         is_open = set(self._open_tiers())
-        for tier in self._tiers:
+        for tier in self._keeping:
             if tier not in is_open:
                 tier.num_refused += 1
                 continue
@@ -175,6 +181,21 @@ class Tiers:
                 tag = next(iter(tier.unflushed))
                 tier.store.flush(tag)
                 tier.unflushed.discard(tag)
+
+    def meet(self, offer: PageOffer) -> None:
+        """See `KVTiers.meet`."""
+        if self._peers is not None:
+            self._peers.meet(offer)
+
+    def renew_offers(self) -> None:
+        """See `KVTiers.renew_offers`."""
+        if self._peers is not None:
+            self._peers.renew()
+
+    def end_offer(self, offer: PageOffer) -> None:
+        """See `KVTiers.end_offer`."""
+        if self._peers is not None:
+            self._peers.end(offer)
 
     def close(self) -> None:
         """See `KVTiers.close`."""
@@ -222,6 +243,11 @@ class Tiers:
         """See `KVTiers.has_saves`."""
         return bool(self._queue)
 
+    @property
+    def refused_offers(self) -> Mapping[Refusal, int] | None:
+        """See `KVTiers.refused_offers`."""
+        return None if self._peers is None else self._peers.refused.copy()
+
     def watch_saves(self, on_saves: Callable[[], None]) -> None:
         """See `KVTiers.watch_saves`."""
         self._on_saves = on_saves
@@ -242,6 +268,8 @@ class Tiers:
 
     def stored(self, pages: StoredPages) -> None:
         """Queue pages that have just joined the tree, as far as there is room."""
+        if not self._keeping:
+            return
         room = MAX_QUEUED * len(self._keys.counters) - len(self._queue)
         tag = self._tag(pages.namespace)
         for page_id, key in zip(pages.page_ids[:room], pages.keys, strict=False):
@@ -251,6 +279,16 @@ class Tiers:
 
     def dropped(self, namespace: str | None, keys: list[bytes], cause: Cause) -> None:
         """Ignore pages that leave the tree: their counters tell whoever copies them."""
+
+    def _dropped(self, tier: _Tier) -> Mapping[str, int]:
+        """Count pages that were not saved to a tier, by cause."""
+        if tier not in self._keeping:
+            return {}
+        return {
+            "left_the_pool": tier.num_evicted,
+            "closed": tier.num_refused,
+            "queue_full": self._num_unqueued,
+        }
 
     def _tag(self, namespace: str | None) -> bytes:
         return tag_of(self._keys.root(namespace))
@@ -269,13 +307,8 @@ class Tiers:
                 loaded_pages=tier.num_loaded,
                 load_seconds=tier.load_seconds,
                 saved_pages=tier.num_saved,
-                queued_pages=len(self._queue),
-                dropped_pages={
-                    "left_the_pool": tier.num_evicted,
-                    "closed": tier.num_refused,
-                    "queue_full": self._num_unqueued,
-                    **tier.store.stats(),
-                },
+                queued_pages=len(self._queue) if tier in self._keeping else 0,
+                dropped_pages={**self._dropped(tier), **tier.store.stats()},
                 times_closed=tier.num_closed,
                 is_open=self._is_open(tier),
             )

@@ -29,6 +29,7 @@ OPTIONAL = {  # where an extra is needed, and imported for it alone
     "matplotlib": "bench",
     "zmq": "events",
     "mooncake": "mooncake",
+    "nixl": "pd",
     "ray": "ray",
 }
 

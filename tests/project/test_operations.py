@@ -20,8 +20,8 @@ from foretoken.api.cluster.front.front_metrics import FrontMetrics
 from foretoken.api.serving.limits import Limits
 from foretoken.api.serving.settings import FrontOptions, Joining, Listen
 from foretoken.core.config import EngineConfig
-from foretoken.core.telemetry.metrics import read_states
-from foretoken.radix_cache import StateSlots
+from foretoken.core.telemetry.metrics import read_states, read_transfers
+from foretoken.radix_cache import PrefixCache, StateSlots
 from support.given import given, listening
 from support.observed_app import Observed
 
@@ -44,12 +44,18 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     server.complete("abab abab abab abab", max_tokens=40)
     names = {name.partition(" ")[0] for name in server.samples()}
     server.close()
-    return names | of_a_front() | of_states()
+    return names | of_a_front() | of_states() | of_transfers()
 
 
 def of_states() -> set[str]:
     """Names of the samples of a model with recurrent states."""
     return {sample.name for each in read_states(StateSlots(2, 1)) for sample in each.samples}
+
+
+def of_transfers() -> set[str]:
+    """Names of the samples of a server whose KV others read."""
+    found = read_transfers(PrefixCache(4, 4), None)
+    return {sample.name for each in found for sample in each.samples}
 
 
 def of_a_front() -> set[str]:

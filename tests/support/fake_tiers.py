@@ -13,6 +13,7 @@ from foretoken.core.interface.tiers import IsValid, Medium
 from foretoken.core.scheduling.page_loads import PageLoads
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.tiers.keys import PageKeys
+from foretoken.core.tiers.peer_store import PeerStore
 from foretoken.core.tiers.tiers import LEAST_TOKENS, Tiers
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import Driver, FakeRunner, make_scheduler
@@ -119,13 +120,14 @@ def make_fake_tiers(
     clock: Callable[[], float],
     cache: PrefixCache,
     *,
+    peers: PeerStore | None = None,
     least_tokens: int = LEAST_TOKENS,
 ) -> Tiers:
     """Real tiers of a cache, over the pages of a runner."""
     keys = PageKeys(b"fake", cache.num_total_pages, cache.page_size)
     cache.tree.add_observer(keys)
     records = HashRecords(runner)
-    return Tiers(cache.tree, keys, records, stores, clock=clock, least_tokens=least_tokens)
+    return Tiers(cache.tree, keys, records, stores, peers, clock=clock, least_tokens=least_tokens)
 
 
 class CallingDriver(Driver):
@@ -223,13 +225,19 @@ class TieredDriver(CallingDriver):
         page_size: int = 4,
         least_tokens: int = LEAST_TOKENS,
         runner: FakeRunner | None = None,
+        peers: PeerStore | None = None,
         **options: Any,
     ) -> None:
         runner = runner or FakeRunner(page_size)
 
         def make_tiers(cache: PrefixCache) -> Tiers:
             self.tiers = make_fake_tiers(
-                runner, stores, lambda: self.now, cache, least_tokens=least_tokens
+                runner,
+                stores,
+                lambda: self.now,
+                cache,
+                peers=peers,
+                least_tokens=least_tokens,
             )
             return self.tiers
 

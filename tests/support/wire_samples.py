@@ -123,7 +123,7 @@ def submit() -> Submit:
         params=params_form(SamplingParams(**given)), seed=2**64 - 1,  # type: ignore[arg-type]
         bad_words_ids=[[1, 2], [3]], shown_ids=[4, 5], limit=6, prediction=ids_form([7, 8]),
         pooling=[5, 6], tenant="key-0", cache=cache_form(CacheOptions(**CACHE)),  # type: ignore[arg-type]
-        deadline=2.5, num_prompt_logprobs=2,
+        deadline=2.5, num_prompt_logprobs=2, hands_over=True, transfer=b"{}",
     )  # fmt: skip
 
 
@@ -132,6 +132,7 @@ def step() -> Step:
     return Step(
         deltas=[delta_form("r-1", delta), delta_form("r-2", Delta(token_ids=[3]))],
         usages={"r-1": usage_form(usage, NOW)},
+        handed={"r-2": b"{}"},
         load=LOAD,
         pages=[page_news(is_stored=True, keys=KEYS), page_news(is_stored=False, keys=KEYS[:1])],
     )

@@ -6,17 +6,21 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from ....core.engine.inbox import NUM_TIMES, TokenStream, retry_seconds
 from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest, QueueFull
 from ....core.interface.request import Delta, FinishReason, Request
 from ....core.scheduling.output_processor import late_end
 from ..wire.forms import DeltaForm, UsageForm, WireError, delta_of
-from ..wire.messages import KEY_BYTES, Abort, Step, page_keys, submit_of
+from ..wire.messages import KEY_BYTES, Abort, Step, page_keys, prefill_of, submit_of
 from .front_metrics import FrontMetrics
 from .live_request import MAX_LOSSES, LiveRequest, aborted
 from .replica_link import MAX_REASON, ReplicaLink
 from .roster import NO_REPLICA, Roster
 from .routing import Choice, Router
+
+PREFILL_TOKENS = 256  # of a prompt, to compute, from which on a replica for prompts does so
 
 
 class DeadReplicaError(WireError):
@@ -97,6 +101,7 @@ class Dispatcher:
         """Move the requests of a replica that is lost."""
         lives = list(link.requests.values())
         for live in lives:
+            live.is_prefilling = False
             del self._places[live.request.request_id]
             self._router.end(live.request.request_id)
         link.requests.clear()
@@ -116,7 +121,10 @@ class Dispatcher:
             raise WireError(f"more pages than its {link.hello.num_pages}")
         now = self._clock()
         for form in step.deltas:
-            if (live := link.request_of(form)) is not None:
+            live = link.request_of(form)
+            if live is not None and live.is_prefilling:
+                self._take_prefill(live, form, step.handed.get(form.request_id), now)
+            elif live is not None:
                 link.check_tokens(form, live)
                 self._take_delta(live, form, step.usages.get(form.request_id), now)
         if step.deltas:
@@ -126,11 +134,7 @@ class Dispatcher:
         self, live: LiveRequest, form: DeltaForm, usage: UsageForm | None, now: float
     ) -> None:
         request, delta = live.request, delta_of(form)
-        if isinstance(delta.error, EngineDead):
-            raise DeadReplicaError(f"its engine ended: {str(delta.error)[:MAX_REASON]!r}")
-        is_abort = delta.finish_reason is FinishReason.ABORT and delta.stop_reason is None
-        if is_abort and not live.is_aborted:
-            raise DeadReplicaError("it ended a request that was not aborted")
+        _check_lives(live, delta)
         was_terminal, is_first = delta.terminal, delta.token_ids and not request.num_output
         live.take(delta, usage, now)
         if delta.terminal and not was_terminal:
@@ -141,27 +145,97 @@ class Dispatcher:
             self._router.progress(request.request_id, len(request.tokens))
         self._deliver(live, delta, now)
 
+    def _take_prefill(
+        self, live: LiveRequest, form: DeltaForm, handed: bytes | None, now: float
+    ) -> None:
+        """Take the end of a prompt that was computed for another replica, however it ended.
+
+        Its token is not read: the other replica draws the same one.
+        """
+        delta = delta_of(form)
+        _check_lives(live, delta)
+        if not delta.terminal:
+            return
+        request_id = live.request.request_id
+        self._places.pop(request_id).forget(request_id)
+        self._router.end(request_id)
+        live.is_prefilling, live.transfer, live.waits_since = False, handed, now
+        if live.is_aborted:
+            self._finish(live, aborted())
+            return
+        self._waiting[request_id] = live
+        self._serve_one(live, now)
+        if self._waiting:  # there is room now
+            asyncio.get_running_loop().call_soon(self.serve_waiting)
+
     # -- where a request is ---------------------------------------------------------------------
 
     def _place(self, live: LiveRequest, now: float) -> bool:
         """Send a request to a replica; False where none has room."""
         request = live.request
+        if self._place_prompt(live, now):
+            return True
         while (choice := self._choose(live, now)) is not None:
             link = self._roster.links[choice.replica]
-            if not self._roster.send(link, submit_of(request, elapsed=live.elapsed(now))):
+            submit = submit_of(request, elapsed=live.elapsed(now))
+            transfer, live.transfer = live.transfer, None  # it is good once
+            if not self._roster.send(link, replace(submit, transfer=transfer)):
                 continue
             live.sent(now)
-            link.requests[request.request_id] = live
-            self._places[request.request_id] = link
-            self._router.begin(request.request_id, choice)
+            self._note_place(live, link, choice)
             self._metrics.hit_tokens.inc(choice.hit_tokens)
             return True
         return False
 
-    def _choose(self, live: LiveRequest, now: float) -> Choice[bytes] | None:
+    def _note_place(self, live: LiveRequest, link: ReplicaLink, choice: Choice[bytes]) -> None:
+        request_id = live.request.request_id
+        link.requests[request_id] = live
+        self._places[request_id] = link
+        self._router.begin(request_id, choice)
+
+    def _place_prompt(self, live: LiveRequest, now: float) -> bool:
+        """Send the prompt of a request to a replica for prompts; False if none is to have it.
+
+        That of the answer is chosen again behind that.
+        """
+        links = self._roster.links
+        for_prompts = {
+            peer
+            for peer, each in links.items()
+            if each.role == "prefill" and each.unready is None and each.has_room
+        }
+        if not (for_prompts and live.may_be_prefilled):
+            return False
+        choice = self._choose(live, now, is_sent=False)
+        if choice is None or links[choice.replica].role not in ("decode", "both"):
+            return False
+        if choice.num_tokens - choice.hit_tokens < PREFILL_TOKENS:
+            return False
+        request = live.request
+        choice = self._router.choose(
+            request.tokens,
+            request.namespace,
+            session=live.session,
+            now=now,
+            excluded=links.keys() - for_prompts,
+        )
+        live.was_prefilled = True
+        message = prefill_of(request, elapsed=live.elapsed(now))
+        if choice is None or not self._roster.send(links[choice.replica], message):
+            return False
+        live.is_prefilling = True
+        self._note_place(live, links[choice.replica], choice)
+        return True
+
+    def _choose(
+        self, live: LiveRequest, now: float, *, is_sent: bool = True
+    ) -> Choice[bytes] | None:
         """The replica for a request: one that is ready, else any with room."""
         links = self._roster.links
         full = {peer for peer, each in links.items() if not each.has_room}
+        for_prompts = {peer for peer, each in links.items() if each.role == "prefill"}
+        if len(for_prompts) < len(links):  # else they compute whole requests
+            full |= for_prompts
         unready = {peer for peer, each in links.items() if each.unready is not None}
         for excluded in (full | unready, full) if unready else (full,):
             choice = self._router.choose(
@@ -171,6 +245,7 @@ class Dispatcher:
                 cache=live.request.cache,
                 now=now,
                 excluded=excluded,
+                is_sent=is_sent,
             )
             if choice is not None:
                 return choice
@@ -241,3 +316,12 @@ class Dispatcher:
     def _deliver(self, live: LiveRequest, delta: Delta, now: float) -> None:
         live.stream.push(delta)
         self._metrics.notify.observe_delta(live.request, delta, now)
+
+
+def _check_lives(live: LiveRequest, delta: Delta) -> None:
+    """Raise `DeadReplicaError` for a delta that an engine sends when it ends."""
+    if isinstance(delta.error, EngineDead):
+        raise DeadReplicaError(f"its engine ended: {str(delta.error)[:MAX_REASON]!r}")
+    is_abort = delta.finish_reason is FinishReason.ABORT and delta.stop_reason is None
+    if is_abort and not live.is_aborted:
+        raise DeadReplicaError("it ended a request that was not aborted")

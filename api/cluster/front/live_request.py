@@ -31,6 +31,9 @@ class LiveRequest:
         self.stream = TokenStream(request)
         self.num_losses = 0
         self.is_aborted = False
+        self.is_prefilling = False  # a replica computes its prompt for another one
+        self.was_prefilled = False  # or did so before: that is tried once
+        self.transfer: bytes | None = None  # where its KV is to be read, for the next replica
         self.waits_since = now  # for a replica, where it has none
         self._sent = now
         self._before: Usage | None = None  # of the replicas that were lost
@@ -55,6 +58,14 @@ class LiveRequest:
             "age_seconds": self.elapsed(now),
             "losses": self.num_losses,
         }
+
+    @property
+    def may_be_prefilled(self) -> bool:
+        """Whether another replica than that of its answer may compute its prompt."""
+        request, sampling = self.request, self.request.sampling
+        is_plain = sampling.pooling is None and sampling.params.prompt_logprobs is None
+        is_new = not (self.was_prefilled or request.num_output)
+        return is_new and is_plain and not request.cache.is_private
 
     def sent(self, now: float) -> None:
         """Note that a replica has it."""

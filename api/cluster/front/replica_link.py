@@ -32,6 +32,7 @@ class ReplicaLink:
     number: int  # in the order of arrival; never given twice
     hello: Hello
     since: float  # on the front's clock
+    role: str | None = None  # prefill, decode or both; None: it transfers no KV
     load: Load = NO_LOAD
     unready: str | None = None  # why it cannot take requests, in its own words
     requests: dict[str, LiveRequest] = field(default_factory=dict)

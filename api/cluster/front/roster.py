@@ -190,7 +190,8 @@ class Roster:
 
     def _join(self, peer: bytes, hello: Hello) -> None:
         self.num_joined += 1
-        link = self.links[peer] = ReplicaLink(peer, self.num_joined, hello, self._clock())
+        role, now = _role_of(hello), self._clock()
+        link = self.links[peer] = ReplicaLink(peer, self.num_joined, hello, now, role)
         self._count_room()
         num_there = len(self.links)
         if num_there >= self._wanted:
@@ -218,6 +219,11 @@ def _hello_in(message: FromReplica | WireError) -> Hello:
     if not isinstance(message, Hello):
         raise WireError("its first message was no greeting")
     return message
+
+
+def _role_of(hello: Hello) -> str | None:
+    settings = body_of(hello.settings)
+    return str(settings.get("role") or "both") if settings.get("kv_transfer") else None
 
 
 def _check_same_model(hello: Hello, first: Hello) -> None:

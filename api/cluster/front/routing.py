@@ -225,8 +225,11 @@ class Router(Generic[R]):
         now: float,
         excluded: Collection[R] = (),
         cache: CacheOptions = DEFAULT_CACHE,
+        is_sent: bool = True,
     ) -> Choice[R] | None:
         """Choose a replica for a request that is sent there now; None if there is none for it.
+
+        With ``is_sent`` false nothing is sent, and nothing changes.
 
         ``tokens``: all that the request has, its output so far included. ``now``: seconds on a
         clock that never goes back. ``excluded``: replicas that cannot take it. Its pages count as
@@ -245,8 +248,9 @@ class Router(Generic[R]):
         for seed in keys if cache.read else ():
             _find_pages([each for each in offers if each.replica.seed == seed], keys[seed])
         best = self._best(offers, namespace if session is None else session)
-        best.replica.last_turn = next(self._turns)
-        if cache.write:
+        if is_sent:
+            best.replica.last_turn = next(self._turns)
+        if is_sent and cache.write:
             best.replica.mark_sent(keys[best.replica.seed], now + SENT_SECONDS)
         return Choice(best.replica.name, best.hit, best.owed, best.num_tokens)
 

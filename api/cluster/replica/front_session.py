@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from ....core.engine.inbox import TokenStream
 from ....core.errors import EngineDead, ForetokenError
 from ....core.interface.request import Delta, FinishReason
 from ...runtime.preprocess import submit as submit_to
@@ -83,6 +84,7 @@ class FrontSession:
         self._calls: set[asyncio.Task[None]] = set()
         self._deltas: list[DeltaForm] = []  # to be sent in this turn of the loop
         self._due: dict[str, HostedRequest] = {}  # whose usage leaves with them
+        self._handed: dict[str, bytes] = {}  # likewise
         self._flush_handle: asyncio.Handle | None = None
         self._news_handle: asyncio.TimerHandle | None = None
         self._num_silent = 0  # beats since the front's last message
@@ -162,7 +164,7 @@ class FrontSession:
     async def _serve(self, live: _Live, message: Submit) -> None:
         try:
             hosted = await self._hosted.make(message)
-            stream = submit_to(self._hosted.engine, hosted.request)
+            stream = self._submit_to_engine(message, hosted)
             live.hosted = hosted
             async for delta in stream:
                 self._note(live, delta)
@@ -175,6 +177,14 @@ class FrontSession:
             _log_unless_on_purpose(error, "a request failed")
             shown = error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)
             self._note(live, Delta(error=shown))
+
+    def _submit_to_engine(self, message: Submit, hosted: HostedRequest) -> TokenStream:
+        self._hosted.hand_over(message, hosted.request)
+        try:
+            return submit_to(self._hosted.engine, hosted.request)
+        except BaseException:
+            self._hosted.end_offer(hosted.request)
+            raise
 
     def _abort(self, request_id: str) -> None:
         """End a request; its last delta says that it was aborted."""
@@ -233,6 +243,9 @@ class FrontSession:
             if hosted.needs_usage(delta):
                 self._due[live.request_id] = hosted
         if delta.terminal:
+            handed = None if hosted is None else self._hosted.handed(hosted.request)
+            if handed is not None:
+                self._handed[live.request_id] = handed
             if self._live.get(live.request_id) is live:
                 del self._live[live.request_id]
             if hosted is not None:
@@ -250,11 +263,12 @@ class FrontSession:
         self._cancel_handles()
         deltas, self._deltas = self._deltas, []
         due, self._due = self._due, {}
+        handed, self._handed = self._handed, {}
         now, pages = self._hosted.engine.now, self._hosted.pages.take()
         if deltas or pages:
             usages = {id_: usage_form(each.request.usage, now) for id_, each in due.items()}
             load = self._hosted.load
-            self._send(Step(deltas=deltas, usages=usages, load=load, pages=pages))
+            self._send(Step(deltas=deltas, usages=usages, handed=handed, load=load, pages=pages))
 
     def _cancel_handles(self) -> None:
         for handle in (self._flush_handle, self._news_handle):

@@ -34,6 +34,7 @@ from ..wire.messages import (
     Report,
     Submit,
     body_form,
+    body_of,
     hello_of,
     request_of,
 )
@@ -144,6 +145,29 @@ class HostedEngine:
         if text.watches and await _stops(text, output):
             raise WireError("the output so far has a stop string")
         return HostedRequest(request=request, text=text)
+
+    def hand_over(self, submit: Submit, request: Request) -> None:
+        """Have the prompt's pages held, or read from the replica that computed them."""
+        transfers = self.built.transfers
+        if transfers is None:
+            return
+        request.hands_over = submit.hands_over
+        if submit.transfer is not None:
+            offer = transfers.read(body_of(submit.transfer)).offer
+            if offer is not None and transfers.check(offer, len(request.tokens)):
+                request.offer = offer
+
+    def end_offer(self, request: Request) -> None:
+        """Let another replica free what the engine did not take."""
+        if self.built.transfers is not None and request.offer is not None:
+            self.built.transfers.end(request.offer)
+
+    def handed(self, request: Request) -> bytes | None:
+        """Return what another replica needs to go on with a prompt; None if nothing is held."""
+        transfers = self.built.transfers
+        if transfers is None or request.handed is None:
+            return None
+        return body_form(transfers.write(request))
 
     def _check_goes_on(self, request: Request, params: SamplingParams) -> None:
         """Refuse an output that has ended: its next step would be beyond all limits."""

@@ -16,10 +16,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...._version import __version__
-from ....core.interface.request import OnToken, Request
+from ....core.interface.request import CacheOptions, OnToken, Request
 from ....core.interface.sampling import Pooling
 from ...build.built import Built
-from ...runtime.preprocess import make_request
+from ...runtime.preprocess import make_request, warm_params
 from ...runtime.serving_engine import ServingEngine
 from ...structured.matcher import Grammar, GrammarMatcher
 from ...types.results import Body
@@ -129,12 +129,13 @@ class PageNews(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
 class Step(_Message, tag="step", frozen=True, kw_only=True):
     """A step's result: deltas of all requests, and the state of the engine behind it.
 
-    ``usages`` are by request, of those whose usage the front needs now. A message without deltas
-    has news of pages.
+    ``usages`` are by request, of those whose usage the front needs now, ``handed`` as well. A
+    message without deltas has news of pages.
     """
 
     deltas: list[DeltaForm] = []
     usages: dict[str, UsageForm] = {}
+    handed: dict[str, bytes] = {}  # JSON: `TransferParams.write` of prompts that ended
     load: Load
     pages: list[PageNews] = []
 
@@ -171,6 +172,8 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     cache: CacheForm
     deadline: Seconds | None = None  # seconds left
     num_prompt_logprobs: Count = 0  # sent already
+    hands_over: bool = False  # its prompt alone is wanted, for another replica
+    transfer: bytes | None = None  # `Step.handed` of the replica that computed its prompt
 
 
 class Abort(_Message, tag="abort", frozen=True, kw_only=True):
@@ -417,6 +420,27 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         cache=cache_form(request.cache),
         deadline=None if request.deadline is None else request.deadline - elapsed,
         num_prompt_logprobs=request.num_prompt_logprobs,
+    )
+
+
+def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
+    """The message by which a replica computes the prompt of a request for another one.
+
+    As `submit_of` else. What the answer needs is left out: it has one token, which nobody reads.
+    """
+    whole = submit_of(request, elapsed=elapsed)
+    params = request.sampling.params
+    if not isinstance(params, SamplingParams):
+        raise WireError("a request without parameters of the API")
+    return Submit(
+        request_id=whole.request_id,
+        prompt=whole.prompt,
+        params=params_form(warm_params(params)),
+        seed=whole.seed,
+        tenant=whole.tenant,
+        cache=cache_form(CacheOptions()),
+        deadline=whole.deadline,
+        hands_over=True,
     )
 
 

@@ -118,6 +118,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "max-batch-tokens": "8", "aging-seconds": "3", "max-priority": "4",
         "max-slowdown": "3", "overlap": "on",
         "kv-host": "64MiB", "kv-disk": "d:1GiB", "kv-remote": "mooncake://h:1?lend=1GiB",
+        "kv-transfer": "nixl", "role": "decode",
         "kv-events": "tcp://127.0.0.1:5557", "kv-events-replay": "tcp://127.0.0.1:5559",
         "kv-events-topic": "kv@",
         "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",

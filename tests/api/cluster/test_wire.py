@@ -201,6 +201,7 @@ OWN = {
     "events",
     "keys",
     "set_openings",
+    "transfers",
 }  # fields of `Built` that each process has of its own
 
 
@@ -249,7 +250,8 @@ CARRIED = {
 ANEW = {  # written by the engine that serves it, or by the process that has its text
     "on_token", "arrival_time", "serial", "urgency", "max_len", "status", "num_computed", "lease",
     "usage", "num_preemptions", "num_charged_not_computed", "num_tokens_accounted",
-    "num_uncached", "load", "is_early", "suspect_until", "suspect_beside_drafts",
+    "num_uncached", "load", "is_early", "suspect_until", "suspect_beside_drafts", "offer",
+    "hands_over", "handed",
 }  # fmt: skip
 EOS = frozenset({1, 2})
 

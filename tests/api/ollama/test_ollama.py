@@ -11,7 +11,7 @@ import ollama
 import pytest
 
 from foretoken.api.ollama.conversation import plain_messages, read_params
-from foretoken.api.ollama.schema import ChatBody, ChatMessage, GenerateBody, Options
+from foretoken.api.ollama.schema import ChatMessage, OllamaChatBody, OllamaGenerateBody, Options
 from foretoken.core.errors import InvalidRequest
 
 NAME = "tiny/model"
@@ -213,10 +213,10 @@ def test_options_become_sampling_parameters():
     options = Options(
         temperature=0.5, top_k=7, seed=3, stop=["x"], num_predict=9, repeat_penalty=1.1
     )
-    params = read_params(ChatBody(options=options, format="json"))
+    params = read_params(OllamaChatBody(options=options, format="json"))
     assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0.5, 7, 3, 9)
     assert (params.stop, params.repetition_penalty) == (("x",), 1.1)
     assert params.json_schema == {"type": "object"}
-    assert read_params(GenerateBody(options=Options(num_predict=-1))).max_tokens is None
+    assert read_params(OllamaGenerateBody(options=Options(num_predict=-1))).max_tokens is None
     with pytest.raises(InvalidRequest, match="stop"):
-        read_params(ChatBody(options=Options(stop=[""] * 2)))
+        read_params(OllamaChatBody(options=Options(stop=[""] * 2)))

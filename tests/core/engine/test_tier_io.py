@@ -13,8 +13,9 @@ import pytest
 
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.model_thread import Job
-from foretoken.core.engine.tier_io import CLOSE_SECONDS
+from foretoken.core.engine.tier_io import CLOSE_SECONDS, RENEW_SECONDS
 from foretoken.core.interface.request import Request
+from foretoken.core.interface.transfers import PageOffer, PoolMemory
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, LOOKUP_SECONDS
 from support import virtual_time
 from support.fake_model import answer, make_request, make_scheduler
@@ -167,6 +168,36 @@ def test_flushes_go_first_then_look_ups_then_loads_and_saves_last() -> None:
             last_load = max(at for at, name in enumerate(thread.begun) if name == "load")
             assert set(thread.begun[last_load + 1 :]) == {"save"}
             assert "save" not in thread.begun[6:last_load]
+
+    run(scenario)
+
+
+def test_peers_are_met_first_asked_again_while_a_request_waits_and_notified_at_its_end() -> None:
+    async def scenario() -> None:
+        thread = HandThread()
+        async with Scene(thread) as scene:
+            request = make_request("offered", PROMPTS[0])
+            memory = PoolMemory(b"", "DRAM", (), 0)
+            request.offer = PageOffer("name", memory, b"key", [1], 0, 1)
+            scene.loads.meet(request)
+            reading = scene.submit(1)
+            await settle()
+            await thread.end_all()
+            assert thread.begun[:2] == ["meet", "find"]
+            await reading.check()
+            await thread.end_all()
+            for count in (1, 2, 3):
+                await asyncio.sleep(RENEW_SECONDS)
+                await thread.end_all()
+                assert thread.begun.count("renew_offers") == count
+            scene.loads.forget(request)
+            await settle()
+            await thread.end_all()
+            assert thread.begun[-1] == "end_offer"
+            await asyncio.sleep(5 * RENEW_SECONDS)
+            await thread.end_all()
+            assert thread.begun[-1] == "end_offer", "nobody waits for anything"
+            assert scene.loads.num_offers == 0
 
     run(scenario)
 

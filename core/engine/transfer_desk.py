@@ -1,0 +1,68 @@
+"""TransferDesk: ends the transfers of an engine whose pages others read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from ...radix_cache import PrefixCache
+from ..interface.transfers import DONE, RENEW, PageServer
+
+logger = logging.getLogger(__name__)
+POLL_SECONDS = 0.002  # between looks for notes, while pages are held; a look takes microseconds
+
+
+class TransferDesk:
+    """Reads the notes of readers, and ends transfers that are over.
+
+    It works on the engine's event loop while pages are held, and costs nothing else. ``on_end`` is
+    called when pages have become free: requests may wait for them.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        server: PageServer,
+        *,
+        clock: Callable[[], float],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._cache, self._server = cache, server
+        self._clock, self._on_end = clock, on_end
+        self._timer: asyncio.TimerHandle | None = None
+        cache.transfers.on_hold = self._watch
+
+    def _watch(self) -> None:
+        """Look for notes from now on, for as long as pages are held."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(POLL_SECONDS, self._poll)
+
+    def _poll(self) -> None:
+        self._timer = None
+        transfers = self._cache.transfers
+        num_held = len(transfers)
+        try:
+            for note in self._server.notes():
+                self._take(note)
+        except OSError as error:
+            logger.warning("notes of readers cannot be read: %s", error)
+        self._cache.tick(self._clock())
+        if len(transfers) < num_held:
+            self._on_end()
+        if len(transfers):
+            self._watch()
+
+    def _take(self, note: bytes) -> None:
+        """Do what a note asks for; one of no known form, or of no transfer, is ignored."""
+        for verb, act in ((DONE, self._cache.transfers.end), (RENEW, self._cache.transfers.renew)):
+            if note.startswith(verb):
+                act(note[len(verb) :].decode(errors="replace"))
+
+    def close(self) -> None:
+        """End all transfers: what readers have not read by now, they compute."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._cache.transfers.on_hold = lambda: None
+        self._cache.transfers.close()
+        self._server.close()

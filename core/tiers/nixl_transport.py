@@ -1,0 +1,172 @@
+"""Reading the memory of other processes by NIXL: over shared memory, RDMA or TCP, as UCX finds it.
+
+Needs the extra pd. NIXL asks for no secret: whoever has an agent's description, and reaches its
+ports, can read the memory that it registered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidRequest
+from ..interface.transfers import MemoryKind, PageOffer, PoolMemory, Region
+
+READ_SECONDS = 2.0  # after which a peer counts as gone
+SPINS, NAP_SECONDS = 200, 0.0002  # looks at a transfer before and between pauses
+FLUSHES = 8  # looks that carry a note to the wire
+WORD_BYTES = 8
+
+
+def make_agent(role: str) -> Any:  # noqa: ANN401 - the package has no types
+    """Make an agent with a name of its own. Raises `InvalidRequest` without the extra.
+
+    It has no thread for progress: that would take a fifth of a core while nothing is transferred.
+    """
+    # UCX writes to stdout, and both write what callers are told anyway.
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    try:
+        from nixl import nixl_agent, nixl_agent_config
+    except ImportError as error:
+        message = f"kv_transfer needs the extra pd: pip install 'foretoken[pd]' ({error})"
+        raise InvalidRequest(message, param="kv_transfer") from None
+    name = f"foretoken-{role}-{secrets.token_hex(8)}"
+    try:
+        return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    except Exception as error:
+        message = f"kv_transfer: NIXL does not start: {_text(error)}"
+        raise InvalidRequest(message, param="kv_transfer") from None
+
+
+class NixlServer:
+    """`PageServer` of tensors whose row p belongs to page p, and of the words beside them."""
+
+    def __init__(self, parts: Sequence[Tensor], words: array[int]) -> None:
+        self._parts, self._words = parts, words  # they must not move nor go
+        self._agent = make_agent("p")
+        for part in parts:
+            self._agent.register_memory(part)
+        address, count = words.buffer_info()
+        self._agent.register_memory([(address, count * WORD_BYTES, 0, "words")], "DRAM")
+        kind: MemoryKind = "VRAM" if parts[0].device.type == "cuda" else "DRAM"
+        rows = tuple(Region(part.data_ptr(), part[0].nbytes) for part in parts)
+        self.memory = PoolMemory(self._agent.get_agent_metadata(), kind, rows, address)
+
+    def notes(self) -> Sequence[bytes]:
+        """See `PageServer.notes`. It also does what peers that connect wait for."""
+        try:
+            found = self._agent.get_new_notifs()
+        except Exception as error:
+            raise OSError(_text(error)) from None
+        return [note for notes in found.values() for note in notes]
+
+    def close(self) -> None:
+        """See `PageServer.close`."""
+        self._agent = _ENDED
+
+
+class NixlReader:
+    """`PageReader` into a buffer of its own, of ``capacity`` bytes."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._agent = make_agent("d")
+        self._names: dict[bytes, str] = {}  # of agents that are connected
+        self._renew_buffer()
+
+    def _renew_buffer(self) -> None:
+        """Take another buffer: what does not end may still write to the old one."""
+        self._buffer = torch.empty(self.capacity + WORD_BYTES, dtype=torch.uint8)
+        self._agent.register_memory(self._buffer)
+
+    def read(self, memory: PoolMemory, regions: Sequence[Region]) -> memoryview:
+        """See `PageReader.read`."""
+        return self._read(memory, regions, memory.kind, 0)
+
+    def read_word(self, offer: PageOffer) -> int:
+        """See `PageReader.read_word`."""
+        region = Region(offer.word, WORD_BYTES)
+        data = self._read(offer.memory, [region], "DRAM", self.capacity)
+        return int.from_bytes(data, "little")
+
+    def _read(
+        self, memory: PoolMemory, regions: Sequence[Region], kind: MemoryKind, at: int
+    ) -> memoryview:
+        """Read regions to a place in the buffer."""
+        start, own = self._buffer.data_ptr() + at, []
+        for region in regions:
+            own.append((start, region.num_bytes, 0))
+            start += region.num_bytes
+        theirs = [(region.address, region.num_bytes, 0) for region in regions]
+        agent = self._agent
+        try:
+            name = self._connect(memory.agent)
+            descriptions = agent.get_xfer_descs(own, "DRAM"), agent.get_xfer_descs(theirs, kind)
+            handle = agent.initialize_xfer("READ", *descriptions, name)
+            self._finish(handle)
+        except Exception as error:
+            self._forget(memory.agent)
+            raise OSError(_text(error)) from None
+        num_bytes = sum(region.num_bytes for region in regions)
+        found: memoryview = self._buffer[at : at + num_bytes].numpy().data
+        return found
+
+    def _finish(self, handle: Any) -> None:  # noqa: ANN401 - the package has no types
+        """Wait until a transfer has ended; raises OSError if it does not, or fails."""
+        ends, num_looks = time.monotonic() + READ_SECONDS, 0
+        state = self._agent.transfer(handle)
+        while state == "PROC" and time.monotonic() < ends:
+            state, num_looks = self._agent.check_xfer_state(handle), num_looks + 1
+            if num_looks > SPINS:
+                time.sleep(NAP_SECONDS)
+        if state != "DONE":
+            self._renew_buffer()
+        self._agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise OSError(f"a peer did not answer in {READ_SECONDS:g} s" if state == "PROC"
+                          else "a peer failed")  # fmt: skip
+
+    def send(self, memory: PoolMemory, note: bytes) -> None:
+        """See `PageReader.send`."""
+        try:
+            self._agent.send_notif(self._connect(memory.agent), note)
+            for _ in range(FLUSHES):
+                self._agent.get_new_notifs()
+        except Exception as error:
+            self._forget(memory.agent)
+            raise OSError(_text(error)) from None
+
+    def _connect(self, description: bytes) -> str:
+        if description not in self._names:
+            name = self._agent.add_remote_agent(description)
+            self._names[description] = name.decode() if isinstance(name, bytes) else name
+        return self._names[description]
+
+    def _forget(self, description: bytes) -> None:
+        """Disconnect from an agent: one that comes again is connected anew."""
+        name = self._names.pop(description, None)
+        if name is not None:
+            with contextlib.suppress(Exception):  # it is gone either way
+                self._agent.remove_remote_agent(name)
+
+    def close(self) -> None:
+        """See `PageReader.close`."""
+        for description in list(self._names):
+            self._forget(description)
+        self._agent = _ENDED
+
+
+_ENDED: Any = None  # in place of an agent: the last reference to it ends it
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

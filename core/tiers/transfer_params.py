@@ -1,0 +1,206 @@
+"""TransferParams: ``kv_transfer_params``, by which clients carry transfers from P to D.
+
+The fields are vLLM's; what is foretoken's own is in ``foretoken``. All of it is signed: whoever
+could make such parameters could have any memory read, and any KV taken for a prompt's.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ...radix_cache import PrefixCache
+from ..interface.request import Request
+from ..interface.transfers import (
+    NO_HANDOVER,
+    Handover,
+    PageOffer,
+    PoolMemory,
+    Refusal,
+    Region,
+)
+from .keys import PageKeys
+
+SECONDS = 30  # for which parameters are good
+NAME_CHARS = 64
+MAC_PURPOSE = b"foretoken kv_transfer_params"
+
+Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class OwnParams(Struct, forbid_unknown_fields=True, frozen=True):
+    """``foretoken``: where the pages are, and what they are pages of. Bytes are base64 or hex."""
+
+    fingerprint: str  # hex, of what computes the KV
+    key: str  # hex, of the last page
+    agent: str  # base64, by which the memory is reached
+    kind: Literal["DRAM", "VRAM"]
+    parts: list[tuple[Address, Count]]
+    words: Address
+    slot: Count
+    nonce: str  # hex: not every reader of JSON has integers of 63 bits
+    until: int  # seconds since 1970
+    mac: str = ""  # hex
+
+
+class Params(Struct, frozen=True):
+    """``kv_transfer_params`` of P's answer, as far as D needs them; routers may add fields."""
+
+    remote_request_id: Annotated[str, Meta(max_length=NAME_CHARS)]
+    remote_block_ids: list[Count]
+    foretoken: OwnParams
+
+
+class TransferParams:
+    """Writes the parameters of P, and reads those that D gets. Belongs to the event loop's thread.
+
+    ``secret`` is that of the whole cluster. ``memory``: this engine's, if it gives pages.
+    ``end_offer`` has the peer of an offer notified, if it takes pages; ``row_bytes`` are those of
+    the parts of its records.
+    """
+
+    def __init__(
+        self,
+        secret: str,
+        fingerprint: bytes,
+        cache: PrefixCache,
+        keys: PageKeys,
+        *,
+        memory: PoolMemory | None,
+        end_offer: Callable[[PageOffer], None] | None,
+        row_bytes: tuple[int, ...],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._key = hmac.digest(secret.encode(), MAC_PURPOSE, "sha256")
+        self._fingerprint = fingerprint.hex()
+        self._locks, self._keys = cache.transfers, keys
+        self._page_size = cache.page_size
+        self._memory, self._end_offer, self._row_bytes = memory, end_offer, row_bytes
+        self._engine_id = "" if memory is None else hashlib.sha256(memory.agent).hexdigest()[:32]
+        self._clock = clock
+
+    # -- P --------------------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more pages can be held now."""
+        return self._locks.is_full
+
+    def is_prefill(self, params: Mapping[str, Any] | None) -> bool:
+        """Whether the prompt is to be computed for another engine, and this one does so."""
+        has_pool = self._memory is not None
+        return has_pool and params is not None and params.get("do_remote_decode") is True
+
+    def write(self, request: Request) -> dict[str, Any]:
+        """Return the parameters of an answer; without held pages such as name none."""
+        held, memory = request.handed, self._memory
+        params: dict[str, Any] = {
+            "do_remote_prefill": held is not None,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": request.request_id,
+            "remote_block_ids": [],
+            "remote_host": None,
+            "remote_port": None,
+        }
+        if held is None or memory is None:
+            return params
+        own = OwnParams(
+            fingerprint=self._fingerprint,
+            key=self._keys.key(held.page_ids[-1]).hex(),
+            agent=base64.b64encode(memory.agent).decode(),
+            kind=memory.kind,
+            parts=[(part.address, part.num_bytes) for part in memory.parts],
+            words=memory.words,
+            slot=held.slot,
+            nonce=f"{held.nonce:x}",
+            until=int(self._clock()) + SECONDS,
+        )
+        found = Params(held.name, held.page_ids.tolist(), own)
+        signed = msgspec.structs.replace(own, mac=self._mac(found))
+        return params | {
+            "remote_request_id": found.remote_request_id,
+            "remote_block_ids": found.remote_block_ids,
+            "foretoken": msgspec.to_builtins(signed),
+        }
+
+    def drop(self, request: Request) -> None:
+        """Free the pages of a request whose answer reaches nobody."""
+        request.hands_over = False
+        if request.handed is not None:
+            self._locks.end(request.handed.name)
+
+    # -- D --------------------------------------------------------------------------------------
+
+    def read(self, params: Mapping[str, Any] | None) -> Handover:
+        """Read what a request asks for; raises nothing: what is of no use is counted."""
+        if not params:
+            return NO_HANDOVER
+        if self.is_prefill(params):
+            return Handover(hands_over=True)
+        if params.get("do_remote_prefill") is not True:
+            if params.get("do_remote_decode") is True:
+                self._refuse("role")
+            return NO_HANDOVER
+        found = self._offer(params)
+        if isinstance(found, PageOffer):
+            return Handover(offer=found)
+        self._refuse(found)
+        return NO_HANDOVER
+
+    def check(self, offer: PageOffer, num_tokens: int) -> bool:
+        """Whether an offer suits a prompt of this many tokens; one that does not is ended."""
+        if len(offer.page_ids) <= max(0, num_tokens - 1) // self._page_size:
+            return True
+        self._refuse("out_of_range")
+        self.end(offer)
+        return False
+
+    def end(self, offer: PageOffer) -> None:
+        """Notify the peer of an offer whose request did not come to the engine."""
+        if self._end_offer is not None:
+            self._end_offer(offer)
+
+    def _refuse(self, cause: Refusal) -> None:
+        self._locks.refused[cause] += 1
+
+    def _offer(self, params: Mapping[str, Any]) -> PageOffer | Refusal:
+        if self._end_offer is None:
+            return "role"
+        try:
+            found = msgspec.convert(params, Params)
+            own = found.foretoken
+            agent, key = base64.b64decode(own.agent, validate=True), bytes.fromhex(own.key)
+            nonce = int(own.nonce, 16)
+        except (msgspec.ValidationError, ValueError):
+            return "unsigned"
+        if not hmac.compare_digest(self._mac(found).encode(), own.mac.encode()):
+            return "unsigned"
+        if own.until < self._clock():
+            return "expired"
+        parts = tuple(Region(*part) for part in own.parts)
+        memory = PoolMemory(agent, own.kind, parts, own.words)
+        offer = PageOffer(
+            found.remote_request_id, memory, key, found.remote_block_ids, own.slot, nonce
+        )
+        if own.fingerprint == self._fingerprint and self._rows_are_ours(parts):
+            return offer if offer.page_ids else "out_of_range"
+        self.end(offer)
+        return "fingerprint"
+
+    def _rows_are_ours(self, parts: tuple[Region, ...]) -> bool:
+        return tuple(part.num_bytes for part in parts) == self._row_bytes
+
+    def _mac(self, params: Params) -> str:
+        """Sign all fields but the signature."""
+        unsigned = msgspec.structs.replace(params.foretoken, mac="")
+        data = msgspec.json.encode(msgspec.structs.replace(params, foretoken=unsigned))
+        return hmac.digest(self._key, data, "sha256").hex()

@@ -1,0 +1,198 @@
+"""Roles of replicas: a long prompt goes to one for prompts, and its answer comes from another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import UNSET
+
+from foretoken.api.cluster.front.dispatcher import PREFILL_TOKENS
+from foretoken.api.cluster.front.replicas import Replicas
+from foretoken.api.cluster.wire.messages import Abort, Submit, body_form
+from foretoken.core.errors import EngineDead, ForetokenError, QueueFull
+from foretoken.core.interface.output import TokenLogprob
+from foretoken.core.interface.request import CacheOptions, FinishReason
+from support.scripted_replica import ScriptedReplica, front_of, read, request, run, step, until
+
+LONG = [5] * PREFILL_TOKENS
+TOP = TokenLogprob(token_id=10, logprob=-1.0, top=[])
+HANDED = b'{"remote_request_id": "x"}'
+
+
+@contextlib.asynccontextmanager
+async def with_roles(front: Replicas, *roles: str | None) -> AsyncIterator[list[ScriptedReplica]]:
+    """Replicas with these roles, which have joined."""
+    made = []
+    try:
+        for role in roles:
+            settings = {"kv_transfer": "nixl", "role": role} if role else {}
+            one = ScriptedReplica(
+                front, settings=body_form(settings), max_model_len=2048, page_size=16, num_pages=999
+            )
+            made.append(one)
+            await one.join()
+        yield made
+    finally:
+        for each in made:
+            each.die()
+
+
+def hand_over(replica: ScriptedReplica, handed: bytes | None = HANDED) -> None:
+    """End a prompt, and say where its pages are."""
+    done = step("r", [9], finish_reason=FinishReason.LENGTH)
+    replica.send(msgspec.structs.replace(done, handed={} if handed is None else {"r": handed}))
+
+
+def test_a_long_prompt_is_computed_apart_and_its_token_is_not_served() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+            wanted = request(prompt=LONG, temperature=0.5, logprobs=2, stop=["x"])
+            stream = front.submit(wanted)
+            sent = await p.submitted()
+            assert (sent.hands_over, sent.transfer, sent.params.max_tokens) == (True, None, 1)
+            assert (sent.params.logprobs, sent.params.stop) == (UNSET, UNSET)
+            hand_over(p)
+            sent = await d.submitted()
+            assert (sent.hands_over, sent.transfer, sent.output) == (False, HANDED, b"")
+            assert (sent.params.max_tokens, sent.params.logprobs) == (8, 2)
+            assert wanted.num_output == 0
+            d.finish("r", 10, logprobs=[TOP])
+            whole = await read(stream)
+            assert whole.token_ids == [10]
+            assert (wanted.usage.moves, wanted.usage.completion_tokens) == (0, 1)
+            assert front._dispatcher.idle.is_set()
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("roles", "options"),
+    [
+        (("prefill", "decode"), {"prompt": LONG[1:]}),
+        (("prefill", "decode"), {"prompt": LONG, "prompt_logprobs": 0}),
+        (("prefill", "decode"), {"prompt": LONG, "cache": CacheOptions(read=False)}),
+        (("prefill", None), {"prompt": LONG}),
+        (("both", "decode"), {"prompt": LONG}),
+        ((None, None), {"prompt": LONG}),
+    ],
+    ids=str,
+)
+def test_what_gains_nothing_is_sent_whole(roles: Any, options: dict[str, Any]) -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, *roles) as (first, second):
+            cache = options.pop("cache", CacheOptions())
+            wanted = request(**options)
+            wanted.cache = cache
+            stream = front.submit(wanted)
+            one = second if roles[0] == "prefill" else first
+            sent = await one.submitted()
+            assert (sent.hands_over, sent.transfer) == (False, None)
+            one.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
+
+
+@pytest.mark.parametrize("fault", ["dies", "is full", "fails", "holds nothing", "ends it unasked"])
+def test_a_replica_for_prompts_that_fails_costs_no_answer(fault: str) -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+            stream = front.submit(request(prompt=LONG))
+            await p.submitted()
+            match fault:
+                case "dies":
+                    p.die()
+                case "is full":
+                    p.say("r", error=QueueFull("full"))
+                case "fails":
+                    p.say("r", error=ForetokenError("a step failed"))
+                case "holds nothing":
+                    hand_over(p, None)
+                case _:
+                    p.finish("r", finish_reason=FinishReason.ABORT)
+            sent = await d.submitted()
+            assert (sent.hands_over, sent.transfer) == (False, None)
+            d.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
+
+
+def test_a_request_that_is_aborted_while_its_prompt_is_computed_ends() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+            stream = front.submit(request(prompt=LONG))
+            await p.submitted()
+            front.abort("r")
+            assert (await p.next(Abort)).request_id == "r"
+            hand_over(p)  # it was done already
+            assert (await read(stream)).finish_reason is FinishReason.ABORT
+            again = front.submit(request(prompt=[7]))
+            assert isinstance(await d.submitted(), Submit)
+            d.finish("r", 10)
+            assert (await read(again)).token_ids == [10]
+
+    run(body())
+
+
+def test_without_the_replica_for_its_answer_the_other_one_serves_it_whole() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+            wanted = request(prompt=LONG)
+            stream = front.submit(wanted)
+            await p.submitted()
+            hand_over(p)
+            assert (await d.submitted()).transfer == HANDED
+            d.say("r", 10)
+            await until(lambda: wanted.num_output == 1)
+            d.die()
+            sent = await p.submitted()
+            assert (sent.hands_over, sent.transfer) == (False, None), "parameters are good once"
+            p.finish("r", 11)
+            assert (await read(stream)).token_ids == [10, 11]
+            assert wanted.usage.moves == 1
+
+    run(body())
+
+
+def test_a_prompt_that_is_done_waits_for_room() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill") as (p,):
+            full = ScriptedReplica(
+                front,
+                settings=body_form({"kv_transfer": "nixl", "role": "decode"}),
+                max_running=1, max_queued=0, max_model_len=2048, page_size=16, num_pages=999,
+            )  # fmt: skip
+            await full.join()
+            stream = front.submit(request(prompt=LONG))
+            await p.submitted()
+            other = front.submit(request("other"))
+            await full.submitted()
+            hand_over(p)
+            await until(lambda: not front._dispatcher.live["r"].is_prefilling)
+            full.finish("other", 3)
+            assert (await read(other)).token_ids == [3]
+            assert (await full.submitted()).transfer == HANDED
+            full.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+            full.die()
+
+    run(body())
+
+
+def test_an_engine_that_ends_while_it_computes_a_prompt_is_lost() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+            stream = front.submit(request(prompt=LONG))
+            await p.submitted()
+            p.say("r", error=EngineDead("steps failed"))
+            assert "its engine ended" in await p.refusal()
+            await d.submitted()
+            d.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
