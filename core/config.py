@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -57,6 +57,12 @@ class EngineConfig:
         "SPEC",
         group="speculation",
         is_basic=True,
+    )
+    draft_vocab: Literal["same", "any"] = setting(
+        "same",
+        "vocabulary of a draft model: the target's (same), or another one, too, whose drafts are "
+        "translated by their text (any)",
+        group="speculation",
     )
     speculation: Literal["auto", "off"] | int = setting(
         "auto",
@@ -221,6 +227,15 @@ class EngineConfig:
         "SHARE",
         most=1,
     )
+    lora: tuple[str, ...] | Mapping[str, str] = setting(
+        (),
+        "LoRA adapter in a folder as PEFT writes it, for requests with NAME as their model; "
+        "repeatable",
+        "NAME=PATH",
+        group="adapters",
+    )
+    max_loras: int = setting(8, "limit on the adapters in memory", most=1024)
+    max_lora_rank: int = setting(64, "largest rank of an adapter", least=1, most=1024)
     max_model_len: int | None = setting(
         None,
         "limit on prompt and answer together, in tokens (the model's)",
@@ -275,6 +290,9 @@ class EngineConfig:
         if self.default_chat_template_kwargs is not None:
             found = _parse_object(TEMPLATE_KWARGS, self.default_chat_template_kwargs)
             object.__setattr__(self, TEMPLATE_KWARGS, found)
+        object.__setattr__(self, "lora", _parse_adapters(self.lora))
+        most = f"names {len(self.lora)} adapters, and max_loras is {self.max_loras}"
+        _require(len(self.lora) <= self.max_loras, "lora", most)
         self.kv_disk_place()
         self.kv_remote_place()
         _require(self.role is None or self.kv_transfer is not None, "role", "needs kv_transfer")
@@ -294,6 +312,11 @@ class EngineConfig:
             return Path(folder).expanduser(), parse_size(size)
         except ValueError as error:
             raise InvalidRequest(f"kv_disk: the size {error}", param="kv_disk") from None
+
+    @property
+    def lora_folders(self) -> dict[str, Path]:
+        """The folders of ``lora``, by name."""
+        return {name: Path(path).expanduser() for name, path in dict(self.lora).items()}  # type: ignore[arg-type]
 
     @property
     def has_tiers(self) -> bool:
@@ -330,6 +353,8 @@ class EngineConfig:
         # Rejection sampling is exact only if the depth does not follow from what was drafted.
         fixed = self.verify == "coupled" or self.speculation != "auto"
         require(fixed, "verify", REJECTION_WANTS_DEPTH)
+        is_coupled = self.verify == "coupled" or self.draft_vocab == "same"
+        require(is_coupled, "draft_vocab", "any needs --verify coupled, not rejection")
         on_cpu = self.device != "cuda" or self.backend != "native"
         require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
         self._check_quantize()
@@ -394,6 +419,19 @@ def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
     except InvalidRequest as error:
         raise InvalidRequest(f"{OVERRIDES}: {error}", param=OVERRIDES) from None
     return found
+
+
+def _parse_adapters(given: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """Folders by name. Raises `InvalidRequest` for what is not NAME=PATH, and for a name twice."""
+    pairs = list(given.items()) if isinstance(given, Mapping) else []
+    for text in () if isinstance(given, Mapping) else given:
+        name, _, path = text.partition("=")
+        pairs.append((name, path))
+    for name, path in pairs:
+        fits = isinstance(path, str) and name != "" and path != ""
+        _require(fits, "lora", "must be NAME=PATH")
+    _require(len(dict(pairs)) == len(pairs), "lora", "names an adapter twice")
+    return dict(pairs)
 
 
 def _parse_object(name: str, given: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ...draft.control.estimators import AcceptanceModel
 from ...draft.control.profiler import TriedProposer, profile_draft, profile_pass, profile_step
 from ...draft.heads.joined import JoinedHead
 from ...draft.heads.mtp import load_mtp
-from ...draft.proposers.vocab_check import check_same_tokens
+from ...draft.proposers.vocab_check import OtherTokensError, check_same_tokens
 from ...draft.sources.grammar import GrammarSource
 from ...draft.sources.oracle import OracleSource
 from ...draft.sources.prediction import PredictionSource
@@ -33,6 +33,7 @@ from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
+from ..text.token_text import TokenText, texts_of_both
 from ..text.tokenizer_cache import load_tokenizer
 from .model_files import find_model
 
@@ -252,20 +253,34 @@ def measure_costs(
     costs.load(profile_step(target, draft))
 
 
-def check_compatible(path: Path, draft: Decoder, target_path: Path, target: Decoder) -> None:
-    """Raise `ModelLoadError` unless draft model and target have the same tokens.
+def texts_between(
+    path: Path, draft: Decoder, target_path: Path, target: Decoder, config: EngineConfig
+) -> tuple[TokenText, TokenText] | None:
+    """The texts of the tokens of a target and of its draft model; None where these are the same.
 
-    Also for a draft model with recurrent states, which drafts that fail would move on.
+    Raises `ModelLoadError` for other tokens, unless ``draft_vocab`` is "any" and both have a
+    tokenizer. Also for a draft model with recurrent states, which drafts that fail would move on.
     """
     if draft.states:
         raise ModelLoadError(f"{path}: a draft model with recurrent states is not supported")
-    ours, theirs = draft.config.vocab_size, target.config.vocab_size
-    if ours != theirs:
-        message = (
-            f"{path}: the draft model has {ours} tokens in its vocabulary, its target {theirs}"
-        )
-        raise ModelLoadError(message)
-    check_same_tokens(path, target_path, read=tokenizer_json)
+    ours, theirs = draft.config, target.config
+    try:
+        if ours.vocab_size != theirs.vocab_size:
+            raise OtherTokensError(
+                f"{path}: the draft model has {ours.vocab_size} tokens in its vocabulary, its "
+                f"target {theirs.vocab_size}"
+            )
+        check_same_tokens(path, target_path, read=tokenizer_json)
+    except OtherTokensError as difference:
+        if config.draft_vocab != "any":
+            raise ModelLoadError(f"{difference}; --draft-vocab any drafts by text") from None
+        for each in (path, target_path):
+            if tokenizer_json(each) is None:
+                message = f"{each}: no tokenizer.json, by which drafts would be translated"
+                raise ModelLoadError(message) from None
+        longest = max(ours.max_model_len, theirs.max_model_len)
+        return texts_of_both(target_path, path, max_model_len=longest)
+    return None
 
 
 def tokenizer_json(path: Path) -> str | None:

@@ -27,6 +27,7 @@ from ...core.model.assistant import is_assistant
 from ...core.model.decoder import Decoder
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
+from ...core.model.lora import load_lora
 from ...core.model.opening import open_model
 from ...core.model.pooling import read_pooling
 from ...core.model.report import weight_files
@@ -49,14 +50,15 @@ from ...draft.heads.kinds import head_kind
 from ...draft.heads.proposer import HeadProposer
 from ...draft.proposers.lm_proposer import LmProposer
 from ...draft.proposers.self_draft import SelfProposer
+from ...draft.proposers.text_proposer import TextProposer
 from ...radix_cache import PrefixCache, StateSlots
+from ..text.token_text import TokenText
 from .built import Built
 from .drafts import (
     MTP,
     NAMED,
     SELF,
     DraftSpec,
-    check_compatible,
     find_draft,
     has_mtp,
     keeps_packed,
@@ -65,6 +67,7 @@ from .drafts import (
     mtp_head,
     parse_draft,
     rough_copy,
+    texts_between,
 )
 from .kv_events import events_of, keys_of, name_fingerprint
 from .kv_pools import make_pools, model_len, out_of_memory_told
@@ -132,10 +135,13 @@ def _build(
     )
     has_pool = not draft.reads_target if isinstance(draft, JoinedHead) else spec.model != SELF
     drafts = [draft] if draft is not None and has_pool else []
+    texts = None
+    if draft_path is not None and draft is not None and not isinstance(draft, JoinedHead):
+        texts = texts_between(draft_path, draft, source.path, target, config)
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
-    proposer, measured = _make_proposer(draft, pool, draft_pools, independent=by_rejection)
+    proposer, measured = _make_proposer(draft, pool, draft_pools, texts, independent=by_rejection)
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
@@ -184,6 +190,7 @@ def _build(
         kernels="" if digests is None else digests.kernels(target),
         keys=keys,
         set_openings=None if pool.states is None else scheduler.set_openings,
+        load_adapter=partial(load_lora, decoder=target, max_rank=config.max_lora_rank),
         events=events,
         transfers=transfers,
     )
@@ -193,12 +200,14 @@ def _make_proposer(
     draft: Decoder | JoinedHead | None,
     pool: KVPool,
     draft_pools: Sequence[KVPool],
+    texts: tuple[TokenText, TokenText] | None,
     *,
     independent: bool,
 ) -> tuple[Proposer | None, _Model | TriedProposer | None]:
     """The proposer of what drafts, and of what the passes have a price.
 
-    ``draft_pools``: that of the draft; none if it drafts on the target's ``pool``.
+    ``draft_pools``: that of the draft; none if it drafts on the target's ``pool``. ``texts``: of
+    the tokens of the target and of a draft model whose tokens are others.
     """
     if draft is None:
         return None, None
@@ -208,6 +217,9 @@ def _make_proposer(
         return head, head
     if own_pool is pool:
         return SelfProposer(draft, pool), (draft, pool)
+    if texts is not None:
+        theirs, own = texts
+        return TextProposer(draft, own_pool, target=theirs, own=own), (draft, own_pool)
     return LmProposer(draft, own_pool, independent=independent), (draft, own_pool)
 
 
@@ -375,9 +387,7 @@ def _load_draft(
         return join_assistant(found, target, keeps_packed=keeps_packed(config), on_read=on_read), ""
     if head_kind(found) is not None:
         return load_head(found, target, partial(_output_matrix, path), on_read), ""
-    decoder = _load(found, config, target.device)
-    check_compatible(found, decoder, path, target)
-    return decoder, ""
+    return _load(found, config, target.device), ""
 
 
 def _output_matrix(path: Path) -> torch.Tensor:

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 FRONT_ENGINE_OPTIONS = ("chat_template", "default_chat_template_kwargs", "step_timeout", "dump_dir")
 """Options of `EngineConfig` that a front has itself: its text, its event loop and its dumps."""
 
+SERVER_MODULES = ("starlette", "uvicorn", "h11", "uvloop")
+"""Modules of the extra ``server``: all that speaks HTTP needs them, nothing else does."""
+
 BENCHMARKS = ("offline", "phases", "real", "self", "serve")
 """Modules of `foretoken.bench` that are installed and have a ``main``; others are in bench/lab."""
 EPILOG = (
@@ -70,6 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ForetokenError as error:
         print(f"foretoken: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in SERVER_MODULES:
+            raise
+        message = f"needs the extra server: pip install 'foretoken[server]' ({error})"
+        print(f"{parsed.parser.prog}: {message}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output left, as `head` does
@@ -307,6 +316,8 @@ def _front_client(
         launcher = _ray_replicas(model, front, options) if front.ray else None
         return FrontClient(model, front, launcher, **own)
     except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
         message = f"--front needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None
 
@@ -353,6 +364,8 @@ def _dialling(front: str) -> Callable[[], FrontLink]:
     try:
         from ..cluster.wire.transport import ReplicaSocket, check_address, cluster_key
     except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
         message = f"a replica needs the extra events: pip install 'foretoken[events]' ({error})"
         raise InvalidRequest(message, param="front") from None
     key = cluster_key()
@@ -378,6 +391,7 @@ def _run(parsed: argparse.Namespace) -> int:
     params, (model, options) = given.make(SamplingParams), _model_options(given)
     from .terminal import run
 
+    params = _with_adapter(params, options)
     return run(parsed.prompt, model, params, options, show_drafts=parsed.show_drafts)
 
 
@@ -389,6 +403,7 @@ def _chat(parsed: argparse.Namespace) -> int:
     from .chat import chat, chat_with_server
 
     if parsed.url is None:
+        params = _with_adapter(params, options)
         return chat(model, params, options, parsed.system, show_drafts=parsed.show_drafts)
     if local := _flags_of_a_model_here(parsed):
         parsed.parser.error(
@@ -396,6 +411,14 @@ def _chat(parsed: argparse.Namespace) -> int:
         )
     key = next(iter(given.make(Settings).api_keys), None)
     return chat_with_server(parsed.url, key, params, parsed.system)
+
+
+def _with_adapter(params: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
+    """The parameters, with the adapter of ``--lora``. Raises `InvalidRequest` for several."""
+    names = [*EngineConfig(lora=options.get("lora", ())).lora_folders]
+    if len(names) > 1:
+        raise InvalidRequest("--lora: run and chat take one adapter", param="lora")
+    return replace(params, lora=names[0]) if names else params
 
 
 def _flags_of_a_model_here(parsed: argparse.Namespace) -> str:

@@ -37,7 +37,7 @@ kinds pass its schemas (1.37), and RayService has the fields that KubeRay 1.7 re
 applied to a cluster: try it where nothing depends on it.
 
 It needs KubeRay's operator, an image with Ray in it, and a Secret with keys of your choice:
-  docker build --build-arg EXTRAS=otel,events,ray -t {image} .
+  docker build --build-arg EXTRAS=server,otel,events,ray -t {image} .
   kubectl create secret generic {name} --from-literal=api-key=A --from-literal=cluster-key=B
 Clients send the api-key to port {port} of the Service {name}. The Secret may have an admin-key as
 well.

@@ -140,7 +140,7 @@ def _http() -> Iterator[str]:
 
 def _no_service() -> Service:
     """A stand-in for the service, to create the routes without an engine."""
-    return Service(cast("Any", SimpleNamespace(causes={})), Settings())
+    return Service(cast("Any", SimpleNamespace(causes={})), Settings(admin_keys=("any",)))
 
 
 def _operation(method: str, path: str, operation: Schema) -> str:

@@ -24,9 +24,17 @@ from ..text.detokenizer import AnswerText
 from ..text.executor import Worker
 from ..text.openings import find_openings
 from ..text.tokenizer import APART_BYTES, Tokenizer
-from ..types.request_context import arrival, note_answer, random_id, seconds_left, session_key
+from ..types.request_context import (
+    adapter_name,
+    arrival,
+    note_answer,
+    random_id,
+    seconds_left,
+    session_key,
+)
 from ..types.results import Body, Completion
 from ..types.sampling_params import SamplingParams
+from .adapters import Adapters
 from .cache_diagnostics import CAUSES, Explainer, Explanation
 from .generation import Answer, Generation
 from .preprocess import (
@@ -75,6 +83,7 @@ class EngineClient:
         self._counting: set[asyncio.Task[None]] = set()
         # a thread of its own: the texts of requests wait for no comparison
         self._comparing = Worker("foretoken-causes")
+        self.adapters = Adapters()  # those of the engine are there after `start`
         self._answers: dict[str, Answer] = {}  # until the caller is done with them
         self._room = asyncio.Event()  # set when an answer ends
 
@@ -104,8 +113,16 @@ class EngineClient:
             tokenizer.use_template(template, options)
             if (set_openings := self._built.set_openings) is not None:
                 set_openings(await find_openings(tokenizer))
-            await self._built.engine.start()
             built = self._built
+            self.adapters = Adapters(
+                built.load_adapter,
+                built.engine.flush_cache,
+                most=self.config.max_loras,
+                reserved=frozenset({built.name, *built.aliases}),
+            )
+            for name, folder in self.config.lora_folders.items():
+                await self.adapters.load(name, folder)
+            await built.engine.start()
             self._grammars = Grammars(tokenizer, built.vocab_size, built.eos_token_ids)
             self._tokenizer = tokenizer
 
@@ -385,6 +402,9 @@ class EngineClient:
     def forget(self, answer: Answer) -> None:
         """Abort the rest of an answer and free its id; may be called twice."""
         answer.close()
+        if answer.adapter is not None:
+            adapter, answer.adapter = answer.adapter, None
+            adapter.leave()
         if self._answers.get(answer.request_id) is answer:
             del self._answers[answer.request_id]
             self._count_cause(answer)
@@ -440,7 +460,10 @@ class EngineClient:
         if known is not None and not known.ended:
             raise InvalidRequest(f"request_id {request_id} is in use", param="request_id")
         params = self.built.sampling_defaults.fill(params)
+        name = params.lora or adapter_name()
+        adapter = None if name is None else self.adapters.enter(name)
         answer = self._answers[request_id] = Answer(request_id, params)
+        answer.adapter = adapter
         return answer
 
     async def _prepare(self, answer: Answer, prompt: Prompt, param: str = "prompt") -> None:
@@ -521,6 +544,7 @@ class EngineClient:
             on_token=on_token,
             pooling=answer.pooling,
             cache=answer.cache,
+            adapter=answer.adapter,
         )
 
 

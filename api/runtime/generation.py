@@ -19,6 +19,7 @@ from ..structured.matcher import Grammar, GrammarMatcher
 from ..text.detokenizer import AnswerText
 from ..types.results import Choice, Completion, TextDelta, total_usage
 from ..types.sampling_params import SamplingParams
+from .adapters import ServedAdapter
 from .preprocess import needs_closing
 
 T = TypeVar("T")
@@ -144,6 +145,7 @@ class Answer:
         self.generations: list[Generation] = []  # until the engine has room
         self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
         self.cache = DEFAULT_CACHE
+        self.adapter: ServedAdapter | None = None  # until the answer is forgotten
         self.pooling: Pooling | None = None  # what it wants in place of text
         self.handover = NO_HANDOVER  # of its first choice: others find the pages in the cache
         self.num_spliced = 0  # tokens of the prompt that are those of earlier answers

@@ -31,10 +31,16 @@ class Pooled:
 
 
 def pool_params(
-    *, cache_salt: str | None = None, priority: int | None = None, deadline: float | None = None
+    *,
+    cache_salt: str | None = None,
+    lora: str | None = None,
+    priority: int | None = None,
+    deadline: float | None = None,
 ) -> SamplingParams:
     """Parameters of a request that generates nothing; ``deadline`` in seconds."""
-    return SamplingParams(cache_salt=cache_salt, priority=priority or 0, deadline=deadline)
+    return SamplingParams(
+        cache_salt=cache_salt, lora=lora, priority=priority or 0, deadline=deadline
+    )
 
 
 def entry_names(param: str, count: int) -> Callable[[int], str]:

@@ -26,6 +26,7 @@ from ..structured.matcher import Grammar
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import tenant_of
 from ..types.sampling_params import SamplingParams
+from .adapters import ServedAdapter
 from .serving_engine import ServingEngine
 
 Prompt = str | Sequence[int]
@@ -75,9 +76,21 @@ def warm_params(params: SamplingParams) -> SamplingParams:
         max_tokens=1,
         speculation="off",
         cache_salt=params.cache_salt,
+        lora=params.lora,
         deadline=params.deadline,
         priority=params.priority,
     )
+
+
+def with_adapter(params: object, lora: str | None) -> object:
+    """The parameters, one set or several, with the name of an adapter, if there is one."""
+    if lora is None:
+        return params
+    if params is None or isinstance(params, SamplingParams):
+        return replace(params or SamplingParams(), lora=lora)
+    if isinstance(params, Sequence) and not isinstance(params, str):
+        return [with_adapter(each, lora) for each in params]
+    return params
 
 
 def many_params(params: object, count: int) -> list[SamplingParams]:
@@ -175,11 +188,12 @@ def make_request(
     on_token: OnToken | None,
     pooling: Pooling | None = None,
     cache: CacheOptions = DEFAULT_CACHE,
+    adapter: ServedAdapter | None = None,
 ) -> Request:
     """Make the request for the scheduler, on behalf of the present caller.
 
     ``limit``: output tokens within which structured output must be completed; None: no limit.
-    ``pooling``: what it wants in place of an answer.
+    ``pooling``: what it wants in place of an answer. ``adapter``: that changes the model for it.
 
     Raises `InvalidRequest` if no token could end structured output.
     """
@@ -206,7 +220,8 @@ def make_request(
         stop_ids=stop_ids,
         depth=0 if params.speculation == "off" or pooling is not None else params.speculation,
         prediction=prediction,
-        namespace=params.cache_salt,
+        namespace=params.cache_salt if adapter is None else adapter.namespace(params.cache_salt),
+        adapter=None if adapter is None else adapter.loaded.weights,
         tenant=tenant_of(params.cache_salt),
         cache=cache,
         priority=params.priority,

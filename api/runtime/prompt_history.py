@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from ...core.interface.adapter import salt_of
 from ...core.interface.request import Request, Usage
 from ..parsing.reasoning import Thinking
 from ..types.request_context import Owner, Shares, caller, owner_of
@@ -194,7 +195,7 @@ class PromptLog:
         prompt = Remembered(
             response_id=response_id,
             caller=caller(),
-            owner=owner_of(request.namespace),
+            owner=owner_of(salt_of(request.namespace)),
             namespace=request.namespace,
             tokens=_int32(request.tokens[: request.prompt_len]),
             note=note,

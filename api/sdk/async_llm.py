@@ -29,6 +29,7 @@ from ..runtime.preprocess import (
     many_params,
     one_id,
     one_params,
+    with_adapter,
 )
 from ..runtime.reranker import Reranker, ranked
 from ..runtime.tools import NamedChoice, Tools, plain_call, read_choice, read_tools
@@ -116,6 +117,7 @@ class AsyncLLM(EngineClient):
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        lora: str | None = None,
     ) -> Completion: ...
 
     @overload
@@ -125,6 +127,7 @@ class AsyncLLM(EngineClient):
         params: Params = None,
         *,
         request_id: Sequence[str] | None = None,
+        lora: str | None = None,
     ) -> list[Completion]: ...
 
     async def generate(
@@ -133,11 +136,16 @@ class AsyncLLM(EngineClient):
         params: Params = None,
         *,
         request_id: RequestIds = None,
+        lora: str | None = None,
     ) -> Completion | list[Completion]:
-        """Complete one prompt (text or token ids) or a list of them, in order."""
+        """Complete one prompt (text or token ids) or a list of them, in order.
+
+        ``lora``: the adapter of all of them, in place of `SamplingParams.lora`.
+        """
+        own = with_adapter(params, lora)
         if is_one_prompt(prompt):
-            return await self._generate_one(prompt, params, request_id)
-        return await self._generate_all(list(prompt), params, request_id)  # type: ignore[arg-type]
+            return await self._generate_one(prompt, own, request_id)
+        return await self._generate_all(list(prompt), own, request_id)  # type: ignore[arg-type]
 
     @overload
     async def chat(
@@ -146,6 +154,7 @@ class AsyncLLM(EngineClient):
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        lora: str | None = None,
         tools: GivenTools | None = None,
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
@@ -158,6 +167,7 @@ class AsyncLLM(EngineClient):
         params: Params = None,
         *,
         request_id: Sequence[str] | None = None,
+        lora: str | None = None,
         tools: GivenTools | None = None,
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
@@ -169,6 +179,7 @@ class AsyncLLM(EngineClient):
         params: Params = None,
         *,
         request_id: RequestIds = None,
+        lora: str | None = None,
         tools: GivenTools | None = None,
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
@@ -179,12 +190,13 @@ class AsyncLLM(EngineClient):
         completion's ``tool_calls``.
         """
         options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
+        own = with_adapter(params, lora)
         if is_one_conversation(messages):
-            chat = options.chat_input(messages, one_params(params))
+            chat = options.chat_input(messages, one_params(own))
             answer = await self._open_chat(chat, one_id(request_id))
             return await answer.completion()
         conversations: Sequence[Conversation] = messages  # type: ignore[assignment]
-        pairs = zip(conversations, many_params(params, len(conversations)), strict=True)
+        pairs = zip(conversations, many_params(own, len(conversations)), strict=True)
         chats = [options.chat_input(each, own_params) for each, own_params in pairs]
         return await self._answer_all(chats, many_ids(request_id, len(chats)))
 
@@ -194,10 +206,12 @@ class AsyncLLM(EngineClient):
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        lora: str | None = None,
     ) -> AsyncGenerator[TextDelta]:
         """One delta per step, with all its tokens. Leaving early aborts the request."""
         await self.start()
-        answer = await self.open(prompt, one_params(params), request_id=one_id(request_id))
+        own = one_params(with_adapter(params, lora))
+        answer = await self.open(prompt, own, request_id=one_id(request_id))
         try:
             async with aclosing(answer.deltas()) as deltas:
                 async for delta in deltas:
@@ -211,13 +225,15 @@ class AsyncLLM(EngineClient):
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        lora: str | None = None,
         tools: GivenTools | None = None,
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
     ) -> AsyncGenerator[TextDelta]:
         """The next message, step by step, as content, reasoning and calls. Leaving early aborts."""
         options = ChatOptions(tools, tool_choice, is_parallel=parallel_tool_calls)
-        chat = options.chat_input(messages, one_params(params))
+        own = with_adapter(params, lora)
+        chat = options.chat_input(messages, one_params(own))
         answer = await self._open_chat(chat, one_id(request_id))
         try:
             async with aclosing(answer.deltas()) as deltas:
@@ -233,6 +249,7 @@ class AsyncLLM(EngineClient):
         *,
         dimensions: int | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> Embedding: ...
 
     @overload
@@ -242,6 +259,7 @@ class AsyncLLM(EngineClient):
         *,
         dimensions: int | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> list[Embedding]: ...
 
     async def embed(
@@ -250,6 +268,7 @@ class AsyncLLM(EngineClient):
         *,
         dimensions: int | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> Embedding | list[Embedding]:
         """The vector of one text (or token ids), or those of a list of them, in order.
 
@@ -258,7 +277,10 @@ class AsyncLLM(EngineClient):
         """
         await self.start()
         each, is_one = _inputs(inputs)
-        name, params = entry_names("inputs", len(each)), pool_params(cache_salt=cache_salt)
+        name, params = (
+            entry_names("inputs", len(each)),
+            pool_params(cache_salt=cache_salt, lora=lora),
+        )
         prompts = self._embedder.open(each, params, dimensions, name=name, keeps_ids=True)
         pooled = await self._read(prompts)
         found = await asyncio.to_thread(_embeddings, pooled, dimensions)
@@ -272,6 +294,7 @@ class AsyncLLM(EngineClient):
         top_n: int | None = None,
         instruct: str | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> list[RankedDocument]:
         """Documents with their scores for a query, the best first; ``top_n``: at most so many.
 
@@ -284,7 +307,7 @@ class AsyncLLM(EngineClient):
             check_integer("top_n", top_n, 1, MAX_INT)
         prompts = self._reranker.open(
             [(query, text) for text in texts],
-            pool_params(cache_salt=cache_salt),
+            pool_params(cache_salt=cache_salt, lora=lora),
             instruct,
             name=entry_names("documents", len(texts)),
             query_name=entry_names("query", 1),
@@ -349,14 +372,14 @@ class AsyncLLM(EngineClient):
         return [task.result() for task in tasks]
 
     async def _generate_one(
-        self, prompt: Prompt, params: Params, request_id: RequestIds
+        self, prompt: Prompt, params: object, request_id: RequestIds
     ) -> Completion:
         await self.start()
         answer = await self.open(prompt, one_params(params), request_id=one_id(request_id))
         return await self.finish(answer)
 
     async def _generate_all(
-        self, prompts: Sequence[Prompt], params: Params, request_id: RequestIds
+        self, prompts: Sequence[Prompt], params: object, request_id: RequestIds
     ) -> list[Completion]:
         """Submit in order, as the queue has room, and wait for all; one failure ends the rest."""
         await self.start()

@@ -175,6 +175,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        lora: str | None = None,
     ) -> Completion: ...
 
     @overload
@@ -184,6 +185,7 @@ class LLM:
         params: Params = None,
         *,
         request_id: Sequence[str] | None = None,
+        lora: str | None = None,
     ) -> list[Completion]: ...
 
     def generate(
@@ -192,9 +194,13 @@ class LLM:
         params: Params = None,
         *,
         request_id: RequestIds = None,
+        lora: str | None = None,
     ) -> Completion | list[Completion]:
-        """Complete one prompt (text or token ids) or a list of them, in order."""
-        return self._run(self._llm.generate(prompt, params, request_id=request_id))  # type: ignore[arg-type]
+        """Complete one prompt (text or token ids) or a list of them, in order.
+
+        ``lora``: the adapter of all of them, in place of `SamplingParams.lora`.
+        """
+        return self._run(self._llm.generate(prompt, params, request_id=request_id, lora=lora))  # type: ignore[arg-type,misc]
 
     @overload
     def chat(
@@ -203,6 +209,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        lora: str | None = None,
         tools: GivenTools | None = None,
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
@@ -215,6 +222,7 @@ class LLM:
         params: Params = None,
         *,
         request_id: Sequence[str] | None = None,
+        lora: str | None = None,
         tools: GivenTools | None = None,
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
@@ -226,6 +234,7 @@ class LLM:
         params: Params = None,
         *,
         request_id: RequestIds = None,
+        lora: str | None = None,
         tools: GivenTools | None = None,
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
@@ -241,6 +250,7 @@ class LLM:
                 messages,
                 params,
                 request_id=request_id,
+                lora=lora,
                 tools=tools,
                 tool_choice=tool_choice,
                 parallel_tool_calls=parallel_tool_calls,
@@ -253,9 +263,10 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        lora: str | None = None,
     ) -> Iterator[TextDelta]:
         """One delta per step, with all its tokens. Leaving early aborts the request."""
-        return self._read(self._llm.stream(prompt, params, request_id=request_id))
+        return self._read(self._llm.stream(prompt, params, request_id=request_id, lora=lora))
 
     def stream_chat(
         self,
@@ -263,6 +274,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        lora: str | None = None,
         tools: GivenTools | None = None,
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
@@ -273,6 +285,7 @@ class LLM:
                 messages,
                 params,
                 request_id=request_id,
+                lora=lora,
                 tools=tools,
                 tool_choice=tool_choice,
                 parallel_tool_calls=parallel_tool_calls,
@@ -286,6 +299,7 @@ class LLM:
         *,
         dimensions: int | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> Embedding: ...
 
     @overload
@@ -295,6 +309,7 @@ class LLM:
         *,
         dimensions: int | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> list[Embedding]: ...
 
     def embed(
@@ -303,6 +318,7 @@ class LLM:
         *,
         dimensions: int | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> Embedding | list[Embedding]:
         """The vector of one text (or token ids), or those of a list of them, in order.
 
@@ -310,7 +326,7 @@ class LLM:
         for models whose config names this length. Raises `InvalidRequest`, naming the input.
         """
         embed: Callable[..., Coroutine[Any, Any, Embedding | list[Embedding]]] = self._llm.embed
-        return self._run(embed(inputs, dimensions=dimensions, cache_salt=cache_salt))
+        return self._run(embed(inputs, dimensions=dimensions, cache_salt=cache_salt, lora=lora))
 
     def rerank(
         self,
@@ -320,6 +336,7 @@ class LLM:
         top_n: int | None = None,
         instruct: str | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> list[RankedDocument]:
         """Documents with their scores for a query, the best first; ``top_n``: at most so many.
 
@@ -328,7 +345,7 @@ class LLM:
         """
         return self._run(
             self._llm.rerank(
-                query, documents, top_n=top_n, instruct=instruct, cache_salt=cache_salt
+                query, documents, top_n=top_n, instruct=instruct, cache_salt=cache_salt, lora=lora
             )
         )
 

@@ -38,6 +38,7 @@ from ..openai.responses.route import (
 from ..openai.responses.store import ResponseStore
 from ..openai.schema import DetokenizeRequest, TokenizeRequest, plain_chat
 from ..protocol.sampling import decoder
+from ..runtime.adapters import ServedAdapter
 from ..runtime.engine_client import EngineClient
 from ..serving.errors import (
     ApiError,
@@ -51,6 +52,7 @@ from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service
 from ..serving.settings import Settings
 from . import protocol
+from .adapters import AdapterRoutes
 from .auth import AuthMiddleware, needs_admin_key
 from .cache_routes import CacheRoutes
 from .dashboard import Dashboard
@@ -61,7 +63,12 @@ from .request_log import CLIENT_CLOSED
 from .static_page import ApiViewer
 from .under_path import UnderPath
 
-PATHS = ("dump_dir", "chat_template", "kv_disk")  # options that are names of files of this machine
+PATHS = (
+    "dump_dir",
+    "chat_template",
+    "kv_disk",
+    "lora",
+)  # options that are names of files of this machine
 decode_tokenize = decoder(TokenizeRequest)
 decode_detokenize = decoder(DetokenizeRequest)
 
@@ -74,30 +81,41 @@ class ModelRoutes:
         self._created = datetime.now(UTC)
 
     async def index(self, _request: Request) -> Response:
-        """The model, once by each of its names."""
-        names = self.service.names
-        entries = [self._entry(name) for name in names]
-        return JsonResponse(protocol.ModelList(data=entries, first_id=names[0], last_id=names[-1]))
+        """The model, once by each of its names, and its adapters."""
+        entries = [self._entry(name) for name in self.service.names]
+        entries += map(self._adapter, self.service.llm.adapters.served)
+        first, last = entries[0].id, entries[-1].id
+        return JsonResponse(protocol.ModelList(data=entries, first_id=first, last_id=last))
 
     async def retrieve(self, request: Request) -> Response:
-        """The model, by any name that requests may use; it may contain slashes."""
+        """The model or an adapter, by any name that requests may use; it may contain slashes."""
         name = request.path_params["name"]
         self.service.check_model(name)
         names = self.service.names
+        for adapter in self.service.llm.adapters.served:
+            if adapter.name == name and name not in names:
+                return JsonResponse(self._adapter(adapter))
         return JsonResponse(self._entry(name if name in names else names[0]))
 
-    def _entry(self, name: str) -> protocol.Model:
-        built = self.service.llm.built
+    def _adapter(self, adapter: ServedAdapter) -> protocol.Model:
+        since = datetime.fromtimestamp(adapter.created, UTC)
+        return self._entry(adapter.name, since, parent=self.service.names[0])
+
+    def _entry(
+        self, name: str, since: datetime | None = None, *, parent: str | None = None
+    ) -> protocol.Model:
+        built, since = self.service.llm.built, since or self._created
         return protocol.Model(
             id=name,
-            created=int(self._created.timestamp()),
+            created=int(since.timestamp()),
+            parent=parent,
             max_model_len=built.max_model_len,
             exact=built.exact,
             model_path=built.model_path,
             drafters=list(built.drafters),
             no_self_draft=built.no_self_draft or None,
             display_name=name,
-            created_at=self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            created_at=since.strftime("%Y-%m-%dT%H:%M:%SZ"),
             tool_parser=self.service.chat.syntax.tool_parser,
             default_sampling_params=_default_sampling(self.service),
         )
@@ -267,6 +285,7 @@ def create_app(
     """The application over a started AsyncLLM."""
     settings, observing = settings or Settings(), observing or Observing()
     service = Service(llm, settings, observing.metrics)
+    _refuse_clash(llm, settings)
     app = Starlette(
         routes=_routes(service),
         exception_handlers={
@@ -284,6 +303,25 @@ def create_app(
     observed = observing.around(outermost, service)
     root_path = settings.root_path
     return UnderPath(observed, root_path) if root_path else observed
+
+
+def _adapter_routes(service: Service) -> list[Route]:
+    """Routes that change which adapters there are; none without an admin key."""
+    if not service.settings.admin_keys:
+        return []
+    adapters = AdapterRoutes(service)
+    return [
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+    ]
+
+
+def _refuse_clash(llm: EngineClient, settings: Settings) -> None:
+    """Raise `InvalidRequest` for an adapter with a name of the model."""
+    for name in settings.served_names:
+        if name in llm.adapters:
+            message = f"lora: {name} is a name of the model (--served-model-name)"
+            raise InvalidRequest(message, param="lora")
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -379,6 +417,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/cache", cache.show, methods=["GET"]),
         Route("/cache/explain", cache.explain, methods=["GET"]),
         Route("/cache/flush", cache.flush, methods=["POST"]),
+        *_adapter_routes(service),
         *Dashboard(service).routes,
         *(ApiViewer().routes if service.settings.ui else []),
         Route("/openapi.json", OpenApi(service.settings.root_path).show, methods=["GET"]),

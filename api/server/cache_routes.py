@@ -56,13 +56,16 @@ class CacheRoutes:
         if body.prefix is not None:
             async with self.service.wanted(request.receive):
                 tokens = array("q", await self._token_ids(body.prefix, salt))
-            dropped = await llm.engine.flush_prefix(tokens, salt)
-            llm.prompts.flush_prefix(tokens, salt)
+            dropped = 0
+            for namespace in (salt, *llm.adapters.namespaces(salt)):
+                dropped += await llm.engine.flush_prefix(tokens, namespace)
+                llm.prompts.flush_prefix(tokens, namespace)
             self._flush_history(salt)  # it knows no prefixes
         else:
             salts = () if salt is None else (salt,)
-            dropped = await llm.engine.flush_cache(*salts)
-            llm.prompts.flush(*salts)
+            namespaces = () if salt is None else (salt, *llm.adapters.namespaces(salt))
+            dropped = await llm.engine.flush_cache(*namespaces)
+            llm.prompts.flush(*namespaces)
             self._flush_history(*salts)
         return JsonResponse(Flushed(flushed_pages=dropped))
 

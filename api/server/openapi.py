@@ -49,6 +49,7 @@ from ..protocol.sampling import REFUSED, One, Sampling
 from ..serving.errors import ErrorBody
 from ..types.results import Body
 from . import protocol
+from .adapters import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from .cache_routes import FlushRequest
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
@@ -91,7 +92,7 @@ QUERY: Mapping[str, Schema] = {
 STATUSES: Mapping[int, str] = {  # those of a connection, before any route, are not here
     400: "A header, a parameter or a field of the body is wrong; the error names it.",
     401: "The API key is missing or wrong.",
-    403: "An admin key is needed.",
+    403: "An admin key is needed, or the path is not one that may be read.",
     404: "There is no such model, response or prompt.",
     408: "The body did not arrive in time.",
     409: "Replicas are being replaced; the change has to wait for the end of that.",
@@ -264,6 +265,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         body=protocol.ReplicaChange, answer=protocol.ReplicaList, errors=(403, 408, 409, 413, 503)
     ),
     ("GET", "/replicas"): Operation(answer=protocol.ReplicaList, errors=(403,)),
+    ("POST", "/v1/load_lora_adapter"): Operation(
+        body=LoadAdapter, answer=AdapterLoaded, errors=(403, 408, 413, 503)
+    ),
+    ("POST", "/v1/unload_lora_adapter"): Operation(
+        body=UnloadAdapter, answer=AdapterUnloaded, errors=(403, 404, 408, 413, 503)
+    ),
     ("POST", "/debug/audit"): Operation(answer=protocol.Audit, errors=(403, 503)),
     ("GET", "/"): Operation(media=HTML),
     ("GET", "/docs"): Operation(media=HTML),

@@ -24,14 +24,16 @@ class Model(Struct, kw_only=True):
     """A served model; ``max_model_len``: limit on prompt and answer together, in tokens.
 
     ``exact``: whether logits have the same bits in any batch. ``model_path``: the implementation
-    of the layers, ``own`` or ``transformers``. ``drafters``: names of what drafts, grammars and
-    predictions aside; ``no_self_draft``: why ``--draft auto`` does without the model's own drafts.
+    of the layers, ``own`` or ``transformers``. ``parent``: the model that an adapter changes.
+    ``drafters``: names of what drafts, grammars and predictions aside; ``no_self_draft``: why
+    ``--draft auto`` does without the model's own drafts.
     """
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "foretoken"
+    parent: str | None = None
     max_model_len: int
     exact: bool
     model_path: str

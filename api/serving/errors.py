@@ -21,6 +21,7 @@ from ...core.errors import (
     PromptTooLong,
     QueueFull,
 )
+from ..runtime.adapters import UnknownAdapter
 
 logger = logging.getLogger(__name__)
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 60
@@ -109,6 +110,8 @@ def to_api_error(error: BaseException) -> ApiError:
             return error
         case PromptTooLong():
             return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
+        case UnknownAdapter():  # it was unloaded while the request was read
+            return ApiError(404, str(error), param="model", code="model_not_found")
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
         case QueueFull():

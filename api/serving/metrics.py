@@ -11,6 +11,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from ...core.telemetry.metrics import PREFIX, SECONDS, Histograms, counters, gauge
+from ..runtime.adapters import Adapters
 from ..types.request_context import RequestContext
 from .event_loop_lag import LoopLag
 
@@ -39,6 +40,7 @@ class ServerMetrics(Collector):
         self.is_draining: Callable[[], bool] = lambda: False
         self.num_connections: Callable[[], int] = lambda: 0
         self.causes: Mapping[str, float] = {}  # of cache misses; the server sets it
+        self.adapters: Callable[[], Adapters] = Adapters  # the server sets it, too
         self._num_open = self._num_streams = 0
         self._requests: Counter[tuple[str, str, str]] = Counter()  # route, method, status
         self._refusals: dict[str, float] = dict.fromkeys(
@@ -101,6 +103,14 @@ class ServerMetrics(Collector):
             "Prompts that were computed, by why they missed the prefix cache",
             "cause",
             self.causes,
+        )
+        adapters = self.adapters()
+        yield gauge("lora_loaded", "LoRA adapters in memory", adapters.num_loaded)
+        yield counters(
+            "lora_requests",
+            "Requests of each LoRA adapter since it was loaded",
+            "adapter",
+            {each.name: each.num_requests for each in adapters.served},
         )
         yield self._by_route()
 

@@ -15,7 +15,15 @@ from ..runtime.chat import ChatClient
 from ..runtime.engine_client import EngineClient
 from ..runtime.normalize import Normalizer
 from ..runtime.token_history import TokenHistory
-from ..types.request_context import arrival, header, note_arrival, origin, seconds_left
+from ..types.request_context import (
+    adapter_name,
+    arrival,
+    header,
+    note_adapter,
+    note_arrival,
+    origin,
+    seconds_left,
+)
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .json_depth import Excess, find_excess
 from .limits import Limits
@@ -57,6 +65,7 @@ class Service:
         llm.max_request_seconds = settings.limits.max_request_seconds
         self.metrics = metrics or ServerMetrics()
         llm.counts_causes, self.metrics.causes = True, llm.causes
+        self.metrics.adapters = lambda: llm.adapters
         self.chat = chat_client(llm, settings)
         self.settings = settings
         seconds = settings.limits.resume_seconds
@@ -64,8 +73,8 @@ class Service:
 
     @property
     def model(self) -> str:
-        """The name that answers carry."""
-        return self.names[0]
+        """The name that answers carry: of the adapter that the present request names, else ours."""
+        return adapter_name() or self.names[0]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,10 +82,17 @@ class Service:
         return self.settings.served_names or (self.llm.built.name,)
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 for an unknown model; a body without one means the served one."""
+        """Raise 404 for an unknown model; a body without one means the served one.
+
+        The name of an adapter is noted: the present request is computed with it.
+        """
         built = self.llm.built
-        if name is not None and name not in {*self.names, built.name, *built.aliases}:
-            raise unknown_model(name, self.model)
+        if name is None or name in {*self.names, built.name, *built.aliases}:
+            note_adapter(None)
+        elif name in self.llm.adapters:
+            note_adapter(name)
+        else:
+            raise unknown_model(name, self.names[0])
 
     @property
     def draining(self) -> bool:

@@ -89,6 +89,11 @@ class Settings:
         "path under which a proxy has this server, e.g. /llm; requests may have it or not",
         "PATH",
     )
+    lora_dir: str | None = setting(
+        None,
+        "folder below which /v1/load_lora_adapter may load adapters; that route needs --admin-key",
+        "DIR",
+    )
     cors_origins: tuple[str, ...] = setting(
         (),
         "origin of web pages that may call the API (*: any); repeatable, or a comma list",

@@ -133,6 +133,13 @@ class Tokenizer:
         """Token ids of a short text, as it stands inside a longer one."""
         return self._encode(word, add_special_tokens=False)
 
+    def first_ids(self) -> list[int]:
+        """Token ids that it puts in front of any text: that of BOS, where it adds one."""
+        alone, whole = (self._encode("a", add_special_tokens=each) for each in (False, True))
+        starts = range(len(whole) - len(alone) + 1)
+        first = next((at for at in starts if whole[at : at + len(alone)] == alone), 0)
+        return whole[:first]
+
     async def encode_words(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Token ids of short texts, as they stand inside longer ones."""
         if words not in self._word_ids:

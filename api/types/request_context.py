@@ -98,6 +98,7 @@ class RequestContext:
     trace_id: str = ""  # where it is traced
     status: int = 0  # 0: no answer began
     streams: bool = False  # the answer is an event stream
+    adapter: str | None = None  # that its body names as the model
     error: KnownError | None = None  # that it was answered with, maybe inside a stream
     answers: list[EngineAnswer] = field(default_factory=list)  # of the engine
     answered_ns: int = 0  # time of day when the engine was done with the last of them; if traced
@@ -182,6 +183,19 @@ def origin() -> Origin:
     """The tenant of the present work, and the size of its body."""
     context = CONTEXT.get()
     return NO_ORIGIN if context is None else Origin(context.caller, context.num_bytes)
+
+
+def note_adapter(name: str | None) -> None:
+    """Note the adapter that this request names as its model; None: it names none."""
+    context = CONTEXT.get()
+    if context is not None:
+        context.adapter = name
+
+
+def adapter_name() -> str | None:
+    """The adapter that the present request names as its model; None in the SDK."""
+    context = CONTEXT.get()
+    return None if context is None else context.adapter
 
 
 def note_error(error: KnownError) -> None:

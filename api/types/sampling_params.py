@@ -75,6 +75,7 @@ class SamplingParams(TokenSamplingParams):
       only have tokens after which it can still be completed, unless this is False.
     - ``prediction``: the caller's guess of the answer, as text or token ids. It serves as a draft,
       which makes the answer faster and never changes it.
+    - ``lora``: the name of an adapter that the engine has; None is the model itself.
     - ``priority``: lower runs first; the engine's ``max_priority`` bounds it.
     - ``deadline``: seconds after which the request is aborted.
     """
@@ -122,6 +123,7 @@ class SamplingParams(TokenSamplingParams):
     prediction: str | Sequence[int] | None = None
     speculation: Literal["auto", "off"] | int | None = None
     cache_salt: str | None = None
+    lora: str | None = None
     priority: int = 0
     deadline: float | None = None
 
@@ -173,6 +175,9 @@ class SamplingParams(TokenSamplingParams):
                 f"must have 1 to 1024 characters, not {len(salt)}",
             )
             require(_is_unicode(salt), "cache_salt", "must be valid Unicode")
+            # which begins the namespaces of adapters
+            require(not salt.startswith("\0"), "cache_salt", "must not begin with a NUL")
+        require(self.lora is None or isinstance(self.lora, str), "lora", "must be a string")
 
     def _check_prediction(self) -> None:
         prediction = self.prediction

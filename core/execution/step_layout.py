@@ -65,6 +65,7 @@ def request_segments(
             scheduled.page_ids,
             num_logits(scheduled, trunk_len),
             state=segment_state(scheduled),
+            adapter=scheduled.adapter,
         )
     ]
     if len(runs) < 2:
@@ -81,6 +82,7 @@ def request_segments(
                 page_ids=scheduled.page_ids,
                 num_logits=stop - first,
                 tail=array("q", ancestors + own),
+                adapter=scheduled.adapter,
             )
         )
     return segments

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from .adapter import Adapter
 from .draft import NO_DRAFT_PLAN, DraftPlan
 from .sampling import SamplingMetadata
 
@@ -56,6 +57,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     spare_page_ids: array[int] = NO_PAGES  # at the lease's end; held for this step
     is_ahead: bool = False
     state: StateUse | None = None  # None: the model keeps no recurrent state
+    adapter: Adapter | None = None  # the request's
 
     @property
     def samples(self) -> bool:

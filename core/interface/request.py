@@ -12,6 +12,7 @@ import msgspec
 
 from ...radix_cache import Eviction, HeldPages, KVLease
 from ..errors import ForetokenError, InvalidRequest
+from .adapter import Adapter
 from .output import TokenLogprob
 from .sampling import SamplingMetadata
 from .tiers import PageLoad
@@ -168,7 +169,9 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end the answer: eos and stop_token_ids
     depth: int | Literal["auto"] | None = None  # draft tokens a step; None: as the engine is set
     prediction: array[int] | None = None  # the caller's own guess at the answer
-    namespace: str | None = None  # cache_salt: shares KV and drafts with its like alone
+    # of the cache_salt and the adapter: it shares KV and drafts with its like alone
+    namespace: str | None = None
+    adapter: Adapter | None = None  # that changes the model for it
     tenant: Tenant = None  # the tenant that is charged
     cache: CacheOptions = DEFAULT_CACHE
     priority: int = 0  # lower runs first

@@ -8,7 +8,15 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ..ops.base import DecoderWeights, ForwardPlan, LayersOutput, Ops, RowPasses
+from ..ops.adapted import adapted_ops
+from ..ops.base import (
+    DecoderWeights,
+    ForwardPlan,
+    LayersOutput,
+    Ops,
+    PackedLinear,
+    RowPasses,
+)
 from ..ops.batch import (
     NOTHING_MORE,
     DeviceTokens,
@@ -21,9 +29,11 @@ from ..ops.batch import (
 )
 from ..ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_pool
 from ..ops.layers import run_layers
+from ..ops.lora import adapted_rows
 from ..ops.state_pool import LayerStates, StatePool
 from ..sampling.sampler import Sampler
 from .config import DecoderConfig
+from .fold import Recipe
 from .page_layout import PageLayout
 from .rope import RopeTable
 
@@ -182,9 +192,14 @@ class OwnDecoder(PagedDecoder):
         weights: DecoderWeights,
         ops: Ops,
         layout: PageLayout | None = None,
+        *,
+        recipes: Mapping[PackedLinear, Recipe] | None = None,
     ) -> None:
-        """``layout``: of the pages, where they are another model's."""
+        """``layout``: of the pages, where they are another model's. ``recipes``: of linears that
+        were made of matrices of the files.
+        """
         self.config = config
+        self.recipes = recipes or {}
         self.weights = weights
         self.ops = ops
         self.sampler = ops.sampler
@@ -223,12 +238,14 @@ class OwnDecoder(PagedDecoder):
         plans = self.plans(batch, pool)
         if wanted.on_kernels_started is not None:
             wanted.on_kernels_started()
+        adapted = adapted_rows(batch)
         if self._compiled is None:
+            ops = adapted_ops(self.ops, adapted, self.device)
             found = run_layers(
-                self.ops, self.weights, batch.token_ids, plans, wanted.taps, given=wanted.inputs
+                ops, self.weights, batch.token_ids, plans, wanted.taps, given=wanted.inputs
             )
         else:
-            found = self._compiled(batch.token_ids, plans, wanted)
+            found = self._compiled(batch.token_ids, plans, wanted, adapted)
         logits = self._logits(batch, found) if found.logits is None else found.logits
         return ForwardOutput(found.hidden, logits, found.tokens, found.taps)
 

@@ -55,6 +55,7 @@ from .config import (
 from .decoder import Decoder, OwnDecoder
 from .fields import UnsupportedConfig
 from .fold import (
+    Recipe,
     ba_order,
     head_order,
     mamba_orders,
@@ -300,6 +301,13 @@ def _in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | Quant
     return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
 
 
+def _shape(weight: StoredWeight) -> tuple[int, int]:
+    """Rows and columns of a stored matrix."""
+    assert not isinstance(weight, QuantizedStack)
+    rows, columns = (weight if isinstance(weight, Tensor) else weight.values).shape
+    return rows, columns
+
+
 class MtpWeights(NamedTuple):
     """A layer that predicts a further token: its decoder's weights, and what makes its input."""
 
@@ -343,6 +351,7 @@ class Assembly:
         self._dtype, self._device = dtype, device
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
         self._layout = layout or PageLayout.of(config)
+        self._recipes: dict[PackedLinear, Recipe] = {}
 
     def decoder(self) -> OwnDecoder:
         """The whole model."""
@@ -367,7 +376,7 @@ class Assembly:
             token_inputs=self._token_inputs() if config.token_input_size else None,
             logit_cap=config.logit_cap,
         )
-        return OwnDecoder(config, weights, self._ops)
+        return OwnDecoder(config, weights, self._ops, recipes=self._recipes)
 
     def mtp(self, model: DecoderWeights, draft_ids: Tensor | None) -> MtpWeights:
         """A layer beside the ``model`` that it predicts a further token of; see mtp.py.
@@ -805,7 +814,9 @@ class Assembly:
         each matrix with its bias.
         """
         factors = factors or [1.0] * len(names)
-        weight = self._stacked([self._read(f"{name}.weight") for name in names], factors)
+        stored = [self._read(f"{name}.weight") for name in names]
+        shapes = [_shape(each) for each in stored]
+        weight = self._stacked(stored, factors)
         stacked = None
         if bias:
             biases = (self._vector(f"{name}.bias") for name in names)
@@ -813,7 +824,10 @@ class Assembly:
         if order is not None:
             weight = _in_order(weight, order)
             stacked = None if stacked is None else stacked[order]
-        return self._ops.pack_linear(weight, stacked)
+        packed = self._ops.pack_linear(weight, stacked)
+        counts = tuple(rows for rows, _ in shapes)
+        self._recipes[packed] = Recipe(tuple(names), counts, shapes[0][1], tuple(factors), order)
+        return packed
 
     def _stacked(
         self, weights: list[StoredWeight], factors: Sequence[float]

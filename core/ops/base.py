@@ -17,6 +17,7 @@ from torch import Tensor
 from ..sampling.sampler import PendingTokens, Sampler
 from .batch import RaggedBatch, Segment, Taps, Wanted
 from .kv_pool import KvPlace, KVPool
+from .lora import AdaptedRows, LoraUpdate, PackedLora
 from .quantize import QuantizedWeight, WeightKind
 from .state_pool import StateShape
 
@@ -174,9 +175,16 @@ class CompiledForward(Protocol):
     """All layers of one decoder in one call, to the same bits as one operation after another."""
 
     def __call__(
-        self, token_ids: Tensor, plans: Sequence[ForwardPlan], wanted: Wanted
+        self,
+        token_ids: Tensor,
+        plans: Sequence[ForwardPlan],
+        wanted: Wanted,
+        adapted: Sequence[AdaptedRows] = (),
     ) -> LayersOutput:
-        """Compute token ids ``[T]``; writes KV to the pool. A plan for each of its parts."""
+        """Compute token ids ``[T]``; writes KV to the pool. A plan for each of its parts.
+
+        ``adapted``: rows that adapters change.
+        """
 
     def row_passes(
         self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]
@@ -625,6 +633,15 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """``[T, in_features] -> [T, out_features]``; T is at least `min_rows`."""
+
+    def pack_lora(self, update: LoraUpdate, dtype: torch.dtype) -> PackedLora:
+        """Lay out an adapter's update of a linear for `add_lora`; ``dtype``: of activations."""
+
+    def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
+        """Add an update of some rows of ``x`` [T, in_features] to ``out`` [T, out_features].
+
+        ``rows`` [n] int64, rising. A row's bits depend on that row alone.
+        """
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""

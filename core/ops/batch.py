@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..interface.adapter import Adapter
 from .state_pool import DRAFT_ROOM, StatePool
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     num_logits: int
     tail: Sequence[int] = ()  # lent, read only
     state: SegmentState | None = None  # of models with recurrent layers
+    adapter: Adapter | None = None  # that changes what its rows are computed with
 
     @property
     def stop(self) -> int:
@@ -161,6 +163,8 @@ class RaggedBatch:
     device_tokens: DeviceTokens | None = None
     turned_until: int = 0
     states: BatchStates | None = None  # of models with recurrent layers
+    # each adapter once, with its rows [n], rising; the copies of a row are with it
+    adapters: tuple[tuple[Adapter, IntArray], ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -270,7 +274,22 @@ def build_batch(
         tails=tails,
         device_tokens=device_tokens,
         states=_states(segments, starts, lens, page_size),
+        adapters=_adapters(segments, first_rows, ends, max(num_rows, min_rows)),
     )
+
+
+def _adapters(
+    segments: Sequence[Segment], first_rows: IntArray, ends: IntArray, num_rows: int
+) -> tuple[tuple[Adapter, IntArray], ...]:
+    """The rows of each adapter, of ``num_rows`` with the copies of the last one."""
+    if not any([s.adapter for s in segments]):  # noqa: C419 - a list is faster
+        return ()
+    stops = [*ends[:-1].tolist(), num_rows]  # a copy writes the same KV as its row
+    found: dict[Adapter, list[IntArray]] = {}
+    for segment, first, stop in zip(segments, first_rows.tolist(), stops, strict=True):
+        if segment.adapter is not None:
+            found.setdefault(segment.adapter, []).append(np.arange(first, stop))
+    return tuple((adapter, np.concatenate(rows)) for adapter, rows in found.items())
 
 
 def _states(

@@ -82,6 +82,7 @@ def _next_row(
         sampling=scheduled.sampling,
         is_ahead=True,
         state=None if (state := scheduled.state) is None else StateUse(state.slot, state.log),
+        adapter=scheduled.adapter,
     )
 
 

@@ -559,6 +559,7 @@ def schedule_request(
         draft_plan=plan,
         spare_page_ids=spare_page_ids,
         state=state,
+        adapter=request.adapter,
     )
 
 

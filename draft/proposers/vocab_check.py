@@ -14,8 +14,14 @@ from pathlib import Path
 from ...core.errors import ModelLoadError
 
 
+class OtherTokensError(ModelLoadError):
+    """The tokens of a draft model are not those of its target."""
+
+
 def check_same_tokens(draft: Path, target: Path, *, read: Callable[[Path], str | None]) -> None:
-    """Compare the tokenizers of two models; raises `ModelLoadError` naming the draft.
+    """Compare the tokenizers of two models.
+
+    Raises `OtherTokensError` where they differ, and `ModelLoadError` where one cannot be read.
 
     ``read`` gives the text of a model's tokenizer.json, or None where it has none. Two models
     without any tokenizer are taken at their word.
@@ -34,7 +40,7 @@ def check_same_tokens(draft: Path, target: Path, *, read: Callable[[Path], str |
         ):
             pair = f"{ours.get(token_id)!r}, there {theirs.get(token_id)!r}"
             message = f"the draft's tokenizer differs from the target's: token {token_id} is {pair}"
-            raise ModelLoadError(f"{draft}: {message}")
+            raise OtherTokensError(f"{draft}: {message}")
 
 
 def _texts(path: Path, text: str | None) -> tuple[dict[int, str], set[int]]:

@@ -18,7 +18,8 @@ from foretoken.bench.lab.gpu.tune_attention import Case, Scene, choices
 from foretoken.core.ops.triton.attention.launch import NARROW, WIDE, AttentionLaunch
 
 ROOT = Path(__file__).resolve().parents[2]
-WITH_TRANSFORMERS = {"tokenizers", "huggingface_hub", "tqdm", "yaml", "h11"}  # wherever it is installed
+# Wherever transformers is installed.
+WITH_TRANSFORMERS = {"tokenizers", "huggingface_hub", "tqdm", "yaml", "h11"}
 MODULES = {"huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client"}
 MODULES |= {"PyYAML": "yaml"}
 STAGES = ["check", "equality", "decode", "overlap", "prefill", "speculation", "serving", "peers"]
@@ -51,7 +52,8 @@ def test_the_check_imports_no_package_that_it_does_not_ask_for() -> None:
         re.findall(r"[a-z0-9_]+", " ".join(re.findall(r'(?:packed|needed)="([^"]+)"', script)))
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = [re.split(r"[^\w-]", each)[0] for each in project["dependencies"]]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["server"]]
+    named = [re.split(r"[^\w-]", each)[0] for each in needed]
     blocked = {MODULES.get(name, name) for name in named} - asked - WITH_TRANSFORMERS
     assert {"starlette", "uvicorn"} <= blocked
     code = f"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import re
 import subprocess
 import sys
@@ -31,7 +32,7 @@ OPTIONAL = {  # where an extra is needed, and imported for it alone
     "mooncake": "mooncake",
     "nixl": "pd",
     "ray": "ray",
-}
+} | dict.fromkeys(("starlette", "uvicorn", "h11"), "server")
 
 
 def declared(requirements: list[str]) -> set[str]:
@@ -67,6 +68,10 @@ def test_every_import_is_declared(package: str) -> None:
             assert DISTRIBUTIONS.get(module, module).lower() in names, module
 
 
+SERVER_ROOMS = {"serving", "protocol", "openai", "anthropic", "server", "cluster"}
+SPEAK_HTTP = {"remote", "reference"}  # modules of the command line
+
+
 BARE = """
 import importlib, sys
 
@@ -81,12 +86,14 @@ def import_all(names, extras):
 
 def test_all_that_names_no_extra_is_imported_without_the_extras() -> None:
     """A plain installation has the dependencies alone, and `make serve` needs no more."""
-    extras = {*OPTIONAL, "httpx", "openai", "jsonschema", "pytest", "hypothesis", "schemathesis"}
+    extras = {*OPTIONAL} - {"h11"}  # which the hub's client brings
+    extras |= {"httpx", "openai", "jsonschema", "pytest", "hypothesis", "schemathesis"}
     names = []
     for package in ("radix_cache", "core", "draft", "api"):
         for path in sorted((ROOT / package).rglob("*.py")):
             module = path.relative_to(ROOT).with_suffix("")
-            needs_extra = "triton" in module.parts or imported_by(path) & extras
+            of_server = SERVER_ROOMS & set(module.parts[:2]) or module.name in SPEAK_HTTP
+            needs_extra = of_server or "triton" in module.parts or imported_by(path) & extras
             if not needs_extra and module.name != "__main__":
                 names.append(".".join(("foretoken", *module.parts)).removesuffix(".__init__"))
     assert "foretoken.api.cli.flags" in names
@@ -130,16 +137,70 @@ def test_everything_that_is_installed_is_pinned(extra: str) -> None:
     assert {name for name in names - pins().keys() if name.partition("-")[0] not in bare} == set()
 
 
-def test_uvicorn_is_pinned_to_the_minor_whose_private_class_is_extended() -> None:
-    import uvicorn
+def test_what_the_server_uses_of_private_parts_is_there() -> None:
+    """The ranges of the extra are as wide as versions have these: api/server/connection.py."""
+    import h11
+    from h11._writers import ChunkedWriter, ContentLengthWriter
+    from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+    from uvicorn.server import Server
 
-    [requirement] = [each for each in PROJECT["dependencies"] if each.startswith("uvicorn")]
-    minor = int(uvicorn.__version__.split(".")[1])
-    assert requirement == f"uvicorn>=0.{minor},<0.{minor + 1}"
+    for owner, names in {
+        H11Protocol: {
+            "connection_made", "connection_lost", "data_received", "handle_events",
+            "pause_writing", "resume_writing", "send_400_response", "timeout_keep_alive_handler",
+        },
+        RequestResponseCycle: {"run_asgi", "send", "receive"},
+        Server: {"capture_signals", "startup", "shutdown"},
+        h11.Connection: {"send", "trailing_data", "our_state", "their_state"},
+    }.items():  # fmt: skip
+        assert names <= set(dir(owner)), owner
+    source = inspect.getsource(H11Protocol)
+    fields = ("conn", "logger", "timeout_keep_alive", "timeout_keep_alive_task", "flow", "cycle",
+              "connections", "app", "scope", "transport", "loop", "config")  # fmt: skip
+    assert [name for name in fields if f"self.{name}" not in source] == []
+    cycle = inspect.getsource(RequestResponseCycle)
+    fields = ("disconnected", "message_event", "more_body", "response_complete")
+    assert [name for name in fields if f"self.{name}" not in cycle] == []
+    connection = h11.Connection(h11.SERVER)
+    connection._receive_buffer += b"GET"
+    assert len(connection._receive_buffer) == 3
+    response = h11.Response(status_code=200, headers=[("content-length", "0")])
+    client = h11.Connection(h11.CLIENT)
+    connection.receive_data(
+        client.send(h11.Request(method="GET", target="/", headers=[("host", "")]))[3:]
+    )
+    assert isinstance(connection.next_event(), h11.Request)
+    connection.send(response)
+    assert isinstance(connection._writer, ContentLengthWriter)
+    assert issubclass(ChunkedWriter, object)
+
+
+def test_without_the_extra_a_command_of_the_server_says_so_in_one_line() -> None:
+    blocked = "import sys; sys.modules.update(uvicorn=None, starlette=None, uvloop=None);"
+    run = "from foretoken.api.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", blocked + run, "serve", "builtin"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "needs the extra server: pip install 'foretoken[server]'" in done.stderr
+
+
+SDK = """
+import sys
+sys.modules.update(uvicorn=None, starlette=None, uvloop=None)
+from foretoken import LLM, SamplingParams
+with LLM("builtin", draft="none", device="cpu") as llm:
+    assert llm.generate("def add", SamplingParams(max_tokens=4)).token_ids
+"""
+
+
+def test_the_sdk_needs_nothing_of_the_server() -> None:
+    done = subprocess.run([sys.executable, "-c", SDK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_nothing_is_declared_that_is_not_imported() -> None:
     used = set().union(*(imported(each) for each in ("radix_cache", "core", "draft", "api")))
     names = {DISTRIBUTIONS.get(module, module).lower() for module in used}
-    # uvloop is imported by name; jinja2's loop controls come with it
-    assert declared(PROJECT["dependencies"]) - names <= {"uvloop"}
+    needed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["server"]]
+    assert declared(needed) - names <= {"uvloop"}  # it is imported by name

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping
 from configparser import RawConfigParser
 from pathlib import Path
@@ -14,12 +16,16 @@ from typing import Any
 import pytest
 import yaml
 
+import foretoken
 from foretoken.api.cli import commands
 from foretoken.api.cli.config import REPLICA, Given
 from foretoken.api.cluster.front.front_metrics import FrontMetrics
+from foretoken.api.runtime.adapters import Adapters
 from foretoken.api.serving.limits import Limits
+from foretoken.api.serving.metrics import ServerMetrics
 from foretoken.api.serving.settings import FrontOptions, Joining, Listen
 from foretoken.core.config import EngineConfig
+from foretoken.core.interface.adapter import Adapter, LoadedAdapter
 from foretoken.core.telemetry.metrics import read_states, read_transfers
 from foretoken.radix_cache import PrefixCache, StateSlots
 from support.given import given, listening
@@ -44,7 +50,16 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     server.complete("abab abab abab abab", max_tokens=40)
     names = {name.partition(" ")[0] for name in server.samples()}
     server.close()
-    return names | of_a_front() | of_states() | of_transfers()
+    return names | of_a_front() | of_states() | of_transfers() | of_adapters()
+
+
+def of_adapters() -> set[str]:
+    """Names of the samples of a server with an adapter."""
+    metrics, loaded = ServerMetrics(), LoadedAdapter(Adapter(), 1, 1, b"")
+    adapters = Adapters(lambda _: loaded, most=1)
+    asyncio.run(adapters.load("sql", Path()))
+    metrics.adapters = lambda: adapters
+    return {sample.name for each in metrics.collect() for sample in each.samples}
 
 
 def of_states() -> set[str]:
@@ -227,10 +242,11 @@ def test_the_replicas_of_the_guide_dial_its_front(monkeypatch: pytest.MonkeyPatc
     assert hardening.items() - service.items() == {("Restart", "on-failure")}
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
 def test_the_container_starts_a_server_that_hears_its_signals(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text())
+    text = re.sub(r"\\\n\s*", " ", (ROOT / name).read_text())
     lines = dict(re.findall(r"^(ENTRYPOINT|USER|HEALTHCHECK|STOPSIGNAL) (.*)$", text, re.MULTILINE))
     assert json.loads(lines["ENTRYPOINT"]) == ["foretoken", "serve"]  # exec form: no shell between
     settings = dict(re.findall(r"\b(FORETOKEN_\w+)=(\S+)", text))
@@ -241,6 +257,76 @@ def test_the_container_starts_a_server_that_hears_its_signals(
     probe = json.loads(lines["HEALTHCHECK"].partition(" CMD ")[2])
     assert "http://127.0.0.1:8000/health" in probe[-1]
     compile(probe[-1], "HEALTHCHECK", "exec")
+    (extras,) = re.findall(r"^ARG EXTRAS=(.*)$", text, re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "server" in extras.split(",")
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    assert settings.get("FORETOKEN_DEVICE", "cpu") == ("cuda" if "cuda" in name else "cpu")
+    # Where a read-only container writes.
+    (volumes,) = re.findall(r"^VOLUME (.*)$", text, re.MULTILINE)
+    assert settings["FORETOKEN_CACHE"] in json.loads(volumes)
+    assert any(settings["FORETOKEN_DUMP_DIR"].startswith(each) for each in json.loads(volumes))
+
+
+def composed() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    return found
+
+
+def test_the_services_beside_each_other_have_no_rights_and_listen_on_loopback() -> None:
+    services = composed()
+    assert services.keys() == {"foretoken", "prometheus", "grafana"}
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+        files = [each.split(":")[0] for each in service["volumes"] if each.startswith("./")]
+        assert [each for each in files if not (ROOT / each).is_file()] == []
+    server = services["foretoken"]
+    assert server["image"] == f"foretoken:{foretoken.__version__}"
+    assert float(server["stop_grace_period"].removesuffix("s")) > Listen().drain_seconds + 10
+    assert (ROOT / server["build"]["dockerfile"].partition(":-")[2].rstrip("}")).is_file()
+
+
+def test_prometheus_beside_it_scrapes_the_server_and_knows_the_alerts() -> None:
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    ((job),) = config["scrape_configs"]
+    assert job["job_name"] in (FOLDER / "alerts.yml").read_text()
+    assert job["static_configs"] == [{"targets": ["foretoken:8000"]}]
+    mounts = [each.split(":")[1] for each in composed()["prometheus"]["volumes"]]
+    assert set(config["rule_files"]) <= set(mounts)
+    assert job["authorization"]["credentials_file"] == "/run/secrets/api_key"
+    assert composed()["prometheus"]["secrets"] == ["api_key"]
+
+
+def test_grafana_beside_it_has_the_data_and_the_dashboard() -> None:
+    source = yaml.safe_load((FOLDER / "grafana/datasource.yml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+    folder = yaml.safe_load((FOLDER / "grafana/dashboards.yml").read_text())["providers"][0]
+    mounts = dict(each.rsplit(":", 2)[:2] for each in composed()["grafana"]["volumes"])
+    shown = Path(mounts["./docs/operations/grafana-dashboard.json"])
+    assert str(shown.parent) == folder["options"]["path"]
+    settings = composed()["grafana"]["environment"]
+    assert settings["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == str(shown)
+
+
+def test_a_release_is_published_by_its_tag_without_a_stored_token() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    assert list(jobs) == ["build", "try", "publish"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "tag" in jobs["publish"]["if"]
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    assert "secrets." not in text
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tried = jobs["try"]["strategy"]["matrix"]["python-version"]
+    named = [each.rpartition(" :: ")[2] for each in project["classifiers"] if ":: 3." in each]
+    assert tried == named
+    lines = [line for job in jobs.values() for step in job["steps"]
+             if (line := step.get("run", ""))]  # fmt: skip
+    known = set(re.findall(r'"(--[a-z-]+)"', (ROOT / "bench/lab/release.py").read_text()))
+    given = [line for line in lines if "release" in line]
+    assert len(given) == 2
+    assert set(re.findall(r"--[a-z-]+", " ".join(given))) <= known
 
 
 def test_what_the_image_needs_is_not_ignored() -> None:
@@ -316,6 +402,17 @@ def test_commands_of_the_guide_have_flags_that_exist() -> None:
     commands_of_it = (["serve"], ["deploy", "ray"])
     helps = [flags(args).parser.format_help(shows_all=True) for args in commands_of_it]
     known = set(re.findall(r"--[a-z-]+", " ".join(helps)))
-    foreign = {"--build-arg", "--index-url", "--init", "--no-deps", "--now", "--stop-timeout"}
+    foreign = {
+        "--build",
+        "--build-arg",
+        "--gpus",
+        "--read-only",
+        "--tmpfs",
+        "--index-url",
+        "--init",
+        "--no-deps",
+        "--now",
+        "--stop-timeout",
+    }
     named = set(re.findall(r"(?<!\w)--[a-z][a-z-]+", GUIDE)) - foreign
     assert named - known == set()

@@ -49,8 +49,13 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
+def test_every_page_is_in_the_sites_menu():
+    menu = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
+    assert menu == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
 def test_every_link_of_the_docs_leads_somewhere():
-    pages = [*DOCS.glob("*.md"), *(ROOT / name for name in ("README.md", "tests/README.md"))]
+    pages = [*DOCS.rglob("*.md"), *(ROOT / name for name in ("README.md", "tests/README.md"))]
     assert {page.name: found for page in pages if (found := broken_links(page))} == {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .lists import (
+    adapters,
     bounds,
     cluster,
     commit,
@@ -34,6 +35,7 @@ from .lists import (
 
 MUTATIONS = (
     *tree.MUTATIONS,
+    *adapters.MUTATIONS,
     *leases.MUTATIONS,
     *quotas.MUTATIONS,
     *pins.MUTATIONS,

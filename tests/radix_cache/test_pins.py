@@ -316,6 +316,7 @@ def num_steps(act: Callable[[], object]) -> int:
         count += event == "opcode"
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 must know before that opcodes are traced
     sys.settrace(trace)
     try:
         act()

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from foretoken.core.interface.adapter import Adapter
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.ops.batch import Segment, SegmentState
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
@@ -398,6 +399,7 @@ class ModelDriver:
     seed: int = 0
     kv_dtype: KvDtype = "auto"
     num_states: int = 24
+    adapter: Adapter | None = None  # of all sequences
     sequences: list[Stream] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -468,7 +470,14 @@ class ModelDriver:
             self._poison(sequence)
         drafts = num_drafts or [0] * len(rows)
         segments = [
-            Segment(ids, s.num_computed, s.pages, wanted, state=self._state(s, len(ids) - draft))
+            Segment(
+                ids,
+                s.num_computed,
+                s.pages,
+                wanted,
+                state=self._state(s, len(ids) - draft),
+                adapter=self.adapter,
+            )
             for (s, ids, wanted), draft in zip(rows, drafts, strict=True)
         ]
         batch = self.decoder.batch(segments, page_size=self.page_size)

@@ -62,7 +62,7 @@ PARAMS: dict[str, object] = {
     "ignore_eos": True, "seed": 2**64 - 1, "bad_words": ("no", "never"),
     "json_schema": {"type": "integer", "maximum": 10**30}, "regex": "a+", "grammar": "start: /a/",
     "choice": ("yes", "no"), "close_early": False, "prediction": (8, 9), "speculation": 4,
-    "cache_salt": "mine", "priority": -3, "deadline": 1.5,
+    "cache_salt": "mine", "lora": "sql", "priority": -3, "deadline": 1.5,
 }  # fmt: skip
 PINS = (Pin(16, 300.0), Pin(32, 3600.0))
 CACHE: dict[str, object] = {"read": False, "write": False, "session": "s", "pins": PINS}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ....core.config import EngineConfig
+from ....core.errors import InvalidRequest
 from ...build.engine_builder import build
 from ...server.lifecycle import Supervisor
 from ...server.process import run_loop
@@ -58,6 +59,8 @@ def make_host(
     free share is waited for ``wait_seconds``. Raises what `build` raises, and `InvalidRequest`
     without a free share.
     """
+    if config.lora:
+        raise InvalidRequest("lora is not supported in replicas", param="lora")
     if num_shares is not None:
         config = _with_disk_share(config, num_shares, wait_seconds)
     built = build(model, config, wants_keys=True)

@@ -111,6 +111,7 @@ class ParamsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prediction: str | list[int] | UnsetType | None = UNSET
     speculation: Literal["auto", "off"] | int | UnsetType | None = UNSET
     cache_salt: str | UnsetType | None = UNSET
+    lora: str | UnsetType | None = UNSET
     priority: int | UnsetType = UNSET
     deadline: float | UnsetType | None = UNSET
 

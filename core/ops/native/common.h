@@ -71,6 +71,8 @@ enum {
     FT_SCRATCH_SAMPLE,
     FT_SCRATCH_STATE,
     FT_SCRATCH_LATENT,
+    FT_SCRATCH_LORA,
+    FT_SCRATCH_UPDATES,
     FT_SCRATCH_SLOTS
 };
 void *ft_scratch(int slot, size_t bytes);

@@ -27,10 +27,12 @@ from ..base import (
 )
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
+from ..lora import LoraUpdate, PackedLora
 from ..quantize import Quantize, QuantizedWeight, WeightKind
 from .experts import ExpertStructs
 from .library import DTYPES, NativeLibrary
 from .linear import NativeLinear, Products, linear, pack_linear, rough_copy
+from .lora import NativeLora, add_lora
 from .plan import NativePlan, unsuited
 from .sampler import NativeSampler
 from .state import ConvStructs, RecurrentStructs
@@ -96,6 +98,14 @@ class NativeOps:
         """``[T, in_features] -> [T, out_features]``."""
         assert isinstance(weight, NativeLinear)
         return linear(self.library, x, weight)
+
+    def pack_lora(self, update: LoraUpdate, dtype: torch.dtype) -> NativeLora:
+        """Lay out an update in the activations' dtype."""
+        return NativeLora(update, dtype)
+
+    def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
+        """Add an update of some rows of ``x`` to ``out``."""
+        add_lora(self.library, out, x, rows, lora)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""

@@ -3,6 +3,7 @@
 #include "experts.h"
 #include "latent.h"
 #include "linear.h"
+#include "lora.h"
 #include "sample.h"
 #include "state.h"
 #include "vector.h"
@@ -81,6 +82,14 @@ typedef struct {
 FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, int64_t rows,
                             int64_t bytes);
 
+/* An adapter's updates of all layers' linears, and the rows that get them. */
+enum { NUM_PLACES = 4 }; /* first, second, gate_up, down */
+typedef struct {
+    const ft_lora *const *updates; /* [num_layers, NUM_PLACES], NULL where there is none */
+    const int64_t *rows;           /* [num_rows] */
+    int64_t num_rows;
+} ft_adapted;
+
 /* Activations of a step, [rows, ...]. */
 typedef struct {
     char *x, *residual; /* hidden */
@@ -136,7 +145,35 @@ typedef struct {
     step_space space;
     int64_t rows;
     int dtype;
+    const ft_adapted *adapted; /* [num_adapted], no row in two of them */
+    int64_t num_adapted;
 } step_job;
+
+/* Add what adapters change of y, which a linear at a place of the layers has made of x. */
+static int adapt(const step_job *step, int64_t place, const char *x, char *y) {
+    ft_lora_rows *found =
+        ft_scratch(FT_SCRATCH_UPDATES, (size_t)step->num_adapted * sizeof *found);
+    if (!found) return -1;
+    int64_t count = 0;
+    for (int64_t i = 0; i < step->num_adapted; i++) {
+        const ft_adapted *each = &step->adapted[i];
+        if (each->updates[place])
+            found[count++] = (ft_lora_rows){each->updates[place], each->rows, each->num_rows};
+    }
+    return ft_add_lora(found, count, x, y, step->dtype);
+}
+
+/* Rows x to y by a linear of a layer, and what adapters change of it. */
+static int run_linear(const step_job *step, int64_t index, const ft_linear_weight *weight,
+                      const char *x, char *y) {
+    if (ft_linear(weight, x, step->dtype, step->rows, y, step->dtype)) return -1;
+    if (!step->num_adapted) return 0;
+    const ft_layer *layer = &step->decoder->layers[index];
+    const ft_linear_weight *places[] = {layer->first, layer->second, layer->gate_up, layer->down};
+    for (int64_t place = 0; place < NUM_PLACES; place++)
+        if (places[place] == weight) return adapt(step, index * NUM_PLACES + place, x, y);
+    return 0;
+}
 
 /* The norm of rows of the stream's width, where there is one. */
 static void norm_rows(const step_job *step, const char *x, const ft_norm *norm, char *out) {
@@ -165,7 +202,7 @@ static const char *run_attention(const step_job *step, int64_t index, const char
     int64_t width = layer->turn.gate, stride = layer->first->out_features;
     char *attended = width ? space->beside : space->wide;
     ft_linear_ahead(layer->second);
-    if (ft_linear(layer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
+    if (run_linear(step, index, layer->first, x, space->wide)) return NULL;
     ft_rope_rows(space->wide, space->narrow, part->batch, part->kv, part->heads, layer->kv_layer,
                  &layer->turn);
     if (ft_attend(space->narrow, attended, &step->plans[layer->part], part->batch, part->kv,
@@ -177,12 +214,13 @@ static const char *run_attention(const step_job *step, int64_t index, const char
 }
 
 /* The same by the states of the sequences. */
-static const char *run_recurrent(const step_job *step, const ft_recurrent *mixer, const char *x) {
+static const char *run_recurrent(const step_job *step, int64_t index, const ft_recurrent *mixer,
+                                 const char *x) {
     const step_space *space = &step->space;
     int dtype = step->dtype;
     float *gates = (float *)space->beside;
     ft_linear_ahead(mixer->gates);
-    if (ft_linear(mixer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
+    if (run_linear(step, index, mixer->first, x, space->wide)) return NULL;
     ft_linear_ahead(mixer->second);
     if (ft_linear(mixer->gates, x, dtype, step->rows, gates, FT_FLOAT32)) return NULL;
     if (ft_run_recurrent(space->wide, gates, space->narrow, step->parts->batch, &mixer->rule, dtype))
@@ -196,7 +234,7 @@ static const char *run_conv(const step_job *step, int64_t index, const char *x) 
     const step_space *space = &step->space;
     int dtype = step->dtype;
     ft_linear_ahead(layer->second);
-    if (ft_linear(layer->first, x, dtype, step->rows, space->wide, dtype)) return NULL;
+    if (run_linear(step, index, layer->first, x, space->wide)) return NULL;
     ft_run_conv(space->wide, space->narrow, step->parts->batch, layer->conv, dtype);
     return space->narrow;
 }
@@ -209,25 +247,26 @@ static const char *run_any(const step_job *step, int64_t index, const char *x) {
         return ft_run_latent(layer->latent, layer->first, x, part, &step->plans[layer->part],
                              layer->kv_layer, &layer->turn, &layer->rule);
     if (layer->conv) return run_conv(step, index, x);
-    if (layer->recurrent) return run_recurrent(step, layer->recurrent, x);
+    if (layer->recurrent) return run_recurrent(step, index, layer->recurrent, x);
     return run_attention(step, index, x);
 }
 
 /* Rows x to what a mixer beside attention adds to the stream, in `out`. */
-static int run_beside(const step_job *step, const ft_recurrent *mixer, const char *x, char *out) {
-    const char *mixed = run_recurrent(step, mixer, x);
-    return mixed ? ft_linear(mixer->second, mixed, step->dtype, step->rows, out, step->dtype) : -1;
+static int run_beside(const step_job *step, int64_t index, const ft_recurrent *mixer,
+                      const char *x, char *out) {
+    const char *mixed = run_recurrent(step, index, mixer, x);
+    return mixed ? run_linear(step, index, mixer->second, mixed, out) : -1;
 }
 
 /* Rows x to what the mixer adds to the stream, in `out`, which may be x. */
 static int run_mixer(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
     char *added = step->space.added; /* only where no parallel MLP has its output there */
-    if (layer->beside && run_beside(step, layer->beside, x, added)) return -1;
+    if (layer->beside && run_beside(step, index, layer->beside, x, added)) return -1;
     const char *mixed = run_any(step, index, x);
     if (!mixed) return -1;
     ft_linear_ahead(layer->gate_up);
-    if (ft_linear(layer->second, mixed, step->dtype, step->rows, out, step->dtype)) return -1;
+    if (run_linear(step, index, layer->second, mixed, out)) return -1;
     if (layer->beside)
         ft_add_rows(added, out, 1.0f, step->rows, step->decoder->hidden, step->dtype);
     norm_rows(step, out, layer->mixer_out_norm, out);
@@ -243,11 +282,11 @@ static int run_mlp(const step_job *step, int64_t index, const char *x, char *out
         if (ft_run_experts(layer->experts, x, x, out, step->rows, dtype)) return -1;
     } else {
         ft_linear_ahead(layer->down);
-        if (ft_linear(layer->gate_up, x, dtype, step->rows, space->wide, dtype)) return -1;
+        if (run_linear(step, index, layer->gate_up, x, space->wide)) return -1;
         ft_activate_rows(space->wide, space->narrow, step->rows, layer->down->in_features,
                          &layer->activation, dtype);
         ft_linear_ahead(index + 1 < step->decoder->num_layers ? layer[1].first : NULL);
-        if (ft_linear(layer->down, space->narrow, dtype, step->rows, out, dtype)) return -1;
+        if (run_linear(step, index, layer->down, space->narrow, out)) return -1;
     }
     norm_rows(step, out, layer->mlp_out_norm, out);
     return 0;
@@ -364,16 +403,18 @@ static void embed(const step_job *step, const int64_t *ids, const char *given, i
 }
 
 /* Token ids [num_rows] to the final norm's output [num_rows, hidden]; writes KV into the pool.
- * `given`: see `embed`; NULL where there are no such ids.
+ * `given`: see `embed`; NULL where there are no such ids. `adapted`: rows that adapters change.
  * `tapped` [num_rows, num_taps, hidden] gets the residual stream at the boundaries `tapped_at`:
  * 0 is the embedding, b lies behind b layers. Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const void *given,
-                         const ft_part *parts, int64_t num_parts, void *out, int64_t num_taps,
+                         const ft_part *parts, int64_t num_parts, const ft_adapted *adapted,
+                         int64_t num_adapted, void *out, int64_t num_taps,
                          const int64_t *tapped_at, void *tapped) {
     ft_attend_plan plans[FT_MAX_PARTS];
     int64_t last = decoder->num_layers - 1;
     step_job step = {decoder, parts, plans, .rows = parts->batch->num_rows,
-                     .dtype = (int)parts->heads->dtype};
+                     .dtype = (int)parts->heads->dtype, .adapted = adapted,
+                     .num_adapted = num_adapted};
     const step_space *space = &step.space;
     if (find_space(decoder, parts, num_parts, &step.space)) return -1;
     if (ft_plan_attention(parts, num_parts, plans)) return -1;
@@ -504,7 +545,8 @@ FT_EXPORT int ft_row_pass(const ft_decoder *decoder, const ft_linear_weight *hea
                                 space.turns[i], space.turns[i] + sin_at, NULL};
         of_batch[i] = (ft_part){&batches[i], parts[i].kv, parts[i].heads};
     }
-    if (ft_forward(decoder, space.ids, NULL, of_batch, num_parts, space.hidden, 0, NULL, NULL) ||
+    if (ft_forward(decoder, space.ids, NULL, of_batch, num_parts, NULL, 0, space.hidden, 0, NULL,
+                   NULL) ||
         ft_linear(head, space.hidden, (int)dtype, rows, space.logits, FT_FLOAT32))
         return -1;
     float *to_cap[] = {space.logits, &cap};

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,11 +32,13 @@ from ..base import (
 )
 from ..batch import Taps, Wanted
 from ..kv_pool import KVPool
+from ..lora import AdaptedRows, LoraWeights
 from .experts import ExpertStructs
 from .gemma4 import BesideStruct, ExtrasStruct, TokenInputsStruct, TokenInputStruct
 from .latent import LatentStruct, latent_struct
 from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
+from .lora import AdaptedStructs, Addresses, updates_of
 from .plan import NativePlan, PartStruct
 from .row_passes import NativeRowPasses
 from .state import ConvStruct, ConvStructs, RecurrentStruct, RecurrentStructs
@@ -107,6 +110,9 @@ class NativeStep:
         self._structs: list[NormStruct | ExtrasStruct | LatentStruct] = []  # likewise
         self._experts: list[ExpertStructs] = []
         self._with_states: list[RecurrentStructs | ConvStructs] = []
+        # Of each layer the four linears that adapters may change.
+        self._places: list[PackedLinear | None] = []
+        self._updates: WeakKeyDictionary[LoraWeights, Addresses] = WeakKeyDictionary()
         layers = (LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
         mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
         width = max((_native(mlp.down).in_features for mlp in mlps), default=0)
@@ -137,6 +143,7 @@ class NativeStep:
         if latent is not None:
             mixing = (latent.down, latent.o)
         linears = (*mixing, gate_up, down)
+        self._places += linears
         placed = attention or latent
         return LayerStruct(
             *(None if each is None else _pointer(each) for each in linears),
@@ -221,7 +228,11 @@ class NativeStep:
         return ctypes.pointer(self._structs[-1])
 
     def __call__(
-        self, token_ids: Tensor, plans: Sequence[ForwardPlan], wanted: Wanted
+        self,
+        token_ids: Tensor,
+        plans: Sequence[ForwardPlan],
+        wanted: Wanted,
+        adapted: Sequence[AdaptedRows] = (),
     ) -> LayersOutput:
         """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError."""
         native = [plan for plan in plans if isinstance(plan, NativePlan)]
@@ -235,13 +246,21 @@ class NativeStep:
             at = (_I64 * num_taps)(*wanted.taps)
             tapped = torch.empty((plan.num_rows, num_taps * self._struct.hidden), dtype=plan.dtype)
         given = None if wanted.inputs is None else wanted.inputs.contiguous()
+        changes = AdaptedStructs(adapted, self._updates_of) if adapted else None
         failed = self._library.c.ft_forward(
             ctypes.byref(self._struct), token_ids.data_ptr(), _address(given), parts, len(parts),
+            None if changes is None else changes.structs, len(adapted),
             out.data_ptr(), num_taps, at, _address(tapped),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the activations of a step")
         return LayersOutput(out, taps=tapped)
+
+    def _updates_of(self, weights: LoraWeights) -> Addresses:
+        """An adapter's updates of all places, made when it is first used."""
+        if weights not in self._updates:
+            self._updates[weights] = updates_of(weights, self._places)
+        return self._updates[weights]
 
     def row_passes(
         self, pool: KVPool, parts: Sequence[tuple[HeadLayout, Sequence[Rope]]]

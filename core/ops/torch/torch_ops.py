@@ -35,10 +35,12 @@ from ..base import (
 from ..batch import RaggedBatch
 from ..device import cpu_flags
 from ..kv_pool import KVPool
+from ..lora import LoraUpdate, PackedLora
 from ..quantize import QuantizedWeight, WeightKind
 from .attention import attend
 from .conv import run_short_conv
 from .experts import run_experts
+from .lora import LinearLora, add_linear_lora, pack_linear_lora
 from .plan import TorchPlan
 from .state import run_recurrent
 
@@ -108,6 +110,14 @@ class TorchOps:
             x.to(weight.weight.dtype), weight.weight, weight.bias, "none", [], ""
         )
         return out.to(x.dtype)
+
+    def pack_lora(self, update: LoraUpdate, dtype: torch.dtype) -> LinearLora:  # noqa: ARG002
+        """Lay out an update in float32, whatever the activations' dtype."""
+        return pack_linear_lora(self, update)
+
+    def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
+        """Add an update of some rows of ``x`` to ``out``."""
+        add_linear_lora(self, out, x, rows, lora)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""

@@ -33,9 +33,11 @@ from ..base import (
 )
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
+from ..lora import LoraUpdate, PackedLora
 from ..quantize import Quantize, QuantizedWeight, WeightKind
 from ..state_pool import StatePool
 from ..torch.conv import run_short_conv
+from ..torch.lora import LinearLora, add_linear_lora, pack_linear_lora
 from ..torch.state import run_recurrent
 from .attention.launch import Rule, attend, merge, scales, shape
 from .availability import unsuited_heads
@@ -130,6 +132,14 @@ class TritonOps:
         if isinstance(weight, TiledLinear):
             return tiled_linear(x, weight)
         return F.linear(x, weight.weight, weight.bias)
+
+    def pack_lora(self, update: LoraUpdate, dtype: torch.dtype) -> LinearLora:  # noqa: ARG002
+        """Lay out an update in float32, whatever the activations' dtype."""
+        return pack_linear_lora(self, update)
+
+    def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
+        """Add an update of some rows of ``x`` to ``out``."""
+        add_linear_lora(self, out, x, rows, lora)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""

@@ -9,11 +9,15 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from foretoken.api.build.drafts import texts_between
+from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ModelLoadError
+from foretoken.draft import training
 from foretoken.draft.proposers.vocab_check import check_same_tokens
 
 VOCAB = {"a": 0, "b": 1, "c": 2, "ab": 3}
@@ -141,3 +145,44 @@ def test_two_models_without_a_tokenizer_are_taken_at_their_word(tmp_path: Path) 
 def test_a_broken_file_is_a_load_error_that_names_it(tmp_path: Path, content: str) -> None:
     with pytest.raises(ModelLoadError, match="draft: not a tokenizer"):
         check(tmp_path, content)
+
+
+BUILTIN = Path(training.__file__).parent / "builtin"
+
+
+def model(vocab_size: int, **traits: object) -> Any:
+    """A decoder, as far as its tokens matter."""
+    config = SimpleNamespace(vocab_size=vocab_size, max_model_len=64)
+    return SimpleNamespace(config=config, states=(), **traits)
+
+
+def texts(draft: Path, vocab_size: int, **options: Any) -> object:
+    target, config = model(4096), EngineConfig(**options)
+    return texts_between(draft, model(vocab_size), BUILTIN / "target", target, config)
+
+
+def other_tokenizer(folder: Path) -> Path:
+    """Write the built-in pair's tokenizer, two of whose tokens have changed places."""
+    content = json.loads((BUILTIN / "draft/tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    first, second = (next(name for name, at in vocab.items() if at == each) for each in (300, 301))
+    vocab |= {first: 301, second: 300}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 5000])
+def test_other_tokens_are_refused_by_a_line_that_names_the_flag(tmp_path, vocab_size) -> None:
+    with pytest.raises(ModelLoadError, match="; --draft-vocab any drafts by text"):
+        texts(other_tokenizer(tmp_path), vocab_size)
+    assert texts(tmp_path, vocab_size, draft_vocab="any")
+
+
+def test_a_draft_model_with_the_same_tokens_is_not_translated() -> None:
+    assert texts(BUILTIN / "draft", 4096, draft_vocab="any") is None
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 5000])
+def test_a_draft_model_without_a_tokenizer_cannot_be_translated(tmp_path, vocab_size) -> None:
+    with pytest.raises(ModelLoadError, match=r"no tokenizer\.json"):
+        texts(tmp_path, vocab_size, draft_vocab="any")

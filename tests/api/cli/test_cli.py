@@ -109,7 +109,7 @@ def test_an_unknown_flag_is_an_error_of_its_command_with_the_nearest_one(args, t
 
 def test_every_engine_option_is_a_flag_of_every_command():
     flags = {
-        "draft": "none", "speculation": "5",
+        "draft": "none", "draft-vocab": "any", "speculation": "5",
         "verify": "coupled", "exact": "off", "device": "cpu",
         "backend": "torch",
         "dtype": "float32", "quantize": "none", "kv-cache-dtype": "int8", "kv-tokens": "64",
@@ -121,6 +121,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "kv-transfer": "nixl", "role": "decode",
         "kv-events": "tcp://127.0.0.1:5557", "kv-events-replay": "tcp://127.0.0.1:5559",
         "kv-events-topic": "kv@",
+        "lora": "sql=d", "max-loras": "2", "max-lora-rank": "8",
         "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
         "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d", "model-impl": "own",
         "generation-config": "none", "override-generation-config": '{"top_k": 5}',

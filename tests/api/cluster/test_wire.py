@@ -202,6 +202,7 @@ OWN = {
     "keys",
     "set_openings",
     "transfers",
+    "load_adapter",
 }  # fields of `Built` that each process has of its own
 
 
@@ -251,7 +252,7 @@ ANEW = {  # written by the engine that serves it, or by the process that has its
     "on_token", "arrival_time", "serial", "urgency", "max_len", "status", "num_computed", "lease",
     "usage", "num_preemptions", "num_charged_not_computed", "num_tokens_accounted",
     "num_uncached", "load", "is_early", "suspect_until", "suspect_beside_drafts", "offer",
-    "hands_over", "handed",
+    "hands_over", "handed", "adapter",
 }  # fmt: skip
 EOS = frozenset({1, 2})
 

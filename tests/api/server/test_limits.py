@@ -60,7 +60,7 @@ def test_every_limit_has_its_default_and_a_flag_that_changes_it():
 
 
 def test_every_limit_stands_in_the_documentation_with_its_default():
-    page = Path(foretoken.__file__).parent.joinpath("docs/server.md").read_text()
+    page = Path(foretoken.__file__).parent.joinpath("docs/limits.md").read_text()
     shown = {
         "max_header_bytes": "64 KiB", "max_body_bytes": "4 MiB", "max_file_bytes": "64 MiB",
         "max_files_bytes": "1 GiB",

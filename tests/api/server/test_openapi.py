@@ -30,7 +30,7 @@ def routes(built):
     from foretoken import AsyncLLM
 
     llm = AsyncLLM.from_built(built)
-    return app._routes(Service(llm, Settings()))
+    return app._routes(Service(llm, Settings(admin_keys=("admin",))))
 
 
 @pytest.fixture

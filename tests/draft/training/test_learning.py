@@ -171,12 +171,14 @@ def test_a_head_that_began_at_random_reads_taps_as_they_are(
 
 
 def test_a_written_language_model_is_served(train, target, tmp_path):
-    from foretoken.api.build.drafts import check_compatible
+    from foretoken.api.build.drafts import texts_between
+    from foretoken.core.config import EngineConfig
     from foretoken.core.model.loader import load_decoder
 
     train("lm", layers=1).run()
     decoder = load_decoder(tmp_path / "out", dtype="float32")
-    check_compatible(tmp_path / "out", decoder, target.path, target.decoder)
+    folder, config = tmp_path / "out", EngineConfig()
+    assert texts_between(folder, decoder, target.path, target.decoder, config) is None
     assert decoder.config.num_layers == 1
 
 

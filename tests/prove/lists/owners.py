@@ -32,7 +32,7 @@ MUTATIONS = (
     Mutation(
         "flush-of-a-salt-empties-all",
         "CacheRoutes.flush",
-        "flush_cache(*salts)",
+        "flush_cache(*namespaces)",
         "flush_cache()",
         ("test_the_cache_is_shown_and_flushed_by_salt_or_whole",),
         "one tenant's flush leaves the others",

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...adapted import adapted_ops
 from ...base import (
     AttentionWeights,
     DecoderWeights,
@@ -26,6 +27,7 @@ from ...base import (
 from ...batch import Taps, Wanted
 from ...kv_pool import KVPool
 from ...layers import run_layers
+from ...lora import AdaptedRows
 from ..attention.tile_schedule import NARROW_LEN, SPLIT, TileSchedule
 from ..graph_inputs import NUM_BUFFERS, GraphInputs
 from ..sampling.sampler import TritonSampler
@@ -176,15 +178,22 @@ class TritonStep:
         self._has_logged = False  # that a pass did not fit
 
     def __call__(
-        self, token_ids: Tensor, plans: Sequence[ForwardPlan], wanted: Wanted
+        self,
+        token_ids: Tensor,
+        plans: Sequence[ForwardPlan],
+        wanted: Wanted,
+        adapted: Sequence[AdaptedRows] = (),
     ) -> LayersOutput:
-        """Compute token ids ``[T]``, those of the plan; writes KV to the pool."""
+        """Compute token ids ``[T]``, those of the plan; writes KV to the pool.
+
+        A pass with adapters uses no graph.
+        """
         (plan,) = plans  # all layers have heads alike
         assert isinstance(plan, TritonPlan)
         works = plan.work_lists(self._windows)
         num_rows = len(token_ids)
         bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
-        if bucket is not None:
+        if bucket is not None and not adapted:
             shape = _Shape(bucket, plan.has_wide, wanted.taps, wanted.inputs is not None)
             captured = self._captured(plan.geometry, shape)
             if captured is not None and captured.fits(plan, works):
@@ -197,7 +206,8 @@ class TritonStep:
         given = wanted.inputs
         if given is not None:  # the plan may have more rows, which are not there
             given = F.pad(given, (0, 0, 0, len(device.token_ids) - len(given)))
-        found = GraphOutputs.of(self._layers(device, wanted.taps, given=given))
+        ops = adapted_ops(self._ops, adapted, self._weights.embedding.device)
+        found = GraphOutputs.of(self._layers(device, wanted.taps, given=given, ops=ops))
         logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
         return found.of_pass(num_rows, logit_rows, has_chosen=False)
 
@@ -304,7 +314,9 @@ class TritonStep:
         taps: Taps,
         tapped: Tensor | None = None,
         given: Tensor | None = None,
+        ops: Ops | None = None,
     ) -> LayersOutput:
+        ops = ops or self._ops
         return run_layers(
-            self._ops, self._weights, plan.token_ids, (plan,), taps, tapped=tapped, given=given
+            ops, self._weights, plan.token_ids, (plan,), taps, tapped=tapped, given=given
         )

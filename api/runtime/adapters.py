@@ -1,0 +1,166 @@
+"""Adapters: the LoRA adapters of a served model, by name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from ...core.errors import InvalidRequest
+from ...core.interface.adapter import LoadedAdapter, adapter_namespace
+
+logger = logging.getLogger(__name__)
+MAX_NAMESPACES = 4096  # of one adapter that are dropped from the cache when it is unloaded
+NAME = re.compile(r"[^\s=\0-\x1f]{1,256}")
+Load = Callable[[Path], LoadedAdapter]
+Flush = Callable[..., Awaitable[int]]
+
+
+class UnknownAdapter(InvalidRequest):
+    """No adapter of this name is loaded; ``name``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no adapter {name} is loaded", param="lora")
+        self.name = name
+
+
+class ServedAdapter:
+    """An adapter that requests may name, and how many of them do."""
+
+    def __init__(self, name: str, number: int, loaded: LoadedAdapter) -> None:
+        self.name, self.number, self.loaded = name, number, loaded
+        self.created = time.time()
+        self.num_requests = 0  # since it was loaded
+        self.num_open = 0  # that have not ended
+        self.unused = asyncio.Event()
+        self.unused.set()
+        self.namespaces: dict[str | None, str] = {}  # by cache_salt, of its requests so far
+
+    def namespace(self, salt: str | None) -> str:
+        """The namespace of its requests with this cache_salt."""
+        known = self.namespaces.get(salt)
+        if known is not None:
+            return known
+        made = adapter_namespace(salt, self.name, self.number, self.loaded.digest)
+        if len(self.namespaces) < MAX_NAMESPACES:
+            self.namespaces[salt] = made
+        return made
+
+    def enter(self) -> None:
+        """Count a request that begins."""
+        self.num_requests += 1
+        self.num_open += 1
+        self.unused.clear()
+
+    def leave(self) -> None:
+        """Count a request that has ended."""
+        self.num_open -= 1
+        if not self.num_open:
+            self.unused.set()
+
+
+class Adapters:
+    """Adapters by name; belongs to one event loop.
+
+    ``load`` reads one from a folder, blocking; None: the engine takes none. ``flush`` drops
+    namespaces from the cache. At most ``most`` are in memory, those included that are unloaded and
+    wait for their requests. ``reserved``: names that no adapter may have.
+    """
+
+    def __init__(
+        self,
+        load: Load | None = None,
+        flush: Flush | None = None,
+        *,
+        most: int = 0,
+        reserved: frozenset[str] = frozenset(),
+    ) -> None:
+        self._load, self._flush, self._most, self._reserved = load, flush, most, reserved
+        self._served: dict[str, ServedAdapter] = {}
+        self._leaving: set[ServedAdapter] = set()
+        self._last_number = 0
+        self._loading = asyncio.Lock()
+
+    @property
+    def served(self) -> list[ServedAdapter]:
+        """Adapters that requests may name, in the order in which they were loaded."""
+        return list(self._served.values())
+
+    @property
+    def num_loaded(self) -> int:
+        """Adapters in memory."""
+        return len(self._served) + len(self._leaving)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._served
+
+    def enter(self, name: str) -> ServedAdapter:
+        """The adapter for a request, which must `ServedAdapter.leave` it.
+
+        Raises `UnknownAdapter`.
+        """
+        adapter = self._served.get(name)
+        if adapter is None:
+            raise UnknownAdapter(name)
+        adapter.enter()
+        return adapter
+
+    def namespaces(self, salt: str | None) -> list[str]:
+        """Namespaces of this cache_salt that requests of served adapters had."""
+        return [each.namespaces[salt] for each in self.served if salt in each.namespaces]
+
+    async def load(self, name: str, folder: Path) -> ServedAdapter:
+        """Load an adapter, in the place of one that has the name: its requests go on with it.
+
+        Raises `InvalidRequest` for a name that cannot be had or too many adapters, and
+        `ModelLoadError` for files that are not of an adapter for this model.
+        """
+        load = self._load
+        if load is None:
+            message = "adapters are not supported by a server that computes in replicas"
+            raise InvalidRequest(message, param="lora_name")
+        self._check_name(name)
+        async with self._loading:
+            if self.num_loaded - (name in self._served) >= self._most:
+                message = f"{self.num_loaded} adapters are loaded, as many as --max-loras allows"
+                raise InvalidRequest(message, param="lora_name")
+            loaded = await asyncio.to_thread(load, folder)
+            self._last_number += 1
+            adapter = ServedAdapter(name, self._last_number, loaded)
+            replaced, self._served[name] = self._served.pop(name, None), adapter
+        logger.info("adapter %s: rank %d, %d bytes", name, loaded.rank, loaded.num_bytes)
+        if replaced is not None:
+            self._retire(replaced)
+        return adapter
+
+    async def unload(self, name: str) -> None:
+        """Take an adapter from new requests, and wait for those that it has.
+
+        Raises `UnknownAdapter`.
+        """
+        adapter = self._served.pop(name, None)
+        if adapter is None:
+            raise UnknownAdapter(name)
+        await asyncio.shield(self._retire(adapter))
+
+    def _check_name(self, name: str) -> None:
+        if NAME.fullmatch(name) is None:
+            message = "an adapter's name has 1 to 256 characters, without spaces and ="
+            raise InvalidRequest(message, param="lora_name")
+        if name in self._reserved:
+            raise InvalidRequest(f"{name} is a name of the model itself", param="lora_name")
+
+    def _retire(self, adapter: ServedAdapter) -> asyncio.Task[None]:
+        self._leaving.add(adapter)
+        task = asyncio.create_task(self._drop(adapter))
+        task.add_done_callback(lambda _: self._leaving.discard(adapter))
+        return task
+
+    async def _drop(self, adapter: ServedAdapter) -> None:
+        """Once no request has it, drop what is cached of it."""
+        await adapter.unused.wait()
+        if self._flush is not None and adapter.namespaces:
+            await self._flush(*adapter.namespaces.values())

@@ -1,0 +1,199 @@
+"""Builds the packages of a release and tries them as a stranger would: ``make release``.
+
+1. A source distribution and a wheel made from it, into ``dist``; ``twine check --strict``.
+2. For each Python that is found, the wheel in an empty environment: the SDK alone answers, and a
+   server command names the extra that it lacks; with the extra a server answers and drains, and
+   ``foretoken selftest`` passes.
+3. The two commands of the README, from the unpacked source distribution.
+4. ``dist/SHA256SUMS``.
+
+It runs without foretoken in its own environment, which needs ``build`` and ``twine``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+IN_WHEEL = (
+    "foretoken/py.typed",
+    "foretoken/api/server/ui/",
+    "foretoken/core/ops/native/step.c",
+    "foretoken/draft/training/builtin/target/model.safetensors",
+)
+IN_SDIST = ("Makefile", "constraints.txt", "CHANGELOG.md", "tests/conftest.py", "docs/README.md")
+SDK = """
+from foretoken import LLM, SamplingParams
+with LLM("builtin", device="cpu") as llm:
+    print(llm.generate("def add", SamplingParams(max_tokens=8, temperature=0)).text)
+"""
+START_SECONDS, STOP_SECONDS = 900.0, 60.0  # `make serve` installs first
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build and check; the exit code of the process, 1 where something does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the packages")
+    parser.add_argument(
+        "--python", action="append", help=f"try only this Python (default: {', '.join(PYTHONS)})"
+    )
+    parser.add_argument("--built", type=Path, help="try the packages of this folder, build none")
+    parser.add_argument("--no-readme", action="store_true", help="leave out the README's commands")
+    parser.add_argument("--no-install", action="store_true", help="build and check files alone")
+    given = parser.parse_args(argv)
+    wheel, sdist = build(given.out) if given.built is None else packages_of(given.built)
+    if not given.no_install:
+        found = [python for name in given.python or PYTHONS if (python := shutil.which(name))]
+        if not found:
+            sys.exit("no supported Python was found: --python PATH names one")
+        for python in found:
+            try_wheel(python, wheel)
+    if not given.no_readme:
+        try_readme(sdist)
+    if given.built is None:
+        write_sums(given.out, (wheel, sdist))
+    return 0
+
+
+def build(out: Path) -> tuple[Path, Path]:
+    """Build both packages into an empty folder and check what they contain."""
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools packs what lies there
+    run(sys.executable, "-m", "build", "--outdir", out, ROOT)
+    wheel, sdist = packages_of(out)
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
+    with zipfile.ZipFile(wheel) as packed:
+        check_has(wheel, packed.namelist(), IN_WHEEL)
+    with tarfile.open(sdist) as unpacked:
+        names = [name.partition("/")[2] for name in unpacked.getnames()]
+    check_has(sdist, names, IN_SDIST)
+    return wheel, sdist
+
+
+def packages_of(folder: Path) -> tuple[Path, Path]:
+    """The wheel and the source distribution in a folder that has one of each."""
+    (wheel,), (sdist,) = folder.resolve().glob("*.whl"), folder.resolve().glob("*.tar.gz")
+    return wheel, sdist
+
+
+def check_has(package: Path, names: Sequence[str], needed: Sequence[str]) -> None:
+    """Exit where a package lacks a file."""
+    lacking = [each for each in needed if not any(name.startswith(each) for name in names)]
+    if lacking:
+        sys.exit(f"{package.name} lacks {', '.join(lacking)}")
+    print(f"{package.name}: {len(names)} files, {package.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+def try_wheel(python: str, wheel: Path) -> None:
+    """Install the wheel into an empty environment; use the SDK, then a server."""
+    print(f"== {wheel.name} on {python}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run(python, "-m", "venv", folder)
+        bin_folder = Path(folder) / "bin"
+        install(bin_folder, wheel)
+        has_server = f"{bin_folder}/python -c 'import uvicorn'"
+        if subprocess.run(has_server, shell=True, capture_output=True, check=False).returncode == 0:
+            sys.exit("the wheel without extras brings uvicorn")
+        run(bin_folder / "python", "-c", SDK, cwd=folder)
+        refused = subprocess.run(
+            [bin_folder / "foretoken", "serve", "builtin"],
+            capture_output=True, text=True, check=False, cwd=folder,
+        )  # fmt: skip
+        if refused.returncode != 2 or "foretoken[server]" not in refused.stderr:
+            sys.exit(f"`foretoken serve` without its extra: {refused.stderr}")
+        install(bin_folder, f"{wheel}[server]")
+        run(bin_folder / "foretoken", "selftest", cwd=folder)
+        with serving(bin_folder / "foretoken", "serve", "builtin", "--port", cwd=folder):
+            pass
+
+
+def install(bin_folder: Path, what: object) -> None:
+    """Install with the versions that are tested, torch from its index of CPU builds if it can."""
+    pip = (bin_folder / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check")
+    constraints = ("-c", ROOT / "constraints.txt")
+    index = os.environ.get("TORCH_INDEX", TORCH_INDEX)
+    if index:
+        given = ("--no-deps", "--retries", "0", "--timeout", "15", "--index-url", index)
+        run(*pip, *given, *constraints, "torch", may_fail=True)
+    run(*pip, *constraints, what)
+
+
+def try_readme(sdist: Path) -> None:
+    """Run `make serve` and a part of `make test` where the source distribution is unpacked."""
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(sdist) as packed:
+            packed.extractall(folder, filter="data")
+        (root,) = Path(folder).iterdir()
+        with serving("make", "serve", cwd=root, last="ARGS=--port {port}"):
+            pass
+        run("make", "test", "ARGS=tests/radix_cache tests/api/types", cwd=root)
+
+
+@contextmanager
+def serving(*command: object, cwd: object, last: str = "{port}") -> Iterator[str]:
+    """The URL of a server that the command starts; it must answer, and end by itself on SIGTERM."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    args = [*map(str, command), last.format(port=port)]
+    url = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen(args, cwd=str(cwd), start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not answers(f"{url}/health"):
+            if server.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"{' '.join(args)} does not answer")
+            time.sleep(0.2)
+        yield url
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(STOP_SECONDS)
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether a URL answers 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def write_sums(out: Path, packages: Sequence[Path]) -> None:
+    """Write the packages' checksums as `sha256sum -c` reads them."""
+    lines = [f"{hashlib.sha256(each.read_bytes()).hexdigest()}  {each.name}\n" for each in packages]
+    (out / "SHA256SUMS").write_text("".join(lines), "utf-8")
+    print("".join(lines), end="", flush=True)
+
+
+def run(*command: object, cwd: object = ROOT, may_fail: bool = False) -> None:
+    """Run a command; exits where it fails, unless it may."""
+    args = [str(each) for each in command]
+    print("$", " ".join(args), flush=True)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(args, cwd=str(cwd), env=environment, check=False)
+    if done.returncode and not may_fail:
+        sys.exit(f"failed with {done.returncode}: {' '.join(args)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""LoRA adapters: from a folder as PEFT writes it to updates of a decoder's packed linears.
+
+Source: LoRA (arXiv 2106.09685), rsLoRA (arXiv 2312.03732); the files are those of
+https://huggingface.co/docs/peft. B's rows go through what the rows of the weight went through.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import ModelLoadError, shown
+from ..interface.adapter import LoadedAdapter
+from ..ops.base import (
+    AttentionWeights,
+    ConvWeights,
+    DecoderWeights,
+    DeltaWeights,
+    LatentWeights,
+    MlpWeights,
+    PackedLinear,
+)
+from ..ops.lora import LoraBlock, LoraUpdate, LoraWeights, PackedLora
+from .adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from .decoder import Decoder, OwnDecoder
+from .fields import Fields, read_json
+from .fold import Recipe
+from .formats.nested import base_names, family_names, text_names
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Fields that ask for more than a low-rank update of linears, and what they ask for.
+_REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules that are trained as a whole",
+    "lora_bias": "biases of B",
+    "layer_replication": "layers that are computed twice",
+    "alora_invocation_tokens": "adapters that begin within a prompt (aLoRA)",
+    "trainable_token_indices": "embeddings of single tokens",
+    "target_parameters": "updates of parameters, as those of experts",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "mixtures of adapters",
+}
+# Beginnings of `init_lora_weights` for which the base's weights were changed, too.
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
+
+
+def load_lora(folder: Path, decoder: Decoder, *, max_rank: int) -> LoadedAdapter:
+    """Load an adapter for a decoder.
+
+    Raises `ModelLoadError`, naming the field or the tensor, for files that are missing or damaged,
+    that ask for more than low-rank updates of linears, or that are not of this model.
+    """
+    if not isinstance(decoder, OwnDecoder):
+        raise ModelLoadError(
+            f"LoRA adapters need foretoken's own decoder, and {decoder.config.model_type} is "
+            "computed by transformers' modules"
+        )
+    settings = LoraSettings(folder)
+    tensors = LoraTensors(folder, decoder)
+    found, recipes = {}, adaptable(decoder)
+    tensors.check_targets(name for recipe in recipes.values() for name in recipe.names)
+    for packed, recipe in recipes.items():
+        update = _update(recipe, tensors, settings, max_rank)
+        if update is not None:
+            found[packed] = update
+    packed_parts: dict[object, PackedLora] = {
+        packed: decoder.ops.pack_lora(_on(update, decoder.device), decoder.dtype)
+        for packed, update in found.items()
+    }
+    rank = max(block.b.shape[1] for update in found.values() for block in update.blocks)
+    digest = hashlib.sha256(settings.content + tensors.digest()).digest()
+    weights = LoraWeights(packed_parts)
+    return LoadedAdapter(weights, rank, weights.num_bytes, digest)
+
+
+def adaptable(decoder: OwnDecoder) -> dict[PackedLinear, Recipe]:
+    """The linears of a decoder that adapters may change, with what they were made of."""
+    return {
+        packed: decoder.recipes[packed]
+        for packed in _linears(decoder.weights)
+        if packed in decoder.recipes
+    }
+
+
+def _linears(weights: DecoderWeights) -> Iterator[PackedLinear]:
+    for layer in weights.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, LatentWeights):
+            yield mixer.o
+        elif isinstance(mixer, AttentionWeights | ConvWeights) or (
+            isinstance(mixer, DeltaWeights) and not mixer.shape.is_tiled
+        ):
+            yield from mixer.linears
+        if isinstance(layer.mlp, MlpWeights):
+            yield from layer.mlp.linears
+
+
+class LoraSettings:
+    """The adapter_config.json of a folder. Raises `ModelLoadError` for what is not supported."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / CONFIG_FILE
+        values = read_json(path)
+        self.content = path.read_bytes()
+        self._fields = fields = Fields(values, str(path))
+        if values.get("peft_type", "LORA") != "LORA":
+            raise fields.error("peft_type", f"must be LORA, not {shown(values['peft_type'])}")
+        for name, what in _REFUSED.items():
+            if values.get(name):
+                raise fields.error(name, f"means {what}, which is not supported")
+        if values.get("bias", "none") != "none":
+            raise fields.error("bias", "must be none: biases are not changed")
+        started = values.get("init_lora_weights")
+        if isinstance(started, str) and started.lower().startswith(_CHANGED_BASES):
+            raise fields.error(
+                "init_lora_weights",
+                f"is {started}, which changes the weights of the base, too: convert the adapter to "
+                "a plain one",
+            )
+        self._rank, self._alpha = fields.positive("r"), fields.above_zero("lora_alpha")
+        self._ranks = self._pattern("rank_pattern")
+        self._alphas = self._pattern("alpha_pattern")
+        self._is_stabilised = bool(values.get("use_rslora"))
+
+    def rank(self, module: str) -> int:
+        """The rank of a module."""
+        return int(_of_module(self._ranks, module, self._rank))
+
+    def scale(self, module: str) -> float:
+        """The factor of a module's B: alpha over the rank, or over its root."""
+        rank = self.rank(module)
+        alpha = float(_of_module(self._alphas, module, self._alpha))
+        return alpha / (math.sqrt(rank) if self._is_stabilised else rank)
+
+    def _pattern(self, name: str) -> Mapping[str, float]:
+        found = self._fields.values.get(name) or {}
+        numbers = found.values() if isinstance(found, dict) else (None,)
+        for value in numbers:
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise self._fields.error(name, "must map names to numbers above 0")
+        for pattern in found:
+            try:
+                re.compile(pattern)
+            except re.error:
+                raise self._fields.error(name, f"has {shown(pattern)}, no pattern") from None
+        return found
+
+
+def _of_module(pattern: Mapping[str, float], module: str, default: float) -> float:
+    """The value of the first key that a module's name ends with, as PEFT finds it."""
+    keys = (key for key in pattern if re.fullmatch(rf"(.*\.)?({key})", module))
+    return next((pattern[key] for key in keys), default)
+
+
+class LoraTensors:
+    """The A and B of a folder, by the names that the decoder's modules have."""
+
+    def __init__(self, folder: Path, decoder: OwnDecoder) -> None:
+        self.where = folder / WEIGHTS_FILE
+        if not self.where.is_file():
+            raise _no_weights(folder)
+        try:
+            with safe_open(self.where, framework="pt") as file:
+                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"{self.where} cannot be read: {error}") from error
+        pairs: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in sorted(stored.items()):
+            module, side = self._split(name)
+            pairs.setdefault(module, {})[side] = self._checked(name, tensor)
+        names = _model_names(pairs, decoder)
+        absent = sorted(set(pairs) - set(names.values()))
+        if absent:
+            raise ModelLoadError(f"{self.where}: {absent[0]} is not a part of the text model")
+        self._pairs = {name: pairs[module] for name, module in names.items()}
+        self._stored = names
+        if not pairs:
+            raise ModelLoadError(f"{self.where} has no tensors")
+        self._content = stored
+
+    def check_targets(self, known: Iterator[str]) -> None:
+        """Raise `ModelLoadError` for a module that is none of ``known``."""
+        others = sorted(set(self._pairs) - set(known))
+        if others:
+            raise ModelLoadError(
+                f"{self.where}: target {self._stored[others[0]]} is not supported: adapters change "
+                "the matrices of attention and of MLPs without experts"
+            )
+
+    def pair(self, name: str) -> tuple[str, Tensor, Tensor] | None:
+        """A module's name in the files, its A and its B; None where it is not changed."""
+        pair = self._pairs.get(name)
+        if pair is None:
+            return None
+        stored = self._stored[name]
+        for side in "AB":
+            if side not in pair:
+                raise ModelLoadError(f"{self.where}: {stored} lacks lora_{side}")
+        return stored, pair["A"], pair["B"]
+
+    def digest(self) -> bytes:
+        """A digest of names and content."""
+        made = hashlib.sha256()
+        for name, tensor in sorted(self._content.items()):
+            made.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            made.update(tensor.contiguous().view(torch.uint8).numpy())
+        return made.digest()
+
+    def _split(self, name: str) -> tuple[str, str]:
+        found = _TENSOR.fullmatch(name)
+        if found is None:
+            what = "DoRA's magnitudes" if "lora_magnitude" in name else "no A or B of a linear"
+            what = "an update of an embedding" if "lora_embedding" in name else what
+            raise ModelLoadError(f"{self.where}: {name} is {what}, which is not supported")
+        return found[1], found[2]
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dtype not in _DTYPES or tensor.dim() != 2:
+            kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            raise ModelLoadError(f"{self.where}: {name} is {kind}; must be a matrix of floats")
+        if not tensor.isfinite().all():
+            raise ModelLoadError(f"{self.where}: {name} has numbers that are not finite")
+        return tensor
+
+
+def _no_weights(folder: Path) -> ModelLoadError:
+    pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+    if pickles:
+        return ModelLoadError(
+            f"{folder} holds {pickles[0].name}, a pickle that could run any code; only "
+            f"{WEIGHTS_FILE} is loaded"
+        )
+    return ModelLoadError(f"{folder} has no {WEIGHTS_FILE}")
+
+
+def _model_names(modules: Collection[str], decoder: OwnDecoder) -> dict[str, str]:
+    """Names of modules as the decoder's are called, and as they are stored.
+
+    A class without an output matrix saves names without a prefix.
+    """
+    config = decoder.config
+    endings = {f"{'model.' * module.startswith('layers.')}{module}.": module for module in modules}
+    base = text_names if any(map(_is_nested, endings)) else base_names
+    pairs = config.stored_names
+    found = family_names(pairs, base, endings) if pairs else base(endings)
+    return {name.removesuffix("."): endings[stored] for name, stored in found.items()}
+
+
+def _is_nested(name: str) -> bool:
+    return not name.startswith("model.layers.")
+
+
+def _update(
+    recipe: Recipe, tensors: LoraTensors, settings: LoraSettings, max_rank: int
+) -> LoraUpdate | None:
+    """The update of a packed linear; None where no matrix that it was made of is changed."""
+    starts = [sum(recipe.counts[:index]) for index in range(len(recipe.counts))]
+    order = torch.arange(sum(recipe.counts)) if recipe.order is None else recipe.order.cpu()
+    all_a, blocks, num_ranks = [], [], 0
+    for name, start, count, factor in zip(
+        recipe.names, starts, recipe.counts, recipe.factors, strict=True
+    ):
+        pair = tensors.pair(name)
+        if pair is None:
+            continue
+        module, a, b = pair
+        rank = settings.rank(module)
+        if rank > max_rank:
+            raise ModelLoadError(
+                f"{tensors.where}: {module} has rank {rank}, above --max-lora-rank {max_rank}"
+            )
+        expected = ((rank, recipe.in_features), (count, rank))
+        if (a.shape, b.shape) != expected:
+            raise ModelLoadError(
+                f"{tensors.where}: {module} has A {list(a.shape)} and B {list(b.shape)}, but rank "
+                f"{rank} of this model's is {list(expected[0])} and {list(expected[1])}"
+            )
+        scaled = b.float() * (settings.scale(module) * factor)
+        blocks += [
+            LoraBlock(first, num_ranks, scaled[order[first:stop] - start])
+            for first, stop in _runs((order >= start) & (order < start + count))
+        ]
+        all_a.append(a.float())
+        num_ranks += rank
+    if not all_a:
+        return None
+    return LoraUpdate(torch.cat(all_a), tuple(blocks), len(order))
+
+
+def _runs(of_part: Tensor) -> list[tuple[int, int]]:
+    """First and stop of each run of outputs that are of a part, a boolean [outputs]."""
+    edges = torch.diff(of_part.int(), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
+    places = edges.flatten().tolist()
+    return list(zip(places[::2], places[1::2], strict=True))
+
+
+def _on(update: LoraUpdate, device: torch.device) -> LoraUpdate:
+    blocks = tuple(block._replace(b=block.b.to(device)) for block in update.blocks)
+    return update._replace(a=update.a.to(device), blocks=blocks)

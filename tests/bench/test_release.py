@@ -1,0 +1,78 @@
+"""`make release`: what it demands of the packages and of a server that it tries."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from foretoken.bench.lab import release
+from foretoken.bench.lab.release import check_has, main, packages_of, run, serving, write_sums
+
+SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_package_that_lacks_a_file_stops_the_release(tmp_path: Path) -> None:
+    package = tmp_path / "x.whl"
+    package.write_bytes(b"x")
+    check_has(package, ["a/b.py", "c.txt"], ("a/", "c.txt"))
+    with pytest.raises(SystemExit, match=r"x\.whl lacks d\.c"):
+        check_has(package, ["a/b.py"], ("a/", "d.c"))
+
+
+def test_what_the_packages_must_have_is_there() -> None:
+    for name in (*release.IN_SDIST, *release.IN_WHEEL):
+        assert (release.ROOT / name.removeprefix("foretoken/")).exists(), name
+    manifest = (release.ROOT / "MANIFEST.in").read_text("utf-8").split()
+    assert {"Makefile", "constraints.txt", "docs", "tests"} <= set(manifest)
+    listed = [name for name in manifest if name.endswith((".md", ".yaml", ".yml", ".cuda", ".txt"))]
+    assert listed
+    assert [name for name in listed if not (release.ROOT / name).exists()] == []
+
+
+def test_checksums_are_read_by_the_usual_command(tmp_path: Path) -> None:
+    packages = [tmp_path / name for name in ("a-1-py3-none-any.whl", "a-1.tar.gz")]
+    for package in packages:
+        package.write_text(package.name)
+    write_sums(tmp_path, packages_of(tmp_path))
+    check = ["sha256sum", "-c", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    packages[0].write_text("changed")
+    assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode == 1
+
+
+def test_a_server_is_waited_for_and_ended(tmp_path: Path) -> None:
+    with serving(sys.executable, "-c", SERVER, cwd=tmp_path) as url:
+        assert release.answers(url)
+    assert not release.answers(url)
+
+
+def test_a_server_that_ends_stops_the_release(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SystemExit, match="does not answer"),
+        serving(sys.executable, "-c", "raise SystemExit(3)", cwd=tmp_path),
+    ):
+        pass
+
+
+def test_a_command_that_fails_stops_the_release_unless_it_may(tmp_path: Path) -> None:
+    run(sys.executable, "-c", "raise SystemExit(3)", cwd=tmp_path, may_fail=True)
+    with pytest.raises(SystemExit, match="failed with 3"):
+        run(sys.executable, "-c", "raise SystemExit(3)", cwd=tmp_path)
+
+
+def test_without_a_python_nothing_is_called_tried(tmp_path: Path) -> None:
+    for name in ("a-1-py3-none-any.whl", "a-1.tar.gz"):
+        (tmp_path / name).touch()
+    with pytest.raises(SystemExit, match="no supported Python"):
+        main(["--built", str(tmp_path), "--python", "no-such-python", "--no-readme"])
