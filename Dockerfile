@@ -5,7 +5,7 @@
 
 FROM python:3.11-slim AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=server,otel,events
+ARG EXTRAS=server,otel,events,images
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/foretoken/bin:$PATH
 RUN python -m venv /opt/foretoken
 WORKDIR /src

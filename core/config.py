@@ -102,9 +102,16 @@ class EngineConfig:
         "implementation of the layers: foretoken's decoder (own) or transformers' modules on its "
         "KV pages and kernels; auto: own where it supports the model",
     )
+    tp: int = setting(
+        1,
+        "number of processes that compute the model together, each with its part of heads, MLPs "
+        "and KV (tensor parallel)",
+        least=1,
+    )
     threads: int | None = setting(
         None,
-        "number of CPU threads for the model (all; with the torch backend all but one)",
+        "number of CPU threads for the model, of each process with --tp (all; with the torch "
+        "backend all but one)",
         least=1,
         is_basic=True,
     )
@@ -130,6 +137,25 @@ class EngineConfig:
         None,
         "options of the chat template, as a JSON object, for requests that leave them out",
         "JSON",
+    )
+    no_images: bool = setting(
+        False, "refuse images in prompts, and do not load the image tower", group="images"
+    )
+    max_images: int = setting(8, "limit on the images of one request", least=1)
+    max_image_pixels: int = setting(
+        4194304, "limit on the pixels of one image, counted before it is decoded", least=1
+    )
+    image_cache: str | int = setting(
+        "256MiB",
+        "memory for images that were read, and as much for what the image tower made of them; the "
+        "last of each is kept in any case",
+        SIZE,
+        least=1,
+    )
+    media_dir: str | None = setting(
+        None,
+        "folder whose files requests may name as images, as file:// and their path (none)",
+        "DIR",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
         "auto",
@@ -358,6 +384,7 @@ class EngineConfig:
         on_cpu = self.device != "cuda" or self.backend != "native"
         require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
         self._check_quantize()
+        self._check_tp()
         has_kv = self.kv_cache_dtype != "fp8" or self.backend != "native"
         require(has_kv, "kv_cache_dtype", "fp8 needs a GPU; the native backend supports int8")
 
@@ -367,6 +394,19 @@ class EngineConfig:
         may_be_native = self.device != "cuda" and self.backend in ("auto", "native")
         by_native = self.quantize != "int4" or may_be_native
         require(by_native, "quantize", "int4 needs the native backend on the CPU")
+
+    def _check_tp(self) -> None:
+        """Refuse what several ranks do not compute."""
+        if self.tp == 1:
+            return
+        on_cpu = self.device != "cuda" and self.backend != "triton"
+        _require(on_cpu, "tp", "computes on the CPU only: leave out --device cuda")
+        is_own = self.model_impl != "transformers"
+        _require(is_own, "tp", "does not share out transformers' modules (--model-impl)")
+        is_alone = not self.has_tiers and self.kv_transfer is None
+        others = "kv_host, kv_disk, kv_remote or kv_transfer"
+        _require(is_alone, "tp", f"cannot be combined with {others}")
+        _require(not self.lora, "tp", "has no adapters yet: leave out --lora")
 
     @property
     def events_addresses(self) -> tuple[str, str] | None:

@@ -6,6 +6,7 @@ ForetokenError
 ├── QueueFull                            the waiting queue is full; ``retry_after`` seconds
 ├── DeadlineExceeded                     the deadline passed while it waited; ``retry_after``
 ├── EngineDead                           steps failed; the engine no longer takes requests
+├── RankLost                             a process of a tensor parallel model is gone
 └── ModelLoadError                       a checkpoint is missing something or is unsupported
 """
 
@@ -82,6 +83,12 @@ class DeadlineExceeded(ForetokenError):  # noqa: N818
 
 class EngineDead(ForetokenError):  # noqa: N818
     """The engine stopped after failed steps, or was shut down; nothing more will be served."""
+
+
+class RankLost(ForetokenError):  # noqa: N818
+    """A process that computes a part of the model ended, or its ranks are out of step: no step can
+    succeed any more.
+    """
 
 
 class ModelLoadError(ForetokenError):

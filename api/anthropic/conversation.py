@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from ...core.errors import InvalidRequest
+from ..media.sources import ImageSource, join_parts
 from ..runtime.chat_input import ChatInput, Handle
 from ..runtime.tools import named_choice
 from ..types.results import Tool, ToolChoice
@@ -17,6 +18,7 @@ from .schema import (
     AnyBlock,
     Block,
     CountRequest,
+    ImageBlock,
     Message,
     RedactedThinkingBlock,
     TextBlock,
@@ -27,10 +29,11 @@ from .schema import (
 )
 
 Plain = dict[str, Any]
+IMAGES = "images"  # likewise: the images of a plain message
 HANDLE = "handle"  # of a plain message, until all have their places: its ids, and their field
 B = TypeVar("B")
 ALLOWED = {
-    "user": (TextBlock, ToolResultBlock),
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
     "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
     "system": (TextBlock,),
 }
@@ -45,8 +48,10 @@ def read_conversation(body: CountRequest) -> ChatInput:
         for index, message in enumerate(messages)
         if HANDLE in message
     ]
+    images = [image for message in messages for image in message.pop(IMAGES, ())]
     return ChatInput(
         messages=messages,
+        images=images,
         params=SamplingParams(cache_salt=body.cache_salt),
         handles=handles,
         tools=tools,
@@ -153,7 +158,8 @@ def _joined(group: list[Plain]) -> Plain:
     calls = [call for plain in group for call in plain.get("tool_calls", ())]
     if calls:
         joined["tool_calls"] = calls
-    return joined
+    images = [image for plain in group for image in plain.get(IMAGES, ())]
+    return joined | ({IMAGES: images} if images else {})
 
 
 def _plain(message: Message, path: str, names: dict[str, str]) -> list[Plain]:
@@ -164,11 +170,36 @@ def _plain(message: Message, path: str, names: dict[str, str]) -> list[Plain]:
     _check_blocks(blocks, message.role, path)
     if message.role == "assistant":
         return [_assistant(blocks, names)]
-    texts, results = _of(blocks, TextBlock), _of(blocks, ToolResultBlock)
-    plain = [_tool(block, names) for block in results]
-    if texts or not results:
-        plain.append({"role": message.role, "content": _text(texts)})
+    plain = [
+        _tool(block, names, f"{path}.content[{index}]")
+        for index, block in enumerate(blocks)
+        if isinstance(block, ToolResultBlock)
+    ]
+    if len(plain) < len(blocks) or not plain:
+        plain.append({"role": message.role, **_seen(blocks, f"{path}.content")})
     return plain
+
+
+def _seen(blocks: Sequence[object], path: str) -> Plain:
+    """The content of texts and images; other blocks are left out."""
+    parts: list[str | ImageSource] = []
+    for index, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            parts.append(block.text)
+        elif isinstance(block, ImageBlock):
+            parts.append(_image(block, f"{path}[{index}]"))
+    text, images = join_parts(parts)
+    return {"content": text} | ({IMAGES: images} if images else {})
+
+
+def _image(block: ImageBlock, where: str) -> ImageSource:
+    source = block.source
+    if source.type == "base64" and source.data is not None:
+        return ImageSource(f"data:{source.media_type or 'image/png'};base64,{source.data}", where)
+    if source.type == "url" and source.url is not None:
+        return ImageSource(source.url, where)
+    message = f"{where}: an image's source must be base64 with data"
+    raise InvalidRequest(message, param=where)
 
 
 def _check_blocks(blocks: Sequence[AnyBlock], role: str, path: str) -> None:
@@ -179,7 +210,7 @@ def _check_blocks(blocks: Sequence[AnyBlock], role: str, path: str) -> None:
             raise _unserved(block, f"in {role} messages", where)
         if isinstance(block, ToolResultBlock):
             for number, inner in enumerate(_blocks(block)):
-                if not isinstance(inner, TextBlock):
+                if not isinstance(inner, TextBlock | ImageBlock):
                     raise _unserved(inner, "in tool results", f"{where}.content[{number}]")
 
 
@@ -213,15 +244,14 @@ def _call(block: ToolUseBlock) -> Plain:
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _tool(block: ToolResultBlock, names: dict[str, str]) -> Plain:
+def _tool(block: ToolResultBlock, names: dict[str, str], path: str) -> Plain:
     """Templates have no place for ``is_error``, so the text says it."""
     inner = block.content
-    text = inner if isinstance(inner, str) else _text(_of(_blocks(block), TextBlock))
-    plain: Plain = {
-        "role": "tool",
-        "content": f"Error: {text}" if block.is_error else text,
-        "tool_call_id": block.tool_use_id,
-    }
+    plain: Plain = {"role": "tool", "content": inner, "tool_call_id": block.tool_use_id}
+    if not isinstance(inner, str):
+        plain |= _seen(_blocks(block), f"{path}.content")
+    if block.is_error:
+        plain["content"] = f"Error: {plain['content']}"
     if block.tool_use_id in names:
         plain["name"] = names[block.tool_use_id]
     return plain

@@ -179,6 +179,7 @@ class MessageWriter:
             output_tokens=0 if is_start else usage.completion_tokens,
             closed_early=usage.closed_early,
             moves=usage.moves,
+            image_tokens=usage.image_tokens or UNSET,
             spliced_tokens=usage.spliced_tokens,
             normalized=[*usage.normalized] or UNSET,
             speculation=speculation_body(usage),

@@ -78,6 +78,7 @@ class MessageUsage(Struct, kw_only=True):
     service_tier: str = "standard"
     closed_early: bool  # as in chat completions
     moves: int  # likewise
+    image_tokens: int | UnsetType = UNSET  # of the prompt, where it has images
     spliced_tokens: int  # of the prompt: those of earlier answers, not encoded from text
     normalized: list[str] | UnsetType = UNSET  # rules of --normalize that changed the prompt
     speculation: SpeculationUsage

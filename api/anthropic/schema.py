@@ -28,8 +28,19 @@ class TextBlock(Block, tag="text", kw_only=True):
     text: str
 
 
+class ImageFields(Struct, kw_only=True):
+    """``source`` of an image: base64 data, or a URL, which must be a data URL or a file."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class ImageBlock(Block, tag="image", kw_only=True):
-    """An image, which is refused."""
+    """An image."""
+
+    source: ImageFields
 
 
 class DocumentBlock(Block, tag="document", kw_only=True):

@@ -40,6 +40,7 @@ class Built(Generic[EngineT]):
     model_path: str = "own"  # what computes the layers: own, or transformers' modules
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
     pooling: PoolingSpec = NO_POOLING  # uses of its last row
+    takes_images: bool = False  # in prompts
     settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
     fingerprint: bytes | None = None  # of what computes the KV, where it was asked for
     kernels: str = ""  # that compute it, where it was asked for: others may give other bits

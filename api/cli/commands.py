@@ -276,6 +276,13 @@ def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
     selftest.add_argument(
         "--threads", type=int, default=1, metavar="N", help="number of CPU threads (1)"
     )
+    selftest.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="check N processes that compute one model instead (1: check the kernels)",
+    )
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -484,7 +491,11 @@ def _launch(parsed: argparse.Namespace) -> int:
 
 
 def _selftest(parsed: argparse.Namespace) -> int:
-    EngineConfig(threads=parsed.threads)
+    EngineConfig(threads=parsed.threads, tp=parsed.tp)
+    if parsed.tp > 1:
+        from .selftest_ranks import selftest_ranks
+
+        return selftest_ranks(parsed.tp, threads=parsed.threads)
     from .selftest import selftest
 
     return selftest(threads=parsed.threads)

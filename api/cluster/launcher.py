@@ -79,10 +79,10 @@ def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) 
     The CPUs of this machine are shared out unless they are named, and are the replicas' threads.
     """
     least, most = front.bounds
-    threads = options.get("threads")
+    threads, num_ranks = options.get("threads"), options.get("tp", 1)
     cpus = front.replica_cpus
     if cpus is None:
-        cpus = threads or max(1, num_cpus() // most)
+        cpus = threads * num_ranks if threads else max(1, num_cpus() // most)
     on_cuda = options.get("device") == "cuda"
     return ReplicaPlan(
         model=model,
@@ -94,7 +94,7 @@ def plan_of(model: str | None, front: FrontOptions, options: Mapping[str, Any]) 
         quiet_seconds=(
             QUIET_SECONDS if front.scale_down_seconds is None else front.scale_down_seconds
         ),
-        options={"threads": max(1, int(cpus)), **options},
+        options={"threads": max(1, int(cpus) // num_ranks), **options},
     )
 
 

@@ -41,6 +41,7 @@ from .schema import (
     ChatRequest,
     plain_messages,
     read_handles,
+    read_images,
     refuse_unsupported_chat,
 )
 from .token_pieces import TokenPieces
@@ -136,6 +137,7 @@ def read_chat(body: ChatRequest) -> ChatInput:
     parallel = body.parallel_tool_calls is not False
     return ChatInput(
         messages=plain_messages(body.messages),
+        images=read_images(body.messages),
         handles=read_handles(body.messages),
         params=chat_params(body),
         tools=tools,

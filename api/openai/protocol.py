@@ -22,6 +22,7 @@ class PromptDetails(Struct, kw_only=True):
     cached_tokens: int
     loaded_tokens: int  # of the cached ones: from a tier beyond the KV pool
     cache_write_tokens: int
+    image_tokens: int | UnsetType = UNSET  # of a prompt with images
     spliced_tokens: int  # those of earlier answers, not encoded from text
     normalized: list[str] | UnsetType = UNSET  # rules of --normalize that changed the prompt
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from ...core.errors import InvalidRequest
+from ..media.sources import Detail, ImageSource, Placed, join_parts
 from ..protocol.sampling import (
     Guess,
     Milliseconds,
@@ -48,11 +49,25 @@ class OpenAISampling(Sampling, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None  # an extension, as vLLM has it
 
 
-class ContentPart(Struct):
-    """A part of a message; only text is supported."""
+class ImageUrl(Struct):
+    """``image_url``: a data URL, or a file of --media-dir. ``detail`` low takes fewer tokens."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
+    url: str
+    detail: Detail | None = None
+
+
+class NamedImage(ImageUrl, kw_only=True):
+    """An image that has another field in the body than its message says."""
+
+    param: str
+
+
+class ContentPart(Struct):
+    """A part of a message: a text or an image."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url"]})]
     text: str | None = None
+    image_url: ImageUrl | None = None
 
 
 class Message(Struct, kw_only=True):
@@ -219,7 +234,8 @@ def refuse_unsupported_chat(body: ChatRequest) -> None:
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages for the chat template: content as one text, developer as system.
 
-    System messages at the beginning become one: many templates accept only one.
+    System messages at the beginning become one: many templates accept only one. In the place of
+    each image there is its mark.
     """
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
     num_system = _num_system(messages)
@@ -239,6 +255,7 @@ def plain_chat(
     """A conversation that is only rendered. ``opens``: with what opens an answer at its end."""
     return ChatInput(
         messages=plain_messages(messages),
+        images=read_images(messages),
         params=SamplingParams(cache_salt=cache_salt),
         handles=read_handles(messages),
         tools=tools,
@@ -274,7 +291,7 @@ def read_handles(messages: list[Message]) -> list[Handle]:
 
 def _plain(message: Message, path: str) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    plain: dict[str, Any] = {"role": role, "content": _content(message.content, path)}
+    plain: dict[str, Any] = {"role": role, "content": _content(message.content, path).text}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
@@ -283,11 +300,29 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
     return plain
 
 
-def _content(content: str | list[ContentPart] | None, path: str) -> str:
+def read_images(messages: list[Message]) -> list[ImageSource]:
+    """The images of a conversation, in the order of their marks. Raises as `plain_messages`."""
+    return [
+        image
+        for index, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for image in _content(message.content, f"messages[{index}]").images
+    ]
+
+
+def _content(content: str | list[ContentPart] | None, path: str) -> Placed:
     if content is None or isinstance(content, str):
-        return content or ""
-    for index, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            where = f"{path}.content[{index}]"
-            raise InvalidRequest(f"{where}: {part.type} is not supported yet", param=where)
-    return "\n".join(part.text or "" for part in content)
+        return Placed(content or "", [])
+    return join_parts(
+        [_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)]
+    )
+
+
+def _part(part: ContentPart, where: str) -> str | ImageSource:
+    if part.type == "image_url" and part.image_url is not None:
+        image = part.image_url
+        where = image.param if isinstance(image, NamedImage) else where
+        return ImageSource(image.url, where, image.detail or "auto")
+    if part.type != "text" or part.text is None:
+        raise InvalidRequest(f"{where}: {part.type} is not supported yet", param=where)
+    return part.text

@@ -63,6 +63,7 @@ def usage_body(usage: Usage) -> UsageBody:
             cached_tokens=usage.cached_tokens,
             loaded_tokens=usage.loaded_tokens,
             cache_write_tokens=usage.cache_write_tokens,
+            image_tokens=usage.image_tokens or UNSET,
             spliced_tokens=usage.spliced_tokens,
             normalized=[*usage.normalized] or UNSET,
         ),

@@ -43,6 +43,7 @@ from .generation import Answer, Generation, each_of
 from .normalize import Normalizer
 from .preprocess import needs_closing, warm_params
 from .prompt_history import PromptNote
+from .seen_images import NO_IMAGES, SeenImages, see
 from .token_history import Place, TokenHistory, said_of
 
 MESSAGE_BYTES = 256  # to note a message takes about as long as to read so many
@@ -302,7 +303,9 @@ class ChatClient:
         self._normalizer = normalizer
         self._can_splice: dict[bool, bool] = {}  # messages with calls and without
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
-        self._has_system_role: bool | None = None  # of the template; None until a request asks
+        # Of the template; None until a request asks.
+        self._has_system_role: bool | None = None
+        self._takes_parts_alone: bool | None = None
 
     @cached_property
     def syntax(self) -> Syntax:
@@ -358,6 +361,7 @@ class ChatClient:
                 needs_closing=_needs_closing(chat),
                 num_spliced=prompt.num_spliced,
                 normalized=prompt.normalized,
+                images=prompt.images,
                 transfer=transfer,
             )
         except InvalidRequest as error:
@@ -386,14 +390,17 @@ class ChatClient:
         Nothing is submitted. Raises `InvalidRequest` and `EngineDead`.
         """
         self._check_tools(chat)
-        prompt_ids = (await self.render(chat)).token_ids
+        prompt = await self.render(chat)
+        prompt_ids = prompt.token_ids
         if is_prewarm:
-            return await self._llm.check(prompt_ids, warm_params(chat.params))
+            params = warm_params(chat.params)
+            return await self._llm.check(prompt_ids, params, images=prompt.images)
         try:
             return await self._llm.check(
                 prompt_ids,
                 self._constrained(chat, self._tail(prompt_ids)),
                 needs_closing=_needs_closing(chat),
+                images=prompt.images,
             )
         except InvalidRequest as error:
             _name_field(error, chat)
@@ -406,8 +413,10 @@ class ChatClient:
         """
         chat, names = self.normalized(chat)
         try:
-            prompt = await self._renderer.render(chat, self._write)
-            return dataclasses.replace(prompt, normalized=names)
+            seen = await see(chat, self._llm.images, self._llm.tokenizer)
+            prompt = await self._renderer.render(chat, partial(self._write, seen=seen))
+            images = seen.placed(prompt.token_ids, chat.params.cache_salt)
+            return dataclasses.replace(prompt, normalized=names, images=images)
         except InvalidRequest as error:
             if error.param == "prompt":
                 error.param = "messages"
@@ -417,8 +426,8 @@ class ChatClient:
         """The conversation as it is rendered, and the names of the rules that have changed it."""
         return (chat, ()) if self._normalizer is None else self._normalizer.apply(chat)
 
-    async def _write(self, chat: ChatInput) -> str:
-        """The text of the conversation by the chat template."""
+    async def _write(self, chat: ChatInput, seen: SeenImages = NO_IMAGES) -> str:
+        """The text of the conversation by the chat template, with those of its images."""
         messages, tools = chat.messages, [tool.body for tool in chat.tools]
         if self.syntax.tool_parser == "mistral":
             messages = with_short_ids(messages)
@@ -430,7 +439,24 @@ class ChatClient:
             check_messages(messages)
             if needs_text(messages, chat.tools):
                 messages, tools = await self._as_text(chat), []
-        return await self._llm.render_text(messages, chat.template, tools=tools)
+        if self._takes_parts_alone is None:
+            self._takes_parts_alone = await self._drops_texts()
+        messages = seen.messages(messages, in_parts=self._takes_parts_alone)
+        return seen.expanded(await self._llm.render_text(messages, chat.template, tools=tools))
+
+    async def _drops_texts(self) -> bool:
+        """Whether the template writes a message only if its content is a list of parts."""
+        if "type" not in self._llm.tokenizer.chat_template:
+            return False
+        parts = [{"type": "text", "text": PROBE}]
+        written = []
+        for content in (PROBE, parts):
+            try:
+                probe = [{"role": "user", "content": content}]
+                written.append(PROBE in await self._llm.render_text(probe))
+            except InvalidRequest:
+                written.append(False)
+        return written == [False, True]
 
     async def _as_text(self, chat: ChatInput) -> Sequence[Mapping[str, Any]]:
         """The conversation for a template that knows nothing of tools."""
@@ -501,6 +527,7 @@ class ChatClient:
             note=await self._note(chat),
             num_spliced=prompt.num_spliced,
             normalized=prompt.normalized,
+            images=prompt.images,
         )
         return await self._llm.finish(answer)
 

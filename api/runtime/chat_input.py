@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions
+from ..media.sources import ImageSource
 from ..parsing.reasoning import Thinking
 from ..types.results import Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
@@ -32,12 +33,14 @@ class ChatInput:
     """A chat request.
 
     ``messages`` are in the plain shape of chat templates (`openai.schema.plain_messages`);
+    ``images``: those that marks in the messages stand for, in their order;
     ``handles``: those that are rendered by their token ids;
     ``params`` hold what asks for structured output (json_schema, regex, grammar, choice).
     """
 
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
+    images: Sequence[ImageSource] = ()
     handles: Sequence[Handle] = ()
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)

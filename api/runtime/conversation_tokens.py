@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from ...core.errors import InvalidRequest
+from ...core.interface.images import PromptImage, with_image_rows
 from ..parsing.harmony import HARMONY_THINK, marked_call, without_calls
 from ..parsing.output_format import Syntax
 from ..parsing.output_parser import (
@@ -50,12 +51,19 @@ Write = Callable[[ChatInput], Awaitable[str]]
 class PromptTokens:
     """The token ids of a conversation; ``num_spliced`` are ids of earlier answers.
 
-    ``normalized``: names of the rules of `normalize` that changed it before.
+    ``images``: those in the places of image tokens. ``normalized``: names of the rules of
+    `normalize` that changed it before.
     """
 
     token_ids: Sequence[int]
     num_spliced: int = 0
     normalized: tuple[str, ...] = ()
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def cached_ids(self) -> array[int]:
+        """The ids by which the prefix cache has it: those of rows where images stand."""
+        return with_image_rows(self.token_ids, self.images)
 
 
 @dataclass(slots=True, eq=False)

@@ -14,10 +14,12 @@ from typing import Any, Self
 
 from ...core.config import EngineConfig
 from ...core.errors import EngineDead, InvalidRequest
+from ...core.interface.images import PromptImage
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.interface.sampling import Pooling
 from ...core.ops.host_memory import keep_freed_memory
 from ..build.built import Built
+from ..media.reader import ImageReader
 from ..structured.compiler import Grammars
 from ..text.chat_template import template_of
 from ..text.detokenizer import AnswerText
@@ -69,6 +71,7 @@ class EngineClient:
         self._built: Built[ServingEngine] | None = None
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None  # there when the tokenizer is
+        self.images: ImageReader | None = None  # the same, of a model that takes images
         self._starting = asyncio.Lock()
         self._closed = False  # new requests and calls are refused
         self._is_over = False  # those of open calls, too
@@ -122,6 +125,8 @@ class EngineClient:
             )
             for name, folder in self.config.lora_folders.items():
                 await self.adapters.load(name, folder)
+            if built.takes_images:
+                self.images = ImageReader(built.path, self.config)
             await built.engine.start()
             self._grammars = Grammars(tokenizer, built.vocab_size, built.eos_token_ids)
             self._tokenizer = tokenizer
@@ -152,6 +157,8 @@ class EngineClient:
                 self._tokenizer.close()
             if self._grammars is not None:
                 self._grammars.close()
+            if self.images is not None:
+                self.images.close()
 
     async def _finish_calls(self, seconds: float) -> float:
         """Wait for open calls, no longer than these seconds; returns those that are left."""
@@ -271,6 +278,7 @@ class EngineClient:
         num_spliced: int = 0,
         normalized: tuple[str, ...] = (),
         pooling: Pooling | None = None,
+        images: tuple[PromptImage, ...] = (),
         transfer: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Tokenise and submit. The caller must `forget` the answer in a ``finally``.
@@ -280,8 +288,9 @@ class EngineClient:
         are those of earlier answers. ``normalized``: names of the rules that changed it before.
         ``pooling``: what the request wants in place of text; its prompt is not remembered, it is
         no turn of a session, and part of a `call`. ``transfer``: its ``kv_transfer_params``, which
-        mean nothing unless the engine transfers KV. Raises `InvalidRequest`, `QueueFull`,
-        `DeadlineExceeded` and `EngineDead`.
+        mean nothing unless the engine transfers KV. ``images``: those of the prompt.
+
+        Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded` and `EngineDead`.
         """
         since = arrival()
         answer = self._register(params, request_id, is_in_call=pooling is not None)
@@ -294,7 +303,7 @@ class EngineClient:
         answer.cache = replace(cache, session=session)
         answer.num_spliced, answer.normalized = num_spliced, normalized
         answer.needs_closing |= needs_closing
-        answer.pooling = pooling
+        answer.pooling, answer.images = pooling, images
         try:
             await self._prepare(answer, prompt)
             self._submit_choices(answer, since)
@@ -320,6 +329,7 @@ class EngineClient:
         *,
         needs_closing: bool = False,
         pooling: Pooling | None = None,
+        images: tuple[PromptImage, ...] = (),
         param: str = "prompt",
     ) -> Sequence[int]:
         """Tokenise and check as `open` does, and submit nothing; returns the prompt's token ids.
@@ -330,7 +340,7 @@ class EngineClient:
         self._check_open(is_in_call=pooling is not None)
         answer = Answer("", self.built.sampling_defaults.fill(params))
         answer.needs_closing |= needs_closing
-        answer.pooling = pooling
+        answer.pooling, answer.images = pooling, images
         await self._prepare(answer, prompt, param)
         choice, seed = next(children(answer.params))  # its siblings differ in the seed
         try:
@@ -396,8 +406,12 @@ class EngineClient:
 
     @property
     def _explainer(self) -> Explainer:
-        decode = partial(self.tokenizer.decode, skip_special_tokens=False)
-        return Explainer(self.prompts, self.page_size, decode)
+        return Explainer(self.prompts, self.page_size, self._decoded)
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids; rows of images, whose ids are negative, have none."""
+        text_ids = [token_id for token_id in token_ids if token_id >= 0]
+        return self.tokenizer.decode(text_ids, skip_special_tokens=False)
 
     def forget(self, answer: Answer) -> None:
         """Abort the rest of an answer and free its id; may be called twice."""
@@ -545,6 +559,7 @@ class EngineClient:
             pooling=answer.pooling,
             cache=answer.cache,
             adapter=answer.adapter,
+            images=answer.images,
         )
 
 

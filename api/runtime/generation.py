@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 from ...core.engine.inbox import TokenStream
 from ...core.errors import DeadlineExceeded, EngineDead, ForetokenError
+from ...core.interface.images import PromptImage
 from ...core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
 from ...core.interface.sampling import Pooling
 from ...core.interface.transfers import NO_HANDOVER
@@ -146,6 +147,7 @@ class Answer:
         self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
         self.cache = DEFAULT_CACHE
         self.adapter: ServedAdapter | None = None  # until the answer is forgotten
+        self.images: tuple[PromptImage, ...] = ()  # in the prompt
         self.pooling: Pooling | None = None  # what it wants in place of text
         self.handover = NO_HANDOVER  # of its first choice: others find the pages in the cache
         self.num_spliced = 0  # tokens of the prompt that are those of earlier answers

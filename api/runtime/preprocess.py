@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 from ...core.config import EngineConfig
 from ...core.engine.inbox import TokenStream
 from ...core.errors import InvalidRequest
+from ...core.interface.images import PromptImage, with_image_rows
 from ...core.interface.request import (
     DEFAULT_CACHE,
     CacheOptions,
@@ -189,11 +190,13 @@ def make_request(
     pooling: Pooling | None = None,
     cache: CacheOptions = DEFAULT_CACHE,
     adapter: ServedAdapter | None = None,
+    images: tuple[PromptImage, ...] = (),
 ) -> Request:
     """Make the request for the scheduler, on behalf of the present caller.
 
     ``limit``: output tokens within which structured output must be completed; None: no limit.
     ``pooling``: what it wants in place of an answer. ``adapter``: that changes the model for it.
+    ``images``: those of the prompt.
 
     Raises `InvalidRequest` if no token could end structured output.
     """
@@ -215,7 +218,7 @@ def make_request(
     )
     return Request(
         request_id=request_id,
-        tokens=array("q", prompt_ids),
+        tokens=with_image_rows(prompt_ids, images),
         sampling=sampling,
         stop_ids=stop_ids,
         depth=0 if params.speculation == "off" or pooling is not None else params.speculation,
@@ -224,6 +227,7 @@ def make_request(
         adapter=None if adapter is None else adapter.loaded.weights,
         tenant=tenant_of(params.cache_salt),
         cache=cache,
+        images=images,
         priority=params.priority,
         deadline=params.deadline,
         on_token=on_token,

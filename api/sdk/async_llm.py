@@ -13,6 +13,7 @@ import msgspec
 
 from ...core.errors import InvalidRequest, QueueFull
 from ...core.validation import MAX_INT, as_tuple, check_integer, require
+from ..media.sources import ImageSource, join_parts, read_part
 from ..runtime.chat import ChatAnswer, ChatClient
 from ..runtime.chat_input import ChatInput, Handle
 from ..runtime.embedder import Embedder, unit_vector
@@ -59,8 +60,10 @@ class ChatOptions:
     def chat_input(self, messages: Conversation, params: SamplingParams) -> ChatInput:
         """The chat request."""
         is_one_conversation(messages)  # for its errors
+        placed = [_placed(message, index) for index, message in enumerate(messages)]
         return ChatInput(
-            messages=[_plain(message) for message in messages],
+            messages=[message for message, _ in placed],
+            images=[image for _, images in placed for image in images],
             params=params,
             handles=_handles(messages),
             tools=self._tools,
@@ -82,6 +85,18 @@ def _choice(given: GivenChoice, tools: Sequence[Tool], *, is_parallel: bool) -> 
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"tool_choice: {error}", param="tool_choice") from None
     return read_choice(choice, tools, parallel=is_parallel)
+
+
+def _placed(message: Message, index: int) -> tuple[Message, list[ImageSource]]:
+    """A message as templates expect it, with marks in the places of images, and the images."""
+    plain = _plain(message)
+    content = plain.get("content") if isinstance(plain, Mapping) else None
+    kinds = [part.get("type") for part in content or () if isinstance(part, Mapping)]
+    if not isinstance(content, list) or "image_url" not in kinds:
+        return plain, []
+    parts = [read_part(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content)]
+    text, images = join_parts(parts)
+    return {**plain, "content": text}, images
 
 
 def _plain(message: Message) -> Message:

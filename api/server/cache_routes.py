@@ -88,7 +88,7 @@ class CacheRoutes:
             raise InvalidRequest(message, param="prefix")
         messages = cast("list[Message]", prefix)
         chat = await self.service.apart(partial(plain_chat, messages, opens=False, cache_salt=salt))
-        return [*(await self.service.chat.render(chat)).token_ids]
+        return [*(await self.service.chat.render(chat)).cached_ids]
 
     async def explain(self, request: Request) -> Response:
         """Explain a cache miss; needs the API key and ``cache_salt`` of the request.

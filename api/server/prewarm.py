@@ -79,7 +79,10 @@ async def _prompt(client: ChatClient, warm: Warm) -> str | list[int]:
     if warm.messages is None:
         return warm.prompt or ""
     chat = plain_chat(warm.messages, tools=read_tools(warm.tools), opens=False)
-    return [*(await client.render(chat)).token_ids]
+    prompt = await client.render(chat)
+    if prompt.images:
+        raise chat.images[0].refusal("images are not supported here")
+    return [*prompt.token_ids]
 
 
 def _decode(data: bytes, kind: type[T], where: str) -> T:

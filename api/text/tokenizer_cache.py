@@ -63,10 +63,21 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
     hf = _convert(path)
     special_tokens = {name: str(each) for name, each in hf.special_tokens_map.items()}
     backend = getattr(hf, "backend_tokenizer", None)
-    loaded = LoadedTokenizer(backend, getattr(hf, "chat_template", None), special_tokens)
+    template = getattr(hf, "chat_template", None) or _processor_template(path)
+    loaded = LoadedTokenizer(backend, template, special_tokens)
     if backend is not None and _is_whole(path, backend):
         _write(file, loaded)
     return loaded
+
+
+def _processor_template(path: Path) -> str | None:
+    """The chat template of a multimodal model's processor, which older folders have alone."""
+    file = path / "chat_template.json"
+    if not file.is_file():
+        return None
+    found = msgspec.json.decode(file.read_bytes())
+    template = found.get("chat_template") if isinstance(found, dict) else None
+    return template if isinstance(template, str) else None
 
 
 def _convert(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped

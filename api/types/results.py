@@ -224,6 +224,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         matched_tokens=first.matched_tokens,
         loaded_tokens=first.loaded_tokens,
         cache_write_tokens=_written(usages),
+        image_tokens=first.image_tokens,
         spliced_tokens=first.spliced_tokens,
         normalized=first.normalized,
         cache_loss=first.cache_loss,
@@ -250,6 +251,7 @@ def batch_usage(usages: Sequence[Usage]) -> Usage:
         matched_tokens=sum(usage.matched_tokens for usage in usages),
         loaded_tokens=sum(usage.loaded_tokens for usage in usages),
         cache_write_tokens=sum(usage.cache_write_tokens for usage in usages),
+        image_tokens=sum(usage.image_tokens for usage in usages),
         spliced_tokens=sum(usage.spliced_tokens for usage in usages),
     )
     for usage in usages:

@@ -19,7 +19,7 @@ from functools import partial
 from ..errors import EngineDead, InvalidRequest, QueueFull
 from ..interface.output import StepOutput
 from ..interface.plan import StepPlan
-from ..interface.protocols import StepRunner
+from ..interface.protocols import Companions, StepRunner
 from ..interface.request import Request
 from ..interface.transfers import PageServer
 from ..scheduling.request_table import SchedulerLimits
@@ -61,6 +61,7 @@ class Engine:
         make_thread: Callable[[str, Callable[[], None]], StepThread] = ModelThread,
         supervision: Supervision = DEFAULT_SUPERVISION,
         overlap: bool = False,
+        companions: Companions | None = None,
         page_server: PageServer | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -82,6 +83,8 @@ class Engine:
         weakref.finalize(self, self._thread.close)  # of an engine that was left open
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._companions = companions
+        self._lost: BaseException | None = None  # why no step can succeed any more
         self._round_began = 0.0
         self._inbox = RequestInbox(scheduler, self.metrics)
         self._tier_io: TierIO | None = None
@@ -290,6 +293,8 @@ class Engine:
             self._inbox.idle.set()
             if self._tier_io is not None:
                 self._tier_io.start()
+            if self._companions is not None:
+                self._companions.watch(self._lose)
             self._task = asyncio.create_task(self._run(), name="foretoken-engine")
             # Silence "Task was destroyed" where a program exits without closing the engine.
             setattr(self._task, "_log_destroy_pending", False)  # noqa: B010 - it is not typed
@@ -322,6 +327,9 @@ class Engine:
         if self._transfer_desk is not None:
             self._transfer_desk.close()
         self._thread.close()
+        if self._companions is not None:
+            self._companions.unwatch()
+            await asyncio.to_thread(self._companions.end)
 
     async def _run(self) -> None:
         """Run the loop; whatever ends it, every stream is ended."""
@@ -347,11 +355,16 @@ class Engine:
         """End the streams first: writing a crash dump may take a while."""
         report = self.report("the engine died") if self.failure or self.hung else None
         self._end_everything(last)
+        if report is not None and self._companions is not None:
+            self._companions.unwatch()
+            self._companions.end(at_once=True)
         if report is not None:
             self.dump(report)
 
     async def _turn(self) -> None:
         """One round: inbox, plan, step. Events are delivered while the model computes."""
+        if self._lost is not None:
+            raise self._lost
         self._inbox.drain(self._clock())
         if self._auditor.open_requests:
             self._auditor.answer_requests()
@@ -365,6 +378,11 @@ class Engine:
             self._report_step(plan, output)
         else:  # a bisected step is not timed
             self._round_began = self._clock()
+
+    def _lose(self, failure: BaseException) -> None:
+        """A companion ended: end the engine as soon as the step under way has."""
+        self._lost = failure
+        self._inbox.notify()
 
     def _load_ended(self) -> None:
         """Have the next step planned anew: a request need not wait for its pages any longer."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ..errors import is_out_of_memory
+from ..errors import RankLost, is_out_of_memory
 from ..interface.draft import NO_DRAFT_PLAN
 from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse, StepPlan
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
@@ -23,8 +23,12 @@ from ..scheduling.chunk_budget import LEAST_CHUNK, num_chunk_tokens
 _GPU_FAILED = ("CUDA error", "Error [CUDA]")  # in errors of torch and Triton
 
 
-def may_have_lost_gpu(failure: BaseException) -> bool:
-    """Whether a GPU refused a call: after a bad access it refuses every later one, too."""
+def may_have_lost_model(failure: BaseException) -> bool:
+    """Whether no later step may succeed: a rank is gone, or a GPU refused a call, which it does
+    with every later one after a bad access.
+    """
+    if isinstance(failure, RankLost):
+        return True
     return any(words in str(failure) for words in _GPU_FAILED) and not is_out_of_memory(failure)
 
 

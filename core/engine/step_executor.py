@@ -19,7 +19,7 @@ from .step_bisection import (
     StepBisection,
     drafts,
     forget_frames,
-    may_have_lost_gpu,
+    may_have_lost_model,
 )
 
 logger = logging.getLogger(__name__)
@@ -323,7 +323,7 @@ class StepExecutor:
                 bisection.passed()
         self._scheduler.credit_unfinished(plan)
         self._num_fruitless = 0 if bisection.num_passed else self._num_fruitless + 1
-        lost = may_have_lost_gpu(bisection.failure) and not bisection.num_passed
+        lost = may_have_lost_model(bisection.failure) and not bisection.num_passed
         if lost or self._num_fruitless >= MAX_FAILURES:
             await self._check_health(bisection, runner)
         is_left_out = bool(bisection.failing_requests or bisection.left_out)

@@ -20,6 +20,7 @@ from ..interface.output import RequestOutput, StepOutput, TokenLogprob
 from ..interface.plan import ScheduledRequest, StepPlan
 from ..interface.protocols import OnKernelsStarted, Pending, StepCancelled, ignore_kernels
 from ..model.decoder import Decoder
+from ..model.vision import Vision
 from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Wanted
 from ..ops.device import Stopwatch, make_stopwatch
 from ..ops.kv_pool import KVPool
@@ -34,6 +35,7 @@ from ..sampling.verifier import (
     walk_drafts,
 )
 from ..scheduling.guarded_speculator import CircuitBreaker
+from .image_rows import image_rows
 from .launch_behind import launch_behind
 from .proposer import Proposer, VerifiedRequest
 from .step_layout import StepLayout, cut_to_spare_pages
@@ -57,6 +59,7 @@ class LaunchedStep:
     tokens: PendingTokens | None
     clocks: tuple[Stopwatch, Stopwatch]  # of the drafts and of the forward pass
     seconds: float  # that the launch took
+    num_images: int = 0  # whose vectors were computed
 
 
 class PendingStep:
@@ -109,8 +112,10 @@ class ModelRunner:
         proposer: Proposer | None = None,
         *,
         rejection: bool = False,
+        vision: Vision | None = None,
     ) -> None:
         self.decoder = decoder
+        self.vision = vision  # what computes images; None: prompts have none
         self.pool = pool
         self.proposer = proposer  # None, too, once it was given up
         self._lost_proposer = False  # it was given up
@@ -154,11 +159,14 @@ class ModelRunner:
         computing.start()
         layout = StepLayout.of(plan.requests, drafts, self.pool.page_size)
         batch = self._batch(layout, after)
+        num_images = 0 if self.vision is None else self.vision.num_computed
         output = self._forward(batch, layout, on_kernels_started)
+        if self.vision is not None:
+            num_images = self.vision.num_computed - num_images
         computing.stop()
         tokens = self._begin(output, layout)
         seconds = time.perf_counter() - began
-        work = LaunchedStep(plan, layout, batch, output, tokens, clocks, seconds)
+        work = LaunchedStep(plan, layout, batch, output, tokens, clocks, seconds, num_images)
         return PendingStep(work, self._finish)
 
     @torch.inference_mode()
@@ -184,6 +192,7 @@ class ModelRunner:
             times=times,
             num_rows=int(work.batch.lens.sum()),
             lost_proposer=self._lost_proposer,
+            num_images=work.num_images,
         )
 
     def _clocks(self) -> tuple[Stopwatch, Stopwatch]:
@@ -318,7 +327,9 @@ class ModelRunner:
     ) -> ForwardOutput:
         draws = layout.sampling_plan(batch.num_logits) if self._chooses_on_device else None
         # The taps of a proposer that was given up stay: a GPU's graphs were captured with them.
-        wanted = Wanted(draws, self._taps, on_kernels_started)
+        hidden = self.decoder.config.hidden_size
+        inputs, behind = image_rows(layout, batch, self.vision, hidden)
+        wanted = Wanted(draws, self._taps, on_kernels_started, inputs, behind)
         output = self.decoder.forward(batch, self.pool, wanted)
         if (
             output.taps is not None and self._chooses_on_device

@@ -22,6 +22,7 @@ from ..ops.batch import SamplingPlan, Segment, SegmentState
 from ..sampling.logits_processors import SampleRow
 from ..sampling.logprobs import token_logprobs
 from ..sampling.verifier import VerifyRequest
+from .image_positions import image_positions
 
 # -- slots and segments ----------------------------------------------------------------------------
 
@@ -66,6 +67,7 @@ def request_segments(
             num_logits(scheduled, trunk_len),
             state=segment_state(scheduled),
             adapter=scheduled.adapter,
+            turns=image_positions(scheduled.images, scheduled.start, scheduled.start + len(tokens)),
         )
     ]
     if len(runs) < 2:
@@ -75,14 +77,16 @@ def request_segments(
         path = draft.path(first)
         own = spare[first - trunk_len : stop - trunk_len]
         ancestors = [spare[node - trunk_len] for node in path[:-1] if node >= trunk_len]
+        begin = scheduled.stop + len(path) - 1
         segments.append(
             Segment(
                 token_ids=draft.token_ids[first:stop],
-                start=scheduled.stop + len(path) - 1,
+                start=begin,
                 page_ids=scheduled.page_ids,
                 num_logits=stop - first,
                 tail=array("q", ancestors + own),
                 adapter=scheduled.adapter,
+                turns=image_positions(scheduled.images, begin, begin + stop - first),
             )
         )
     return segments

@@ -52,3 +52,4 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     times: Mapping[str, float] = msgspec.field(default_factory=dict)  # "draft", "forward", "verify"
     num_rows: int = 0  # that the target's forward pass computed
     lost_proposer: bool = False  # it failed repeatedly and drafts no more
+    num_images: int = 0  # whose vectors the image tower computed

@@ -16,6 +16,7 @@ import msgspec
 
 from .adapter import Adapter
 from .draft import NO_DRAFT_PLAN, DraftPlan
+from .images import PromptImage, text_ids
 from .sampling import SamplingMetadata
 
 NO_PAGES = array("q")
@@ -58,11 +59,16 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_ahead: bool = False
     state: StateUse | None = None  # None: the model keeps no recurrent state
     adapter: Adapter | None = None  # the request's
+    images: tuple[PromptImage, ...] = ()  # all of the prompt's
 
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the last token, so that its last row yields a new one."""
         return self.sampling.pooling is None and (self.is_ahead or self.stop == len(self.tokens))
+
+    def text_ids(self, start: int, stop: int) -> array[int]:
+        """``tokens[start:stop]`` with a 0 for each row of an image, for what knows text alone."""
+        return text_ids(self.tokens[start:stop], self.images)
 
     @property
     def pools(self) -> bool:

@@ -156,3 +156,16 @@ class StepRunner(Protocol):
         Python's lock is free then, for a while. Raises ValueError for a plan that cannot follow
         ``after``, `StepCancelled` where no request has a token, and what beginning it raises.
         """
+
+
+class Companions(Protocol):
+    """Other processes without which no step can be computed: the ranks of one model."""
+
+    def watch(self, on_lost: Callable[[BaseException], None]) -> None:
+        """Call ``on_lost`` on the running event loop when one of them ends."""
+
+    def unwatch(self) -> None:
+        """Call it no more. Called on that loop."""
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End them, ``at_once`` without waiting for them to stop; blocks until they are gone."""

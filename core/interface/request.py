@@ -13,6 +13,7 @@ import msgspec
 from ...radix_cache import Eviction, HeldPages, KVLease
 from ..errors import ForetokenError, InvalidRequest
 from .adapter import Adapter
+from .images import PromptImage
 from .output import TokenLogprob
 from .sampling import SamplingMetadata
 from .tiers import PageLoad
@@ -99,6 +100,7 @@ class Usage:
     matched_tokens: int = 0
     loaded_tokens: int = 0  # of the cached ones: their KV came from a tier beyond the pool
     cache_write_tokens: int = 0  # of the prompt: it was the first to put their KV there
+    image_tokens: int = 0  # of the prompt: rows of images
     spliced_tokens: int = 0  # of the prompt: they came as ids of earlier answers, not as text
     normalized: tuple[str, ...] = ()  # names of what was changed in the prompt before it came here
     cache_loss: Eviction | None = None  # why the first missing page was evicted, if known
@@ -174,6 +176,7 @@ class Request:
     adapter: Adapter | None = None  # that changes the model for it
     tenant: Tenant = None  # the tenant that is charged
     cache: CacheOptions = DEFAULT_CACHE
+    images: tuple[PromptImage, ...] = ()  # whose rows have negative ids in ``tokens``
     priority: int = 0  # lower runs first
     deadline: float | None = None  # seconds after arrival
     on_token: OnToken | None = None

@@ -76,6 +76,12 @@ class ExpertsSpec:
     router_bias: bool = False
     shared_width: int = 0  # of the MLP that all rows have besides; 0: there is none
     beside: BesideNames | None = None  # None: in the place of the MLP
+    held: tuple[int, int] | None = None  # numbers that a rank has, from and to; None: all
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the experts that are here."""
+        return range(*(self.held or (0, self.count)))
 
 
 class DeltaSpec(NamedTuple):

@@ -194,9 +194,11 @@ class OwnDecoder(PagedDecoder):
         layout: PageLayout | None = None,
         *,
         recipes: Mapping[PackedLinear, Recipe] | None = None,
+        compiles: bool = True,
     ) -> None:
         """``layout``: of the pages, where they are another model's. ``recipes``: of linears that
-        were made of matrices of the files.
+        were made of matrices of the files. ``compiles``: the backend may compute all layers in one
+        call.
         """
         self.config = config
         self.recipes = recipes or {}
@@ -205,14 +207,14 @@ class OwnDecoder(PagedDecoder):
         self.sampler = ops.sampler
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self._layout = layout or PageLayout.of(config)
-        self.shapes = self._layout.shapes
+        self.layout = layout or PageLayout.of(config)
+        self.shapes = self.layout.shapes
         self.states = config.states
         self.exact = getattr(ops, "exact", "spec") != "off"
-        self._compiled = ops.compile_forward(weights)
+        self._compiled = ops.compile_forward(weights) if compiles else None
         self._ropes = tuple(
             tuple(RopeTable(spec, part.heads.turned_dim, self.device) for spec in part.ropes)
-            for part in self._layout.parts
+            for part in self.layout.parts
         )
 
     @torch.inference_mode()
@@ -225,7 +227,7 @@ class OwnDecoder(PagedDecoder):
         for rope in (rope for ropes in self._ropes for rope in ropes):
             rope.table(max_len)
         if self._compiled is not None and len(pool.parts) == 1:
-            heads, ropes = self._layout.parts[0].heads, self._ropes[0]
+            heads, ropes = self.layout.parts[0].heads, self._ropes[0]
             self._compiled.warm_up(pool, heads, ropes, taps, is_given=is_given)
 
     @torch.inference_mode()
@@ -235,6 +237,7 @@ class OwnDecoder(PagedDecoder):
         """Compute KV of every row into the pool, and what is wanted besides."""
         check_taps(wanted.taps, self.config.num_layers)
         check_inputs(wanted.inputs, (batch.num_rows, self.config.hidden_size))
+        check_behind(wanted, self.config.num_layers, self.device)
         plans = self.plans(batch, pool)
         if wanted.on_kernels_started is not None:
             wanted.on_kernels_started()
@@ -242,7 +245,13 @@ class OwnDecoder(PagedDecoder):
         if self._compiled is None:
             ops = adapted_ops(self.ops, adapted, self.device)
             found = run_layers(
-                ops, self.weights, batch.token_ids, plans, wanted.taps, given=wanted.inputs
+                ops,
+                self.weights,
+                batch.token_ids,
+                plans,
+                wanted.taps,
+                given=wanted.inputs,
+                behind=wanted.behind,
             )
         else:
             found = self._compiled(batch.token_ids, plans, wanted, adapted)
@@ -253,13 +262,13 @@ class OwnDecoder(PagedDecoder):
         """The backend's, if it has these."""
         if self._compiled is None:
             return None
-        heads = [part.heads for part in self._layout.parts]
+        heads = [part.heads for part in self.layout.parts]
         parts = list(zip(heads, self._ropes, strict=True))
         return self._compiled.row_passes(pool, parts)
 
     def plans(self, batch: RaggedBatch, pool: KVPool) -> tuple[ForwardPlan, ...]:
         """The backend's plans of a pass, one for each of the pool's parts."""
-        parts = zip(pool.parts, self._layout.parts, self._ropes, strict=True)
+        parts = zip(pool.parts, self.layout.parts, self._ropes, strict=True)
         return tuple(self.ops.plan(batch, part, of.heads, *ropes) for part, of, ropes in parts)
 
     def _logits(self, batch: RaggedBatch, found: LayersOutput) -> Tensor:
@@ -288,6 +297,19 @@ def check_inputs(inputs: Tensor | None, shape: tuple[int, int]) -> None:
     """Raise ValueError for vectors of another shape than the rows of a batch."""
     if inputs is not None and inputs.shape != shape:
         raise ValueError(f"inputs {list(inputs.shape)}: must be {list(shape)}, as the batch's rows")
+
+
+def check_behind(wanted: Wanted, num_layers: int, device: torch.device) -> None:
+    """Raise ValueError for vectors behind layers that a decoder does not take."""
+    behind = wanted.behind
+    if behind is None:
+        return
+    if wanted.inputs is None or behind.shape[1:] != wanted.inputs.shape or len(behind) > num_layers:
+        raise ValueError(
+            f"vectors {list(behind.shape)}: must have the shape of inputs for each layer"
+        )
+    if device.type != "cpu":
+        raise ValueError("vectors for later layers are added on the CPU only")
 
 
 def check_taps(taps: Taps, num_layers: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -40,6 +41,7 @@ from ..ops.base import (
 )
 from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
+from ..ops.parallel import Comm
 from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeight, stack
 from .config import (
     BesideNames,
@@ -92,6 +94,7 @@ from .shapes import (
     layer_prefix,
     tensor_shapes,
 )
+from .sharding import check_shards, shard_config, shard_reader
 
 LATENT_EPS = 1e-6  # of the norms within latent attention, whatever the config says of the others
 logger = logging.getLogger(__name__)
@@ -126,6 +129,7 @@ def load_decoder(
     kv_dtype: KvDtype = "auto",
     impl: ModelImpl = "auto",
     on_read: OnRead | None = None,
+    comm: Comm | None = None,
 ) -> Decoder:
     """A decoder from a folder in Hugging Face layout or a GGUF file.
 
@@ -137,17 +141,21 @@ def load_decoder(
     the layers and the output as int8 or int4, for the backends that compute so; ``kv_dtype`` is
     that of the pools to come. ``impl``: "own" takes the decoder of this engine, "transformers" the
     modules of transformers on our pages and kernels, "auto" the latter for models that the former
-    does not compute. ``on_read`` is called with every tensor but random ones. Raises
-    `ModelLoadError` before memory is spent on weights.
+    does not compute. ``on_read`` is called with every tensor but random ones. ``comm``: of a model
+    that several ranks compute, each with its part of the weights; the output matrix is rank 0's
+    alone. Raises `ModelLoadError` before memory is spent on weights, `InvalidRequest` for a model
+    that ranks cannot share.
     """
     device = choose_device(device)
-    options = _Options(dtype, device, load_format, exact, backend, quantize, kv_dtype, on_read)
+    options = _Options(
+        dtype, device, load_format, exact, backend, quantize, kv_dtype, on_read, comm
+    )
     if impl == "transformers":
         return _by_transformers(Path(path), options, "--model-impl transformers")
     try:
         decoder = _own(path, options)
     except UnsupportedConfig as reason:
-        if impl == "own":
+        if impl == "own" or comm is not None:
             raise
         return _by_transformers(Path(path), options, str(reason))
     logger.info("%s: computed by foretoken's decoder", decoder.config.model_type)
@@ -165,6 +173,7 @@ class _Options(NamedTuple):
     quantize: Quantize
     kv_dtype: KvDtype
     on_read: OnRead | None
+    comm: Comm | None
 
     def ops(self, dtype: torch.dtype, heads: Sequence[HeadLayout]) -> Ops:
         """The backend. ``heads``: of the parts of the pool."""
@@ -214,7 +223,7 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
 
 def _own(path: str | Path, options: _Options) -> OwnDecoder:
     """A decoder of this engine's. Raises `UnsupportedConfig` for a model that has none."""
-    dtype, device, load_format, _, _, quantize, _, on_read = options
+    dtype, device, load_format, _, _, quantize, _, on_read, comm = options
     if load_format == "random":
         config = read_config(path)
         chosen = _choose_dtype(dtype, config.dtype, device)
@@ -223,7 +232,12 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
         config, checkpoint = open_model(path)
         chosen = _choose_dtype(dtype, checkpoint.stored_dtype, device)
         read = checkpoint.read if on_read is None else observed(checkpoint.read, on_read)
-    layout = PageLayout.of(config)
+    part = config
+    if comm is not None:
+        check_shards(config, comm.size)
+        part = shard_config(config, comm, None if load_format == "random" else checkpoint.read)
+        read = shard_reader(read, config, part, comm)
+    layout = PageLayout.of(part)
     if config.latent is not None and options.kv_dtype != "auto":
         raise ModelLoadError(
             f"kv_cache_dtype {options.kv_dtype} is not supported for {config.model_type}, which "
@@ -231,7 +245,9 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
         )
     ops = options.ops(chosen, [part.heads for part in layout.parts])
     keeps_packed = dtype == "auto" and quantize == "none"
-    return Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()
+    assembly = Assembly(part, read, ops, chosen, device, keeps_packed=keeps_packed, comm=comm)
+    weights = assembly.weights()
+    return OwnDecoder(config, weights, ops, layout, recipes=assembly.recipes, compiles=comm is None)
 
 
 def observed(read: _Read, on_read: OnRead) -> _Read:
@@ -345,30 +361,39 @@ class Assembly:
         *,
         keeps_packed: bool,
         layout: PageLayout | None = None,
+        comm: Comm | None = None,
     ) -> None:
-        """``layout``: of the pages, where they are another model's."""
+        """``layout``: of the pages, where they are another model's. ``comm``: of one rank's part of
+        a model, whose config and tensors these are.
+        """
         self._config, self._read, self._ops = config, read, ops
         self._dtype, self._device = dtype, device
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
         self._layout = layout or PageLayout.of(config)
-        self._recipes: dict[PackedLinear, Recipe] = {}
+        self.recipes: dict[PackedLinear, Recipe] = {}
+        self._comm = comm
 
-    def decoder(self) -> OwnDecoder:
-        """The whole model."""
+    def weights(self) -> DecoderWeights:
+        """The whole model; the output matrix of ranks but the first is void."""
         config, fold = self._config, self._config.fold
         embedding = self._read(EMBEDDING)
         table = self._cast(embedding)
         is_tied = config.tie_embeddings
-        stored = embedding if is_tied else self._read(LM_HEAD)
+        is_first = self._comm is None or self._comm.rank == 0
+        stored = embedding if is_tied or not is_first else self._read(LM_HEAD)
         lm_head: Tensor | QuantizedWeight
-        if isinstance(stored, QuantizedWeight) and self._keeps(stored) and fold.logit_scale == 1.0:
+        if not is_first:
+            lm_head = table[:1]
+        elif (
+            isinstance(stored, QuantizedWeight) and self._keeps(stored) and fold.logit_scale == 1.0
+        ):
             lm_head = stored
         else:
             lm_head = scaled(table if is_tied else self._cast(stored), fold.logit_scale)
         embed_scale = fold.embed_scale
         if fold.rounds_embed_scale:
             embed_scale = rounded(embed_scale, table.dtype)
-        weights = DecoderWeights(
+        return DecoderWeights(
             embedding=scaled(table, embed_scale),
             layers=tuple(self._layer(i) for i in range(config.num_layers)),
             final_norm=self._norm(FINAL_NORM),
@@ -376,7 +401,6 @@ class Assembly:
             token_inputs=self._token_inputs() if config.token_input_size else None,
             logit_cap=config.logit_cap,
         )
-        return OwnDecoder(config, weights, self._ops, recipes=self._recipes)
 
     def mtp(self, model: DecoderWeights, draft_ids: Tensor | None) -> MtpWeights:
         """A layer beside the ``model`` that it predicts a further token of; see mtp.py.
@@ -553,6 +577,7 @@ class Assembly:
             sinks=self._float(f"{prefix}self_attn.sinks") if config.has_sinks else None,
             place=place,
             gate=heads.num_heads * heads.head_dim * config.has_gate,
+            comm=self._comm,
         )
 
     def _delta(self, index: int, spec: DeltaSpec) -> DeltaWeights:
@@ -674,7 +699,7 @@ class Assembly:
 
     def _mlp(self, prefix: str) -> MlpWeights:
         config = self._config
-        return self._mlp_of(
+        mlp = self._mlp_of(
             prefix,
             config.mlp_names,
             config.activation,
@@ -682,6 +707,7 @@ class Assembly:
             bias=config.mlp_bias,
             factor=config.fold.residual_scale * config.fold.mlp_out_scale,
         )
+        return mlp if self._comm is None else replace(mlp, comm=self._comm)
 
     def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
         names = spec.names
@@ -690,7 +716,7 @@ class Assembly:
             if names.stacked != "none"
             else tuple(
                 self._mlp_of(prefix + names.expert.format(number), names.mlp, spec.activation)
-                for number in range(spec.count)
+                for number in spec.numbers
             )
         )
         shared = gate = None
@@ -714,6 +740,8 @@ class Assembly:
             factors=None if names.factors is None else self._float(prefix + names.factors),
             shared=shared,
             shared_gate=gate,
+            comm=self._comm,
+            first=spec.numbers.start,
         )
 
     def _mlp_of(
@@ -746,7 +774,7 @@ class Assembly:
         at, stacked = prefix + spec.names.expert, spec.names.stacked
         is_turned = stacked in ("gpt-oss", "columns")
         first, second = (
-            self._stack(at + name, spec.count, is_turned=is_turned)
+            self._stack(at + name, len(spec.numbers), is_turned=is_turned)
             for name in ("gate_up_proj", "down_proj")
         )
         if stacked != "gpt-oss":
@@ -826,7 +854,7 @@ class Assembly:
             stacked = None if stacked is None else stacked[order]
         packed = self._ops.pack_linear(weight, stacked)
         counts = tuple(rows for rows, _ in shapes)
-        self._recipes[packed] = Recipe(tuple(names), counts, shapes[0][1], tuple(factors), order)
+        self.recipes[packed] = Recipe(tuple(names), counts, shapes[0][1], tuple(factors), order)
         return packed
 
     def _stacked(

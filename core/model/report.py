@@ -25,6 +25,7 @@ from .page_layout import PageLayout
 from .pooling import read_pooling
 from .rough_copy import ROUGH_BYTES
 from .shapes import tensor_shapes
+from .vision import count_tower, vision_support
 
 Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]
 _PAGE = 16  # tokens; the pages of the CPU, which only the rounding of mixed pages depends on
@@ -50,6 +51,8 @@ class ModelReport:
     rough_copy_bytes: int | None = None  # of its matrices in 4 bits; None: it cannot have these
     max_model_len: int = 0  # tokens
     dimensions: int = 0  # of the vectors of an embedding model; 0: it is none
+    images: str = ""  # the image tower, or why its images are not served; "": there is none
+    takes_images: bool = False
     mtp: str = ""  # layers that predict further tokens, or what they lack; "": there are none
     problem: str | None = None
 
@@ -145,8 +148,18 @@ def _report(
         rough_copy_bytes=int(ROUGH_BYTES * num_parameters) if has_rough_copy else None,
         max_model_len=config.max_model_len,
         dimensions=config.hidden_size if read_pooling(folder).embeds else 0,
+        images=_images(folder),
+        takes_images=path == "own" and vision_support(folder).is_served,
         problem=_missing(folder) if file_format == "no weights" else None,
     )
+
+
+def _images(path: Path) -> str:
+    """A few words on the image tower of a model; "" for one without."""
+    support = vision_support(path)
+    if support.is_served:
+        return f"yes, a tower of {count_tower(path) / 1e6:.3g} million parameters"
+    return support.reason
 
 
 def weight_files(path: Path) -> tuple[Format, int]:

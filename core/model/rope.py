@@ -42,6 +42,9 @@ class RopeSpec:
     partial: float = 1.0
     # Queries grow by 1 + beta * log(1 + floor(position / original_max_len)) (Llama 4); 0: not
     query_beta: float = 0.0
+    # Frequencies that follow time, height and width; of images alone, for text all are equal.
+    sections: tuple[int, ...] = ()
+    interleaves_sections: bool = False  # they take turns; time has what is left of them
 
 
 NO_ROPE = RopeSpec(partial=0.0)
@@ -68,7 +71,13 @@ def parse_rope(
     share = 1.0 if partial is None else _partial(config, rope, partial)
     theta = rope.above_zero("rope_theta", config.number("rope_theta", theta))
     if kind == "default":
-        return RopeSpec(theta=theta, partial=share)
+        sections = rope.values.get("mrope_section")
+        return RopeSpec(
+            theta=theta,
+            partial=share,
+            sections=tuple(map(int, sections)) if isinstance(sections, list | tuple) else (),
+            interleaves_sections=rope.flag("mrope_interleaved", False),
+        )
     if kind == "proportional":
         factor = rope.above_zero("factor", 1.0)
         return RopeSpec(kind="proportional", theta=theta, partial=share, factor=factor)
@@ -269,6 +278,17 @@ def layer_tables(ropes: Sequence[RopeSpec]) -> LayerTables:
     return LayerTables(tuple(numbers), tuple(by_layer))
 
 
+def _axes(spec: RopeSpec, num_frequencies: int) -> Tensor:
+    """The axis of each frequency, 0 to 2: those of one section together, or in turn."""
+    axes = torch.zeros(num_frequencies, dtype=torch.int64)
+    if spec.interleaves_sections:
+        for axis, count in enumerate(spec.sections[1:], start=1):
+            axes[axis : 3 * count : 3] = axis
+    elif spec.sections:
+        axes[: sum(spec.sections)] = torch.repeat_interleave(torch.tensor(spec.sections))
+    return axes
+
+
 class RopeTable:
     """cos and sin by position, float32; grows as positions are asked for."""
 
@@ -278,10 +298,17 @@ class RopeTable:
         # What is at rest keeps its length.
         self._scaling = torch.where(self._frequencies == 0, 1.0, attention_scaling(spec))
         self._cos = self._sin = self._frequencies.new_empty((0, head_dim // 2))
+        self._axes = _axes(spec, head_dim // 2).to(device)
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``."""
+        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``.
+
+        Of positions ``[3, T]`` each frequency follows the axis of its section.
+        """
         cos, sin = self.table(stop)
+        if positions.dim() == 2:
+            by_frequency = positions[self._axes].T  # [T, head_dim / 2]
+            return cos.gather(0, by_frequency), sin.gather(0, by_frequency)
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def table(self, stop: int) -> tuple[Tensor, Tensor]:

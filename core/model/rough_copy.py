@@ -7,13 +7,13 @@ made from the packed ones, some panels at a time, so nothing else exists twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeAlias
 
 from ..config import format_size
 from ..errors import ModelLoadError
-from ..ops.base import DecoderWeights, PackedLinear
+from ..ops.base import AttentionWeights, DecoderWeights, MixerWeights, PackedLinear
 from ..ops.device import free_memory
 from ..ops.native.native_ops import NativeOps
 from .decoder import Decoder, OwnDecoder
@@ -44,6 +44,8 @@ def rough_decoder(
             f"rounds the weights of foretoken's own decoder, and {kind} is computed by "
             "transformers' modules"
         )
+    if any(isinstance(each, AttentionWeights) and each.comm for each in _mixers(target.weights)):
+        raise NoRoughCopyError("has no part on the other processes of --tp, which share the KV")
     ops = target.ops
     if not isinstance(ops, NativeOps):
         raise NoRoughCopyError(
@@ -79,6 +81,11 @@ def rough_decoder(
     size = sum(each.weight.nbytes for each in rounded_matrices(copy.weights))
     logger.info("draft 'self': a copy of the weights in 4 bits, %s", format_size(size))
     return copy
+
+
+def _mixers(weights: DecoderWeights) -> Iterator[MixerWeights]:
+    for layer in weights.layers:
+        yield from layer.mixers
 
 
 def rounded_matrices(weights: DecoderWeights) -> list[PackedLinear]:

@@ -24,6 +24,7 @@ from .state_pool import StateShape
 if TYPE_CHECKING:
     from ..sampling.logits_processors import SampleRow
     from ..sampling.verifier import Best
+    from .parallel import Comm
 
 Exactness: TypeAlias = Literal["spec", "batch", "off"]
 
@@ -139,7 +140,10 @@ class Rope(Protocol):
     """cos and sin by position, float32. Backends gather rows of it, or read the table itself."""
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``."""
+        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``.
+
+        Positions ``[3, T]`` are in time, height and width: each frequency follows one of them.
+        """
 
     def table(self, stop: int) -> tuple[Tensor, Tensor]:
         """cos and sin ``[stop or more, head_dim / 2]`` of all positions from 0 up."""
@@ -209,11 +213,15 @@ class CompiledForward(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlpWeights:
-    """An MLP, with gate and up packed into one matrix; without a gate, that is up alone."""
+    """An MLP, with gate and up packed into one matrix; without a gate, that is up alone.
+
+    ``comm``: of an MLP of which each rank has a part; ``down`` then gives a summand.
+    """
 
     gate_up: PackedLinear
     down: PackedLinear
     activation: Activation = SILU
+    comm: Comm | None = None
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
@@ -248,7 +256,9 @@ class ExpertWeights:
 
     ``choice_bias`` is added to the scores in choosing alone. ``shared`` is an MLP of all rows,
     whose output a sigmoid of ``shared_gate`` weighs, if there is one. Sums are float32, in the
-    order in which a row's experts were chosen, best first, then what is shared.
+    order in which a row's experts were chosen, best first, then what is shared. ``comm``: of
+    experts of which each rank has a part, or some of them: those from number ``first`` on. The sum
+    over the ranks comes last.
     """
 
     router: PackedLinear  # [num_experts, hidden], not quantised
@@ -258,6 +268,8 @@ class ExpertWeights:
     factors: Tensor | None = None  # [num_experts] float32, of the output of each
     shared: MlpWeights | None = None
     shared_gate: PackedLinear | None = None  # [1, hidden], not quantised
+    comm: Comm | None = None
+    first: int = 0
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
@@ -333,7 +345,8 @@ class AttentionWeights:
 
     A layer that reads the keys and values of an earlier one has queries alone in ``qkv``, and that
     layer's ``place``. With a ``gate`` rows of ``qkv`` are queries, keys, values and the gate, whose
-    sigmoid weighs what was attended to before ``o`` (Qwen3-Next).
+    sigmoid weighs what was attended to before ``o`` (Qwen3-Next). ``comm``: of heads that are
+    shared out among ranks; ``o`` then gives a summand.
     """
 
     qkv: PackedLinear
@@ -345,6 +358,7 @@ class AttentionWeights:
     cap: float | None = None  # of the scores
     sinks: Tensor | None = None  # [num_heads] float32: scores of a key without a value
     gate: int = 0  # width of the gate: that of the queries; 0: there is none
+    comm: Comm | None = None
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:

@@ -61,6 +61,8 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     tail: Sequence[int] = ()  # lent, read only
     state: SegmentState | None = None  # of models with recurrent layers
     adapter: Adapter | None = None  # that changes what its rows are computed with
+    # [3, rows] by which RoPE turns them, none beyond their places; None: these
+    turns: IntArray | None = None
 
     @property
     def stop(self) -> int:
@@ -103,13 +105,15 @@ class Wanted(NamedTuple):
     stream, each at most once: 0 is the embedding, ``b`` lies behind ``b`` layers, and the number of
     layers before the final norm. ``on_kernels_started`` is called just before the kernels begin.
     ``inputs`` [rows of the batch, hidden]: where a token id is below 0, the row begins with its
-    vector in place of an embedding; other vectors are not read.
+    vector in place of an embedding; other vectors are not read. ``behind`` [n, rows, hidden]: what
+    the same rows get added behind each of the first n layers, on a CPU.
     """
 
     draws: SamplingPlan | None = None
     taps: Taps = ()
     on_kernels_started: Callable[[], None] | None = None
     inputs: Tensor | None = None
+    behind: Tensor | None = None
 
 
 NOTHING_MORE = Wanted()
@@ -143,7 +147,8 @@ class RaggedBatch:
 
     A row attends to as many places of its segment's pages and tail as ``starts`` says. RoPE turns
     it by ``positions``: the same, but where a segment leaves out what its rows do not see; then
-    ``turned_until`` is the first position behind all rows.
+    ``turned_until`` is the first position behind all rows. Where a segment has ``turns`` they are
+    [3, num_rows].
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -260,7 +265,7 @@ def build_batch(
         slots[behind >= 0] = tails[(first_tails + behind)[behind >= 0]]
     return RaggedBatch(
         token_ids=padded_rows(_token_ids(segments), min_rows, device),
-        positions=padded_rows(positions, min_rows, device),
+        positions=padded_rows(_turns(segments, positions), min_rows, device),
         slots=padded_rows(slots, min_rows, device),
         logit_rows=padded_rows(logit_rows, min_rows, device),
         num_logits=len(logit_rows),
@@ -410,8 +415,23 @@ def first_pages(segment: Segment, count: int) -> array[int]:
     return segment.page_ids[:count]
 
 
+def _turns(segments: Sequence[Segment], positions: IntArray) -> IntArray:
+    """The positions by which RoPE turns, [num_rows], or [3, num_rows] where a segment has such."""
+    if not any([s.turns is not None for s in segments]):  # noqa: C419 - a list is faster
+        return positions
+    found, first = np.stack([positions] * 3), 0
+    for segment in segments:
+        stop = first + len(segment.token_ids)
+        if segment.turns is not None:
+            found[:, first:stop] = segment.turns
+        first = stop
+    return found
+
+
 def padded_rows(values: NDArray[Any], min_rows: int, device: torch.device | str) -> Tensor:
-    """``[n]`` as a tensor on a device, the last one repeated up to ``min_rows``."""
-    if 0 < len(values) < min_rows:
-        values = np.pad(values, (0, min_rows - len(values)), mode="edge")
+    """``[.., n]`` as a tensor on a device, the last one repeated up to ``min_rows``."""
+    num_rows = values.shape[-1]
+    if 0 < num_rows < min_rows:
+        around = [(0, 0)] * (values.ndim - 1)
+        values = np.pad(values, [*around, (0, min_rows - num_rows)], mode="edge")
     return torch.from_numpy(values).to(device)

@@ -15,6 +15,7 @@ from .base import (
     Ops,
     TokenInputWeights,
 )
+from .parallel import summed
 
 
 def token_inputs(
@@ -62,7 +63,8 @@ def _add_experts(
 ) -> Tensor:
     """The sum of the MLP's output ``x`` and the experts' output, each behind its norm."""
     read, routed_by = ops.norm(residual, beside.norm), ops.norm(residual, beside.router_norm)
-    found = ops.norm(ops.experts(read, beside.experts, plan, routed_by), beside.out_norm)
+    mixed = summed(ops.experts(read, beside.experts, plan, routed_by), beside.experts.comm)
+    found = ops.norm(mixed, beside.out_norm)
     return ops.add_norm(found, ops.norm(x, beside.mlp_out_norm), None)[0]
 
 

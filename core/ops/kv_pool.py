@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple, TypeAlias
@@ -30,8 +30,10 @@ class KVPool:
     (e4m3) a block is scaled: the vectors of its tokens, a byte an item, then a float32 scale for
     each, and the last two dimensions are one. Content is void until written; who owns which page
     is the prefix cache's business. ``states``: of a model with recurrent layers, whose passes get
-    both through this pool.
+    both through this pool. ``mirror`` is called with every copy of slots before it is made.
     """
+
+    mirror: Callable[[Sequence[int], Sequence[int]], None] | None = None
 
     def __init__(
         self,
@@ -99,6 +101,8 @@ class KVPool:
             return
         if len(set(targets)) < len(targets) or not set(targets).isdisjoint(sources):
             raise ValueError(f"slots {[*sources]} cannot be copied to {[*targets]} at once")
+        if self.mirror is not None:
+            self.mirror(sources, targets)
         slots = torch.tensor([list(sources), list(targets)], dtype=torch.int64)
         self._copy_slots(slots.to(self.data.device, non_blocking=True))
 

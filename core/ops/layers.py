@@ -24,6 +24,7 @@ from .base import (
 )
 from .batch import Taps
 from .gemma4 import add_extras, token_inputs
+from .parallel import Comm, summed
 
 
 def run_layers(
@@ -35,11 +36,12 @@ def run_layers(
     *,
     tapped: Tensor | None = None,
     given: Tensor | None = None,
+    behind: Tensor | None = None,
 ) -> LayersOutput:
     """Compute token ids ``[T]``; writes KV to the pool. ``plans``: of each of its parts.
 
     ``tapped`` [T, num_taps * hidden]: where the taps go; a new tensor if None. ``given``: as
-    `Wanted.inputs`.
+    `Wanted.inputs`. ``behind``: as `Wanted.behind`.
     """
     known_ids = token_ids if given is None else token_ids.clamp(min=0)
     residual = ops.embedding(known_ids, weights.embedding)
@@ -59,6 +61,8 @@ def run_layers(
         if layer.extras is not None:
             x, residual = add_extras(ops, layer.extras, x, residual, plan, inputs[index])
             factor = layer.extras.factor
+        if behind is not None and index < len(behind):
+            x = torch.where((token_ids < 0).unsqueeze(-1), x + behind[index], x)
         x, residual = ops.add_norm(x, residual, next_norm, factor)
         _tap(tapped, taps, index + 1, residual)
     return LayersOutput(x, taps=tapped)
@@ -85,13 +89,27 @@ def _mix_and_think(
         else:
             x, residual = ops.add_norm(mixed, residual, layer.mlp_norm)
     assert mlp is not None, "a layer has a mixer or an MLP"
-    x = ops.experts(x, mlp, plan) if isinstance(mlp, ExpertWeights) else run_mlp(ops, x, mlp)
+    if isinstance(mlp, ExpertWeights):
+        x = summed(ops.experts(x, mlp, plan), mlp.comm)
+    else:
+        x = run_mlp(ops, x, mlp)
     return (x if layer.mlp_out_norm is None else ops.norm(x, layer.mlp_out_norm)), residual
 
 
 def run_mlp(ops: Ops, x: Tensor, mlp: MlpWeights) -> Tensor:
     """Compute an MLP on rows ``[T, hidden]``."""
-    return ops.linear(ops.activate(ops.linear(x, mlp.gate_up), mlp.activation), mlp.down)
+    inner = ops.activate(ops.linear(x, mlp.gate_up), mlp.activation)
+    return _linear_of_ranks(ops, inner, mlp.down, mlp.comm)
+
+
+def _linear_of_ranks(ops: Ops, x: Tensor, weight: PackedLinear, comm: Comm | None) -> Tensor:
+    """``[T, in_features] -> [T, out_features]``, where each rank may have some of the columns.
+
+    Products of such are float32 where the backend has them so: they are rounded once, as a sum.
+    """
+    if comm is None:
+        return ops.linear(x, weight)
+    return comm.sum(ops.logits(x, weight), x.dtype)
 
 
 def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
@@ -147,7 +165,7 @@ def _attend(ops: Ops, mixer: AttentionWeights, x: Tensor, plan: ForwardPlan) -> 
     attended = ops.attention(q, index, plan, mixer.window, cap=mixer.cap, sinks=mixer.sinks)
     if gate is not None:
         attended = ops.gate(attended, gate)
-    return ops.linear(attended, mixer.o)
+    return _linear_of_ranks(ops, attended, mixer.o, mixer.comm)
 
 
 def _attend_latents(ops: Ops, mixer: LatentWeights, x: Tensor, plan: ForwardPlan) -> Tensor:

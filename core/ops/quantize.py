@@ -94,6 +94,24 @@ class QuantizedWeight:
         factors = tuple(each[order] for each in self.factors)
         return QuantizedWeight(self.kind, self.values[order], self.scale[order], minimum, factors)
 
+    def columns(self, start: int, stop: int) -> QuantizedWeight:
+        """Select the columns from ``start`` to ``stop``.
+
+        Raises ValueError where these are not the ends of groups with a scale of their own.
+        """
+        width = self.values.shape[1]
+
+        def cut(numbers: Tensor) -> Tensor:
+            size = width // numbers.shape[1]  # columns that share one of them
+            if start % size or stop % size:
+                raise ValueError(f"columns {start} to {stop} do not end at groups of {size}")
+            return numbers[:, start // size : stop // size].contiguous()
+
+        minimum = None if self.minimum is None else cut(self.minimum)
+        scale = self.scale if self.kind == "int8" else cut(self.scale)
+        factors = tuple(cut(each) for each in self.factors)
+        return QuantizedWeight(self.kind, cut(self.values), scale, minimum, factors)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedStack:

@@ -81,6 +81,7 @@ def _next_row(
         page_ids=page_ids,
         sampling=scheduled.sampling,
         is_ahead=True,
+        images=request.images,
         state=None if (state := scheduled.state) is None else StateUse(state.slot, state.log),
         adapter=scheduled.adapter,
     )

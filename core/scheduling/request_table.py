@@ -77,12 +77,36 @@ def max_len_of(request: Request, capacity: int) -> int:
 def check_token_ids(request: Request, vocab_size: int) -> None:
     """Raise `InvalidRequest` for ids outside the vocabulary: a negative one would wrap round."""
     fields: dict[str, Collection[int]] = {
-        "prompt": request.tokens,
+        "prompt": _text_of(request),
         "prediction": request.prediction or (),
     }
     for param, ids in (fields | request.sampling.token_id_fields()).items():
         if message := beyond_vocabulary(param, ids, vocab_size):
             raise InvalidRequest(message, param=param)
+
+
+def _text_of(request: Request) -> Collection[int]:
+    """The token ids of a prompt without the rows of its images, whose ids are below 0.
+
+    Raises `InvalidRequest` for images that do not fit the prompt or stand at its end, and for
+    log-probabilities of a prompt with images.
+    """
+    if not request.images:
+        return request.tokens
+    wants_logprobs = request.sampling.params.prompt_logprobs is not None
+    if wants_logprobs:
+        message = "prompt_logprobs is not supported for prompts with images"
+        raise InvalidRequest(message, param="prompt_logprobs")
+    rows = {
+        start + at for image in request.images for start, count in image.runs for at in range(count)
+    }
+    if len(rows) < sum(image.num_rows for image in request.images) or max(rows) >= len(
+        request.tokens
+    ):
+        raise InvalidRequest("the rows of images do not fit the prompt", param="prompt")
+    if len(request.tokens) - 1 in rows:
+        raise InvalidRequest("a prompt cannot end with an image", param="prompt")
+    return [token_id for at, token_id in enumerate(request.tokens) if at not in rows]
 
 
 def check_priority(request: Request, most: float) -> None:
@@ -172,6 +196,7 @@ class RequestTable:
         request.arrival_time, request.serial = now, self._num_arrived
         request.urgency = now + request.priority * self._limits.aging_seconds
         request.usage.prompt_tokens = request.prompt_len
+        request.usage.image_tokens = sum(image.num_rows for image in request.images)
         self._num_arrived += 1
         self._now = now
         self.waiting.add(request)

@@ -560,6 +560,7 @@ def schedule_request(
         spare_page_ids=spare_page_ids,
         state=state,
         adapter=request.adapter,
+        images=request.images,
     )
 
 

@@ -522,6 +522,7 @@ class EngineMetrics:
         for part in PARTS:
             self._parts.of[part]  # there from the start: a rate needs a zero to begin with
         self._ahead = self._count("steps_ahead", "Steps planned while the step before them ran")
+        self._images = self._count("images_computed", "Images that the image tower computed")
         self._step_tokens = {"prefill": 0, "decode": 0}
         self._add(Reader(self._read_step_tokens))
         self._batch = self._add(Histogram("step_num_requests", "Requests in each step", COUNTS))
@@ -565,6 +566,8 @@ class EngineMetrics:
         if is_ahead:
             self._ahead.inc()
         self._observe_batch(plan)
+        if output.num_images:
+            self._images.inc(output.num_images)
         self.spec_stats.observe_requests(output.requests)
         for part, part_seconds in output.times.items():
             self._parts.of[part].observe(part_seconds)

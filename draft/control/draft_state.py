@@ -69,9 +69,10 @@ class DraftState:
         """
         request = self.request
         guesses = [
-            _to_the_end(guess, request.stop_ids)
+            cut
             for source in sources
             for guess in source.propose(request, most)
+            if (cut := _to_the_end(guess, request.stop_ids)).token_ids
         ]
         if request.sampling.constraint is not None and grammar is not None:
             guesses = _allowed(guesses, request, grammar)
@@ -130,7 +131,10 @@ class DraftState:
 
 
 def _to_the_end(guess: Guess, stop_ids: frozenset[int]) -> Guess:
-    """Cut the guess behind the first token that ends the answer."""
+    """Cut the guess behind the first token that ends the answer, and before rows of an image."""
+    if guess.token_ids and min(guess.token_ids) < 0:
+        end = next(at for at, token in enumerate(guess.token_ids) if token < 0)
+        guess = replace(guess, token_ids=guess.token_ids[:end])
     if stop_ids.isdisjoint(guess.token_ids):
         return guess
     end = next(at for at, token in enumerate(guess.token_ids) if token in stop_ids)

@@ -223,6 +223,6 @@ class HeadKV:
 def _token_ids(verified: VerifiedRequest) -> Sequence[int]:
     """Token ids of the committed positions: pending tokens, then accepted ones."""
     scheduled = verified.scheduled
-    pending = scheduled.tokens[scheduled.start : scheduled.stop]
+    pending = scheduled.text_ids(scheduled.start, scheduled.stop)
     num_accepted = len(verified.batch_rows) - len(pending)
     return [*pending, *verified.output.token_ids[:num_accepted]]

@@ -152,7 +152,7 @@ class LmProposer:
             scheduled, start = trees[index].scheduled, draft_kvs[index].num_computed
             is_whole = stop == len(scheduled.tokens)
             segments.append(
-                Segment(scheduled.tokens[start:stop], start, scheduled.page_ids, int(is_whole))
+                Segment(scheduled.text_ids(start, stop), start, scheduled.page_ids, int(is_whole))
             )
             if is_whole:
                 whole.append((trees[index], ROOT))

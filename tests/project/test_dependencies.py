@@ -23,12 +23,14 @@ DISTRIBUTIONS = {  # of a module whose name is another
     "huggingface_hub": "huggingface-hub",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
+    "PIL": "pillow",
 }
 OPTIONAL = {  # where an extra is needed, and imported for it alone
     "triton": "cuda",
     "opentelemetry": "otel",
     "matplotlib": "bench",
     "zmq": "events",
+    "PIL": "images",
     "mooncake": "mooncake",
     "nixl": "pd",
     "ray": "ray",

@@ -76,6 +76,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "api": (
         ("types",),
         ("text",),
+        ("media",),
         ("structured", "build"),
         ("parsing",),
         ("runtime",),

@@ -35,7 +35,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(list(IMPORTED))
 
 
-class _Descriptor:
+class Descriptor:
     """A file descriptor that reaches the forked process."""
 
     def __init__(self, descriptor: int) -> None:
@@ -64,7 +64,7 @@ class Forked:
         cwd: str | os.PathLike[str] | None = None,
     ) -> None:
         streams = [
-            _Descriptor(each if isinstance(each, int) else each.fileno())
+            Descriptor(each if isinstance(each, int) else each.fileno())
             for each in (stdin, stdout, stderr)
         ]
         self._process = _CONTEXT.Process(

@@ -48,6 +48,7 @@ from foretoken.core.errors import (
     PromptTooLong,
     QueueFull,
 )
+from foretoken.core.interface.images import PromptImage, TowerInput
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Pin, Usage
 from foretoken.core.model.pooling import PoolingSpec
@@ -75,7 +76,7 @@ DELTA: dict[str, object] = {
 }  # fmt: skip
 USAGE: dict[str, object] = {
     "prompt_tokens": 11, "cached_tokens": 10, "matched_tokens": 10, "loaded_tokens": 9,
-    "cache_write_tokens": 8, "spliced_tokens": 7,
+    "cache_write_tokens": 8, "image_tokens": 6, "spliced_tokens": 7,
     "normalized": ("billing-header",),
     "cache_loss": Eviction("late", NOW - 30.0), "completion_tokens": 7, "proposed_tokens": 6,
     "accepted_tokens": 5, "verify_steps": 4, "tree_steps": 3, "accepted_by_source": {"lm": 2},
@@ -100,6 +101,9 @@ ERRORS: tuple[Exception, ...] = (
         429, "slow down", kind="rate_limit", param="n", code="busy", headers={"retry-after": "1"}
     ),
 )
+IMAGE = PromptImage(
+    b"k" * 32, ((1, 1),), (TowerInput("pixel_values", "float32", (1, 2), bytes(8)),), (1, 1)
+)
 LOAD = Load(running=2, waiting=3, kv_usage=0.5)
 KEYS = (bytes(range(32)), bytes(range(32, 64)))
 
@@ -111,8 +115,8 @@ def hello() -> Hello:
         vocab_size=100, max_model_len=256, eos_token_ids=[1, 2], exact=False,
         drafters=["radix", "lm"], no_self_draft="is small",
         sampling_defaults=defaults_form(DEFAULTS), pooling=pooling_form(POOLING),
-        settings=body_form({"draft": "auto", "threads": None}), max_running=8, max_queued=32,
-        page_size=16, num_pages=64,
+        takes_images=True, settings=body_form({"draft": "auto", "threads": None}),
+        max_running=8, max_queued=32, page_size=16, num_pages=64,
     )  # fmt: skip
 
 
@@ -123,7 +127,7 @@ def submit() -> Submit:
         params=params_form(SamplingParams(**given)), seed=2**64 - 1,  # type: ignore[arg-type]
         bad_words_ids=[[1, 2], [3]], shown_ids=[4, 5], limit=6, prediction=ids_form([7, 8]),
         pooling=[5, 6], tenant="key-0", cache=cache_form(CacheOptions(**CACHE)),  # type: ignore[arg-type]
-        deadline=2.5, num_prompt_logprobs=2, hands_over=True, transfer=b"{}",
+        deadline=2.5, num_prompt_logprobs=2, images=[IMAGE], hands_over=True, transfer=b"{}",
     )  # fmt: skip
 
 

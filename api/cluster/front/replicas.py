@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ....core.engine.crash_dump import stacks, write_report
 from ....core.engine.inbox import TokenStream
-from ....core.errors import EngineDead
+from ....core.errors import EngineDead, InvalidRequest
 from ....core.interface.request import Request
 from ....core.scheduling.request_table import (
     check_fits,
@@ -55,6 +55,7 @@ from .routing import Route, Router
 logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 METRICS_SECONDS = 2.0  # that a scrape waits for a replica's metrics
+MAX_IMAGE_BYTES = 24 * 2**20  # of one request: `transport.MAX_MESSAGE` holds them and its prompt
 SHUTTING_DOWN, CLOSED = "the engine is shutting down", "the engine was closed"
 
 
@@ -179,6 +180,12 @@ class Replicas:
         check_fits(request, hello.max_model_len)
         check_token_ids(request, hello.vocab_size)
         check_priority(request, self._roster.max_priority)
+        if sum(image.num_bytes for image in request.images) > MAX_IMAGE_BYTES:
+            message = (
+                f"the images take more than {MAX_IMAGE_BYTES} bytes on their way to a replica: "
+                "send fewer, smaller ones, or such with detail low"
+            )
+            raise InvalidRequest(message, param="messages")
 
     def abort(self, request_id: str) -> None:
         """End a request between two steps; unknown and finished ones are ignored."""

@@ -454,6 +454,7 @@ class UsageForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     matched_tokens: Count = 0
     loaded_tokens: Count = 0
     cache_write_tokens: Count = 0
+    image_tokens: Count = 0
     spliced_tokens: Count = 0
     normalized: tuple[str, ...] = ()
     cache_loss: LossForm | None = None

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...._version import __version__
+from ....core.interface.images import PromptImage
 from ....core.interface.request import CacheOptions, OnToken, Request
 from ....core.interface.sampling import Pooling
 from ...build.built import Built
@@ -112,6 +113,7 @@ class Hello(_Message, tag="hello", frozen=True, kw_only=True):
     no_self_draft: str
     sampling_defaults: DefaultsForm
     pooling: PoolingForm
+    takes_images: bool = False
     settings: bytes  # a JSON object
     max_running: Positive
     max_queued: Count
@@ -172,6 +174,7 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     cache: CacheForm
     deadline: Seconds | None = None  # seconds left
     num_prompt_logprobs: Count = 0  # sent already
+    images: list[PromptImage] = []
     hands_over: bool = False  # its prompt alone is wanted, for another replica
     transfer: bytes | None = None  # `Step.handed` of the replica that computed its prompt
 
@@ -356,6 +359,7 @@ def hello_of(built: Built[ServingEngine], *, kernels: str, tokenizer: str, pid: 
         no_self_draft=built.no_self_draft,
         sampling_defaults=defaults_form(built.sampling_defaults),
         pooling=pooling_form(built.pooling),
+        takes_images=built.takes_images,
         settings=body_form(dict(built.settings)),
         max_running=engine.limits.max_running,
         max_queued=engine.limits.max_queued,
@@ -383,6 +387,7 @@ def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
         model_path=hello.model_path,
         sampling_defaults=defaults_of(hello.sampling_defaults),
         pooling=pooling_of(hello.pooling),
+        takes_images=hello.takes_images,
         settings=body_of(hello.settings),
         fingerprint=hello.fingerprint,
         kernels=hello.kernels,
@@ -420,6 +425,7 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         cache=cache_form(request.cache),
         deadline=None if request.deadline is None else request.deadline - elapsed,
         num_prompt_logprobs=request.num_prompt_logprobs,
+        images=list(request.images),
     )
 
 
@@ -440,6 +446,7 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         tenant=whole.tenant,
         cache=cache_form(CacheOptions()),
         deadline=whole.deadline,
+        images=whole.images,
         hands_over=True,
     )
 
@@ -471,6 +478,7 @@ def request_of(
             on_token=on_token,
             pooling=None if submit.pooling is None else Pooling(tuple(submit.pooling)),
             cache=cache_of(submit.cache),
+            images=tuple(submit.images),
         )
     request.tokens.extend(ids_of(submit.output))
     request.tenant = submit.tenant  # the front knows whose key it was

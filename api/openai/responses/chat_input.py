@@ -10,7 +10,7 @@ from ...runtime.chat_input import ChatInput
 from ...runtime.tools import ANY_OBJECT, allowed_choice, named_choice, read_choice
 from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import SamplingParams
-from ..schema import Message, plain_messages, read_handles
+from ..schema import Message, plain_messages, read_handles, read_images
 from .inputs import to_messages
 from .schema import LOGPROBS, FlatChoice, FlatTool, Item, ResponsesRequest, TextFormat
 
@@ -27,6 +27,7 @@ def make_chat_input(
     refuse_unsupported(body)
     return ChatInput(
         messages=plain_messages(messages),
+        images=read_images(messages),
         handles=read_handles(messages),
         params=_params(body),
         tools=tools,

@@ -9,7 +9,7 @@ from uuid import uuid4
 import msgspec
 
 from ....core.errors import InvalidRequest
-from ..schema import KeptMessage, Message
+from ..schema import ContentPart, KeptMessage, Message, NamedImage
 from .schema import TEXT_PARTS, AnswerItem, Item, ItemPart
 
 Lookup = Callable[[str], Item | None]
@@ -100,19 +100,19 @@ class _Thread:
                 written = msgspec.json.encode({"input": item.input or ""}).decode()
                 self._add_call(item, written, path)
             case "function_call_output" | "custom_tool_call_output":
-                text = _text(_needed(item, "output", path), f"{path}.output")
-                self._close(Message(role="tool", tool_call_id=item.call_id, content=text))
+                content = _content(_needed(item, "output", path), f"{path}.output")
+                self._close(Message(role="tool", tool_call_id=item.call_id, content=content))
             case _:
                 message = f"{path}: items of type {item.type} are not supported"
                 raise InvalidRequest(message, param=path)
 
     def _add_message(self, item: Item, path: str) -> None:
         role = _needed(item, "role", path)
-        text = _text(_needed(item, "content", path), f"{path}.content")
+        content, where = _needed(item, "content", path), f"{path}.content"
         if role == "assistant":
-            self._begin(text)
+            self._begin(_text(content, where))
         else:
-            self._close(Message(role=role, content=text))
+            self._close(Message(role=role, content=_content(content, where)))
 
     def _add_call(self, item: Item, arguments: str | None, path: str) -> None:
         call_id, name = _needed(item, "call_id", path), _needed(item, "name", path)
@@ -156,6 +156,23 @@ def _reasoning_text(item: Item, path: str) -> str:
     """The reasoning of an item, or else its summary."""
     content = item.content or item.summary or []
     return _text(content, f"{path}.content")
+
+
+def _content(content: str | Sequence[ItemPart], path: str) -> str | list[ContentPart]:
+    """One text, or parts where there are images."""
+    if isinstance(content, str) or not any(part.type == "input_image" for part in content):
+        return _text(content, path)
+    parts = []
+    for index, part in enumerate(content):
+        where = f"{path}[{index}]"
+        if part.type != "input_image":
+            parts.append(ContentPart(type="text", text=_part(part, where)))
+        elif part.image_url is None:
+            raise InvalidRequest(f"{where} needs image_url, a data URL", param=where)
+        else:
+            image = NamedImage(part.image_url, part.detail, param=where)
+            parts.append(ContentPart(type="image_url", image_url=image))
+    return parts
 
 
 def _text(content: str | Sequence[ItemPart], path: str) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from ...media.sources import Detail
 from ...protocol.sampling import Guess, NumTop, One, Positive, Prediction
 from ..schema import OpenAISampling
 
@@ -16,7 +17,8 @@ ITEM_TYPES = (
     "custom_tool_call", "custom_tool_call_output",
 )  # fmt: skip
 # Strings with an error of our own for others: it names the item.
-PartType = Annotated[str, Meta(extra_json_schema={"enum": [*TEXT_PARTS, "refusal"]})]
+PART_TYPES = (*TEXT_PARTS, "input_image", "refusal")
+PartType = Annotated[str, Meta(extra_json_schema={"enum": [*PART_TYPES]})]
 ItemType = Annotated[str, Meta(extra_json_schema={"enum": [*ITEM_TYPES]})]
 LOGPROBS = "message.output_text.logprobs"  # of ``include``
 
@@ -26,10 +28,12 @@ Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METAD
 
 
 class ItemPart(Struct, kw_only=True, omit_defaults=True):
-    """A part of a message, a tool output or reasoning; only text is supported."""
+    """A part of a message, a tool output or reasoning: text, or an image of the first two."""
 
     type: PartType
     text: str | None = None
+    image_url: str | None = None  # a data URL, or a file of --media-dir
+    detail: Detail | None = None
     refusal: str | None = None
     annotations: Any = None  # of an earlier answer, as ``logprobs``
     logprobs: Any = None

@@ -2,7 +2,8 @@
 #include "experts.h"
 #include "vector.h"
 
-enum { PIECE = 64 }; /* rows of a routing task */
+enum { PIECE = 64 };      /* rows of a routing task */
+enum { ELSEWHERE = -1 };  /* place of a row whose expert another rank has */
 
 /* -- routing ---------------------------------------------------------------------------------- */
 
@@ -118,11 +119,14 @@ typedef struct {
 static void sort_rows(const experts_job *job) {
     const ft_routing *routing = &job->experts->routing;
     const experts_space *space = &job->space;
+    const ft_linear_weight *const *here = job->experts->first;
+    const int32_t *chosen = space->chosen;
     int64_t count = job->rows * routing->top_k, *firsts = space->firsts;
     memset(firsts, 0, (size_t)(routing->num_experts + 1) * sizeof *firsts);
-    for (int64_t i = 0; i < count; i++) firsts[space->chosen[i] + 1]++;
+    for (int64_t i = 0; i < count; i++) firsts[chosen[i] + 1] += here[chosen[i]] != NULL;
     for (int64_t i = 0; i < routing->num_experts; i++) firsts[i + 1] += firsts[i];
-    for (int64_t i = 0; i < count; i++) space->places[i] = firsts[space->chosen[i]]++;
+    for (int64_t i = 0; i < count; i++)
+        space->places[i] = here[chosen[i]] ? firsts[chosen[i]]++ : ELSEWHERE;
     for (int64_t i = routing->num_experts; i > 0; i--) firsts[i] = firsts[i - 1];
     firsts[0] = 0;
 }
@@ -133,8 +137,9 @@ static void scatter_piece(void *context, int64_t begin, int64_t end) {
     int64_t top_k = job->experts->routing.top_k;
     int64_t bytes = job->hidden * (job->dtype == FT_BFLOAT16 ? 2 : 4);
     for (int64_t i = begin * top_k; i < end * top_k; i++)
-        memcpy(job->space.x + job->space.places[i] * bytes, job->x + i / top_k * bytes,
-               (size_t)bytes);
+        if (job->space.places[i] != ELSEWHERE)
+            memcpy(job->space.x + job->space.places[i] * bytes, job->x + i / top_k * bytes,
+                   (size_t)bytes);
 }
 
 FT_INLINE void add_up_row(const experts_job *job, int64_t row, int dtype) {
@@ -148,6 +153,7 @@ FT_INLINE void add_up_row(const experts_job *job, int64_t row, int dtype) {
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         ft_vec sum = v_set(0.0f);
         for (int64_t k = 0; k < top_k; k++) {
+            if (places[k] == ELSEWHERE) continue;
             ft_vec value = v_get(space->y + places[k] * bytes, i, width - i, dtype);
             sum = v_add(sum, v_mul(value, v_set(weights[k])));
         }
@@ -176,13 +182,21 @@ static void *take(char **memory, int64_t bytes) {
     return taken;
 }
 
+/* One of the experts that are here; all have one shape. */
+static int64_t one_here(const ft_experts *experts) {
+    int64_t number = 0;
+    while (!experts->first[number]) number++;
+    return number;
+}
+
 /* All that a call works with; with `memory` NULL, its size alone. */
 static int64_t lay_out(const ft_experts *experts, int64_t rows, int64_t hidden, int64_t item,
                        char *memory, experts_space *space) {
     const ft_routing *routing = &experts->routing;
     const ft_mlp *shared = &experts->shared;
-    int64_t pairs = rows * routing->top_k, wide = experts->first[0]->out_features;
-    int64_t narrow = experts->second[0]->in_features, wider = pairs * wide, narrower = pairs * narrow;
+    int64_t one = one_here(experts), pairs = rows * routing->top_k;
+    int64_t wide = experts->first[one]->out_features;
+    int64_t narrow = experts->second[one]->in_features, wider = pairs * wide, narrower = pairs * narrow;
     if (shared->first) {
         wider = ft_max(wider, rows * shared->first->out_features);
         narrower = ft_max(narrower, rows * shared->second->in_features);
@@ -219,13 +233,15 @@ static int run_shared(const experts_job *job) {
 static int run_chosen(experts_job *job) {
     const ft_experts *experts = job->experts;
     const experts_space *space = &job->space;
-    int64_t count = experts->routing.num_experts, pairs = job->rows * experts->routing.top_k;
+    int64_t count = experts->routing.num_experts;
     int dtype = job->dtype;
     sort_rows(job);
+    int64_t pairs = space->firsts[count];
+    if (!pairs) return 0;
     ft_parallel(scatter_piece, job, job->rows, PIECE);
     if (ft_linear_many(experts->first, space->firsts, count, space->x, dtype, space->wide, dtype))
         return -1;
-    ft_activate_rows(space->wide, space->narrow, pairs, experts->second[0]->in_features,
+    ft_activate_rows(space->wide, space->narrow, pairs, experts->second[one_here(experts)]->in_features,
                      &experts->activation, dtype);
     return ft_linear_many(experts->second, space->firsts, count, space->narrow, dtype, space->y,
                           dtype);

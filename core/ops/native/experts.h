@@ -28,7 +28,8 @@ typedef struct {
     const ft_linear_weight *router;
     const float *choice_bias; /* [num_experts], added to scores in choosing alone, or NULL */
     const float *factors;     /* [num_experts], of the output of each, or NULL */
-    const ft_linear_weight *const *first, *const *second; /* [num_experts] */
+    /* [num_experts]; NULL: another rank has this one, and adds what it says */
+    const ft_linear_weight *const *first, *const *second;
     ft_activation activation;
     ft_mlp shared;                     /* of all rows; first is NULL: there is none */
     const ft_linear_weight *shared_gate; /* one output: a sigmoid on what is shared, or NULL */

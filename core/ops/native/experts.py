@@ -60,12 +60,14 @@ class ExpertStructs:
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
-        count = len(weights.experts)
+        assert isinstance(weights.router, NativeLinear)
+        count = weights.router.out_features
         if count > MAX_EXPERTS:
             raise ModelLoadError(f"the native kernels support {MAX_EXPERTS} experts, not {count}")
         array = _LINEAR * count
-        first = array(*(_lent(mlp.gate_up) for mlp in weights.experts))
-        second = array(*(_lent(mlp.down) for mlp in weights.experts))
+        first, second = array(), array()  # NULL: of those that another rank has
+        for number, mlp in enumerate(weights.experts, start=weights.first):
+            first[number], second[number] = _lent(mlp.gate_up), _lent(mlp.down)
         vectors = (weights.choice_bias, weights.factors)
         self._struct = MixtureStruct(
             _routing(weights.routing, count),

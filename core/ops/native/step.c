@@ -147,6 +147,9 @@ typedef struct {
     int dtype;
     const ft_adapted *adapted; /* [num_adapted], no row in two of them */
     int64_t num_adapted;
+    const int64_t *ids; /* [rows] */
+    int64_t num_behind; /* layers behind which rows of images get more, `behind` of them */
+    const char *behind;
 } step_job;
 
 /* Add what adapters change of y, which a linear at a place of the layers has made of x. */
@@ -355,6 +358,21 @@ static int add_extras(const step_job *step, int64_t index, char *out) {
 
 /* -- the layers ---------------------------------------------------------------------------------- */
 
+/* Add what images add to the stream behind a layer to what the layer adds, in rows of ids below 0. */
+static void add_behind(const step_job *step, int64_t index, char *added) {
+    if (index >= step->num_behind) return;
+    int64_t hidden = step->decoder->hidden, row_bytes = hidden * (step->dtype == FT_BFLOAT16 ? 2 : 4);
+    const char *behind = step->behind + index * step->rows * row_bytes;
+    for (int64_t row = 0, stop; row < step->rows; row = stop) {
+        for (stop = row; stop < step->rows && step->ids[stop] < 0; stop++) continue;
+        if (stop > row)
+            ft_add_rows(behind + row * row_bytes, added + row * row_bytes, 1.0f, stop - row, hidden,
+                        step->dtype);
+        else
+            stop = row + 1;
+    }
+}
+
 /* Input x of a layer to that of the next, whose norm is `next_norm`, in `out` or the stream itself.
  * Returns NULL when there is no memory. */
 static const char *run_layer(const step_job *step, int64_t index, const char *x,
@@ -365,11 +383,15 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
     const char *next = x;
     if (layer->second) {
         if (run_mixer(step, index, x, added)) return NULL;
-        if (!layer->gate_up && !layer->experts) return add(step, added, 1.0f, next_norm, out);
+        if (!layer->gate_up && !layer->experts) {
+            add_behind(step, index, added);
+            return add(step, added, 1.0f, next_norm, out);
+        }
         next = add(step, added, 1.0f, layer->is_parallel ? NULL : layer->mlp_norm, step->space.x);
     }
     if (run_mlp(step, index, layer->is_parallel ? x : next, added)) return NULL;
     if (layer->extras && add_extras(step, index, added)) return NULL;
+    add_behind(step, index, added);
     return add(step, added, layer->extras ? layer->extras->factor : 1.0f, next_norm, out);
 }
 
@@ -403,18 +425,21 @@ static void embed(const step_job *step, const int64_t *ids, const char *given, i
 }
 
 /* Token ids [num_rows] to the final norm's output [num_rows, hidden]; writes KV into the pool.
- * `given`: see `embed`; NULL where there are no such ids. `adapted`: rows that adapters change.
+ * `given`: see `embed`; NULL where there are no such ids. `behind` [num_behind, num_rows, hidden]:
+ * see `add_behind`. `adapted`: rows that adapters change.
  * `tapped` [num_rows, num_taps, hidden] gets the residual stream at the boundaries `tapped_at`:
  * 0 is the embedding, b lies behind b layers. Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const void *given,
-                         const ft_part *parts, int64_t num_parts, const ft_adapted *adapted,
-                         int64_t num_adapted, void *out, int64_t num_taps,
+                         int64_t num_behind, const void *behind, const ft_part *parts,
+                         int64_t num_parts, const ft_adapted *adapted, int64_t num_adapted,
+                         void *out, int64_t num_taps,
                          const int64_t *tapped_at, void *tapped) {
     ft_attend_plan plans[FT_MAX_PARTS];
     int64_t last = decoder->num_layers - 1;
     step_job step = {decoder, parts, plans, .rows = parts->batch->num_rows,
                      .dtype = (int)parts->heads->dtype, .adapted = adapted,
-                     .num_adapted = num_adapted};
+                     .num_adapted = num_adapted, .ids = ids, .num_behind = num_behind,
+                     .behind = behind};
     const step_space *space = &step.space;
     if (find_space(decoder, parts, num_parts, &step.space)) return -1;
     if (ft_plan_attention(parts, num_parts, plans)) return -1;
@@ -545,8 +570,8 @@ FT_EXPORT int ft_row_pass(const ft_decoder *decoder, const ft_linear_weight *hea
                                 space.turns[i], space.turns[i] + sin_at, NULL};
         of_batch[i] = (ft_part){&batches[i], parts[i].kv, parts[i].heads};
     }
-    if (ft_forward(decoder, space.ids, NULL, of_batch, num_parts, NULL, 0, space.hidden, 0, NULL,
-                   NULL) ||
+    if (ft_forward(decoder, space.ids, NULL, 0, NULL, of_batch, num_parts, NULL, 0, space.hidden, 0,
+                   NULL, NULL) ||
         ft_linear(head, space.hidden, (int)dtype, rows, space.logits, FT_FLOAT32))
         return -1;
     float *to_cap[] = {space.logits, &cap};

@@ -246,9 +246,11 @@ class NativeStep:
             at = (_I64 * num_taps)(*wanted.taps)
             tapped = torch.empty((plan.num_rows, num_taps * self._struct.hidden), dtype=plan.dtype)
         given = None if wanted.inputs is None else wanted.inputs.contiguous()
+        behind = None if wanted.behind is None else wanted.behind.contiguous()
         changes = AdaptedStructs(adapted, self._updates_of) if adapted else None
         failed = self._library.c.ft_forward(
-            ctypes.byref(self._struct), token_ids.data_ptr(), _address(given), parts, len(parts),
+            ctypes.byref(self._struct), token_ids.data_ptr(), _address(given),
+            0 if behind is None else len(behind), _address(behind), parts, len(parts),
             None if changes is None else changes.structs, len(adapted),
             out.data_ptr(), num_taps, at, _address(tapped),
         )  # fmt: skip

@@ -17,10 +17,11 @@ def run_experts(
     scores, chosen = route(logits, weights.routing, weights.choice_bias)
     if weights.factors is not None:
         scores = scores * weights.factors[chosen]
-    slots = x.new_empty((*chosen.shape, x.shape[-1]))
-    for number in sorted(set(chosen.flatten().tolist())):
+    slots = x.new_zeros((*chosen.shape, x.shape[-1]))
+    here = range(weights.first, weights.first + len(weights.experts))
+    for number in sorted(set(chosen.flatten().tolist()).intersection(here)):
         row, slot = (chosen == number).nonzero(as_tuple=True)
-        mlp = weights.experts[number]
+        mlp = weights.experts[number - weights.first]
         inner = ops.activate(linear_of_few(ops, x[row], mlp.gate_up), mlp.activation)
         slots[row, slot] = linear_of_few(ops, inner, mlp.down)
     out = torch.zeros_like(x, dtype=torch.float32)

@@ -223,7 +223,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"max_tokens": ...}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]: image"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages[0].content[0]: the model takes no",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "odd"}]}]}, "messages[0].content[0]"),
         (
             {
@@ -236,7 +239,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
                     }
                 ]
             },
-            "messages[0].content[0].content[0]: image",
+            "messages[0].content[0].content[0]: the model takes no",
         ),
         (
             {"messages": [{"role": "system", "content": [{"type": "thinking", "thinking": ""}]}]},

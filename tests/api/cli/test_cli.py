@@ -122,10 +122,11 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "kv-events": "tcp://127.0.0.1:5557", "kv-events-replay": "tcp://127.0.0.1:5559",
         "kv-events-topic": "kv@",
         "lora": "sql=d", "max-loras": "2", "max-lora-rank": "8",
-        "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
+        "max-running": "3", "max-queued": "0", "threads": "2", "tp": "1", "load-format": "random",
         "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d", "model-impl": "own",
         "generation-config": "none", "override-generation-config": '{"top_k": 5}',
         "chat-template": "t.jinja", "default-chat-template-kwargs": '{"enable_thinking": false}',
+        "max-images": "2", "max-image-pixels": "99", "image-cache": "64MiB", "media-dir": "m",
     }  # fmt: skip
     given = [part for name, value in flags.items() for part in (f"--{name}", value)]
     for command in (["serve", "m"], ["run", "p", "m"], ["chat", "m"]):
@@ -136,7 +137,8 @@ def test_every_engine_option_is_a_flag_of_every_command():
         assert config.kv_cache_dtype == "int8"
         assert config.generation_config == "none"
         assert config.override_generation_config == {"top_k": 5}
-    assert {name.replace("-", "_") for name in flags} | {"kv_memory"} == set(EngineConfig.names())
+    others = {"kv_memory", "no_images"}
+    assert {name.replace("-", "_") for name in flags} | others == set(EngineConfig.names())
 
 
 def test_flags_that_are_not_given_leave_the_defaults_to_the_config():

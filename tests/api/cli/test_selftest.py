@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
-from foretoken.api.cli import commands, selftest
+from foretoken.api.cli import commands, selftest, selftest_ranks
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from support.rank_threads import ThreadComm, ThreadRanks
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +83,20 @@ def test_every_kind_of_a_linear_is_timed(monkeypatch, library):
     times = selftest.time_kinds(library, 1)
     assert list(times) == ["bf16", "float32", "torch"]
     assert all(seconds > 0 for seconds in times.values())
+
+
+def test_ranks_agree_with_one_process(capsys, monkeypatch):
+    monkeypatch.setattr(selftest_ranks, "Ranks", ThreadRanks)
+    assert commands.main(["selftest", "--tp", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("ranks: this process and ")
+    assert [line.split()[-1] for line in lines[1:]] == ["ok", "ok"]
+
+
+def test_ranks_whose_sum_is_wrong_fail_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(selftest_ranks, "Ranks", ThreadRanks)
+    monkeypatch.setattr(ThreadComm, "sum", lambda self, part, dtype: 2 * part.to(dtype))
+    assert commands.main(["selftest", "--tp", "2"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+    assert commands.main(["selftest", "--tp", "3"]) == 2
+    assert "which 3 ranks cannot share evenly" in capsys.readouterr().err

@@ -48,6 +48,7 @@ from foretoken.core.interface.sampling import Pooling, SamplingMetadata
 from support.fake_engine import FakeEngine
 from support.wire_samples import (
     DEFAULTS,
+    IMAGE,
     KEYS,
     LOAD,
     POOLING,
@@ -106,6 +107,7 @@ def test_a_surplus_field_is_refused_wherever_it_stands() -> None:
     inner: list[tuple[Read, Message, Callable[[dict[str, Any]], object]]] = [
         (from_front, submit(), lambda plain: plain["params"].update(surplus=1)),
         (from_front, submit(), lambda plain: plain["cache"].update(surplus=1)),
+        (from_front, submit(), lambda plain: plain["images"][0].update(surplus=1)),
         (from_front, submit(), lambda plain: plain["params"]["json_schema"].update(surplus=1)),
         (from_replica, hello(), lambda plain: plain["sampling_defaults"].update(surplus=1)),
         (from_replica, step(), lambda plain: plain["load"].update(surplus=1)),
@@ -213,6 +215,7 @@ def test_all_that_is_known_of_a_model_comes_back() -> None:
         vocab_size=100, max_model_len=256, eos_token_ids=frozenset({1, 2}), exact=False,
         drafters=("radix", "lm"), no_self_draft="is small", model_path="transformers",
         sampling_defaults=DEFAULTS, pooling=POOLING, settings={"draft": "auto", "threads": None},
+        takes_images=True,
         fingerprint=b"f" * 32, kernels="k",
     )  # fmt: skip
     blank = Built(engine=there, path=Path(), name="", vocab_size=1, max_model_len=1,
@@ -246,7 +249,7 @@ def test_default_parameters_that_no_request_may_have_are_refused() -> None:
 
 CARRIED = {
     "request_id", "tokens", "sampling", "stop_ids", "depth", "prediction", "namespace", "tenant",
-    "cache", "priority", "deadline", "num_prompt_logprobs", "shown_ids",
+    "cache", "priority", "deadline", "num_prompt_logprobs", "shown_ids", "images",
 }  # fmt: skip
 ANEW = {  # written by the engine that serves it, or by the process that has its text
     "on_token", "arrival_time", "serial", "urgency", "max_len", "status", "num_computed", "lease",
@@ -261,7 +264,8 @@ def make(params: SamplingParams, **options: Any) -> Request:
     request = make_request(
         "r-1", [5, 6, 7], params, seed=2**63 + 1, eos_token_ids=EOS, bad_words_ids=((8, 9), (10,)),
         prediction=array("q", [11, 12]), on_token=None,
-        pooling=Pooling((8, 9)), cache=CacheOptions(read=False, pins=(Pin(2, 60.0),)), **options,
+        pooling=Pooling((8, 9)), cache=CacheOptions(read=False, pins=(Pin(2, 60.0),)),
+        images=(IMAGE,), **options,
     )  # fmt: skip
     request.tenant = "key-0"
     request.tokens.extend([13, 14])  # its output so far

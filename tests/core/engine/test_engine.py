@@ -19,6 +19,7 @@ from foretoken.core.errors import (
     InvalidRequest,
     PromptTooLong,
     QueueFull,
+    RankLost,
 )
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import StepPlan
@@ -53,6 +54,23 @@ class BrokenRunner(FakeRunner):
         if self.left < 0:
             raise RuntimeError("the forward pass failed")
         return super().step(plan)
+
+
+class Ranks:
+    """`Companions` of which a test says when one is lost."""
+
+    def __init__(self) -> None:
+        self.ends: list[bool] = []
+        self.lose = lambda failure: None
+
+    def watch(self, on_lost) -> None:
+        self.lose = on_lost
+
+    def unwatch(self) -> None:
+        self.lose = lambda failure: None
+
+    def end(self, *, at_once: bool = False) -> None:
+        self.ends.append(at_once)
 
 
 def make_engine(runner: FakeRunner | None = None, **options) -> Engine:
@@ -193,6 +211,43 @@ def test_three_failed_steps_in_a_row_end_every_stream_and_the_engine() -> None:
         with pytest.raises(EngineDead):
             engine.submit(make_request("late", [1]))
         await engine.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_lost_rank_ends_every_stream_and_the_engine_between_two_steps(is_idle: bool) -> None:
+    async def scenario() -> None:
+        runner, ranks = GatedRunner(), Ranks()
+        engine = Engine(make_scheduler(), runner, companions=ranks)
+        await engine.start()
+        streams = [] if is_idle else [engine.submit(make_request("a", [1, 2]))]
+        if not is_idle:
+            await entered(runner)
+        ranks.lose(RankLost("rank 1 ended"))
+        runner.gate.release()
+        for stream in streams:
+            with pytest.raises(EngineDead, match="steps failed"):
+                await collect(stream)
+        assert engine._task is not None
+        await asyncio.wait([engine._task])
+        assert str(engine.failure) == "rank 1 ended"
+        assert ranks.ends == [True], "the others are ended at once"
+        with pytest.raises(EngineDead):
+            engine.submit(make_request("b", [1, 2]))
+        await engine.close()
+
+    run(scenario())
+
+
+def test_ranks_are_ended_with_the_engine_that_closes() -> None:
+    async def scenario() -> None:
+        ranks = Ranks()
+        engine = Engine(make_scheduler(), FakeRunner(4), companions=ranks)
+        await engine.start()
+        await collect(engine.submit(make_request("a", [1, 2])))
+        await engine.close()
+        assert ranks.ends == [False]
 
     run(scenario())
 

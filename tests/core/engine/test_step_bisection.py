@@ -12,7 +12,7 @@ import pytest
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.engine.step_bisection import StepBisection, forget_frames
-from foretoken.core.errors import EngineDead, ForetokenError, is_out_of_memory
+from foretoken.core.errors import EngineDead, ForetokenError, RankLost, is_out_of_memory
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION
@@ -177,9 +177,10 @@ def test_an_engine_whose_steps_always_raise_ends_soon_and_everybody_is_told() ->
     assert len(runner.plans) == 3 * (3 + 2 * math.log2(4)) + 1, "and one of nobody's, no run more"
 
 
-@pytest.mark.parametrize("message", GPU_LOST)
-def test_a_gpu_that_is_lost_ends_the_engine_at_once_and_blames_nobody(message: str) -> None:
-    runner = Faulty(lambda plan: RuntimeError(message) if len(runner.plans) > 1 else None)
+@pytest.mark.parametrize("failure", [*map(RuntimeError, GPU_LOST), RankLost("rank 1 is gone")])
+def test_a_model_that_is_lost_ends_the_engine_at_once_and_blames_nobody(failure) -> None:
+    message = str(failure)
+    runner = Faulty(lambda plan: type(failure)(message) if len(runner.plans) > 1 else None)
     told, engine, was_alive = serve(runner, PROMPTS, max_running=4)
     assert {type(one) for one in told} == {EngineDead}
     assert not was_alive

@@ -43,7 +43,7 @@ MUTATIONS = (
     Mutation(
         "stepper-goes-on-without-its-gpu",
         "StepExecutor._recover",
-        "lost = may_have_lost_gpu(bisection.failure) and not bisection.num_passed",
+        "lost = may_have_lost_model(bisection.failure) and not bisection.num_passed",
         "lost = False",
         ("test_a_gpu_that_is_lost_ends_the_engine_at_once_and_blames_nobody",),
         "a GPU that is lost ends the engine at once",

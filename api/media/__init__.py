@@ -1,0 +1,1 @@
+"""Images of requests: from data URLs to what a model's image tower reads."""

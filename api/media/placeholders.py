@@ -1,0 +1,133 @@
+"""The text that stands for an image in the prompt of each kind of model.
+
+transformers' processors decide it by what their image processors made of the picture. They need
+packages for videos, so their rules are here; tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Arrays = Mapping[str, NDArray[Any]]
+_LOW_SIDE = 512  # pixels of the longer side of a picture with detail low
+
+
+class Placeholder(NamedTuple):
+    """The text of an image; ``num_rows`` of its tokens are the image token.
+
+    ``grid``: their lines and columns, where RoPE turns by them.
+    """
+
+    text: str
+    num_rows: int
+    grid: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRules:
+    """The differences between kinds of models.
+
+    ``write`` makes the text of the model's config, its image token, and what the image processor
+    made of one picture. ``options``: of the image processor, by the config. ``low``: more
+    of them, for pictures with detail low; ``low_side``: their longest side in pixels.
+    """
+
+    write: Callable[[Mapping[str, Any], str, Arrays], Placeholder]
+    options: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+    low: Mapping[str, Any] | None = None
+    low_side: int | None = None
+
+
+def _side(value: Any) -> int:  # noqa: ANN401 - of JSON
+    """Pixels of a side: configs have one number, or one for each side."""
+    return int(value[0] if isinstance(value, list | tuple) else value)
+
+
+def _num_patches(config: Mapping[str, Any], pixels: NDArray[Any]) -> int:
+    """Patches of one tile."""
+    patch = _side(config["vision_config"]["patch_size"])
+    height, width = pixels.shape[-2:]
+    return int(height // patch) * int(width // patch)
+
+
+def _tiles(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+    """SmolVLM and Idefics 3: a grid of tiles, then the whole picture."""
+    num = _num_patches(config, arrays["pixel_values"]) // int(config["scale_factor"]) ** 2
+    rows, cols = (int(np.ravel(arrays[name])[0]) for name in ("rows", "cols"))
+    fake = "<fake_token_around_image>"
+    grid = "".join(
+        "".join(f"{fake}<row_{row + 1}_col_{col + 1}>{token * num}" for col in range(cols)) + "\n"
+        for row in range(rows)
+    )
+    whole = f"{fake}<global-img>{token * num}{fake}"
+    text = f"{grid}\n{whole}" if rows and cols else whole
+    return Placeholder(text, num * (rows * cols + 1))
+
+
+def _row(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+    """LLaVA: the patches of one square; CLIP's tower has a vector more, which may be left out."""
+    tower = config["vision_config"]["model_type"]
+    if tower == "pixtral":
+        return _lines(config, token, arrays)
+    is_default = config.get("vision_feature_select_strategy", "default") == "default"
+    num = _num_patches(config, arrays["pixel_values"])
+    num += int(tower == "clip_vision_model") - int(is_default)
+    return Placeholder(token * num, num)
+
+
+def _lines(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+    """Mistral 3 and Pixtral: a line for each row of patches, with a token at its end."""
+    height, width = (int(each) // _merged(config) for each in np.ravel(arrays["image_sizes"])[:2])
+    lines = [token * width] * height
+    return Placeholder("[IMG_BREAK]".join(lines) + "[IMG_END]", height * width)
+
+
+def _merged(config: Mapping[str, Any]) -> int:
+    """Pixels of a side of what becomes one vector."""
+    return _side(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size", 1))
+
+
+def _crops(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+    """InternVL: all tiles in one run."""
+    pixels = arrays["pixel_values"]
+    share = float(config["downsample_ratio"]) ** 2
+    num = len(pixels) * int(_num_patches(config, pixels) * share)
+    return Placeholder(f"<img>{token * num}</img>", num)
+
+
+def _patches(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+    """Qwen2-VL to 3.5: neighbouring patches together, in lines and columns."""
+    merge = int(config["vision_config"]["spatial_merge_size"])
+    _, height, width = (int(each) for each in np.ravel(arrays["image_grid_thw"]))
+    grid = (height // merge, width // merge)
+    num = grid[0] * grid[1]
+    return Placeholder(token * num, num, grid)
+
+
+_QWEN = ImageRules(_patches, low_side=_LOW_SIDE)
+_GRID = ImageRules(
+    _tiles, lambda _: {"return_row_col_info": True}, low={"do_image_splitting": False}
+)
+RULES: Mapping[str, ImageRules] = {
+    "idefics3": _GRID,
+    "internvl": ImageRules(
+        _crops, lambda _: {"crop_to_patches": True}, low={"crop_to_patches": False}
+    ),
+    "llava": ImageRules(_row, low_side=_LOW_SIDE),
+    "mistral3": ImageRules(
+        _lines, lambda config: {"patch_size": _merged(config)}, low_side=_LOW_SIDE
+    ),
+    "qwen2_5_vl": _QWEN,
+    "qwen2_vl": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "smolvlm": _GRID,
+}
+"""The rules by the ``model_type`` of a config."""

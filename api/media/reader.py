@@ -1,0 +1,198 @@
+"""ImageReader: decodes images, and makes of each what the model's image tower reads."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError
+from ...core.interface.images import TowerInput, content_hash
+from ...core.interface.settings import parse_size
+from ..text.executor import Worker
+from ..types.request_context import origin
+from .placeholders import RULES, Placeholder
+from .sources import Detail, ImageSource
+
+logger = logging.getLogger(__name__)
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MAX_RATIO = 100  # of a picture's sides: processors make the shorter one as long as they need it
+SECONDS = 60.0  # for the images of one request, from their turn on
+_NOT_READ = ("rows", "cols", "num_patches")  # what towers do not take
+
+
+class ReadImage(NamedTuple):
+    """An image: its text in a prompt, and the inputs of the tower with their hash."""
+
+    placeholder: Placeholder
+    inputs: tuple[TowerInput, ...]
+    content: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the inputs."""
+        return sum(len(each.data) for each in self.inputs)
+
+
+class ImageReader:
+    """Reads the images of requests for the model at ``path``, in a thread of its own.
+
+    The images that were read last are kept within ``--image-cache``.
+    """
+
+    def __init__(self, path: Path, config: EngineConfig) -> None:
+        self.path, self._config = path, config
+        self._media_dir = None if config.media_dir is None else Path(config.media_dir).expanduser()
+        self._cache_bytes = parse_size(config.image_cache)
+        self._worker = Worker("foretoken-images")
+        self._kept: OrderedDict[str, ReadImage] = OrderedDict()
+        self._num_bytes = 0
+
+    def close(self) -> None:
+        """Refuse waiting images."""
+        self._worker.close()
+
+    async def read(self, sources: Sequence[ImageSource], token: str) -> dict[str, ReadImage]:
+        """The images by their digests; ``token``: the text of the model's image token.
+
+        Raises `InvalidRequest` that names the first image that is not served, and `QueueFull`.
+        """
+        if len(sources) > self._config.max_images:
+            most = self._config.max_images
+            raise sources[most].refusal(f"more than {most} images (the server's --max-images)")
+        found: dict[str, ReadImage] = {}
+        for source in sources:  # one after another: others' come between
+            if source.digest not in found:
+                job = partial(self._read, source, token)
+                try:
+                    read = await self._worker.run(job, seconds=SECONDS, origin=origin())
+                except TimeoutError:
+                    raise source.refusal("the image took too long to decode") from None
+                found[source.digest] = read
+        return found
+
+    # -- in the thread --------------------------------------------------------------------------
+
+    def _read(self, source: ImageSource, token: str) -> ReadImage:
+        is_fixed = source.url.startswith("data:")  # a file may have changed
+        if is_fixed and source.digest in self._kept:
+            self._kept.move_to_end(source.digest)
+            return self._kept[source.digest]
+        try:
+            image = self._decoded(source, source.read(self._media_dir))
+            read = self.process(image, token, source.detail)
+        except ForetokenError:
+            raise
+        except Exception as error:  # whatever a damaged picture makes a processor raise
+            logger.warning("an image could not be processed", exc_info=error)
+            raise source.refusal("the image cannot be processed") from error
+        if is_fixed and read.num_bytes <= self._cache_bytes:
+            self._keep(source.digest, read)
+        return read
+
+    def _keep(self, digest: str, read: ReadImage) -> None:
+        self._kept[digest] = read
+        self._num_bytes += read.num_bytes
+        while self._num_bytes > self._cache_bytes:
+            _, dropped = self._kept.popitem(last=False)
+            self._num_bytes -= dropped.num_bytes
+
+    def process(self, image: Any, token: str, detail: Detail) -> ReadImage:  # noqa: ANN401
+        """Make of a picture in RGB what the tower reads. Raises what the processor raises."""
+        rules = RULES[self._model["model_type"]]
+        options = rules.options(self._model)
+        if detail == "low":
+            options |= rules.low or {}
+            if rules.low_side is not None:
+                image.thumbnail((rules.low_side, rules.low_side))
+        made = self._processor(images=[image], return_tensors="np", **options)
+        arrays = {name: np.asarray(value) for name, value in made.items()}
+        inputs = tuple(
+            _tower_input(name, each) for name, each in arrays.items() if name not in _NOT_READ
+        )
+        return ReadImage(rules.write(self._model, token, arrays), inputs, content_hash(inputs))
+
+    def _decoded(self, source: ImageSource, data: bytes) -> Any:  # noqa: ANN401 - Pillow's
+        """The picture in RGB, upright; its size is read before any pixel is."""
+        try:
+            from PIL import Image, ImageOps
+        except ImportError:
+            extra = "the server lacks Pillow: pip install 'foretoken[images]'"
+            raise source.refusal(extra) from None
+        try:
+            image = Image.open(BytesIO(data), formats=FORMATS)
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            raise source.refusal(self._too_large) from None
+        except Exception as error:
+            known = f"one of {', '.join(FORMATS)}"
+            raise source.refusal(f"not an image that is read: {known}") from error
+        width, height = image.size
+        if width * height > self._config.max_image_pixels:
+            raise source.refusal(f"{width} x {height} pixels: {self._too_large}")
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise source.refusal(f"one side is more than {MAX_RATIO} times as long as the other")
+        if getattr(image, "is_animated", False):
+            logger.info("of an animated image the first frame is read")
+        try:
+            return ImageOps.exif_transpose(image).convert("RGB")
+        except Exception as error:
+            raise source.refusal("the image is damaged") from error
+
+    @property
+    def _too_large(self) -> str:
+        most = self._config.max_image_pixels
+        return f"an image may have {most} pixels (the server's --max-image-pixels)"
+
+    @cached_property
+    def _model(self) -> Mapping[str, Any]:
+        """The model's config, with the defaults of its class."""
+        from ...core.model.fallback.text_config import read_whole_config
+
+        found: dict[str, Any] = read_whole_config(self.path).to_dict()
+        return found
+
+    @cached_property
+    def _processor(self) -> Any:  # noqa: ANN401 - transformers is untyped
+        """transformers' image processor; the one without torchvision, whatever is installed."""
+        from transformers import AutoImageProcessor
+
+        from ...core.model.fallback.text_config import quiet
+
+        with quiet():
+            return AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                self.path, backend="pil", local_files_only=True, trust_remote_code=False
+            )
+
+
+def count_rows(path: Path, side: int) -> int | None:
+    """Tokens of a square image of so many pixels a side; None without Pillow, or its processor."""
+    try:
+        from PIL import Image
+
+        reader = ImageReader(path, EngineConfig())
+        return reader.process(Image.new("RGB", (side, side)), "", "auto").placeholder.num_rows
+    except Exception as error:
+        logger.debug("the tokens of an image are not known", exc_info=error)
+        return None
+
+
+def _tower_input(name: str, values: NDArray[Any]) -> TowerInput:
+    kind = "float32" if values.dtype.kind == "f" else "int64"
+    stored = np.ascontiguousarray(values, np.dtype(kind).newbyteorder("<"))
+    return TowerInput(name, kind, stored.shape, stored.tobytes())  # type: ignore[arg-type]
+
+
+def image_token_id(path: Path) -> int | None:
+    """The id of the token that stands for an image, as a config names it."""
+    values = msgspec.json.decode((path / "config.json").read_bytes())
+    found = values.get("image_token_id", values.get("image_token_index"))
+    return found if isinstance(found, int) else None

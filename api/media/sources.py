@@ -1,0 +1,149 @@
+"""Images as requests name them: a data URL, or a file of the server's media folder.
+
+In the text of a message a mark stands for an image. It has the hash of what names the image, so a
+conversation is the same text in every turn, and compares like one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from ...core.errors import InvalidRequest
+
+Detail = Literal["low", "high", "auto"]
+MAX_FILE_BYTES = 64 * 2**20
+_MARK = re.compile("\ue000image:([0-9a-f]{64})\ue001")
+_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[\w.+-]+)*)(;base64)?,")
+_NAMED = 40  # characters of a URL that an error shows
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image of a request. ``param``: the field of the body that names it, for errors."""
+
+    url: str
+    param: str
+    detail: Detail = "auto"
+
+    @cached_property
+    def digest(self) -> str:
+        """The name that its mark has, 64 hexadecimal digits."""
+        return hashlib.sha256(f"{self.detail} {self.url}".encode()).hexdigest()
+
+    @property
+    def mark(self) -> str:
+        """The text that stands for it in a message."""
+        return f"\ue000image:{self.digest}\ue001"
+
+    def refusal(self, why: str) -> InvalidRequest:
+        """An error that names the field."""
+        return InvalidRequest(f"{self.param}: {why}", param=self.param)
+
+    def read(self, media_dir: Path | None) -> bytes:
+        """The bytes of the image. Raises `InvalidRequest` for a URL of another kind, or a bad one.
+
+        ``media_dir``: the folder whose files may be named, as ``file://`` and their path.
+        """
+        if self.url.startswith("data:"):
+            return self._decoded()
+        if self.url.startswith("file:"):
+            return self._file(media_dir)
+        if self.url.startswith(("http:", "https:")):
+            raise self.refusal("foretoken fetches nothing; send a data URL")
+        raise self.refusal("an image must be a data URL: data:image/png;base64,...")
+
+    def _decoded(self) -> bytes:
+        found = _DATA_URL.match(self.url, 0, 256)
+        if found is None or not found[3]:
+            raise self.refusal("a data URL must be base64: data:image/png;base64,...")
+        if found[1] is not None and not found[1].startswith("image/"):
+            raise self.refusal(f"{found[1][:_NAMED]} is not an image")
+        try:
+            return base64.b64decode(self.url[found.end() :], validate=True)
+        except (binascii.Error, ValueError):
+            raise self.refusal("the data URL is not valid base64") from None
+
+    def _file(self, media_dir: Path | None) -> bytes:
+        if media_dir is None:
+            raise self.refusal("files are not served: the server has no --media-dir")
+        parts = urlsplit(self.url)
+        try:
+            root = media_dir.resolve(strict=True)
+            path = Path(unquote(parts.path)).resolve(strict=True)  # without links and `..`
+            is_inside = parts.netloc in ("", "localhost") and path.is_relative_to(root)
+            if not is_inside or not path.is_file():
+                raise FileNotFoundError
+            with path.open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+        except (OSError, ValueError, RuntimeError):  # a path with a null byte; links in a circle
+            raise self.refusal("there is no such file in the media folder") from None
+        if len(data) > MAX_FILE_BYTES:
+            raise self.refusal(f"the file has more than {MAX_FILE_BYTES} bytes")
+        return data
+
+
+def read_part(part: object, where: str) -> str | ImageSource:
+    """A part of a message as OpenAI's clients write it.
+
+    Raises `InvalidRequest` naming ``where``.
+    """
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": "image_url", "image_url": {"url": str(url), **more}}:
+            detail = more.get("detail")
+            return ImageSource(url, where, detail if detail in ("low", "high") else "auto")
+    message = f"{where}: a part must be a text or an image_url with a url"
+    raise InvalidRequest(message, param=where)
+
+
+class Placed(NamedTuple):
+    """A message's content with marks, and its images in their order."""
+
+    text: str
+    images: list[ImageSource]
+
+
+def join_parts(parts: Sequence[str | ImageSource]) -> Placed:
+    """One text of the parts of a message: neighbouring texts are on lines of their own."""
+    pieces: list[str] = []
+    for index, part in enumerate(parts):
+        if isinstance(part, ImageSource):
+            pieces.append(part.mark)
+        elif index and isinstance(parts[index - 1], str):
+            pieces.append(f"\n{part}")
+        else:
+            pieces.append(part)
+    return Placed("".join(pieces), [part for part in parts if isinstance(part, ImageSource)])
+
+
+def split_marks(text: str, known: Mapping[str, ImageSource]) -> list[str | ImageSource]:
+    """The parts of a text with marks of known images; other marks are text."""
+    parts: list[str | ImageSource] = []
+    begin = at = 0
+    while (found := _MARK.search(text, at)) is not None:
+        at = found.end()
+        if found[1] not in known:
+            continue
+        if begin < found.start():
+            parts.append(text[begin : found.start()])
+        parts.append(known[found[1]])
+        begin = at
+    return [*parts, text[begin:]] if begin < len(text) else parts
+
+
+def template_parts(parts: Sequence[str | ImageSource]) -> list[dict[str, Any]]:
+    """Parts as chat templates read them."""
+    return [
+        {"type": "image"} if isinstance(part, ImageSource) else {"type": "text", "text": part}
+        for part in parts
+    ]

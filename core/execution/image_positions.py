@@ -1,0 +1,37 @@
+"""image_positions: positions of three axes, where rows of images have some of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..interface.images import PromptImage
+from ..ops.batch import IntArray
+
+
+def image_positions(images: Sequence[PromptImage], start: int, stop: int) -> IntArray | None:
+    """Positions in time, height and width of rows from ``start`` on, [3, stop - start].
+
+    None where they are the rows' own places in the sequence. An image has one point in time, and a
+    line and a column for each row; what follows it goes on behind its longer side (Qwen2-VL,
+    arXiv 2409.12191, section 2.1).
+    """
+    grids = [image for image in images if image.grid is not None]
+    if not grids or stop <= grids[0].runs[0][0]:
+        return None
+    places = np.arange(start, stop)
+    found, shift = np.stack([places] * 3), 0
+    for image in grids:
+        (first, count), *_ = image.runs
+        assert image.grid is not None
+        lines, columns = image.grid
+        begin, end = (min(max(at - start, 0), stop - start) for at in (first, first + count))
+        if begin < end:
+            rows = places[begin:end] - first
+            found[0, begin:end] = first + shift
+            found[1, begin:end] = first + shift + rows // columns
+            found[2, begin:end] = first + shift + rows % columns
+        shift += max(lines, columns) - count
+        found[:, end:] = places[end:] + shift
+    return found

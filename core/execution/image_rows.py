@@ -1,0 +1,58 @@
+"""image_rows: the vectors that rows of images begin with, in the places of a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..interface.images import PromptImage
+from ..interface.plan import ScheduledRequest
+from ..model.vision import Vision
+from ..ops.batch import RaggedBatch
+from .step_layout import StepLayout
+
+
+def image_rows(
+    layout: StepLayout, batch: RaggedBatch, vision: Vision | None, hidden: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """`Wanted.inputs` and `Wanted.behind` of a step; None where no row is an image's.
+
+    Vectors that are not kept from earlier steps are computed here. Raises ValueError where there
+    is no tower, or it gives another number of vectors than the prompt has rows for.
+    """
+    inputs: Tensor | None = None
+    for scheduled, first_row in zip(layout.requests, layout.first_rows, strict=True):
+        for image in scheduled.images:
+            spans = _spans(image, scheduled)
+            if not spans:
+                continue
+            if vision is None:
+                raise ValueError(f"{scheduled.request_id} has images, and the model no tower")
+            vectors = vision.vectors(image)
+            if inputs is None:
+                inputs = vectors.new_zeros((batch.num_rows, vectors.shape[1]))
+            for position, at, count in spans:
+                row = first_row + position - scheduled.start
+                inputs[row : row + count] = vectors[at : at + count]
+    if inputs is None:
+        return None, None
+    # The batch ends with copies of its last row, which write what it does.
+    inputs[layout.num_rows :] = inputs[layout.num_rows - 1]
+    if inputs.shape[1] == hidden:
+        return inputs, None
+    first, *others = torch.split(inputs, hidden, dim=1)
+    return first.contiguous(), torch.stack(others)
+
+
+def _spans(image: PromptImage, scheduled: ScheduledRequest) -> list[tuple[int, int, int]]:
+    """Position, vector and count of each part of an image that a chunk computes."""
+    last_start, last_count = image.runs[-1]
+    if last_start + last_count <= scheduled.start:  # as in every step behind the prompt
+        return []
+    spans, at = [], 0
+    for start, count in image.runs:
+        first, stop = max(start, scheduled.start), min(start + count, scheduled.stop)
+        if first < stop:
+            spans.append((first, at + first - start, stop - first))
+        at += count
+    return spans

@@ -1,0 +1,245 @@
+"""The other ranks of a tensor parallel model, seen from rank 0: their processes, and its decoder.
+
+Rank 0 is the server. It sends each pass, and what else changes the pool, before it does the same
+itself; within a pass the ranks meet at every sum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import ModelLoadError, RankLost
+from ..model.decoder import OwnDecoder
+from ..ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Wanted
+from ..ops.kv_pool import KvDtype, KVPool
+from ..ops.native import native_library, products
+from ..ops.native.products import bfloat16_products
+from ..ops.parallel import Comm, GlooComm
+from ..ops.state_pool import StatePool
+from . import tp_worker
+from .tp_worker import Ints, copy_message, pass_message, pool_message
+
+logger = logging.getLogger(__name__)
+END_SECONDS = 5.0  # for ranks to end by themselves
+_SOURCES = Path(__file__).parents[3]  # the folder of the package
+
+
+class Followers(Protocol):
+    """The other ranks, as `TpDecoder` knows them."""
+
+    size: int
+
+    def send(self, message: Ints) -> None:
+        """Send the same message to each. Raises `RankLost`."""
+
+    def lose(self, failure: BaseException) -> RankLost:
+        """Note that the ranks are out of step for good; the error that says so."""
+
+
+class Ranks:
+    """The processes of ranks 1, 2, ... of a model.
+
+    A rank that is lost is lost for good, and all with it: `send` raises `RankLost` ever after.
+    """
+
+    def __init__(
+        self, path: Path, size: int, options: Mapping[str, Any], *, threads: int | None = None
+    ) -> None:
+        """Start the processes and meet them. ``options``: of `load_decoder`, in JSON's types.
+
+        ``threads``: of each. Raises `ModelLoadError` where one does not come.
+        """
+        self.size = size
+        self._lost = ""  # why, once a rank is
+        self._channels: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._finalizer = weakref.finalize(self, _end, self._channels, self._processes)
+        self._environment = _environment(options.get("backend", "torch"))
+        try:
+            with tempfile.TemporaryDirectory(prefix="foretoken-ranks-") as folder:
+                for rank in range(1, size):
+                    job = {"path": str(path), "rank": rank, "size": size, "folder": folder}
+                    self._start(job | {"threads": threads, "options": dict(options)})
+                self._expect(tp_worker.HERE, "did not start")
+                self.comm: Comm = GlooComm(Path(folder), 0, size)
+        except BaseException:
+            self.end(at_once=True)
+            raise
+
+    def _start(self, job: dict[str, Any]) -> None:
+        ours, theirs = Pipe()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", tp_worker.__name__, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+            )
+        self._channels.append(ours)
+        self._processes.append(process)
+        ours.send_bytes(json.dumps(job).encode())
+
+    def wait_until_loaded(self) -> None:
+        """Wait until each rank has its weights. Raises `ModelLoadError` where one ended."""
+        self._expect(tp_worker.LOADED, "could not load its part of the model")
+
+    def _expect(self, word: bytes, problem: str) -> None:
+        for rank, channel in enumerate(self._channels, start=1):
+            try:
+                found = channel.recv_bytes()
+            except (EOFError, OSError):
+                found = b""
+            if found != word:
+                raise ModelLoadError(f"rank {rank} {problem}; the reason is in its log lines above")
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of ranks 1, 2, ..."""
+        return [process.pid for process in self._processes]
+
+    def send(self, message: Ints) -> None:
+        """Send the same message to each rank. Raises `RankLost`."""
+        if self._lost:
+            raise RankLost(self._lost)
+        data = message.tobytes()
+        for rank, channel in enumerate(self._channels, start=1):
+            try:
+                channel.send_bytes(data)
+            except (OSError, ValueError) as failure:
+                raise self.lose(RankLost(f"rank {rank} is gone: {failure}")) from None
+
+    def lose(self, failure: BaseException) -> RankLost:
+        """Note that the ranks are out of step for good; the error that says so."""
+        is_loss = isinstance(failure, RankLost)
+        told = str(failure) if is_loss else f"rank 0 failed in a pass: {failure!r}"
+        self._lost = self._lost or told
+        return RankLost(self._lost)  # another one each time: it is raised from what it tells of
+
+    def watch(self, on_lost: Callable[[BaseException], None]) -> None:
+        """Call ``on_lost`` on the running event loop when a rank ends; `end` ends the watch."""
+        loop = asyncio.get_running_loop()
+        for rank, channel in enumerate(self._channels, start=1):
+            loop.add_reader(channel.fileno(), partial(self._ended, rank, loop, on_lost))
+
+    def _ended(
+        self, rank: int, loop: asyncio.AbstractEventLoop, on_lost: Callable[[BaseException], None]
+    ) -> None:
+        """A rank's socket can be read: ranks send nothing, so it is closed."""
+        loop.remove_reader(self._channels[rank - 1].fileno())
+        on_lost(self.lose(RankLost(f"rank {rank} ended")))
+
+    def unwatch(self) -> None:
+        """End the watch, on the loop that watches."""
+        loop = asyncio.get_running_loop()
+        for channel in self._channels:
+            if not channel.closed:
+                loop.remove_reader(channel.fileno())
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End the processes; idempotent. ``at_once``: kill them. Blocks until they are gone."""
+        self.lose(RankLost("the ranks of the model were ended"))
+        _end(self._channels, self._processes, 0.0 if at_once else END_SECONDS)
+        self._finalizer.detach()
+
+
+def _environment(backend: str) -> dict[str, str]:
+    """Build the environment of a rank: it finds this package, and multiplies as rank 0 does."""
+    paths = [str(_SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    library = native_library() if backend in ("auto", "native") else None  # compiled here, once
+    return found if library is None else found | {products.SETTING: bfloat16_products(library)}
+
+
+def _end(
+    channels: list[Connection],
+    processes: list[subprocess.Popen[bytes]],
+    seconds: float = END_SECONDS,
+) -> None:
+    """Close the channels, which ends ranks that wait for a message; kill those that go on."""
+    for channel in channels:
+        channel.close()
+    until = time.monotonic() + seconds
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+
+
+class TpDecoder(OwnDecoder):
+    """Rank 0's part of a model, whose passes and pool the other ranks follow.
+
+    ``config`` is the whole model's, weights and pool are this rank's. It has one pool at a time.
+    """
+
+    def __init__(self, part: OwnDecoder, followers: Followers) -> None:
+        """``part``: of rank 0."""
+        super().__init__(part.config, part.weights, part.ops, part.layout, compiles=False)
+        self._followers = followers
+        self._pool: weakref.ref[KVPool] | None = None
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The operations, and the number of ranks: sums of other parts have other bits."""
+        return super().identity | {"ranks": str(self._followers.size)}
+
+    def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
+        """Bytes of one page over all layers and ranks."""
+        part = super().bytes_per_page(page_size=page_size, kv_dtype=kv_dtype)
+        return part * self._followers.size
+
+    def make_pool(
+        self,
+        num_pages: int,
+        *,
+        page_size: int,
+        kv_dtype: KvDtype = "auto",
+        states: StatePool | None = None,
+    ) -> KVPool:
+        """A pool on every rank, in place of the one before. Raises `RankLost`."""
+        if states is not None:
+            raise ValueError("the ranks of a model keep no recurrent states")
+        pool = super().make_pool(num_pages, page_size=page_size, kv_dtype=kv_dtype)
+        self._followers.send(pool_message(num_pages, page_size, kv_dtype))
+        pool.mirror = self._mirror
+        self._pool = weakref.ref(pool)
+        return pool
+
+    def _mirror(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._followers.send(copy_message(sources, targets))
+
+    def forward(
+        self, batch: RaggedBatch, pool: KVPool, wanted: Wanted = NOTHING_MORE
+    ) -> ForwardOutput:
+        """Compute a pass on every rank; see `Decoder.forward`.
+
+        Raises `RankLost` for whatever ends a pass on this rank, too: the others wait in its sums.
+        """
+        if self._pool is None or self._pool() is not pool or wanted.inputs is not None:
+            raise ValueError("ranks compute token ids over the pool that was made last")
+        with self._in_step():
+            self._followers.send(pass_message(batch))
+            return super().forward(batch, pool, wanted)
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as failure:
+            raise self._followers.lose(failure) from failure

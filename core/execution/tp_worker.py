@@ -1,0 +1,163 @@
+"""A rank of a tensor parallel model but the first: computes what rank 0 tells it to, and no more.
+
+``python -m foretoken.core.execution.tp_worker FD``: rank 0 starts it (`ranks.py`) and writes to the
+socket ``FD``: first a job in JSON, then messages of 64-bit integers, each a kind and its arguments.
+Tokens, sampling and drafts stay with rank 0. The socket's end is the order to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeAlias, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import ForetokenError
+from ..model.decoder import Decoder
+from ..model.loader import load_decoder
+from ..ops.batch import RaggedBatch
+from ..ops.kv_pool import KvDtype, KVPool
+from ..ops.native.native_ops import NativeOps
+from ..ops.parallel import GlooComm
+
+logger = logging.getLogger(__name__)
+Ints: TypeAlias = NDArray[np.int64]
+PASS, COPY, POOL = 1, 2, 3
+HERE, LOADED = b"here", b"loaded"
+_KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
+_NUM_FIELDS = 7  # of a pass, before its arrays
+
+
+def pass_message(batch: RaggedBatch) -> Ints:
+    """All of a batch but the rows whose logits are wanted: those are rank 0's business."""
+    rows = (batch.token_ids, batch.positions, batch.slots)
+    arrays = (
+        *(each.numpy() for each in rows),
+        batch.starts,
+        batch.lens,
+        batch.first_rows,
+        batch.page_counts,
+        batch.tail_lens,
+        batch.pages,
+        batch.tails,
+    )
+    sizes = batch.num_rows, len(batch.starts), len(batch.pages), len(batch.tails)
+    fields = np.array([PASS, batch.page_size, batch.turned_until, *sizes], dtype=np.int64)
+    return np.concatenate((fields, *arrays))
+
+
+def batch_of(message: Ints) -> RaggedBatch:
+    """The batch of a `pass_message`, without logits."""
+    _, page_size, turned_until, num_rows, num_segments, num_pages, num_tails = (
+        int(field) for field in message[:_NUM_FIELDS]
+    )
+    counts = [num_rows] * 3 + [num_segments] * 5 + [num_pages, num_tails]
+    token_ids, positions, slots, *parts = np.split(message[_NUM_FIELDS:], np.cumsum(counts)[:-1])
+    starts, lens, first_rows, page_counts, tail_lens, pages, tails = parts
+    return RaggedBatch(
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        logit_rows=torch.zeros(0, dtype=torch.int64),
+        num_logits=0,
+        page_size=page_size,
+        starts=starts,
+        lens=lens,
+        first_rows=first_rows,
+        page_counts=page_counts,
+        pages=pages,
+        tail_lens=tail_lens,
+        tails=tails,
+        turned_until=turned_until,
+    )
+
+
+def copy_message(sources: Sequence[int], targets: Sequence[int]) -> Ints:
+    """Slots of the pool to copy, each to another."""
+    return np.array([COPY, *sources, *targets], dtype=np.int64)
+
+
+def pool_message(num_pages: int, page_size: int, kv_dtype: KvDtype) -> Ints:
+    """The pool that later messages are about, in place of any before."""
+    return np.array([POOL, num_pages, page_size, _KV_DTYPES.index(kv_dtype)], dtype=np.int64)
+
+
+@torch.inference_mode()
+def serve_rank(channel: Connection, decoder: Decoder) -> None:
+    """Do what each message says until the other end is closed. Raises what a pass raises."""
+    pool: KVPool | None = None
+    while True:
+        try:
+            # A copy: arrays of bytes cannot be written, and tensors made of them must not be.
+            message = np.frombuffer(bytearray(channel.recv_bytes()), dtype=np.int64)
+        except (EOFError, OSError):
+            return
+        kind = message[0]
+        if kind == POOL:
+            num_pages, page_size, kv_dtype = (int(each) for each in message[1:])
+            pool = None  # free the one before first
+            pool = decoder.make_pool(num_pages, page_size=page_size, kv_dtype=_KV_DTYPES[kv_dtype])
+            continue
+        assert pool is not None, "a pool comes before all else"
+        if kind == COPY:
+            sources, targets = message[1:].reshape(2, -1).tolist()
+            pool.copy_slots(sources, targets)
+        else:
+            decoder.forward(batch_of(message), pool)
+
+
+def _end_with(channel: Connection) -> None:
+    """Wait until rank 0 is gone, however, and end the process: it may be in a call that waits for
+    rank 0 and never returns.
+    """
+    waiting = select.poll()
+    waiting.register(channel.fileno(), 0)  # for a hang-up alone
+    waiting.poll()
+    os._exit(0)
+
+
+def _run(channel: Connection) -> None:
+    job: dict[str, Any] = json.loads(channel.recv_bytes())
+    channel.send_bytes(HERE)
+    comm = GlooComm(Path(job["folder"]), job["rank"], job["size"])
+    decoder = load_decoder(job["path"], comm=comm, **job["options"])
+    decoder.ops.set_threads(job["threads"])
+    if isinstance(decoder.ops, NativeOps):
+        torch.set_num_threads(1)  # as rank 0
+    channel.send_bytes(LOADED)
+    serve_rank(channel, decoder)
+
+
+def main() -> None:
+    """Serve rank 0 on the socket that the first argument names, and end the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: rank 0 may still drain
+        signal.signal(number, signal.SIG_IGN)
+    code = 1
+    try:
+        channel = Connection(int(sys.argv[1]))
+        threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+        _run(channel)
+        code = 0
+    except ForetokenError as failure:
+        logger.error("a rank of the model ends: %s", failure)
+    except (EOFError, OSError):  # rank 0 is gone
+        pass
+    except BaseException:
+        logger.exception("a rank of the model failed")
+    logging.shutdown()
+    os._exit(code)  # the other ranks must not wait for what the interpreter does last
+
+
+if __name__ == "__main__":
+    main()

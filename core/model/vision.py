@@ -1,0 +1,264 @@
+"""Vision: from the pixels of an image to the vectors that stand for it in a prompt.
+
+The tower and the projector are transformers' own modules; their linears are the backend's. An
+image is computed alone, so its vectors depend on nothing beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import ModelLoadError
+from ..interface.images import PromptImage, TowerInput
+from ..ops.base import Ops
+from .decoder import Decoder, OwnDecoder
+from .fields import Fields, read_json
+from .formats.checkpoint import OnRead
+from .formats.files import gguf_file
+from .formats.nested import text_names
+from .formats.safetensors import SafetensorsCheckpoint
+
+logger = logging.getLogger(__name__)
+GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+"""Types whose RoPE turns the rows of an image by its lines and columns."""
+MODEL_TYPES = ("idefics3", "internvl", "llava", "mistral3", *GRID_TYPES, "smolvlm")
+"""Types whose images are rows of the prompt that see what stands before them, as text does."""
+_MIN_VOCAB = 2  # rows of the embedding that the tower's class has to have
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSupport:
+    """The type of a model with an image tower, "" without one; ``reason``: why it is not served."""
+
+    model_type: str = ""
+    reason: str = ""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether prompts may have images."""
+        return bool(self.model_type) and not self.reason
+
+
+def vision_support(path: Path) -> VisionSupport:
+    """Read from a model's config whether it has an image tower that is served."""
+    if gguf_file(path) is not None:
+        return VisionSupport()
+    values = read_json(path / "config.json")
+    if "vision_config" not in values:
+        return VisionSupport()
+    model_type = Fields(values, str(path / "config.json")).text("model_type")
+    if model_type in MODEL_TYPES:
+        return VisionSupport(model_type)
+    served = ", ".join(MODEL_TYPES)
+    return VisionSupport(
+        model_type, f"images of {model_type} are not supported; of {served} they are"
+    )
+
+
+class Vision:
+    """A tower with its projector, and the vectors of the images that it computed last.
+
+    Belongs to the model thread. ``cache_bytes``: of kept vectors; those of the last image are kept
+    in any case, because its prompt may be computed in several steps.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Mapping[str, Tensor]], Tensor],
+        *,
+        cache_bytes: int,
+        num_parameters: int = 0,
+    ) -> None:
+        """``compute``: from the inputs of one image to its vectors, [num_rows, hidden]."""
+        self._compute = compute
+        self._cache_bytes = cache_bytes
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the one used last comes last
+        self._num_bytes = 0
+        self.num_parameters = num_parameters
+        self.num_computed = 0  # images since the start
+
+    @torch.inference_mode()
+    def vectors(self, image: PromptImage) -> Tensor:
+        """The vectors of an image, [num_rows, hidden], in the dtype and on the device of the model.
+
+        Where some are added behind the first n layers these follow, [num_rows, (1 + n) * hidden].
+
+        Raises ValueError where the tower gives another number than the image has rows.
+        """
+        kept = self._kept.get(image.key)
+        if kept is not None:
+            self._kept.move_to_end(image.key)
+            return kept
+        self.num_computed += 1
+        found = self._compute({each.name: _tensor(each) for each in image.inputs})
+        if len(found) != image.num_rows:
+            raise ValueError(
+                f"the image tower gives {len(found)} vectors for {image.num_rows} rows of a prompt"
+            )
+        self._keep(image.key, found)
+        return found
+
+    def _keep(self, key: bytes, vectors: Tensor) -> None:
+        self._kept[key] = vectors
+        self._num_bytes += vectors.nbytes
+        while self._num_bytes > self._cache_bytes and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self._num_bytes -= dropped.nbytes
+
+
+def _tensor(given: TowerInput) -> Tensor:
+    values = np.frombuffer(given.data, np.dtype(given.dtype).newbyteorder("<"))
+    return torch.from_numpy(values.astype(given.dtype)).view(given.shape)
+
+
+def load_vision(
+    path: Path,
+    decoder: Decoder,
+    plain: Ops,
+    *,
+    cache_bytes: int,
+    has_weights: bool = True,
+    on_read: OnRead | None = None,
+) -> Vision | None:
+    """The image tower of a folder; None for a model without one, or whose images are not served.
+
+    ``plain``: operations that pack the tower's linears, which are not quantised. ``on_read`` is
+    called with its parameters and buffers. Raises `ModelLoadError` for files that cannot be read.
+    """
+    support = vision_support(path)
+    reason = support.reason
+    if support.is_served:
+        if not isinstance(decoder, OwnDecoder):
+            reason = "images need foretoken's own decoder, and transformers' modules compute it"
+        elif decoder.config.fold.embed_scale != 1.0:
+            reason = f"its text model, {decoder.config.model_type}, scales the vectors of images"
+        elif support.model_type in GRID_TYPES and decoder.device.type != "cpu":
+            reason = "positions of three axes are supported on the CPU only"
+    if reason:
+        logger.info("%s: prompts cannot have images: %s", path.name, reason)
+    if reason or not support.is_served:
+        return None
+    model = _load_tower(path, decoder.dtype, has_weights=has_weights)
+    if on_read is not None:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            on_read(f"vision.{name}", tensor)
+    num_parameters = sum(each.numel() for each in model.parameters())
+    model = model.to(decoder.device)
+    _pack(model, plain)
+    hidden, device, dtype = decoder.config.hidden_size, decoder.device, decoder.dtype
+
+    def compute(inputs: Mapping[str, Tensor]) -> Tensor:
+        given = {
+            name: each.to(device, dtype) if each.is_floating_point() else each.to(device)
+            for name, each in inputs.items()
+        }
+        found = model.get_image_features(**given)
+        behind = getattr(found, "deepstack_features", None) or ()
+        vectors = [_rows(each, hidden) for each in (found.pooler_output, *behind)]
+        return torch.cat(vectors, dim=1).to(dtype)
+
+    logger.info(
+        "%s: images by transformers' %s, %.3g million parameters",
+        path.name, type(model).__name__, num_parameters / 1e6,
+    )  # fmt: skip
+    return Vision(compute, cache_bytes=cache_bytes, num_parameters=num_parameters)
+
+
+def _rows(found: Any, hidden: int) -> Tensor:  # noqa: ANN401 - of transformers
+    """Vectors of all parts of an image, [num_rows, hidden]."""
+    parts = found if isinstance(found, list | tuple) else (found,)
+    return torch.cat([part.reshape(-1, hidden) for part in parts])
+
+
+def _pack(model: Any, plain: Ops) -> None:  # noqa: ANN401 - of transformers
+    from .fallback.transformers_decoder import pack
+
+    pack(model, plain, plain, frozenset())
+
+
+def count_tower(folder: Path) -> int:
+    """Parameters of a folder's image tower and projector. Raises `ModelLoadError`."""
+    model_class, config = _tower_class(folder)
+    with torch.device("meta"):
+        model = model_class(config)
+    return sum(each.numel() for name, each in model.named_parameters() if _is_seen(model, name))
+
+
+def _is_seen(model: Any, name: str) -> bool:  # noqa: ANN401 - of transformers
+    """Whether a parameter is of the tower or the projector, not of what is left of the text."""
+    text = {id(each) for each in model.get_decoder().parameters()}
+    text |= {id(each) for each in model.get_output_embeddings().parameters()}
+    return id(model.get_parameter(name)) not in text
+
+
+def _tower_class(folder: Path) -> tuple[Any, Any]:
+    """The multimodal class of a folder, and its config without layers of text."""
+    from transformers import AutoModelForImageTextToText
+
+    from .fallback.text_config import read_whole_config
+
+    config = read_whole_config(folder)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, _MIN_VOCAB, None
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+    config.tie_word_embeddings = text.tie_word_embeddings = True
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return AutoModelForImageTextToText._model_mapping[type(config)], config
+
+
+def _load_tower(folder: Path, dtype: torch.dtype, *, has_weights: bool) -> Any:  # noqa: ANN401
+    """The multimodal class with the weights of its tower and projector, and no layer of text."""
+    from .fallback.text_config import one_line, quiet
+
+    model_class, config = _tower_class(folder)
+    try:
+        with quiet(shows_bar=False):
+            if not has_weights:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(0)
+                    return model_class._from_config(config, dtype=dtype).eval()
+            checkpoint = SafetensorsCheckpoint(folder, _tower_names)
+            found, report = model_class.from_pretrained(
+                None,
+                state_dict={name: _Lazy(checkpoint, name) for name in checkpoint.shapes},
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"{folder}: the image tower: {one_line(error)}") from error
+    missing = sorted(name for name in report["missing_keys"] if _is_seen(found, name))
+    if missing:
+        raise ModelLoadError(f"{folder} lacks tensors of the image tower: {', '.join(missing[:4])}")
+    return found.eval()
+
+
+def _tower_names(names: Any) -> dict[str, str]:  # noqa: ANN401 - as `Rename` has it
+    text = set(text_names(names).values())
+    return {name: name for name in names if name not in text}
+
+
+class _Lazy:
+    """A tensor that is read when transformers places it."""
+
+    def __init__(self, checkpoint: SafetensorsCheckpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, index: Any) -> Tensor:  # noqa: ANN401 - as a tensor's
+        value = self._checkpoint.read(self._name)
+        return (value if isinstance(value, Tensor) else value.dequantize())[index]

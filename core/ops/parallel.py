@@ -1,0 +1,93 @@
+"""Comm: sums over the processes that compute one model together.
+
+The only file that uses torch.distributed.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import RankLost
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+LOOPBACK = "127.0.0.1"
+MEETING = timedelta(seconds=120)  # for the ranks to find each other
+_NEVER = timedelta(days=365)  # a sum that does not end is the watchdog's business
+
+
+class Comm(Protocol):
+    """The place of this process among the ``size`` ranks of a model, and their sums."""
+
+    rank: int
+    size: int
+
+    def sum(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """Add up the ranks' parts, all of one shape, in float32 and in rank order.
+
+        The result is rounded to ``dtype`` once, and has the same bits on every rank. An item of it
+        depends on the same item of the parts alone: a row has the same bits beside any other rows,
+        which all_reduce does not promise (from three ranks up its order of addition depends on
+        where an item lies in the tensor). Raises `RankLost`.
+        """
+
+
+class GlooComm:
+    """`Comm` of processes on one CPU, by gloo over the loopback interface."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        """Meet the other ranks. Blocks until all of them are here.
+
+        Raises `RankLost` where one does not come within two minutes.
+
+        ``folder``: an empty one that all ranks see, in place of a port that would listen. The group
+        is this object's: torch's default group is left to the program.
+        """
+        # Not at the top: a process without other ranks needs none of it.
+        from torch import distributed
+
+        self.rank, self.size = rank, size
+        gloo: Any = distributed.ProcessGroupGloo  # names an address only by what is not typed
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        options._timeout, options._threads = MEETING, 1
+        try:
+            store = distributed.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
+            self._group: ProcessGroup = gloo(store, rank, size, options)
+            self._group._set_default_timeout(_NEVER)
+        except RuntimeError as failure:
+            raise RankLost(f"the ranks did not meet: {failure}") from None
+
+    def sum(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gather the parts and add them up; see `Comm.sum`."""
+        parts = part.new_empty((self.size * len(part), *part.shape[1:]), dtype=torch.float32)
+        try:
+            self._group._allgather_base(parts, part.float().contiguous()).wait()
+        except RuntimeError as failure:
+            raise RankLost(f"a rank is gone: {failure}") from None
+        return in_rank_order(parts.view(self.size, *part.shape)).to(dtype)
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """Add up the parts as torch does, for comparison alone: see `Comm.sum`."""
+        total = part.clone()
+        self._group.allreduce([total]).wait()
+        return total
+
+
+def in_rank_order(parts: Tensor) -> Tensor:
+    """``[size, ...]`` in float32 to the sum over ranks: the first, plus the second, and so on."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def summed(part: Tensor, comm: Comm | None) -> Tensor:
+    """The sum over ranks of what each of them computed a part of; without ranks the part itself."""
+    return part if comm is None else comm.sum(part, part.dtype)
