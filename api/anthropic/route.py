@@ -27,6 +27,7 @@ from ..types.sampling_params import SamplingParams
 from .breakpoint_locator import BreakpointLocator
 from .breakpoints import Breakpoints, Mark, read_marks
 from .conversation import read_conversation
+from .errors import error_body
 from .events import PING, MessageReply, MessageWriter, error_event, new_id
 from .protocol import TokenCount
 from .schema import CountRequest, MessagesRequest
@@ -47,6 +48,10 @@ class MessagesDialect(Dialect[C]):
         """An error inside a stream."""
         context = CONTEXT.get()
         return error_event(error, None if context is None else context.request_id)
+
+    def error_body(self, error: ApiError) -> object:
+        """An error in place of an answer."""
+        return error_body(error, None)
 
     def rename(self, error: InvalidRequest, _body: C) -> None:
         """The name of a field in the bodies of this API."""

@@ -17,6 +17,7 @@ from ...core.config import format_size
 from ...core.errors import ModelLoadError
 from ...core.model.formats.files import gguf_file
 from ..types.sampling_params import SamplingDefaults
+from .hub import download, is_hub_id, split_revision
 
 if TYPE_CHECKING:
     from ...core.model.report import ModelReport
@@ -62,11 +63,12 @@ def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
         return ModelSource(_in_folder(path), path.resolve().name)
     if path.suffix.lower() == ".gguf":
         return ModelSource(path, path.stem, frozenset((path.name,)))
-    looks_like_id = str(model).count("/") == 1 and not str(model).startswith((".", "/", "~"))
-    if not looks_like_id:
+    if not is_hub_id(str(model)):
         problem = "no such folder or GGUF file, and not a hub id of the form owner/name"
         raise ModelLoadError(f"{model}: {problem} (`foretoken models` lists what there is)")
-    return ModelSource(_download(str(model)), str(model))
+    hub_id, revision = split_revision(str(model))
+    aliases = () if revision is None else (str(model),)
+    return ModelSource(download(str(model)), hub_id, frozenset(aliases))
 
 
 def _in_folder(folder: Path) -> Path:
@@ -113,39 +115,6 @@ def name_and_bytes(model: str | None) -> tuple[str, int] | None:
     files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
     name = BUILTIN_NAME if path == BUILTIN / "target" else path.resolve().name
     return (name, sum(file.stat().st_size for file in files)) if files else None
-
-
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        message = f"{hub_id}: no such folder, and not to be had from the hub: {_cause(error)}"
-        raise ModelLoadError(message) from error
-
-
-def _cause(error: Exception) -> str:
-    """Why the hub did not give a model, and what to do about it."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    if isinstance(error, GatedRepoError):
-        return "it is gated: accept its licence on its page, and set HF_TOKEN to a token of yours"
-    if isinstance(error, RepositoryNotFoundError):
-        return "it has no such model; for a private one set HF_TOKEN to a token that may read it"
-    if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set, and the cache does not have the model"
-    reason = str(error).strip().partition("\n")[0].removeprefix("Got: ")
-    if reason.startswith("ConnectError"):
-        return f"{constants.ENDPOINT} cannot be reached ({reason.partition(': ')[2]})"
-    return reason
 
 
 # -- what can be served ---------------------------------------------------------------------------

@@ -20,10 +20,19 @@ from ...core.interface.settings import settings_of
 from ..serving.limits import Limits
 from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams
+from .certify import KINDS as CERTIFY
+from .certify import add_certify_flags, add_replay_flags, certify, replay
 from .config import REPLICA, SERVE, TERMINAL, Chosen, Given
 from .deploy import add_flags as add_deploy_flags
 from .deploy import deploy
 from .flags import Parser, add_show_drafts, engine_options
+from .hub import add_commands as add_hub_commands
+from .launch import KINDS as LAUNCH
+from .launch import add_flags as add_launch_flags
+from .launch import launch
+from .run_batch import KINDS as RUN_BATCH
+from .run_batch import add_flags as add_run_batch_flags
+from .run_batch import run_batch
 from .train_draft import add_flags as add_train_draft_flags
 from .train_draft import train_draft
 
@@ -52,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["bench"]:
         return _bench(args[1:])
     parser = _parser()
-    parsed = parser.parse_args(args)
+    args, client_args = _split(args) if args[:1] == ["launch"] else (args, [])
+    parsed = parser.parse_args(args, argparse.Namespace(client_args=client_args))
     if parsed.command is None:
         parser.error("a command is needed")
     command: Callable[[argparse.Namespace], int] = parsed.run
@@ -77,6 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
+def _split(args: list[str]) -> tuple[list[str], list[str]]:
+    """Our own arguments, and those behind "--", which are a client's."""
+    at = args.index("--") if "--" in args else len(args)
+    return args[:at], args[at + 1 :]
+
+
 def _drop_output() -> None:
     """Drop buffered output, which would raise again at exit."""
     with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
@@ -95,6 +111,11 @@ def _parser() -> Parser:
     _add_train_draft(commands)
     _add_calibrate(commands)
     _add_deploy(commands)
+    _add_certify(commands)
+    _add_replay(commands)
+    add_hub_commands(commands)
+    _add_run_batch(commands)
+    _add_launch(commands)
     _add_selftest(commands)
     commands.add_parser(
         "bench", help="run a benchmark: serve, offline, plan, phases, real or self", add_help=False
@@ -216,6 +237,58 @@ def _add_deploy(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     command.set_defaults(run=deploy, parser=command)
     add_deploy_flags(command)
+
+
+def _add_certify(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "certify",
+        help="compare answers with speculation on and off, in any batch, cached or not",
+        usage="%(prog)s [MODEL] [flags]",
+        epilog="Exit codes: 0 no token differs, 1 one does, 3 the model has no exact bits.",
+    )
+    command.set_defaults(run=_certify, parser=command)
+    _add_model(command)
+    add_certify_flags(command)
+
+
+def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "replay",
+        help="compute a recorded answer again",
+        usage="%(prog)s ID [MODEL] --requests DIR [flags]",
+        epilog="Exit codes: 0 the same tokens, 1 others, 3 others of a model without exact bits.",
+    )
+    command.set_defaults(run=_replay, parser=command)
+    command.add_argument("id", metavar="ID", help="id of the answer, as its body had it")
+    _add_model(command)
+    add_replay_flags(command)
+
+
+def _add_run_batch(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "run-batch",
+        help="answer the requests of a JSON Lines file, without a server",
+        usage="%(prog)s IN OUT [MODEL] [flags]",
+        epilog="Exit codes: 0 all requests are answered, 1 some failed.",
+    )
+    command.set_defaults(run=_run_batch, parser=command)
+    add_run_batch_flags(command)
+    _add_model(command)
+    command.add_settings(*RUN_BATCH)
+
+
+def _add_launch(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "launch",
+        help="start a coding agent against a running server or a fresh one",
+        usage="%(prog)s claude|codex|opencode [MODEL] [flags] [-- ARGUMENTS OF THE CLIENT]",
+        epilog="With a MODEL or a flag of the engine a fresh server serves it, on a free port, and "
+        "ends with the client.",
+    )
+    command.set_defaults(run=_launch, parser=command)
+    add_launch_flags(command)
+    _add_model(command)
+    command.add_settings(*LAUNCH)
 
 
 def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -392,8 +465,13 @@ def _given_in_terminal(parsed: argparse.Namespace) -> Given:
 
 def _model_options(given: Given) -> tuple[str | None, dict[str, Any]]:
     """The model and the engine's options, which are checked before the slow imports."""
+    from ..build.hub import at_revision, go_offline
+
     given.make(EngineConfig)
-    return given.make(Chosen).model, given.options(EngineConfig)
+    chosen = given.make(Chosen)
+    if chosen.offline:
+        go_offline()
+    return at_revision(chosen.model, chosen.revision), given.options(EngineConfig)
 
 
 def _models(parsed: argparse.Namespace) -> int:
@@ -414,6 +492,29 @@ def _calibrate(parsed: argparse.Namespace) -> int:
     from .calibrate import calibrate
 
     return calibrate(parsed.model, parsed.data, parsed.out)
+
+
+def _certify(parsed: argparse.Namespace) -> int:
+    given = Given(parsed, CERTIFY)
+    given.warn_of_unknown_variables()
+    return certify(parsed, *_model_options(given))
+
+
+def _replay(parsed: argparse.Namespace) -> int:
+    given = Given(parsed, CERTIFY)
+    given.warn_of_unknown_variables()
+    return replay(parsed, *_model_options(given))
+
+
+def _run_batch(parsed: argparse.Namespace) -> int:
+    given = Given(parsed, RUN_BATCH)
+    given.warn_of_unknown_variables()
+    return run_batch(parsed, *_model_options(given))
+
+
+def _launch(parsed: argparse.Namespace) -> int:
+    EngineConfig(**engine_options(parsed))  # bad flags are told here, not in a server's log
+    return launch(parsed, parsed.client_args)
 
 
 def _selftest(parsed: argparse.Namespace) -> int:

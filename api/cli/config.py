@@ -37,6 +37,10 @@ class Chosen:
         "where it is installed, else builtin",
         "MODEL",
     )
+    revision: str | None = setting(
+        None, "branch, tag or commit of a model of the hub (main)", "REVISION"
+    )
+    offline: bool = setting(False, "take models of the hub from the cache alone")
     config: str | None = setting(
         None,
         "TOML file with settings, named as these flags; FORETOKEN_<FLAG> variables go before it",

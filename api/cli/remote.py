@@ -34,7 +34,7 @@ class ServerModel:
     @classmethod
     async def connect(cls, url: str, key: str | None) -> Self:
         """Ask the server for its model. Raises `ForetokenError` where it does not answer."""
-        found = cls(_checked(url), key)
+        found = cls(checked(url), key)
         body = b"".join([piece async for piece in found._pieces("GET", "/v1/models")])
         try:
             model = json.loads(body)["data"][0]
@@ -142,7 +142,7 @@ async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> Async
         raise _failure(failure, status)
 
 
-def _checked(url: str) -> str:
+def checked(url: str) -> str:
     """The address of a server, without /v1. Raises `ForetokenError` for what is none."""
     url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     try:

@@ -19,8 +19,11 @@ from starlette.types import ASGIApp
 from ..._version import __version__
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.telemetry.vllm_names import render_vllm
-from ..anthropic.errors import error_response
 from ..anthropic.route import MessagesCount, MessagesRender, MessagesRoute
+from ..ollama.models import OllamaModels
+from ..ollama.route import OllamaChat, OllamaGenerate
+from ..openai.batches.route import BatchRoutes, FileRoutes
+from ..openai.batches.store import BatchStore
 from ..openai.branches import BranchesRoute
 from ..openai.chat import ChatRender, ChatRoute
 from ..openai.completions import CompletionsRender, CompletionsRoute
@@ -53,6 +56,7 @@ from .adapters import AdapterRoutes
 from .auth import AuthMiddleware, needs_admin_key
 from .cache_routes import CacheRoutes
 from .dashboard import Dashboard
+from .error_forms import error_response
 from .observability import Observing
 from .openapi import OpenApi
 from .request_log import CLIENT_CLOSED
@@ -331,36 +335,74 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
+BATCH_PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score",
+    "/v1/responses", "/v1/messages",
+)  # fmt: skip
+"""Routes whose requests a batch may have."""
+
+
+def batch_dialects(service: Service, store: ResponseStore) -> dict[str, Dialect[Any]]:
+    """The dialects of `BATCH_PATHS`."""
+    made = (
+        ChatRoute(service),
+        CompletionsRoute(service),
+        EmbeddingsRoute(service),
+        RerankRoute(service),
+        ScoreRoute(service),
+        ResponsesRoute(service, store),
+        MessagesRoute(service),
+    )
+    return dict(zip(BATCH_PATHS, made, strict=True))
+
+
 def _routes(service: Service) -> list[Route]:
     models, tokens = ModelRoutes(service), TokenRoutes(service)
     operator = OperatorRoutes(service)
     cache = CacheRoutes(service)
     store = ResponseStore(max_seconds=service.settings.limits.store_seconds)
     kept = KeptResponses(store)
-    dialects: dict[str, Dialect[Any]] = {
-        "/v1/chat/completions": ChatRoute(service),
+    ollama = OllamaModels(service)
+    in_batches = batch_dialects(service, store)
+    kept_batches = BatchStore(
+        service,
+        in_batches,
+        folder=service.settings.batch_dir,
+        max_bytes=service.settings.limits.max_files_bytes,
+    )
+    files, batches = FileRoutes(service, kept_batches), BatchRoutes(service, kept_batches)
+    dialects: dict[str, Dialect[Any]] = in_batches | {
         "/v1/chat/completions/render": ChatRender(service),
-        "/v1/completions": CompletionsRoute(service),
         "/v1/completions/render": CompletionsRender(service),
         "/v1/branches": BranchesRoute(service),
-        "/v1/embeddings": EmbeddingsRoute(service),
-        "/v1/rerank": RerankRoute(service),
         "/rerank": RerankRoute(service),
-        "/v1/score": ScoreRoute(service),
-        "/v1/responses": ResponsesRoute(service, store),
         "/v1/responses/input_tokens": ResponsesCount(service, store),
         "/v1/responses/render": ResponsesRender(service, store),
-        "/v1/messages": MessagesRoute(service),
         "/v1/messages/count_tokens": MessagesCount(service),
         "/v1/messages/render": MessagesRender(service),
+        "/api/chat": OllamaChat(service),
+        "/api/generate": OllamaGenerate(service),
     }
     return [
         *[Route(path, Serve(each), methods=["POST"]) for path, each in dialects.items()],
         Route("/v1/responses/{id}", kept.retrieve, methods=["GET"]),
         Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/input_items", kept.input_items, methods=["GET"]),
+        Route("/v1/files", files.upload, methods=["POST"]),
+        Route("/v1/files", files.index, methods=["GET"]),
+        Route("/v1/files/{id}", files.retrieve, methods=["GET"]),
+        Route("/v1/files/{id}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{id}/content", files.content, methods=["GET"]),
+        Route("/v1/batches", batches.create, methods=["POST"]),
+        Route("/v1/batches", batches.index, methods=["GET"]),
+        Route("/v1/batches/{id}", batches.retrieve, methods=["GET"]),
+        Route("/v1/batches/{id}/cancel", batches.cancel, methods=["POST"]),
         Route("/v1/models", models.index, methods=["GET"]),
         Route("/v1/models/{name:path}", models.retrieve, methods=["GET"]),
+        Route("/api/tags", ollama.tags, methods=["GET"]),
+        Route("/api/ps", ollama.running, methods=["GET"]),
+        Route("/api/show", ollama.show, methods=["POST"]),
+        Route("/api/version", ollama.version, methods=["GET"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/health", operator.health, methods=["GET"]),

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..anthropic.errors import error_response
 from ..serving.errors import ApiError
 from ..serving.settings import Settings
 from ..types.request_context import CONTEXT, NOBODY, caller_of, header
+from .error_forms import error_response
 from .foreign_pages import PAGE_PATHS, foreign_page
 
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
@@ -18,7 +18,8 @@ IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the li
 OPERATOR_PATHS = frozenset({"/cache", "/replicas", "/ui/events"})
 OPERATOR_PREFIX = "/debug/"
 VERSIONS = ("1.1", "1.0")
-JSON = "application/json"
+JSON, FORM = "application/json", "multipart/form-data"
+UPLOAD_PATH = "/v1/files"
 CLOSE = {"connection": "close"}
 FIELD_BYTES = 4  # of a header field beside its name and value: ": " and the end of the line
 
@@ -112,6 +113,8 @@ def _not_json(scope: Scope) -> ApiError | None:
     given = header(scope, b"content-type").partition(";")[0].strip().lower()
     if scope["method"] != "POST" or given in ("", JSON) or given.endswith("+json"):
         return None
+    if scope["path"] == UPLOAD_PATH and given == FORM:
+        return None  # a file that only waits there; the origin of pages is checked before
     message = (
         f"the header must have Content-Type: {JSON} (curl: --json in place of -d), not {given}"
     )

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -25,9 +25,11 @@ from .request_log import RequestLog, no_span
 
 if TYPE_CHECKING:
     from ...core.interface.request import Delta, Request
-    from ...draft.training.traffic import TrafficRecorder
+    from ...draft.training.traffic import Recorder, TrafficRecorder
+    from ..certify.recorder import RequestRecorder
     from .tracing import Telemetry
 
+R = TypeVar("R", bound="Recorder[Any]")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -39,6 +41,7 @@ class Observing:
     access_log: bool = False
     telemetry: Telemetry | None = None
     recorder: TrafficRecorder | None = None
+    request_recorder: RequestRecorder | None = None
 
     def around(self, app: ASGIApp, service: Service) -> ASGIApp:
         """Wrap the application with its observers."""
@@ -59,20 +62,25 @@ class Observing:
         if self.recorder is not None:
             llm.engine.metrics.observers.append(_Recording(self.recorder))
             self.recorder.name(model, await asyncio.to_thread(llm.tokenizer.fingerprint))
+        if self.request_recorder is not None:
+            built = llm.built
+            self.request_recorder.name(str(built.path), built.settings, exact=built.exact)
+            llm.engine.metrics.observers.append(_Recording(self.request_recorder))
         try:
             with self.metrics.lag.measured():
                 yield
         finally:
             if self.telemetry is not None:
                 await asyncio.to_thread(self.telemetry.close)
-            if self.recorder is not None:
-                await asyncio.to_thread(self.recorder.close)
+            for recorder in (self.recorder, self.request_recorder):
+                if recorder is not None:
+                    await asyncio.to_thread(recorder.close)
 
 
 class _Recording(EngineObserver):
     """Passes requests to a recorder, with the caller that each is served for."""
 
-    def __init__(self, recorder: TrafficRecorder) -> None:
+    def __init__(self, recorder: Recorder[Any]) -> None:
         self._recorder = recorder
 
     def begin(self, request: Request, now: float) -> None:  # noqa: ARG002
@@ -90,21 +98,29 @@ def make_observing(options: ObservingOptions, listen: Listen) -> Observing:
     Callers with API keys opt in to be recorded, each by its key. Raises `InvalidRequest` where the
     extra for traces is missing or no collector is known.
     """
+    has_keys, traffic, requests = bool(listen.settings.api_keys), None, None
+    if options.record_traffic is not None:
+        from ...draft.training.traffic import TrafficRecorder
+
+        traffic = _recorder(TrafficRecorder, options.record_traffic, options, has_keys=has_keys)
+    if options.record_requests is not None:
+        from ..certify.recorder import RequestRecorder
+
+        requests = _recorder(RequestRecorder, options.record_requests, options, has_keys=has_keys)
     return Observing(
         access_log=options.access_log or listen.log_level == "debug",
         telemetry=_telemetry(options),
-        recorder=_recorder(options, has_keys=bool(listen.settings.api_keys)),
+        recorder=traffic,
+        request_recorder=requests,
     )
 
 
-def _recorder(options: ObservingOptions, *, has_keys: bool) -> TrafficRecorder | None:
-    if options.record_traffic is None:
-        return None
-    from ...draft.training.traffic import DEFAULT_BYTES, TrafficRecorder
+def _recorder(kind: type[R], folder: str, options: ObservingOptions, *, has_keys: bool) -> R:
+    from ...draft.training.traffic import DEFAULT_BYTES
 
     keys = {caller_of(key) for key in options.record_keys}
-    return TrafficRecorder(
-        Path(options.record_traffic),
+    return kind(
+        Path(folder),
         max_bytes=options.record_bytes or DEFAULT_BYTES,
         callers=keys if keys or has_keys else None,
     )

@@ -11,10 +11,10 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -23,7 +23,11 @@ from ..._version import __version__
 from ..anthropic import protocol as messages
 from ..anthropic.errors import is_messages
 from ..anthropic.schema import CountRequest, MessagesRequest
+from ..ollama import protocol as ollama
+from ..ollama.errors import is_ollama
+from ..ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from ..openai import protocol as openai
+from ..openai.batches import protocol as batches
 from ..openai.branches import MAX_BRANCHES, Branch, Text
 from ..openai.responses import protocol as responses
 from ..openai.responses.route import MAX_PAGE
@@ -49,7 +53,8 @@ from .adapters import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from .cache_routes import FlushRequest
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-HTML = "text/html"
+BINARY, FORM = "application/octet-stream", "multipart/form-data"
+HTML, LINES = "text/html", "application/x-ndjson"
 REF = "#/components/schemas/{name}"
 SECURITY: list[Body] = [{"bearer": []}, {"header": []}]
 OPEN = frozenset({"/health"})  # need no key
@@ -126,6 +131,7 @@ class Operation:
     """Input and output of a route. ``body`` and ``answer``: structs; None: nothing, or free."""
 
     body: Any = None
+    body_media: str = JSON
     answer: Any = None
     events: Any = None  # the data of one event, where ``stream`` is true
     media: str = JSON
@@ -133,6 +139,13 @@ class Operation:
     is_body_needed: bool = True
     errors: Sequence[int] = ()  # statuses beside those of every route
     outage: Any = None  # the body of its 503, where that is no error
+
+
+class UploadForm(Struct, kw_only=True):
+    """Form of /v1/files."""
+
+    file: bytes
+    purpose: Literal["batch"]
 
 
 class BranchesRequest(ChatRequest, kw_only=True):
@@ -200,6 +213,32 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         body=CountRequest, answer=messages.TokenCount, errors=READS
     ),
     ("POST", "/v1/messages/render"): Operation(body=MessagesRequest, answer=Rendered, errors=READS),
+    ("POST", "/api/chat"): Operation(
+        body=OllamaChatBody, answer=ollama.ChatPart, events=ollama.ChatPart, errors=GENERATES
+    ),
+    ("POST", "/api/generate"): Operation(
+        body=OllamaGenerateBody,
+        answer=ollama.GeneratePart,
+        events=ollama.GeneratePart,
+        errors=GENERATES,
+    ),
+    ("GET", "/api/tags"): Operation(answer=ollama.TagList),
+    ("GET", "/api/ps"): Operation(answer=ollama.TagList),
+    ("POST", "/api/show"): Operation(body=OllamaShowBody, answer=ollama.Shown, errors=READS),
+    ("GET", "/api/version"): Operation(answer=ollama.OllamaVersion),
+    ("POST", "/v1/files"): Operation(
+        body=UploadForm, body_media=FORM, answer=batches.FileBody, errors=(408, 413, 503)
+    ),
+    ("GET", "/v1/files"): Operation(answer=batches.FileList, query=("limit", "after")),
+    ("GET", "/v1/files/{id}"): Operation(answer=batches.FileBody, errors=(404,)),
+    ("DELETE", "/v1/files/{id}"): Operation(answer=batches.FileDeleted, errors=(404,)),
+    ("GET", "/v1/files/{id}/content"): Operation(media=BINARY, errors=(404,)),
+    ("POST", "/v1/batches"): Operation(
+        body=batches.CreateBatch, answer=batches.BatchBody, errors=READS
+    ),
+    ("GET", "/v1/batches"): Operation(answer=batches.BatchList, query=("limit", "after")),
+    ("GET", "/v1/batches/{id}"): Operation(answer=batches.BatchBody, errors=(404,)),
+    ("POST", "/v1/batches/{id}/cancel"): Operation(answer=batches.BatchBody, errors=(404,)),
     ("GET", "/v1/models"): Operation(answer=protocol.ModelList),
     ("GET", "/v1/models/{name}"): Operation(answer=protocol.Model, errors=(404,)),
     ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=protocol.Tokens, errors=READS),
@@ -296,7 +335,7 @@ class _Shapes:
 
     def __init__(self) -> None:
         named = (s for each in OPERATIONS.values() for s in (each.body, each.answer, each.events))
-        errors = (ErrorBody, messages.MessageError)
+        errors = (ErrorBody, messages.MessageError, ollama.OllamaError)
         structs = dict.fromkeys(s for s in (*named, *errors) if s is not None)
         found, self.components = msgspec.json.schema_components(structs, ref_template=REF)
         self._refs: dict[Any, Body] = dict(zip(structs, found, strict=True))
@@ -335,7 +374,7 @@ def _operation(route: Route, method: str, shapes: _Shapes) -> Body:
     if parameters:
         operation["parameters"] = parameters
     if known.body is not None:
-        content = {JSON: {"schema": shapes.of(known.body)}}
+        content = {known.body_media: {"schema": shapes.of(known.body)}}
         operation["requestBody"] = {"required": known.is_body_needed, "content": content}
     if path in OPEN:
         operation["security"] = []
@@ -343,10 +382,14 @@ def _operation(route: Route, method: str, shapes: _Shapes) -> Body:
 
 
 def _responses(path: str, known: Operation, shapes: _Shapes) -> Body:
-    schema = {"type": "string"} if known.media in (TEXT, HTML, EVENTS) else shapes.of(known.answer)
+    schema = (
+        {"type": "string"}
+        if known.media in (TEXT, HTML, EVENTS, BINARY)
+        else shapes.of(known.answer)
+    )
     content: Body = {known.media: {"schema": schema}}
     if known.events is not None:  # the schema is that of one event's data
-        content[EVENTS] = {"schema": shapes.of(known.events)}
+        content[LINES if is_ollama(path) else EVENTS] = {"schema": shapes.of(known.events)}
     answer = {"description": "The answer.", "headers": _headers(path), "content": content}
     statuses = sorted({*(ALWAYS if path not in OPEN else UNLOCKED), *known.errors})
     failures = {str(status): _failure(path, status, known, shapes) for status in statuses}
@@ -354,7 +397,8 @@ def _responses(path: str, known: Operation, shapes: _Shapes) -> Body:
 
 
 def _failure(path: str, status: int, known: Operation, shapes: _Shapes) -> Body:
-    failure = messages.MessageError if is_messages(path) else ErrorBody
+    other = ollama.OllamaError if is_ollama(path) else ErrorBody
+    failure = messages.MessageError if is_messages(path) else other
     struct = (status == 503 and known.outage) or failure
     headers = _headers(path)
     if status in RETRIED and known.outage is None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 
-from ..anthropic.errors import error_response, is_messages
+from ..anthropic.errors import is_messages
 from ..types.request_context import CONTEXT, RequestContext, header, random_id
+from .error_forms import error_response
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -65,6 +65,8 @@ class Limits:
     store_seconds: float = _seconds(3600.0, "time that a response is kept after its last use")
     # a body
     max_body_bytes: int = _bytes(4 * 2**20, "size of a body")
+    max_file_bytes: int = _bytes(64 * 2**20, "size of an uploaded file")
+    max_files_bytes: int = _bytes(2**30, "size of all uploaded files together")
     max_json_depth: int = _count(64, "nesting of arrays and objects in a body", least=8, most=500)
     max_json_containers: int = _count(2**16, "arrays and objects in a body")
     max_json_values: int = _count(2**19, "values in a body; each token id of a prompt is one")

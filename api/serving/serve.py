@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from ...core.errors import InvalidRequest
 from .errors import ApiError, ClientGone, JsonResponse
 from .serving_context import OPENAI_TEMPERATURE, Service
-from .sse import PING, EventStream, Reply, error_event
+from .sse import EVENT_STREAM, PING, EventStream, Reply, error_event
 
 
 class RequestBody(Protocol):
@@ -38,6 +38,8 @@ class Dialect(Generic[B]):
     can_stream: ClassVar[bool] = True
     most_temperature: ClassVar[float] = OPENAI_TEMPERATURE
     ping: ClassVar[bytes] = PING
+    media_type: ClassVar[str] = EVENT_STREAM
+    can_resume: ClassVar[bool] = True  # with Last-Event-ID, which belongs to event streams
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -62,6 +64,19 @@ class Dialect(Generic[B]):
         """An error inside a stream."""
         return error_event(error)
 
+    def error_body(self, error: ApiError) -> object:
+        """An error in place of an answer."""
+        return error.body
+
+    async def submit(self, body: B) -> Reply:
+        """Check a body and open its answer; errors name fields as the body does."""
+        self.check(body)
+        try:
+            return await self.open(body)
+        except InvalidRequest as error:
+            self.rename(error, body)
+            raise
+
 
 class Serve(Generic[B]):
     """The endpoint of a dialect, as an ASGI application."""
@@ -75,10 +90,10 @@ class Serve(Generic[B]):
         request = Request(scope, receive)
         body = await self._service.read(request, self._dialect.decode)
         is_stream = bool(body.stream) and self._dialect.can_stream
-        has_begun = False
+        has_begun, submit = False, self._dialect.submit
         try:
             async with self._service.wanted(receive, body.deadline_ms) as client:
-                reply = await self._streamed(request, body) if is_stream else await self._open(body)
+                reply = await (self._streamed(request, body) if is_stream else submit(body))
                 try:
                     client.wait_on()  # the engine keeps the deadline of what it was given
                     if is_stream:
@@ -94,23 +109,15 @@ class Serve(Generic[B]):
             raise
         await answer(scope, receive, send)
 
-    async def _open(self, body: B) -> Reply:
-        self._dialect.check(body)
-        try:
-            return await self._dialect.open(body)
-        except InvalidRequest as error:
-            self._dialect.rename(error, body)
-            raise
-
     async def _streamed(self, request: Request, body: B) -> Reply:
         """An answer, or with ``--resume-seconds`` one that can be picked up again."""
         streams = self._service.streams
-        if streams is None:
-            return await self._open(body)
+        if streams is None or not self._dialect.can_resume:
+            return await self._dialect.submit(body)
         last_event_id = request.headers.get("last-event-id")
         if last_event_id is not None:
             return streams.resume(last_event_id)
-        return streams.begin(await self._open(body), self._dialect.error_event)
+        return streams.begin(await self._dialect.submit(body), self._dialect.error_event)
 
     def _stream(self, reply: Reply) -> EventStream:
         return EventStream(
@@ -119,4 +126,5 @@ class Serve(Generic[B]):
             ping_seconds=self._service.settings.limits.ping_seconds,
             ping=self._dialect.ping,
             on_error=self._dialect.error_event,
+            media_type=self._dialect.media_type,
         )

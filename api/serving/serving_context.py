@@ -147,8 +147,18 @@ class Service:
         The time that a body may take is kept by its connection.
         """
         limits = self.settings.limits
-        data = await _read(request, limits)
+        data = await _read(request, limits, "max_body_bytes")
         note_arrival(len(data))
+        await self.check_json(data)
+        return data
+
+    async def read_file(self, request: Request) -> bytes:
+        """The bytes of a body that brings a file. Raises 413."""
+        return await _read(request, self.settings.limits, "max_file_bytes")
+
+    async def check_json(self, data: bytes) -> None:
+        """Raise `ApiError` 400 for too much nesting."""
+        limits = self.settings.limits
         look = partial(
             find_excess,
             data,
@@ -159,7 +169,6 @@ class Service:
         excess = look() if len(data) <= QUICK_BYTES else await asyncio.to_thread(look)
         if excess is not None:
             raise ApiError(400, f"{EXCESS[excess]} the limit of {limits.named(excess)}")
-        return data
 
     async def apart(self, job: Callable[[], T]) -> T:
         """Run a job on the body, in a thread if the body is large."""
@@ -176,14 +185,14 @@ class Service:
         return UnlessGone(receive, left)
 
 
-async def _read(request: Request, limits: Limits) -> bytes:
-    """Read a body; raises `ApiError` 413 or `ClientGone`.
+async def _read(request: Request, limits: Limits, name: str) -> bytes:
+    """Read a body within the limit of this name; raises `ApiError` 413 or `ClientGone`.
 
     After a refusal the connection reads the rest that a client still sends.
     """
-    limit, size = limits.max_body_bytes, 0
+    limit, size = int(getattr(limits, name)), 0
     if int(header(request.scope, b"content-length") or 0) > limit:
-        raise _too_large(limits)
+        raise _too_large(limits, name)
     chunks: list[bytes] = []
     has_more = True
     while has_more:
@@ -193,11 +202,11 @@ async def _read(request: Request, limits: Limits) -> bytes:
         chunk, has_more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
         if size > limit:
-            raise _too_large(limits)
+            raise _too_large(limits, name)
         chunks.append(chunk)
     return b"".join(chunks)
 
 
-def _too_large(limits: Limits) -> ApiError:
-    message = f"the body is larger than {limits.named('max_body_bytes')} bytes"
+def _too_large(limits: Limits, name: str) -> ApiError:
+    message = f"the body is larger than {limits.named(name)} bytes"
     return ApiError(413, message, code="body_too_large")

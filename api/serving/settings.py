@@ -78,6 +78,12 @@ class Settings:
     token_history_bytes: int = setting(
         32 * 2**20, "size of the memory of answers' token ids", SIZE, least=1, most=2**40
     )
+    batch_dir: str | None = setting(
+        None,
+        "folder of /v1/files and /v1/batches, which then survive the server (default: a temporary "
+        "one); it contains the conversations",
+        "DIR",
+    )
     root_path: str = setting(
         "",
         "path under which a proxy has this server, e.g. /llm; requests may have it or not",
@@ -307,6 +313,12 @@ class ObservingOptions:
         "recorded); its files contain the conversations",
         "DIR",
     )
+    record_requests: str | None = setting(
+        None,
+        "folder for finished requests with their parameters and seeds, which foretoken replay "
+        "computes again (default: none are recorded); its files contain the conversations",
+        "DIR",
+    )
     record_keys: tuple[str, ...] = setting(
         (),
         "API key whose requests are recorded; needed where --api-key is given; repeatable",
@@ -315,14 +327,15 @@ class ObservingOptions:
         is_secret=True,
     )
     record_bytes: int | None = setting(
-        None, "largest size of all records in the folder (1GiB)", SIZE, least=1
+        None, "largest size of all records in a folder (1GiB)", SIZE, least=1
     )
 
     def __post_init__(self) -> None:
         """Check each of them, and what needs another."""
         check_settings(self)
-        if self.record_traffic is None and (self.record_keys or self.record_bytes is not None):
-            message = "--record-key and --record-bytes need --record-traffic"
+        records = self.record_traffic is not None or self.record_requests is not None
+        if not records and (self.record_keys or self.record_bytes is not None):
+            message = "--record-key and --record-bytes need --record-traffic or --record-requests"
             raise InvalidRequest(message, param="record_traffic")
         if self.trace_steps and not self.tracing and self.otlp_endpoint is None:
             message = "--trace-steps needs --tracing or --otlp-endpoint"

@@ -23,8 +23,8 @@ encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 PING_SECONDS = 10.0
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
@@ -139,8 +139,9 @@ class EventStream(Response):
         ping_seconds: float = PING_SECONDS,
         ping: bytes = PING,
         on_error: Callable[[ApiError], bytes] = error_event,
+        media_type: str = EVENT_STREAM,
     ) -> None:
-        super().__init__(headers=HEADERS)
+        super().__init__(headers={"content-type": media_type, **HEADERS})
         del self.headers["content-length"]
         self._events = events
         self._close = close

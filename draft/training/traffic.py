@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -29,6 +30,9 @@ DEFAULT_BYTES = 2**30
 FILES_SHARE = 16  # one file holds at most this part of all bytes
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
 class _Finished:
     """An answer on its way to its file."""
@@ -37,16 +41,19 @@ class _Finished:
     prompt_len: int
     temperature: float
     finish: str
-    namespace: str
 
 
-class TrafficRecorder:
-    """Writes finished requests to ``folder``, in a thread of its own.
+class Recorder(Generic[T]):
+    """Writes finished requests to ``folder``, in a thread of its own: a line for each.
+
+    A subclass says what is kept of a request (`kept`) and how it is written (`line`).
 
     ``callers``: hashes of the API keys that are recorded; None: all requests are.
     ``max_bytes`` bounds the folder's records, a file holds a sixteenth of it at most: what would
     exceed either is left out. `expect` and `finish` belong to the event loop.
     """
+
+    option: ClassVar[str]  # that has the folder, for errors
 
     def __init__(
         self,
@@ -59,25 +66,28 @@ class TrafficRecorder:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            message = f"record_traffic: {folder}: {error.strerror}"
-            raise InvalidRequest(message, param="record_traffic") from error
+            message = f"{self.option}: {folder}: {error.strerror}"
+            raise InvalidRequest(message, param=self.option) from error
         if not os.access(folder, os.W_OK):
-            message = f"record_traffic: {folder} cannot be written"
-            raise InvalidRequest(message, param="record_traffic")
+            message = f"{self.option}: {folder} cannot be written"
+            raise InvalidRequest(message, param=self.option)
         self._folder, self._max_bytes, self._callers = folder, max_bytes, callers
         self._namespaces: dict[str, str] = {}  # of requests that have not ended
-        self._model = self._tokenizer = ""
         self._sizes = {path.name: path.stat().st_size for path in folder.glob("*.jsonl")}
         self.num_recorded = 0  # by the thread
         self.num_left_out = 0
-        self._queue: queue.Queue[_Finished | None] = queue.Queue(QUEUE_LEN)
-        self._thread = threading.Thread(target=self._write_all, name="foretoken-traffic")
+        self._queue: queue.Queue[tuple[str, T] | None] = queue.Queue(QUEUE_LEN)
+        self._thread = threading.Thread(target=self._write_all, name=f"foretoken-{self.option}")
         self._thread.daemon = True
         self._thread.start()
 
-    def name(self, model: str, tokenizer: str) -> None:
-        """Set the origin of the token ids: the model's name and a hash of its tokenizer."""
-        self._model, self._tokenizer = model, tokenizer
+    def kept(self, request: Request, delta: Delta) -> T:
+        """Copy what its line needs of a request that has ended; on the event loop."""
+        raise NotImplementedError
+
+    def line(self, kept: T, namespace: str) -> bytes:
+        """The line of a file; in the thread."""
+        raise NotImplementedError
 
     def expect(self, request: Request, caller: bytes) -> None:
         """A request was submitted; ``caller`` is the hash of its key, empty without one.
@@ -93,15 +103,8 @@ class TrafficRecorder:
         namespace = self._namespaces.pop(request.request_id, None)
         if namespace is None or delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        finished = _Finished(
-            array("q", request.tokens),
-            request.prompt_len,
-            request.sampling.params.temperature,
-            str(delta.finish_reason),
-            namespace,
-        )
         try:
-            self._queue.put_nowait(finished)
+            self._queue.put_nowait((namespace, self.kept(request, delta)))
         except queue.Full:
             self.num_left_out += 1
 
@@ -111,36 +114,26 @@ class TrafficRecorder:
             self._queue.put(None)
             self._thread.join()
             logger.info(
-                "traffic: %d answers recorded, %d skipped", self.num_recorded, self.num_left_out
-            )
+                "%s: %d answers recorded, %d skipped",
+                self.option, self.num_recorded, self.num_left_out,
+            )  # fmt: skip
 
     def _write_all(self) -> None:
         while (finished := self._queue.get()) is not None:
             try:
-                is_written = self._write(finished)
+                is_written = self._write(*finished)
             except OSError as error:
-                logger.warning("traffic: an answer could not be written: %s", error)
+                logger.warning("%s: an answer could not be written: %s", self.option, error)
                 is_written = False
             if is_written:
                 self.num_recorded += 1
             else:
                 self.num_left_out += 1
 
-    def _write(self, finished: _Finished) -> bool:
+    def _write(self, namespace: str, kept: T) -> bool:
         """Whether there was room."""
-        line = write_line(
-            Record(
-                v=VERSION,
-                tokens=finished.tokens.tolist(),
-                prompt_len=finished.prompt_len,
-                temperature=finished.temperature,
-                finish=finished.finish,
-                model=self._model,
-                tokenizer=self._tokenizer,
-                namespace=finished.namespace,
-            )
-        )
-        name = f"{finished.namespace}.jsonl"
+        line = self.line(kept, namespace)
+        name = f"{namespace}.jsonl"
         size = self._sizes.get(name, 0) + len(line)
         total = sum(self._sizes.values()) + len(line)
         if size > self._max_bytes // FILES_SHARE or total > self._max_bytes:
@@ -151,6 +144,41 @@ class TrafficRecorder:
             file.write(line)
         self._sizes[name] = size
         return True
+
+
+class TrafficRecorder(Recorder[_Finished]):
+    """Records token ids to train a draft on."""
+
+    option = "record_traffic"
+    _model = _tokenizer = ""
+
+    def name(self, model: str, tokenizer: str) -> None:
+        """Set the origin of the token ids: the model's name and a hash of its tokenizer."""
+        self._model, self._tokenizer = model, tokenizer
+
+    def kept(self, request: Request, delta: Delta) -> _Finished:
+        """A copy of its tokens."""
+        return _Finished(
+            array("q", request.tokens),
+            request.prompt_len,
+            request.sampling.params.temperature,
+            str(delta.finish_reason),
+        )
+
+    def line(self, kept: _Finished, namespace: str) -> bytes:
+        """A `Record`."""
+        return write_line(
+            Record(
+                v=VERSION,
+                tokens=kept.tokens.tolist(),
+                prompt_len=kept.prompt_len,
+                temperature=kept.temperature,
+                finish=kept.finish,
+                model=self._model,
+                tokenizer=self._tokenizer,
+                namespace=namespace,
+            )
+        )
 
 
 def namespace_of(caller: bytes, cache_salt: str | None) -> str:

@@ -21,6 +21,7 @@ FOREIGN = (
     "LANGSMITH_",
     "LITELLM_",
     "LOGFIRE_",
+    "OLLAMA_",
     "PYTHONPATH",
 )
 
@@ -69,8 +70,10 @@ CLIENTS = (
     Client(title="LiteLLM", script="run_litellm.py", environment="openai2"),
     Client(title="Instructor", script="run_instructor.py", environment="openai2"),
     Client(title="smolagents", script="run_smolagents.py", environment="openai3"),
+    Client(title="ollama", script="run_ollama.py", environment="openai3"),
     Client(title="openai (JavaScript)", script="js/run_openai.mjs"),
     Client(title="anthropic (JavaScript)", script="js/run_anthropic.mjs"),
+    Client(title="ollama (JavaScript)", script="js/run_ollama.mjs"),
     Client(title="Vercel AI SDK", script="js/run_ai_sdk.mjs"),
 )
 

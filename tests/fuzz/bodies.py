@@ -154,6 +154,50 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "/v1/responses/input_tokens": [{"input": "hi", "instructions": "i"}],
+    "/api/chat": [
+        {
+            "model": None,
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "thinking": "t",
+                    "tool_calls": [{"function": {"name": "f", "arguments": {"a": "x"}}}],
+                },
+                {"role": "tool", "tool_name": "f", "content": "1"},
+            ],
+            "stream": False,
+            "think": False,
+            "keep_alive": "5m",
+            "options": {
+                "num_predict": 3,
+                "num_ctx": 4096,
+                "temperature": 0.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "seed": 1,
+                "stop": ["zzz"],
+                "repeat_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "speculation": 2,
+                "cache_salt": "s",
+            },
+            "deadline_ms": 60000,
+        },
+        {
+            "messages": HI,
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "options": {"num_predict": 3},
+        },
+        {"messages": HI, "format": SCHEMA, "options": {"num_predict": 3}, "stream": True},
+    ],
+    "/api/generate": [
+        {"prompt": "hi", "system": "s", "stream": False, "options": {"num_predict": 3}},
+        {"prompt": "hi", "raw": True, "format": "json", "options": {"num_predict": 3}},
+    ],
     "/v1/messages": [
         {
             "messages": [

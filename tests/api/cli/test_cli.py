@@ -48,7 +48,8 @@ def test_version_and_help_are_instant_and_torch_free():
         [sys.executable, "-c", code, "--version"], check=True, capture_output=True, text=True
     )
     assert shown.stdout == f"foretoken {foretoken.__version__}\n"
-    for command in ([], ["serve"], ["replica"], ["run"], ["chat"], ["deploy"], ["bench"]):
+    names = ("serve", "replica", "run", "chat", "deploy", "bench", "certify", "launch", "pull")
+    for command in ([], *([name] for name in names)):
         args = [sys.executable, "-c", code, *command, "--help"]
         shown = subprocess.run(args, check=True, capture_output=True, text=True)
         assert "usage: foretoken" in shown.stdout

@@ -23,6 +23,8 @@ DEFAULTS = {
     "header_seconds": 10, "body_seconds": 30, "idle_seconds": 75, "write_seconds": 30,
     "ping_seconds": 10, "resume_seconds": 0, "store_seconds": 3600, "max_request_seconds": 600,
     "max_body_bytes": 4 * 2**20,
+    "max_file_bytes": 64 * 2**20,
+    "max_files_bytes": 2**30,
     "max_json_depth": 64, "max_json_containers": 65536, "max_json_values": 524288,
     "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 16, "max_stop": 4,
     "max_stop_chars": 256, "max_logit_bias": 1024, "max_top_logprobs": 20,
@@ -59,7 +61,10 @@ def test_every_limit_has_its_default_and_a_flag_that_changes_it():
 
 def test_every_limit_stands_in_the_documentation_with_its_default():
     page = Path(foretoken.__file__).parent.joinpath("docs/limits.md").read_text()
-    shown = {"max_header_bytes": "64 KiB", "max_body_bytes": "4 MiB"}
+    shown = {
+        "max_header_bytes": "64 KiB", "max_body_bytes": "4 MiB", "max_file_bytes": "64 MiB",
+        "max_files_bytes": "1 GiB",
+    }  # fmt: skip
     for name, default in DEFAULTS.items():
         assert f"| `--{name.replace('_', '-')}` | {shown.get(name, default)} |" in page
 

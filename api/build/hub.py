@@ -1,0 +1,171 @@
+"""Models of the Hugging Face hub: download them, and look into the cache.
+
+A name is OWNER/NAME, or OWNER/NAME@REVISION with a branch, a tag or a commit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...core.errors import InvalidRequest, ModelLoadError
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo
+
+WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+SHORT = 8  # digits of a commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedModel:
+    """A revision of a model in the cache. ``refs``: the branches and tags that mean it."""
+
+    name: str
+    commit: str
+    refs: tuple[str, ...]
+    path: Path
+    num_bytes: int
+    num_files: int
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name looks like one of the hub, with a revision or without."""
+    return name.partition("@")[0].count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """The id and the revision of a name of the hub; None: the branch main."""
+    hub_id, _, revision = name.partition("@")
+    return hub_id, revision or None
+
+
+def at_revision(model: str | None, revision: str | None) -> str | None:
+    """The name of a model at a revision.
+
+    Raises `InvalidRequest` for a revision of a model that is not of the hub.
+    """
+    if revision is None:
+        return model
+    if model is None or not is_hub_id(model) or Path(model).exists() or "@" in model:
+        message = f"revision is for a model OWNER/NAME of the hub, not for {model or 'the default'}"
+        raise InvalidRequest(message, param="revision")
+    return f"{model}@{revision}"
+
+
+def go_offline() -> None:
+    """Take models from the cache alone, in this process and its children."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants = sys.modules.get("huggingface_hub.constants")
+    if constants is not None:  # it has read the variable already
+        constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+
+
+def download(name: str) -> Path:
+    """The folder of a model in the cache, downloaded where it is not there.
+
+    Raises `ModelLoadError` with the reason and what to do.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    hub_id, revision = split_revision(name)
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*WANTED]))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        message = f"{name}: no such folder, and not to be had from the hub: {_cause(error)}"
+        raise ModelLoadError(message) from error
+
+
+def _cause(error: Exception) -> str:
+    """Why the hub did not give a model, and what to do about it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return "it is gated: accept its licence on its page, and set HF_TOKEN to a token of yours"
+    if isinstance(error, RepositoryNotFoundError):
+        return "it has no such model; for a private one set HF_TOKEN to a token that may read it"
+    if isinstance(error, RevisionNotFoundError):
+        return "the model has no such revision"
+    if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, and the cache does not have the model"
+    reason = str(error).strip().partition("\n")[0].removeprefix("Got: ")
+    if reason.startswith("ConnectError"):
+        return f"{constants.ENDPOINT} cannot be reached ({reason.partition(': ')[2]})"
+    return reason
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+
+def cached_models(hub_id: str | None = None) -> list[CachedModel]:
+    """The models of the cache, by name; of this id alone, where one is given."""
+    found = [
+        CachedModel(
+            name=repo.repo_id,
+            commit=revision.commit_hash,
+            refs=tuple(sorted(revision.refs)),
+            path=revision.snapshot_path,
+            num_bytes=revision.size_on_disk,
+            num_files=revision.nb_files,
+        )
+        for repo in _repos()
+        for revision in repo.revisions
+        if hub_id in (None, repo.repo_id)
+    ]
+    return sorted(found, key=lambda each: (each.name, each.commit))
+
+
+def find_cached(name: str) -> list[CachedModel]:
+    """The revisions in the cache that a name means; without a revision all of the model.
+
+    Raises `ModelLoadError` where there are none.
+    """
+    hub_id, revision = split_revision(name)
+    found = [
+        each
+        for each in cached_models(hub_id)
+        if revision is None or revision in each.refs or each.commit.startswith(revision)
+    ]
+    if not found:
+        raise ModelLoadError(f"{name} is not in the cache: foretoken pull {name}")
+    return found
+
+
+def remove(name: str) -> int:
+    """Delete what a name means from the cache; returns the bytes that this frees.
+
+    Files that other revisions have, too, stay. Raises `ModelLoadError` as `find_cached`.
+    """
+    from huggingface_hub import scan_cache_dir
+
+    commits = [each.commit for each in find_cached(name)]
+    strategy = scan_cache_dir(_folder()).delete_revisions(*commits)
+    freed = strategy.expected_freed_size
+    strategy.execute()
+    return freed
+
+
+def _repos() -> list[CachedRepoInfo]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return [each for each in scan_cache_dir(_folder()).repos if each.repo_type == "model"]
+    except CacheNotFound:
+        return []
+
+
+def _folder() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE

@@ -1,0 +1,1 @@
+"""Certificates that answers are exact, and recorded requests that can be computed again."""

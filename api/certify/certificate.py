@@ -1,0 +1,454 @@
+"""Certificate: the same requests under all conditions, compared token by token.
+
+The reference of an answer is plain decoding: the request alone in its batch, without drafts and
+without the prefix cache. What cannot be had (a drafter that the model lacks, say) is listed with
+the reason, and so is a condition that did not come about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from ..._version import __version__
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError, InvalidRequest, ModelLoadError
+from ...core.interface.request import CacheOptions, Usage
+from ...core.sampling.seeds import sibling_seed
+from ..build.model_files import find_model
+from ..sdk.async_llm import AsyncLLM
+from ..types.results import Completion
+from .cases import TEXTS, Case, make_cases
+from .conditions import (
+    BATCHES,
+    CACHE,
+    NO_CACHE,
+    SHARES,
+    SMALL_PAGE,
+    Condition,
+    State,
+    conditions,
+    reference_options,
+)
+from .records import RecordedRequest, engine_facts, kernels_of, plain_params
+
+Tell = Callable[[str], None]
+COUNTED = ("cached_tokens", "loaded_tokens", "proposed_tokens", "accepted_tokens")
+ALWAYS_THERE = {"grammar", "prediction"}  # drafters of requests that bring their own guess
+DISK = "1GiB"  # of the folder that a restart reads
+
+
+class PassReport(Struct, kw_only=True):
+    """One pass of all requests. Counts are tokens, but for requests and preemptions."""
+
+    name: str
+    requests: int
+    tokens: int
+    differing_tokens: int
+    differing_requests: int
+    cached_tokens: int
+    loaded_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
+    proposed_by_source: dict[str, int]
+    preemptions: int
+    seconds: float
+
+
+class Difference(Struct, kw_only=True):
+    """The first difference: what was asked, under which condition, and what came.
+
+    ``position``: of the first token that differs, in choice ``choice``. ``batch``: requests that
+    were under way at a time. ``request``: its record, with the tokens of the reference.
+    """
+
+    condition: str
+    request: RecordedRequest
+    kind: str
+    index: int
+    choice: int
+    position: int
+    batch: int
+    found: list[int]
+    found_finish_reason: str
+    error: str
+    options: dict[str, Any]
+    repeat: str
+
+
+class Certificate(Struct, kw_only=True):
+    """Results of all passes, and the model and the machine that they hold for."""
+
+    exact: bool
+    reason: str = ""  # why not
+    model: str = ""
+    foretoken: str = __version__
+    command: str = ""
+    machine: dict[str, str] = {}
+    kernels: str = ""
+    libraries: dict[str, str] = {}
+    options: dict[str, Any] = {}
+    weights: list[dict[str, object]] = []
+    num_requests: int = 0
+    answers: int = 0
+    tokens: int = 0
+    differing_tokens: int = 0
+    kinds: dict[str, int] = {}
+    passes: list[PassReport] = []
+    skipped: dict[str, str] = {}  # conditions that the model or the machine cannot have
+    refused: dict[str, str] = {}  # kinds of requests that the model refuses
+    unproven: list[str] = []  # conditions that were asked for and did not come about
+    first_difference: Difference | None = None
+    seconds: float = 0.0
+
+
+class _Answered(Struct):
+    """Tokens and ends of the n choices of an answer; ``error`` in place of an answer."""
+
+    tokens: list[list[int]] = []
+    ends: list[tuple[str, Any]] = []
+    error: str = ""
+
+
+class _Ran(NamedTuple):
+    """An answer under a condition: what it took, and how many requests were under way."""
+
+    answered: _Answered
+    usage: Usage
+    preemptions: int
+    batch: int
+
+
+def exactness(llm: AsyncLLM) -> str:
+    """Why the bits of this engine's answers are not the same in any batch; "" if they are."""
+    if llm.config.exact == "off":
+        return "--exact off gives up equal bits"
+    if llm.config.verify == "rejection":
+        return "--verify rejection keeps the distribution of tokens, not the tokens"
+    if llm.built.exact:
+        return ""
+    if llm.built.model_path == "transformers":
+        return (
+            "transformers' modules compute its layers, and in the test at the start the bits of a "
+            "row depended on how rows are cut into steps, or its recurrent states allow no test"
+        )
+    return "its kernels do not promise the same bits in any batch"
+
+
+class Certifier:
+    """Makes a `Certificate` for a model, with ``number`` requests.
+
+    ``options`` are those of `EngineConfig`, in force in every condition; a ``kv_cache_dtype`` is
+    the only one then. ``only``: passes whose names contain this text. ``tell`` gets lines of
+    progress.
+    """
+
+    def __init__(
+        self,
+        model: str | None,
+        options: Mapping[str, Any],
+        *,
+        number: int,
+        only: str | None = None,
+        tell: Tell = lambda _: None,
+    ) -> None:
+        self._model, self._options, self._number = model, dict(options), number
+        self._only, self._tell = only, tell
+        self.found = Certificate(exact=True, num_requests=number)
+        self._path = ""  # of the model
+        self._cases: list[Case] = []
+        self._expected: dict[int, _Answered] = {}
+
+    async def run(self) -> Certificate:
+        """Compute all of it. Raises `ModelLoadError` and `InvalidRequest` as `AsyncLLM` does."""
+        since = time.monotonic()
+        asked = self._options.get("kv_cache_dtype")
+        for kv in ("auto", "int8") if asked is None else (asked,):
+            if not any(self._wanted(each) for each in self._conditions(kv)):
+                continue
+            try:
+                await self._certify(kv)
+            except (InvalidRequest, ModelLoadError) as error:
+                if kv == asked or kv == "auto":
+                    raise
+                self.found.skipped[f"{kv}/*"] = str(error)
+            if not self.found.exact:
+                break
+        self.found.seconds = round(time.monotonic() - since, 1)
+        return self.found
+
+    async def _certify(self, kv: str) -> None:
+        """All conditions with one data type of the KV cache."""
+        async with self._engine(reference_options(self._options, kv)) as llm:
+            self._describe(llm)
+            if not self.found.exact:
+                return
+            if not self._cases:
+                await self._prepare(llm)
+            await self._refer(llm, kv)
+            has_states = llm.built.set_openings is not None
+            # Other kernels than those of the CPU may sum in the order of pages.
+            on_cpu = llm.built.settings["device"] == "cpu"
+            page_size = SMALL_PAGE if on_cpu and not has_states else llm.page_size
+        longest = max(len(case.prompt) + (case.params.max_tokens or 0) for case in self._cases)
+        for condition in self._conditions(kv, longest, page_size):
+            wanted = self._wanted(condition)
+            if not wanted:
+                continue
+            if condition.restarts and has_states:
+                self.found.skipped[condition.name("restarted")] = "recurrent states are not kept"
+                continue
+            try:
+                await self._pass_all(condition, wanted)
+            except (InvalidRequest, ModelLoadError) as error:
+                self.found.skipped[condition.name(condition.passes[0])] = str(error)
+
+    def _conditions(self, kv: str, longest: int = 1, page_size: int = 1) -> Iterator[Condition]:
+        draft = find_model(self._model).draft
+        own_draft = None if draft is None else str(draft)
+        return conditions(
+            self._options, kv, own_draft=own_draft, longest=longest, page_size=page_size
+        )
+
+    def _wanted(self, condition: Condition) -> Sequence[State]:
+        """The passes of a condition that are asked for."""
+        only = self._only or ""
+        return [each for each in condition.passes if only in condition.name(each)]
+
+    @asynccontextmanager
+    async def _engine(self, options: Mapping[str, Any]) -> AsyncIterator[AsyncLLM]:
+        llm = AsyncLLM(self._model, **options)
+        try:
+            await llm.start()
+            yield llm
+        finally:
+            await llm.close()
+
+    def _describe(self, llm: AsyncLLM) -> None:
+        """Note the model and what computes it."""
+        from .identity import libraries, machine, weight_hashes  # imports torch
+
+        found, settings = self.found, llm.built.settings
+        found.reason = exactness(llm)
+        found.exact = not found.reason
+        if not found.model:
+            found.model, found.kernels = llm.built.name, kernels_of(settings)
+            self._path = str(llm.built.path)
+            found.machine, found.libraries = machine(str(settings["device"])), libraries()
+            found.weights = weight_hashes(llm.built.path)
+            own = EngineConfig(**reference_options(self._options, "auto"))
+            found.options = engine_facts({**settings, "exact": own.exact})
+
+    async def _prepare(self, llm: AsyncLLM) -> None:
+        texts = [await llm.tokenizer.encode(text) for text in TEXTS]
+        self._cases = make_cases(texts, self._number, llm.built.vocab_size)
+
+    async def _refer(self, llm: AsyncLLM, kv: str) -> None:
+        """The answers of requests that are alone; what the model refuses is left out."""
+        self._tell(f"{kv}: reference, {len(self._cases)} requests one by one")
+        self._expected, kept = {}, []
+        for case in self._cases:
+            try:
+                done = await _answer(llm, case, NO_CACHE, None)
+            except InvalidRequest as error:
+                self.found.refused.setdefault(case.kind, str(error))
+                continue
+            self._expected[case.index] = _answered(done)
+            kept.append(case)
+        self._cases = kept
+        if not kept:
+            raise InvalidRequest("the model refuses all requests of the certificate")
+        self.found.kinds = _counted(case.kind for case in kept)
+
+    async def _pass_all(self, condition: Condition, wanted: Sequence[State]) -> None:
+        """The passes of one engine, or of one and the engine after its restart."""
+        with tempfile.TemporaryDirectory(prefix="foretoken-certify-") as folder:
+            disk = {"kv_disk": f"{folder}:{DISK}"} if condition.restarts else {}
+            options = {**condition.options, **disk}
+            if condition.restarts:  # what it says is compared by its own cold pass elsewhere
+                async with self._engine(options) as first:
+                    await self._answers(first, CACHE["cold"])
+            async with self._engine(options) as llm:
+                for state in condition.passes:  # those before a wanted one fill the cache
+                    await self._pass(llm, condition, state, counts=state in wanted)
+
+    async def _pass(
+        self, llm: AsyncLLM, condition: Condition, state: State, *, counts: bool
+    ) -> None:
+        """One pass; ``counts``: it is compared and reported."""
+        name = condition.name(state)
+        since = time.monotonic()
+        report = PassReport(
+            name=name, requests=0, tokens=0, differing_tokens=0, differing_requests=0,
+            cached_tokens=0, loaded_tokens=0, proposed_tokens=0, accepted_tokens=0,
+            proposed_by_source={}, preemptions=0, seconds=0.0,
+        )  # fmt: skip
+        answers = await self._answers(llm, CACHE[state])
+        if not counts:
+            return
+        for case, ran in zip(self._cases, answers, strict=True):
+            answer, batch = ran.answered, ran.batch
+            report.requests += 1
+            report.tokens += sum(map(len, answer.tokens))
+            for counted in COUNTED:
+                setattr(report, counted, getattr(report, counted) + getattr(ran.usage, counted))
+            for source, number in ran.usage.proposed_by_source.items():
+                known = report.proposed_by_source
+                known[source] = known.get(source, 0) + number
+            report.preemptions += ran.preemptions
+            count, first = _compare(self._expected[case.index], answer)
+            report.differing_tokens += count
+            report.differing_requests += first is not None
+            if first is not None and self.found.first_difference is None:
+                self.found.first_difference = self._difference(
+                    condition, name, case, answer, first, batch
+                )
+        report.seconds = round(time.monotonic() - since, 1)
+        self._add(report, state)
+
+    def _add(self, report: PassReport, state: State) -> None:
+        found = self.found
+        found.passes.append(report)
+        found.answers += report.requests
+        found.tokens += report.tokens
+        found.differing_tokens += report.differing_tokens
+        proof = {
+            "cold": True,
+            "cached": report.cached_tokens,
+            "repeated": report.cached_tokens and report.proposed_by_source.keys() - ALWAYS_THERE,
+            "preempted": report.preemptions,
+            "restarted": report.loaded_tokens,
+        }[state]
+        if not proof:
+            found.unproven.append(report.name)
+        self._tell(
+            f"{report.name}: {report.requests} requests, {report.tokens} tokens, "
+            f"{report.differing_tokens} differ, {report.seconds:.0f} s"
+        )
+
+    async def _answers(self, llm: AsyncLLM, cache: CacheOptions) -> list[_Ran]:
+        """Answers in order."""
+        found: dict[int, _Ran] = {}
+        for batch, places in _groups(len(self._cases)):
+            room = asyncio.Semaphore(batch)
+
+            async def ask(place: int, room: asyncio.Semaphore, batch: int) -> None:
+                async with room:
+                    found[place] = await self._ask(llm, self._cases[place], cache, batch)
+
+            async with asyncio.TaskGroup() as group:
+                for place in places:
+                    group.create_task(ask(place, room, batch))
+        return [found[place] for place in range(len(self._cases))]
+
+    async def _ask(self, llm: AsyncLLM, case: Case, cache: CacheOptions, batch: int) -> _Ran:
+        """One answer; every fourth request has a prediction, which is nearly right."""
+        guess = _guess(self._expected[case.index].tokens[0]) if case.index % 4 == 3 else None
+        preemptions: list[int] = []
+        try:
+            done = await _answer(llm, case, cache, guess, preemptions)
+        except ForetokenError as error:
+            return _Ran(_Answered(error=str(error)), Usage(), 0, batch)
+        return _Ran(_answered(done), done.usage, sum(preemptions), batch)
+
+    def _difference(
+        self,
+        condition: Condition,
+        name: str,
+        case: Case,
+        answer: _Answered,
+        first: tuple[int, int],
+        batch: int,
+    ) -> Difference:
+        choice, position = first
+        seed = case.params.seed or 0
+        expected = self._expected[case.index]
+        tokens = answer.tokens[choice] if choice < len(answer.tokens) else []
+        end = answer.ends[choice][0] if choice < len(answer.ends) else ""
+        record = RecordedRequest(
+            id=f"certify-{case.index}",
+            model=self._path,
+            prompt=list(case.prompt),
+            params=plain_params(case.params),
+            seed=sibling_seed(seed, choice) if choice else seed,
+            tokens=expected.tokens[choice],
+            finish_reason=expected.ends[choice][0],
+            options=engine_facts(condition.options),
+            kernels=self.found.kernels,
+            foretoken=__version__,
+        )
+        return Difference(
+            condition=name, request=record, kind=case.kind, index=case.index, choice=choice,
+            position=position, batch=batch, found=tokens, found_finish_reason=end,
+            error=answer.error, options=dict(condition.options),
+            repeat=f"foretoken certify {self.found.model} --requests {self._number} --only {name}",
+        )  # fmt: skip
+
+
+def _counted(kinds: Iterator[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for kind in kinds:
+        found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def _groups(number: int) -> Iterator[tuple[int, list[int]]]:
+    """Each batch size with the places of its requests: all kinds of them in each."""
+    owners = [batch for batch, share in zip(BATCHES, SHARES, strict=True) for _ in range(share)]
+    for batch in BATCHES:
+        yield batch, [at for at in range(number) if owners[at % len(owners)] == batch]
+
+
+async def _answer(
+    llm: AsyncLLM,
+    case: Case,
+    cache: CacheOptions,
+    guess: Sequence[int] | None,
+    preemptions: list[int] | None = None,
+) -> Completion:
+    params = case.params if guess is None else replace(case.params, prediction=guess)
+    answer = await llm.open(list(case.prompt), params, cache=cache)
+    try:
+        return await llm.finish(answer)
+    finally:
+        if preemptions is not None:
+            preemptions += [each.request.num_preemptions for each in answer.generations]
+
+
+def _answered(done: Completion) -> _Answered:
+    return _Answered(
+        [list(choice.token_ids) for choice in done.choices],
+        [(choice.finish_reason, choice.stop_reason) for choice in done.choices],
+    )
+
+
+def _guess(tokens: Sequence[int]) -> list[int]:
+    """The answer with one token twice and one left out."""
+    return [*tokens[:3], *tokens[2:6], *tokens[7:]]
+
+
+def _compare(expected: _Answered, found: _Answered) -> tuple[int, tuple[int, int] | None]:
+    """Number of differing tokens, and choice and position of the first.
+
+    An end for another reason counts as one token.
+    """
+    if found.error:
+        return max(1, sum(map(len, expected.tokens))), (0, 0)
+    count, first = 0, None
+    for choice, (left, right) in enumerate(zip(expected.tokens, found.tokens, strict=True)):
+        places = [at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b]
+        if len(left) != len(right):
+            places += range(min(len(left), len(right)), max(len(left), len(right)))
+        elif not places and expected.ends[choice] != found.ends[choice]:
+            places = [len(left)]
+        count += len(places)
+        if places and first is None:
+            first = choice, places[0]
+    return count, first

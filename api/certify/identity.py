@@ -1,0 +1,57 @@
+"""The machine, the libraries and the weights that a certificate holds for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from ...core.model.formats.files import gguf_file
+from ...core.ops.identity import machine_identity
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "llguidance", "numpy", "triton")
+READ_BYTES = 1 << 22
+
+
+def machine(device: str) -> dict[str, str]:
+    """Processor or GPU, what libraries read of it, cores, memory, system."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return machine_identity(torch.device(device)) | {
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory:.1f} GiB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+    }
+
+
+def libraries() -> dict[str, str]:
+    """Versions of what computes, checks grammars and cuts texts into tokens."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def weight_hashes(path: Path) -> list[dict[str, object]]:
+    """Name, bytes and SHA-256 of each file that has weights or the config."""
+    file = gguf_file(path)
+    files = [file] if file is not None else sorted(path.glob("*.safetensors"))
+    if file is None:
+        files += [each for each in (path / "config.json",) if each.is_file()]
+    return [
+        {"file": each.name, "bytes": each.stat().st_size, "sha256": _sha256(each)} for each in files
+    ]
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while data := opened.read(READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,42 @@
+"""RequestRecorder: writes the requests of a server, for `foretoken replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..._version import __version__
+from ...core.interface.request import Delta, Request
+from ...draft.training.traffic import Recorder
+from .records import RecordedRequest, engine_facts, kernels_of, record_of
+
+
+class RequestRecorder(Recorder[RecordedRequest]):
+    """Records all that decides the tokens of an answer. Like traffic it is the conversation."""
+
+    option = "record_requests"
+
+    def name(self, model: str, settings: Mapping[str, Any], *, exact: bool) -> None:
+        """Set what computes: the path of the model, the engine's settings, its exactness."""
+        self._facts = {
+            "model": model,
+            "options": engine_facts(settings),
+            "kernels": kernels_of(settings),
+            "exact": exact,
+            "foretoken": __version__,
+        }
+
+    def kept(self, request: Request, delta: Delta) -> RecordedRequest:
+        """Make the record of a request that has ended."""
+        return record_of(
+            request,
+            finish_reason=str(delta.finish_reason),
+            stop_reason=delta.stop_reason,
+            **self._facts,
+        )
+
+    def line(self, kept: RecordedRequest, namespace: str) -> bytes:  # noqa: ARG002 - names the file
+        """One line of JSON."""
+        return msgspec.json.encode(kept) + b"\n"

@@ -1,0 +1,135 @@
+"""RecordedRequest: all that decides the tokens of an answer, in one line of JSON.
+
+Its reader needs the model and nothing else: `foretoken replay` computes the answer again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ...core.errors import ForetokenError, InvalidRequest
+from ...core.interface.request import Request
+from ...core.interface.sampling import RECOMMENDED
+from ..types.sampling_params import SamplingParams
+
+VERSION = 1
+NO_EFFECT = ("n", "seed", "speculation", "prediction", "cache_salt", "priority", "deadline")
+"""Fields that change no token of a single answer, or that the record has elsewhere."""
+OPTIONS = (
+    "dtype", "quantize", "exact", "backend", "kv_cache_dtype", "model_impl", "load_format",
+    "max_model_len",
+)  # fmt: skip
+"""Options of the engine that may change a token."""
+
+
+class RecordedRequest(Struct, kw_only=True, omit_defaults=True):
+    """One answer: prompt, parameters and seed, and the tokens that were served.
+
+    ``params`` has the fields of `SamplingParams` that were not the defaults, ``options`` those of
+    `EngineConfig` in `OPTIONS`. ``closes``: structured output had to be complete within its
+    tokens. ``shown``: special tokens that stop strings may have. ``kernels``: the code that
+    computed it, with whose like the bits are the same.
+    """
+
+    id: str
+    model: str
+    prompt: list[int]
+    params: dict[str, Any]
+    seed: int
+    tokens: list[int] = []
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+    closes: bool = False
+    shown: list[int] = []
+    options: dict[str, Any] = {}
+    kernels: str = ""
+    foretoken: str = ""
+    exact: bool = True
+    v: int = VERSION
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters, with the seed. Raises `InvalidRequest`."""
+        given = dict(self.params)
+        if (bias := given.get("logit_bias")) is not None:
+            given["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
+        return SamplingParams(**given, seed=self.seed)
+
+
+def plain_params(params: Any) -> dict[str, Any]:  # noqa: ANN401 - of any request
+    """The fields that decide tokens, as JSON has them; those of `RECOMMENDED` are always there."""
+    found: dict[str, Any] = {}
+    for each in fields(params):
+        value = getattr(params, each.name)
+        if each.name in NO_EFFECT:
+            continue
+        if each.name in RECOMMENDED:  # a number left out may get another value in another server
+            found[each.name] = value + 0  # a plain number
+        elif value != each.default:
+            found[each.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def record_of(request: Request, **about: Any) -> RecordedRequest:  # noqa: ANN401 - its fields
+    """The record of a request that has ended; ``about``: fields on the model and on the end."""
+    sampling, prompt_len = request.sampling, request.prompt_len
+    return RecordedRequest(
+        id=request.request_id,
+        prompt=request.tokens[:prompt_len].tolist(),
+        params=plain_params(sampling.params),
+        seed=sampling.seed,
+        tokens=request.tokens[prompt_len:].tolist(),
+        closes=getattr(sampling.constraint, "limit", None) is not None,
+        shown=sorted(request.shown_ids),
+        **about,
+    )
+
+
+def engine_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The `OPTIONS` among an engine's settings."""
+    return {name: settings[name] for name in OPTIONS if settings.get(name) is not None}
+
+
+def kernels_of(settings: Mapping[str, Any]) -> str:
+    """Name the backend in an engine's settings and, of native kernels, the variant."""
+    ops = str(settings.get("ops", "")).removesuffix("Ops").lower()
+    if ops != "native":
+        return ops
+    from ...core.ops.native import native_library
+
+    library = native_library()
+    return ops if library is None else f"{ops} {library.variant}"
+
+
+def find_record(request_id: str, place: Path) -> RecordedRequest:
+    """The latest record of this id in a file or in the ``*.jsonl`` files of a folder.
+
+    Raises `InvalidRequest` where there is none, `ForetokenError` for a file that cannot be read.
+    """
+    found = None
+    try:
+        for line in _lines(place):
+            if request_id.encode() in line:
+                record = msgspec.json.decode(line, type=RecordedRequest)
+                found = record if record.id == request_id else found
+    except OSError as error:
+        raise ForetokenError(f"{place}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ForetokenError(f"{place} has a line that is no recorded request: {error}") from None
+    if found is None:
+        message = f"no request {request_id} is recorded in {place} (serve --record-requests DIR)"
+        raise InvalidRequest(message, param="id")
+    return found
+
+
+def _lines(place: Path) -> Iterator[bytes]:
+    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+    for file in files:
+        with file.open("rb") as opened:
+            yield from opened

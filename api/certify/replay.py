@@ -1,0 +1,64 @@
+"""Compute a recorded request again, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from ...core.interface.request import CacheOptions
+from ..runtime.engine_client import EngineClient
+from ..sdk.async_llm import AsyncLLM
+from .records import RecordedRequest, kernels_of
+
+
+class Replayed(Struct, kw_only=True):
+    """The answer as it is now. ``position``: of the first token that differs; None: none does."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    position: int | None
+    exact: bool
+    kernels: str
+
+
+async def replay(
+    record: RecordedRequest, model: str | None, options: Mapping[str, Any]
+) -> Replayed:
+    """Compute a record with its own options; ``options`` and ``model`` take precedence."""
+    asked = {**record.options, **options}
+    async with AsyncLLM(model or record.model, **asked) as llm:
+        return await replay_with(llm, record)
+
+
+async def replay_with(llm: EngineClient, record: RecordedRequest) -> Replayed:
+    """The same on a started engine."""
+    answer = await llm.open(
+        record.prompt,
+        record.sampling,
+        cache=CacheOptions(write=False),
+        needs_closing=record.closes,
+        shown_ids=frozenset(record.shown),
+    )
+    done = await llm.finish(answer)
+    found = list(done.token_ids)
+    return Replayed(
+        text=done.text,
+        tokens=found,
+        finish_reason=done.finish_reason,
+        position=_first_difference(record, found, done.finish_reason),
+        exact=llm.built.exact,
+        kernels=kernels_of(llm.built.settings),
+    )
+
+
+def _first_difference(record: RecordedRequest, found: list[int], reason: str) -> int | None:
+    pairs = zip(record.tokens, found, strict=False)
+    differing = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+    if differing is not None:
+        return differing
+    if len(found) != len(record.tokens) or reason != record.finish_reason:
+        return min(len(found), len(record.tokens))
+    return None

@@ -1,0 +1,133 @@
+"""``foretoken certify`` and ``foretoken replay``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError
+from .config import Chosen
+from .flags import Parser
+
+if TYPE_CHECKING:
+    from ..certify.certificate import Certificate
+
+REQUESTS, LONG_REQUESTS = 1_000, 10_000
+DIFFERENT, INEXACT = 1, 3  # exit codes
+KINDS = (Chosen, EngineConfig)
+
+
+def add_certify_flags(parser: Parser) -> None:
+    """Add the flags of ``foretoken certify`` but for the model."""
+    parser.add_argument(
+        "--requests",
+        type=_count,
+        metavar="N",
+        help=f"number of requests ({REQUESTS:,}); each goes through every pass",
+    )
+    parser.add_argument("--long", action="store_true", help=f"send {LONG_REQUESTS:,} requests")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="passes to make, by a text in their names (all)"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="PATH",
+        help="beginning of the report's names: PATH.md and PATH.json (certificate-MODEL)",
+    )
+    parser.add_settings(*KINDS)
+
+
+def add_replay_flags(parser: Parser) -> None:
+    """Add the flags of ``foretoken replay`` but for the model."""
+    parser.add_argument(
+        "--requests",
+        required=True,
+        metavar="DIR",
+        help="folder of `foretoken serve --record-requests`, or a file of it",
+    )
+    parser.add_settings(*KINDS)
+
+
+def certify(parsed: argparse.Namespace, model: str | None, options: Mapping[str, Any]) -> int:
+    """Write the certificate. 0: no token differs; 1: one does; 3: the model is not exact."""
+    from ..certify.certificate import Certifier
+    from ..certify.report import markdown, verdict
+
+    number = parsed.requests or (LONG_REQUESTS if parsed.long else REQUESTS)
+    certifier = Certifier(model, options, number=number, only=parsed.only, tell=_tell)
+    found = asyncio.run(certifier.run())
+    found.command = _command()
+    path = Path(parsed.out or f"certificate-{found.model.replace('/', '-')}")
+    try:
+        _write(path, found, markdown(found))
+    except OSError as error:
+        raise ForetokenError(f"{path}: {error.strerror}") from None
+    print(f"{verdict(found)}\nreport: {path}.md, {path}.json")
+    if not found.exact:
+        return INEXACT
+    return DIFFERENT if found.differing_tokens else 0
+
+
+def _write(path: Path, found: Certificate, text: str) -> None:
+    import msgspec
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(f"{path.name}.md").write_text(text, encoding="utf-8")
+    plain = json.dumps(msgspec.to_builtins(found), indent=1)
+    path.with_name(f"{path.name}.json").write_text(f"{plain}\n", encoding="utf-8")
+    if found.first_difference is not None:
+        record = msgspec.json.encode(found.first_difference.request) + b"\n"
+        path.with_name(f"{path.name}.jsonl").write_bytes(record)
+
+
+def replay(parsed: argparse.Namespace, model: str | None, options: Mapping[str, Any]) -> int:
+    """Print a recorded answer as it is computed now. 0: the same tokens, 1: others.
+
+    3: others, of a model that was not exact then or is not now.
+    """
+    from ..certify.records import find_record
+    from ..certify.replay import replay as compute
+
+    record = find_record(parsed.id, Path(parsed.requests))
+    found = asyncio.run(compute(record, model, options))
+    print(found.text)
+    if record.kernels != found.kernels:
+        _tell(f"recorded with {record.kernels} kernels, computed with {found.kernels} now")
+    if found.position is None:
+        _tell(f"the same {len(found.tokens)} tokens, ending by {found.finish_reason}")
+        return 0
+    at = found.position
+    _tell(
+        f"the answers part at token {at}: recorded {record.tokens[at : at + 8]}, ending by "
+        f"{record.finish_reason}; now {found.tokens[at : at + 8]}, ending by {found.finish_reason}"
+    )
+    if record.exact and found.exact:
+        return DIFFERENT
+    _tell("exact: false: this model's tokens may depend on the batch (docs/models.md)")
+    return INEXACT
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be a number of at least 1")
+    return number
+
+
+def _command() -> str:
+    """The command line, but for where this machine keeps its files."""
+    said = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
+    return " ".join(["foretoken", *said])

@@ -1,0 +1,233 @@
+"""``foretoken launch``: start a coding agent against a running server, or a fresh one."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError
+from ...core.interface.settings import settings_of
+from .config import Chosen
+from .flags import Parser, engine_options
+
+KINDS = (Chosen, EngineConfig)
+URL = "http://127.0.0.1:8000"
+NO_KEY = "none"  # clients want one, a server without keys takes any
+KEY_VARIABLE = "LOCAL_KEY"  # that Codex reads
+END_SECONDS = 10.0  # for a fresh server to end
+SERVE = "import sys; from foretoken.api.cli import main; sys.exit(main())"
+
+
+class Started(NamedTuple):
+    """The command of a client, its variables, and those that it must not see."""
+
+    command: list[str]
+    variables: dict[str, str]
+    without: tuple[str, ...] = ()
+
+
+class Agent(NamedTuple):
+    """A client: its program, how to get it, and how it is pointed at a server."""
+
+    program: str
+    get: str
+    start: Callable[[str, str, str], Started]  # url, model, key
+
+
+def _claude(url: str, model: str, key: str) -> Started:
+    variables = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": key,
+        "ANTHROPIC_MODEL": model,
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": model,
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return Started(["claude"], variables, ("ANTHROPIC_API_KEY",))
+
+
+def _codex(url: str, model: str, key: str) -> Started:
+    provider = (
+        f'{{name="foretoken",base_url="{url}/v1",wire_api="responses",env_key="{KEY_VARIABLE}"}}'
+    )
+    options = ["-c", "model_provider=foretoken", "-c", f"model_providers.foretoken={provider}"]
+    return Started(["codex", "-m", model, *options], {KEY_VARIABLE: key})
+
+
+def _opencode(url: str, model: str, key: str) -> Started:
+    config = {
+        "model": f"foretoken/{model}",
+        "provider": {
+            "foretoken": {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "foretoken",
+                "options": {"baseURL": f"{url}/v1", "apiKey": key},
+                "models": {model: {"name": model}},
+            }
+        },
+    }
+    return Started(["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+AGENTS = {
+    "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": Agent("codex", "npm install -g @openai/codex", _codex),
+    "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode),
+}
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the client and the flags of ``foretoken launch`` but for the model."""
+    parser.add_argument("agent", choices=tuple(AGENTS), help="client to start")
+    parser.add_argument(
+        "--url", metavar="URL", help=f"server to use ({URL} if one runs there, else a fresh one)"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="API key of that server (FORETOKEN_API_KEY)"
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="print variables and command, and start nothing"
+    )
+
+
+def launch(parsed: argparse.Namespace, client_args: Sequence[str]) -> int:
+    """Start the client and wait for it; its exit code. A fresh server ends with it.
+
+    Raises `ForetokenError` where the client is not installed or the server does not start.
+    """
+    agent = AGENTS[parsed.agent]
+    if not parsed.show and shutil.which(agent.program) is None:
+        raise ForetokenError(f"{agent.program} is not installed: {agent.get}")
+    key = parsed.api_key or os.environ.get("FORETOKEN_API_KEY")
+    with _server(parsed, key) as (url, name):
+        started = agent.start(url, name, key or NO_KEY)
+        command = [*started.command, *client_args]
+        if parsed.show:
+            lines = [f"unset {each}" for each in started.without]
+            lines += [f"export {n}={shlex.quote(v)}" for n, v in started.variables.items()]
+            print("\n".join([*lines, shlex.join(command)]))
+            return 0
+        return _run(command, started)
+
+
+def _run(command: Sequence[str], started: Started) -> int:
+    env = {name: value for name, value in os.environ.items() if name not in started.without}
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client's own business
+    try:
+        return subprocess.run(command, env=env | started.variables, check=False).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _server(parsed: argparse.Namespace, key: str | None) -> Iterator[tuple[str, str]]:
+    """Address and model of a running server; of a fresh one for a MODEL or without a running one.
+
+    Raises `ForetokenError`.
+    """
+    wants_own = parsed.model is not None or bool(engine_options(parsed))
+    if parsed.url is not None and wants_own:
+        parsed.parser.error("--url names a server, which has its model and its flags")
+    if not wants_own:
+        try:
+            yield _connect(parsed.url or URL, key)
+            return
+        except _NoServerError as problem:
+            if parsed.url is not None:
+                raise ForetokenError(str(problem)) from None
+    with _fresh(_serve_args(parsed)) as url:
+        yield _connect(url, key)
+
+
+class _NoServerError(ForetokenError):
+    """Nothing answers there."""
+
+
+def _connect(url: str, key: str | None) -> tuple[str, str]:
+    from .remote import ServerModel, checked
+
+    try:
+        model = asyncio.run(ServerModel.connect(url, key))
+    except ForetokenError as error:
+        raise _NoServerError(str(error)) from None
+    return checked(url), model.name
+
+
+def _serve_args(parsed: argparse.Namespace) -> list[str]:
+    """The arguments of ``foretoken`` that serve the model, on any free port."""
+    args = ["serve", *([] if parsed.model is None else [parsed.model]), "--port", "0"]
+    flags = settings_of(EngineConfig)
+    for name, value in engine_options(parsed).items():
+        args += [flags[name].flag, str(value)]
+    args += [] if parsed.revision is None else ["--revision", parsed.revision]
+    args += ["--offline"] if parsed.offline else []
+    return [*args, *([] if parsed.config is None else ["--config", parsed.config])]
+
+
+@contextmanager
+def _fresh(args: Sequence[str]) -> Iterator[str]:
+    """The address of a server of its own, which ends with the block; its log is in a file."""
+    root = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, *args],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C is the client's
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    lines = process.stderr
+    assert lines is not None  # a pipe was asked for
+    with tempfile.NamedTemporaryFile("w", prefix="foretoken-", suffix=".log", delete=False) as log:
+        reader: threading.Thread | None = None
+        try:
+            url = _address(lines, log)
+            print(f"a server of its own at {url}, log in {log.name}", file=sys.stderr)
+            reader = threading.Thread(target=_copy, args=(lines, log), daemon=True)
+            reader.start()
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if reader is not None:
+                reader.join()
+            lines.close()
+
+
+def _address(lines: IO[str], log: IO[str]) -> str:
+    """Read the log up to the address. Raises `ForetokenError` with the end of a server's log."""
+    last = ""
+    for line in lines:
+        log.write(line)
+        last = line.strip() or last
+        if found := re.search(r" serves .* on (http://\S+)", line):
+            return found[1]
+    raise ForetokenError(f"the server did not start: {last}")
+
+
+def _copy(lines: IO[str], log: IO[str]) -> None:
+    for line in lines:
+        log.write(line)
+        log.flush()

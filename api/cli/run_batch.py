@@ -1,0 +1,109 @@
+"""``foretoken run-batch``: answer the requests of a file, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError, InvalidRequest
+from .config import Chosen
+from .flags import Parser
+
+KINDS = (Chosen, EngineConfig)
+FAILED = 1  # exit code
+TOLD_ERRORS = 10
+NO_LIMIT_SECONDS = 1e6  # for a request, which nobody waits for
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the files and flags of ``foretoken run-batch`` but for the model."""
+    parser.add_argument("input", metavar="IN", help="JSON Lines file as /v1/batches takes it")
+    parser.add_argument("output", metavar="OUT", help="file for the answers, as they come")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with an OUT that exists: requests whose custom_id is in it are left out",
+    )
+
+
+def run_batch(parsed: argparse.Namespace, model: str | None, options: Mapping[str, Any]) -> int:
+    """Answer all requests. 0: all have status 200; 1: some have not.
+
+    Raises `InvalidRequest` for an input that no batch would take, before the model is loaded.
+    """
+    source, target = Path(parsed.input), Path(parsed.output)
+    if target.exists() and not parsed.resume:
+        raise InvalidRequest(f"{target} exists: --resume goes on with it", param="output")
+    try:
+        done = _done(target)
+        return asyncio.run(_run(source, target, done, model, options))
+    except OSError as error:
+        raise ForetokenError(f"{error.filename}: {error.strerror}") from None
+
+
+async def _run(
+    source: Path, target: Path, done: set[str], model: str | None, options: Mapping[str, Any]
+) -> int:
+    import msgspec
+
+    from ..openai.batches.lines import LineRunner, check_lines, read_lines
+    from ..openai.batches.protocol import InputLine, OutputLine
+    from ..openai.responses.store import ResponseStore
+    from ..sdk.async_llm import AsyncLLM
+    from ..server.app import BATCH_PATHS, batch_dialects
+    from ..serving.limits import Limits
+    from ..serving.serving_context import Service
+    from ..serving.settings import Settings
+
+    number, errors = check_lines(read_lines(source), None, BATCH_PATHS)
+    if errors:
+        told = "\n".join(f"  line {each.line}: {each.message}" for each in errors[:TOLD_ERRORS])
+        raise InvalidRequest(f"{source} has lines that are no requests:\n{told}", param="input")
+    counts = {True: 0, False: 0}
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def put(line: OutputLine) -> None:
+        os.write(descriptor, msgspec.json.encode(line) + b"\n")
+        counts[line.response is not None and line.response.status_code == 200] += 1
+
+    def wanted() -> Iterator[bytes]:
+        decode = msgspec.json.Decoder(InputLine).decode
+        return (line for line in read_lines(source) if decode(line).custom_id not in done)
+
+    try:
+        async with AsyncLLM(model, **options) as llm:
+            settings = Settings(limits=Limits(max_request_seconds=NO_LIMIT_SECONDS))
+            service = Service(llm, settings)
+            await LineRunner(service, batch_dialects(service, ResponseStore()), put).run(wanted())
+    finally:
+        os.close(descriptor)
+    left_out = f", {len(done)} were there" if done else ""
+    print(
+        f"{target}: {counts[True]} of {number} requests answered, {counts[False]} failed{left_out}",
+        file=sys.stderr,
+    )
+    return FAILED if counts[False] else 0
+
+
+def _done(target: Path) -> set[str]:
+    """Ids of the requests that an earlier run answered; a last line that was cut is dropped."""
+    if not target.exists():
+        return set()
+    import msgspec
+
+    from ..openai.batches.protocol import OutputLine
+
+    lines = target.read_bytes().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]
+    if len(whole) < len(lines):
+        target.write_bytes(b"".join(whole))
+    try:
+        return {msgspec.json.decode(line, type=OutputLine).custom_id for line in whole}
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{target} has a line that is no answer: {error}") from None

@@ -1,0 +1,108 @@
+"""Convert Ollama's conversations and options to what `ChatClient` takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.errors import InvalidRequest
+from ..runtime.chat_input import ChatInput
+from ..runtime.tools import ANY_OBJECT, read_tools
+from ..types.sampling_params import SamplingParams
+from .schema import ChatMessage, OllamaBody, OllamaChatBody, OllamaGenerateBody, Options
+
+SAME_NAME = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
+    "frequency_penalty", "speculation", "cache_salt",
+)  # fmt: skip
+REFUSED = ("suffix", "template", "context", "images", "logprobs", "top_logprobs")
+
+
+def read_chat(body: OllamaChatBody) -> ChatInput:
+    """The chat request of a body; raises `InvalidRequest`."""
+    refuse_unsupported(body)
+    return ChatInput(
+        messages=plain_messages(body.messages),
+        params=read_params(body),
+        tools=read_tools(body.tools),
+        template=template_options(body),
+    )
+
+
+def read_prompt(body: OllamaGenerateBody) -> ChatInput:
+    """A prompt, and a system text, as a conversation; raises `InvalidRequest`."""
+    messages = [{"role": "user", "content": body.prompt}]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
+    return ChatInput(messages=messages, params=read_params(body), template=template_options(body))
+
+
+def refuse_unsupported(body: OllamaBody) -> None:
+    """Raise `InvalidRequest` for a field that is known and not supported."""
+    for name in REFUSED:
+        if getattr(body, name, None):
+            raise InvalidRequest(f"{name} is not supported", param=name)
+
+
+def read_params(body: OllamaBody) -> SamplingParams:
+    """Sampling parameters; raises `InvalidRequest`."""
+    options = body.options or Options()
+    given = {name: getattr(options, name) for name in SAME_NAME}
+    given["repetition_penalty"] = options.repeat_penalty
+    if options.num_predict is not None and options.num_predict > 0:
+        given["max_tokens"] = options.num_predict
+    if body.format:
+        given["json_schema"] = ANY_OBJECT if body.format == "json" else body.format
+    return SamplingParams(
+        **{name: value for name, value in given.items() if value is not None},
+        deadline=None if body.deadline_ms is None else body.deadline_ms / 1000,
+    )
+
+
+def template_options(body: OllamaBody) -> Mapping[str, object]:
+    """Options of the chat template: whether to think, and how hard."""
+    if body.think is None:
+        return {}
+    options: dict[str, object] = {"enable_thinking": body.think is not False}
+    return options if isinstance(body.think, bool) else options | {"reasoning_effort": body.think}
+
+
+def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages for the chat template. Calls get ids, which some templates need: Ollama has none.
+
+    The result of a tool gets the id of the first unanswered call of its ``tool_name``, without a
+    name that of the first one.
+    """
+    waiting: deque[tuple[str, str]] = deque()  # names and ids of calls without a result
+    plains, number = [], 0
+    for index, message in enumerate(messages):
+        if message.images:
+            where = f"messages[{index}].images"
+            raise InvalidRequest(f"{where} is not supported", param=where)
+        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.thinking:
+            plain["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            plain["tool_calls"] = []
+            for call in message.tool_calls:
+                call_id = f"call_{number:08}"
+                function = {"name": call.function.name, "arguments": call.function.arguments}
+                plain["tool_calls"].append(
+                    {"id": call_id, "type": "function", "function": function}
+                )
+                waiting.append((call.function.name, call_id))
+                number += 1
+        if message.role == "tool":
+            plain |= _answered(message.tool_name, waiting)
+        plains.append(plain)
+    return plains
+
+
+def _answered(name: str | None, waiting: deque[tuple[str, str]]) -> dict[str, str]:
+    """Name and id of the call that a result belongs to."""
+    found = next((each for each in waiting if name in (None, each[0])), None)
+    if found is None:
+        return {} if name is None else {"name": name}
+    waiting.remove(found)
+    return {"name": found[0], "tool_call_id": found[1]}

@@ -1,0 +1,107 @@
+"""POST /api/chat and /api/generate."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
+
+from ...core.errors import InvalidRequest, PromptTooLong
+from ..protocol.sampling import decoder
+from ..runtime.prompt_history import PromptNote, text_parts
+from ..serving.errors import ApiError
+from ..serving.serve import Dialect
+from ..serving.sse import Reply
+from ..types.request_context import random_id
+from .conversation import read_chat, read_params, read_prompt, refuse_unsupported
+from .errors import error_body, error_line
+from .models import own_name
+from .schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
+from .writer import AnswerWriter, OllamaReply
+
+B = TypeVar("B", bound=OllamaBody)
+decode_chat = decoder(OllamaChatBody)
+decode_generate = decoder(OllamaGenerateBody)
+NAMES = {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "json_schema": "format",
+}
+
+
+class OllamaDialect(Dialect[B]):
+    """Checks, streams as lines of JSON and the form of errors, shared by the routes."""
+
+    media_type = "application/x-ndjson"
+    ping = b" "  # white space before the next line: there are no comments
+    can_resume = False
+
+    def check(self, body: B) -> None:
+        """Check the model, which may have the tag "latest", and the options."""
+        self.service.check_model(own_name(self.service, body.model))
+        options = body.options
+        self.service.check_range(options, most_temperature=self.most_temperature)
+        self.service.settings.limits.check_body(options)
+
+    def rename(self, error: InvalidRequest, body: B) -> None:  # noqa: ARG002
+        """The name of a field in the bodies of this API."""
+        name = error.param or ""
+        if name in NAMES and not isinstance(error, PromptTooLong):
+            error.args = (str(error).replace(name, NAMES[name], 1),)
+            error.param = NAMES[name]
+
+    def error_body(self, error: ApiError) -> object:
+        """An error in place of an answer."""
+        return error_body(error)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """An error inside a stream."""
+        return error_line(error)
+
+
+class OllamaChat(OllamaDialect[OllamaChatBody]):
+    """Answer one conversation, as lines of JSON unless ``stream`` is false."""
+
+    def decode(self, data: bytes) -> OllamaChatBody:
+        """A body; raises `ApiError` 400."""
+        return _streaming(decode_chat(data))
+
+    async def open(self, body: OllamaChatBody) -> Reply:
+        """Render and submit; without messages only confirm that the model is loaded."""
+        writer = AnswerWriter(self.service, is_chat=True)
+        chat = await self.service.apart(partial(read_chat, body))
+        if not body.messages:
+            return writer.loaded()
+        answer = await self.service.chat.open(chat, request_id=f"ollama-{random_id()}")
+        return OllamaReply(writer, answer, answer.close)
+
+
+class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
+    """Answer one prompt, as lines of JSON unless ``stream`` is false."""
+
+    def decode(self, data: bytes) -> OllamaGenerateBody:
+        """A body; raises `ApiError` 400."""
+        return _streaming(decode_generate(data))
+
+    async def open(self, body: OllamaGenerateBody) -> Reply:
+        """Render with the chat template, unless ``raw`` or there is none, and submit."""
+        writer, request_id = AnswerWriter(self.service, is_chat=False), f"ollama-{random_id()}"
+        refuse_unsupported(body)
+        if not body.prompt:
+            return writer.loaded()
+        llm = self.service.llm
+        if not body.raw and llm.tokenizer.chat_template:
+            chat = await self.service.chat.open(read_prompt(body), request_id=request_id)
+            return OllamaReply(writer, chat, chat.close)
+        if body.system:
+            where = "raw prompts have no" if body.raw else "this model has no chat template for a"
+            raise InvalidRequest(f"{where} system text", param="system")
+        note = PromptNote(parts=text_parts(body.prompt))
+        answer = await llm.open(body.prompt, read_params(body), request_id=request_id, note=note)
+        return OllamaReply(writer, answer, partial(llm.forget, answer))
+
+
+def _streaming(body: B) -> B:
+    """The body, streamed where null or nothing says otherwise."""
+    if body.stream is None:
+        body.stream = True
+    return body

@@ -1,0 +1,117 @@
+"""`foretoken launch` starts a client with the variables of a server, its own or a running one."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from foretoken.api.cli import commands, launch
+from foretoken.core.ops.cache_folder import cache_folder
+
+CLIENT = """#!/bin/sh
+env > "$HOME/env"
+for each in "$@"; do echo "$each" >> "$HOME/args"; done
+exit 7
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """A home with clients that write their variables and arguments to files."""
+    for name in launch.AGENTS:
+        program = tmp_path / name
+        program.write_text(CLIENT)
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FORETOKEN_CACHE", str(cache_folder()))  # with its compiled kernels
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "a developer's own")
+    monkeypatch.delenv("FORETOKEN_API_KEY", raising=False)
+    return tmp_path
+
+
+def variables(home: Path) -> dict[str, str]:
+    lines = (home / "env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def test_claude_gets_the_server_its_model_and_the_arguments(home, server):
+    args = ["launch", "claude", "--url", server.url, "--api-key", "k", "--", "-p", "say hi"]
+    assert commands.main(args) == 7
+    found = variables(home)
+    assert found["ANTHROPIC_BASE_URL"] == server.url
+    assert found["ANTHROPIC_AUTH_TOKEN"] == "k"
+    assert found["ANTHROPIC_MODEL"] == found["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "tiny/model"
+    assert "ANTHROPIC_API_KEY" not in found
+    assert (home / "args").read_text().splitlines() == ["-p", "say hi"]
+
+
+def test_codex_gets_a_provider(home, server):
+    assert commands.main(["launch", "codex", "--url", f"{server.url}/v1", "--", "exec"]) == 7
+    args = (home / "args").read_text()
+    assert "-m\ntiny/model\n" in args
+    assert f'base_url="{server.url}/v1",wire_api="responses"' in args
+    assert args.endswith("exec\n")
+    assert variables(home)["LOCAL_KEY"] == "none"
+
+
+def test_opencode_gets_a_config(home, server):
+    assert commands.main(["launch", "opencode", "--url", server.url]) == 7
+    config = json.loads(variables(home)["OPENCODE_CONFIG_CONTENT"])
+    assert config["model"] == "foretoken/tiny/model"
+    assert config["provider"]["foretoken"]["options"]["baseURL"] == f"{server.url}/v1"
+
+
+def test_show_prints_what_would_be_done(server, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert commands.main(["launch", "claude", "--url", server.url, "--show"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "unset ANTHROPIC_API_KEY"
+    assert f"export ANTHROPIC_BASE_URL={server.url}" in out
+    assert out[-1] == "claude"
+
+
+@pytest.mark.slow
+def test_a_model_gets_a_server_of_its_own_which_ends_with_the_client(home, capsys):
+    flags = ["--threads", "1", "--max-model-len", "512", "--draft", "none"]
+    assert commands.main(["launch", "codex", "builtin", *flags]) == 7
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("a server of its own at http://127.0.0.1:")
+    log = Path(line.rpartition(" ")[2])
+    try:
+        assert "waiting up to" in log.read_text()  # it was asked to end
+    finally:
+        log.unlink()
+    assert "foretoken-builtin" in (home / "args").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "told"),
+    [
+        (["launch", "claude", "--url", "http://127.0.0.1:1"], 1, "does not answer"),
+        (["launch", "claude", "m", "--url", "http://127.0.0.1:1"], 2, "--url names a server"),
+        (["launch", "claude", "/no/such/model"], 1, "did not start"),
+        (["launch", "claude", "--threads", "0"], 2, "threads"),
+        (["launch", "vim"], 2, "invalid choice"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_launched_is_told_in_one_line(args, code, told, home, capsys):
+    try:
+        found = commands.main(args)
+    except SystemExit as exited:
+        found = exited.code
+    assert found == code
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_a_client_that_is_missing_is_told_with_its_command(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    assert commands.main(["launch", "opencode"]) == 1
+    assert "npm install -g opencode-ai" in capsys.readouterr().err
