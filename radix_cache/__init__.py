@@ -4,6 +4,7 @@ Knows nothing of models, tensors or text: token ids in, page ids out.
 """
 
 from .attached import StateSlots
+from .namespaces import FlushedNamespaces
 from .node import (
     CacheObserver,
     Eviction,
@@ -22,6 +23,7 @@ from .tree import RadixTree
 __all__ = [
     "CacheObserver",
     "Eviction",
+    "FlushedNamespaces",
     "HeldPages",
     "KVLease",
     "KeptState",

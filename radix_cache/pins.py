@@ -17,6 +17,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from sortedcontainers import SortedDict
 
+from .namespaces import FlushedNamespaces
 from .node import LockHandle, Match, Node
 from .tree import RadixTree
 
@@ -236,8 +237,9 @@ class PinnedPrefixes:
 
     def drop(self, *namespaces: str | None) -> None:
         """Remove all pins of these namespaces, of all when none is named. O(pins)."""
+        flushed = FlushedNamespaces(namespaces)
         for pinned in list(self._pins.values()):
-            if not namespaces or pinned.namespace in namespaces:
+            if pinned.namespace in flushed:
                 self._drop(pinned)
 
     def drop_below(self, node: Node) -> None:

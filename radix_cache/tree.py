@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from . import audit
 from .eviction import EvictionIndex, NamespaceQuota
+from .namespaces import FlushedNamespaces
 from .node import (
     ITEM_SIZE,
     CacheObserver,
@@ -182,10 +183,8 @@ class RadixTree:
 
         O(leaves + nodes dropped).
         """
-        leaves = list(self._index)
-        if namespaces:
-            leaves = [leaf for leaf in leaves if leaf.namespace in namespaces]
-        return self._drop_upwards(leaves)
+        flushed = FlushedNamespaces(namespaces)
+        return self._drop_upwards([leaf for leaf in self._index if leaf.namespace in flushed])
 
     def flush_below(self, match: Match) -> array[int]:
         """Drop every unlocked node that goes through the end of ``match``; return its pages.

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ...core.errors import InvalidRequest
-from ...core.interface.adapter import LoadedAdapter, adapter_namespace
+from ...core.interface.adapter import LoadedAdapter, adapter_group, adapter_namespace
 
 logger = logging.getLogger(__name__)
-MAX_NAMESPACES = 4096  # of one adapter that are dropped from the cache when it is unloaded
+MAX_NAMESPACES = 4096  # of one adapter that are dropped from KV tiers when it is unloaded
 NAME = re.compile(r"[^\s=\0-\x1f]{1,256}")
 Load = Callable[[Path], LoadedAdapter]
 Flush = Callable[..., Awaitable[int]]
@@ -37,16 +37,14 @@ class ServedAdapter:
         self.num_open = 0  # that have not ended
         self.unused = asyncio.Event()
         self.unused.set()
-        self.namespaces: dict[str | None, str] = {}  # by cache_salt, of its requests so far
+        self.group = adapter_group(name, number, loaded.digest)
+        self.namespaces: set[str] = set()  # of its requests so far, for stores that know no groups
 
     def namespace(self, salt: str | None) -> str:
-        """The namespace of its requests with this cache_salt."""
-        known = self.namespaces.get(salt)
-        if known is not None:
-            return known
-        made = adapter_namespace(salt, self.name, self.number, self.loaded.digest)
+        """The namespace of a request with this cache_salt."""
+        made = adapter_namespace(self.group, salt)
         if len(self.namespaces) < MAX_NAMESPACES:
-            self.namespaces[salt] = made
+            self.namespaces.add(made)
         return made
 
     def enter(self) -> None:
@@ -109,8 +107,9 @@ class Adapters:
         return adapter
 
     def namespaces(self, salt: str | None) -> list[str]:
-        """Namespaces of this cache_salt that requests of served adapters had."""
-        return [each.namespaces[salt] for each in self.served if salt in each.namespaces]
+        """Namespaces of this cache_salt, of all adapters in memory."""
+        loaded = (*self._served.values(), *self._leaving)
+        return [adapter_namespace(each.group, salt) for each in loaded]
 
     async def load(self, name: str, folder: Path) -> ServedAdapter:
         """Load an adapter, in the place of one that has the name: its requests go on with it.
@@ -165,4 +164,4 @@ class Adapters:
         """Once no request has it, drop what is cached of it."""
         await adapter.unused.wait()
         if self._flush is not None and adapter.namespaces:
-            await self._flush(*adapter.namespaces.values())
+            await self._flush(adapter.group, *adapter.namespaces)

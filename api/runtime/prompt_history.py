@@ -14,6 +14,7 @@ import numpy as np
 
 from ...core.interface.adapter import salt_of
 from ...core.interface.request import Request, Usage
+from ...radix_cache.namespaces import FlushedNamespaces
 from ..parsing.reasoning import Thinking
 from ..types.request_context import Owner, Shares, caller, owner_of
 
@@ -251,8 +252,9 @@ class PromptLog:
 
     def flush(self, *namespaces: str | None) -> None:
         """Forget the prompts of these cache salts, of all when none is named. O(prompts)."""
+        flushed = FlushedNamespaces(namespaces)
         for prompt in list(self._prompts.values()):
-            if not namespaces or prompt.namespace in namespaces:
+            if prompt.namespace in flushed:
                 self._forget(prompt.response_id)
 
     def flush_prefix(self, tokens: array[int], namespace: str | None) -> None:

@@ -27,19 +27,24 @@ class LoadedAdapter(NamedTuple):
     digest: bytes
 
 
-def adapter_namespace(salt: str | None, name: str, number: int, digest: bytes) -> str:
-    """The namespace of the requests that have a cache_salt, or none, and an adapter.
+def adapter_group(name: str, number: int, digest: bytes) -> str:
+    """The name by which a flush drops all namespaces of an adapter (`FlushedNamespaces`).
 
     ``number``: of its loading in this process, so that what was computed before it was loaded again
     is never read. The digest tells it from adapters of that name and number in other processes,
     whose KV may be in a store that both have.
     """
-    return _MARK + json.dumps([salt, name, number, digest.hex()])
+    return _MARK + json.dumps([name, number, digest.hex()])
+
+
+def adapter_namespace(group: str, salt: str | None) -> str:
+    """The namespace of the requests that have a cache_salt, or none, and an adapter."""
+    return f"{group}\0{json.dumps(salt)}"
 
 
 def salt_of(namespace: str | None) -> str | None:
     """The cache_salt of a namespace."""
     if namespace is None or not namespace.startswith(_MARK):
         return namespace
-    salt: str | None = json.loads(namespace.removeprefix(_MARK))[0]
+    salt: str | None = json.loads(namespace.rpartition("\0")[2])
     return salt

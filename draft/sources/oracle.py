@@ -11,6 +11,7 @@ import numpy as np
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Request
+from ...radix_cache.namespaces import FlushedNamespaces
 from .source import Guess, Priors, Source
 
 Key = tuple[str | None, bytes]
@@ -59,11 +60,12 @@ class OracleSource(Source):
 
     def flush(self, *namespaces: str | None) -> None:
         """Drop the answers of these namespaces, of all when none is named."""
+        flushed = FlushedNamespaces(namespaces)
         for key in list(self._answers):
-            if not namespaces or key[0] in namespaces:
+            if key[0] in flushed:
                 self._forget(key)
         for request in self._live:
-            if not namespaces or request.namespace in namespaces:
+            if request.namespace in flushed:
                 self._live[request] = array("q")
 
     def _forget(self, key: Key) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.interface.request import Request
+from ...radix_cache.namespaces import FlushedNamespaces
 from .source import INDEX_CHUNK, Chances, Guess, Priors, Source
 
 ORDERS = (16, 8, 4, 3, 2, 1)  # last tokens that must be equal, the surest first
@@ -378,8 +379,9 @@ class SuffixSource(Source):
 
     def flush(self, *namespaces: str | None) -> None:
         """Drop ended requests; live ones stay, as their KV does."""
+        flushed = FlushedNamespaces(namespaces)
         for history in list(self._ended.values()):
-            if not namespaces or history.scope in namespaces:
+            if history.scope in flushed:
                 self._drop(history)
 
     def _drop(self, history: TokenHistory) -> None:

@@ -31,9 +31,9 @@ MUTATIONS = (
     ),
     Mutation(
         "lora-namespace-is-the-name",
-        "adapter_namespace",
-        "json.dumps([salt, name, number, digest.hex()])",
-        "json.dumps([salt, name])",
+        "adapter_group",
+        "json.dumps([name, number, digest.hex()])",
+        "json.dumps([name])",
         ("test_an_adapter_loaded_again_reads_nothing_of_before",),
         "old KV of a name is never read",
     ),

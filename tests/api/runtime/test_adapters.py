@@ -1,0 +1,53 @@
+"""Adapters by name: which namespaces they have, and what is flushed when they go."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from foretoken.api.runtime import adapters as module
+from foretoken.api.runtime.adapters import Adapters
+from foretoken.core.interface.adapter import Adapter, LoadedAdapter
+from foretoken.radix_cache import FlushedNamespaces
+
+
+def loaded(_: Path) -> LoadedAdapter:
+    return LoadedAdapter(Adapter(), 4, 100, b"digest")
+
+
+class Flushes:
+    """Notes what is flushed."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str | None, ...]] = []
+
+    async def __call__(self, *namespaces: str | None) -> int:
+        self.calls.append(namespaces)
+        return 0
+
+
+def test_a_salt_has_namespaces_of_all_adapters_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_NAMESPACES", 1)
+
+    async def body() -> None:
+        flushes = Flushes()
+        adapters = Adapters(loaded, flushes, most=4)
+        first = await adapters.load("a", Path())
+        await adapters.load("b", Path())
+        adapters.enter("a")
+        made = [first.namespace("s"), first.namespace("t")]  # the second is beyond the limit
+        unloading = asyncio.create_task(adapters.unload("a"))
+        await asyncio.sleep(0)
+        for salt, namespace in zip("st", made, strict=True):
+            assert namespace in adapters.namespaces(salt)
+            assert len(adapters.namespaces(salt)) == 2
+        first.leave()
+        await unloading
+        flushed = FlushedNamespaces(*flushes.calls)
+        assert all(namespace in flushed for namespace in made)
+        assert adapters.namespaces("s")[0] not in flushed  # of b
+        assert None not in flushed
+
+    asyncio.run(body())
