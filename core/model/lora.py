@@ -10,13 +10,14 @@ import hashlib
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import ModelLoadError, shown
+from ..errors import ModelLoadError, is_out_of_memory, shown
 from ..interface.adapter import LoadedAdapter
 from ..ops.base import (
     AttentionWeights,
@@ -50,6 +51,15 @@ _REFUSED = {
 }
 # Beginnings of `init_lora_weights` for which the base's weights were changed, too.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Keys of rank_pattern and alpha_pattern are regular expressions of whoever wrote the adapter, and a
+# search may take exponential time. So they are names, with escapes and a few choices at most.
+MAX_KEYS, MAX_KEY_CHARS = 2048, 256
+MAX_CHOOSING, MAX_GROUPS, MAX_REPEATS = 64, 2, 1  # keys with choices; groups and repeats of each
+_ITEM = r"(?:[\w.-]|\\[.\-_dw]|\[\w(?:-?\w)*\])[*+]?"
+_GROUP = rf"\((?:\?:)?(?:{_ITEM}|\|)*\)"
+_KEY = re.compile(rf"\^?(?:{_ITEM}|{_GROUP}|\|)+\$?")
+_CHOICES = frozenset("|*+")
+MAX_NUMBER = 1e9  # of an alpha
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
 
 
@@ -57,8 +67,18 @@ def load_lora(folder: Path, decoder: Decoder, *, max_rank: int) -> LoadedAdapter
     """Load an adapter for a decoder.
 
     Raises `ModelLoadError`, naming the field or the tensor, for files that are missing or damaged,
-    that ask for more than low-rank updates of linears, or that are not of this model.
+    that ask for more than low-rank updates of linears, or that are not of this model; and where
+    memory is short.
     """
+    try:
+        return _load(folder, decoder, max_rank)
+    except (MemoryError, RuntimeError) as failure:
+        if isinstance(failure, ModelLoadError) or not is_out_of_memory(failure):
+            raise
+        raise ModelLoadError(f"there is no memory for the adapter in {folder}") from failure
+
+
+def _load(folder: Path, decoder: Decoder, max_rank: int) -> LoadedAdapter:
     if not isinstance(decoder, OwnDecoder):
         raise ModelLoadError(
             f"LoRA adapters need foretoken's own decoder, and {decoder.config.model_type} is "
@@ -69,7 +89,7 @@ def load_lora(folder: Path, decoder: Decoder, *, max_rank: int) -> LoadedAdapter
     found, recipes = {}, adaptable(decoder)
     tensors.check_targets(name for recipe in recipes.values() for name in recipe.names)
     for packed, recipe in recipes.items():
-        update = _update(recipe, tensors, settings, max_rank)
+        update = _update(recipe, tensors, settings, max_rank, decoder.dtype)
         if update is not None:
             found[packed] = update
     packed_parts: dict[object, PackedLora] = {
@@ -109,6 +129,8 @@ class LoraSettings:
 
     def __init__(self, folder: Path) -> None:
         path = folder / CONFIG_FILE
+        if not path.is_file():  # a pipe would wait for a writer
+            raise ModelLoadError(f"{folder} has no {CONFIG_FILE}")
         values = read_json(path)
         self.content = path.read_bytes()
         self._fields = fields = Fields(values, str(path))
@@ -126,7 +148,9 @@ class LoraSettings:
                 f"is {started}, which changes the weights of the base, too: convert the adapter to "
                 "a plain one",
             )
-        self._rank, self._alpha = fields.positive("r"), fields.above_zero("lora_alpha")
+        self._rank, self._alpha = fields.positive("r"), values.get("lora_alpha")
+        if not _is_number(self._alpha):
+            raise fields.error("lora_alpha", "must be a number above 0 and at most 1e9")
         self._ranks = self._pattern("rank_pattern")
         self._alphas = self._pattern("alpha_pattern")
         self._is_stabilised = bool(values.get("use_rslora"))
@@ -141,23 +165,40 @@ class LoraSettings:
         alpha = float(_of_module(self._alphas, module, self._alpha))
         return alpha / (math.sqrt(rank) if self._is_stabilised else rank)
 
-    def _pattern(self, name: str) -> Mapping[str, float]:
+    def _pattern(self, name: str) -> Mapping[re.Pattern[str], float]:
         found = self._fields.values.get(name) or {}
-        numbers = found.values() if isinstance(found, dict) else (None,)
-        for value in numbers:
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise self._fields.error(name, "must map names to numbers above 0")
-        for pattern in found:
-            try:
-                re.compile(pattern)
-            except re.error:
-                raise self._fields.error(name, f"has {shown(pattern)}, no pattern") from None
-        return found
+        if not isinstance(found, dict) or not all(map(_is_number, found.values())):
+            problem = "must map names to numbers above 0 and at most 1e9"
+            raise self._fields.error(name, problem)
+        is_short = len(found) <= MAX_KEYS and all(len(key) <= MAX_KEY_CHARS for key in found)
+        if not is_short or sum(not _CHOICES.isdisjoint(key) for key in found) > MAX_CHOOSING:
+            raise self._fields.error(
+                name,
+                f"must have at most {MAX_KEYS} keys of at most {MAX_KEY_CHARS} characters, of them "
+                f"{MAX_CHOOSING} with groups or repeats",
+            )
+        return {self._compiled(name, key): value for key, value in found.items()}
+
+    def _compiled(self, name: str, key: str) -> re.Pattern[str]:
+        num_repeats = key.count("*") + key.count("+")
+        if _KEY.fullmatch(key) and key.count("(") <= MAX_GROUPS and num_repeats <= MAX_REPEATS:
+            with suppress(re.error):
+                return re.compile(rf"(.*\.)?({key})")
+        raise self._fields.error(
+            name,
+            f"has {shown(key)}: keys are names of modules, which may have escapes, at most "
+            f"{MAX_GROUPS} groups (a|b) and {MAX_REPEATS} repeat of a character",
+        )
 
 
-def _of_module(pattern: Mapping[str, float], module: str, default: float) -> float:
+def _is_number(value: object) -> bool:
+    """Whether this is a number that an alpha or a rank may be; not NaN, either."""
+    return isinstance(value, int | float) and value is not True and 0 < value <= MAX_NUMBER
+
+
+def _of_module(pattern: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
     """The value of the first key that a module's name ends with, as PEFT finds it."""
-    keys = (key for key in pattern if re.fullmatch(rf"(.*\.)?({key})", module))
+    keys = (key for key in pattern if key.fullmatch(module))
     return next((pattern[key] for key in keys), default)
 
 
@@ -260,7 +301,11 @@ def _is_nested(name: str) -> bool:
 
 
 def _update(
-    recipe: Recipe, tensors: LoraTensors, settings: LoraSettings, max_rank: int
+    recipe: Recipe,
+    tensors: LoraTensors,
+    settings: LoraSettings,
+    max_rank: int,
+    dtype: torch.dtype,
 ) -> LoraUpdate | None:
     """The update of a packed linear; None where no matrix that it was made of is changed."""
     starts = [sum(recipe.counts[:index]) for index in range(len(recipe.counts))]
@@ -285,6 +330,11 @@ def _update(
                 f"{rank} of this model's is {list(expected[0])} and {list(expected[1])}"
             )
         scaled = b.float() * (settings.scale(module) * factor)
+        if not all(each.to(dtype).isfinite().all() for each in (a, scaled)):
+            raise ModelLoadError(
+                f"{tensors.where}: {module} has numbers that, scaled, are too large for "
+                f"{str(dtype).removeprefix('torch.')}"
+            )
         blocks += [
             LoraBlock(first, num_ranks, scaled[order[first:stop] - start])
             for first, stop in _runs((order >= start) & (order < start + count))

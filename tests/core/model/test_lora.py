@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.lora import load_lora
+from foretoken.core.model.lora import LoraSettings, load_lora
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.lora import LoraWeights
 from foretoken.core.ops.native import native_library
@@ -123,7 +126,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "replication": ({"layer_replication": [[0, 1]]}, "layer_replication means layers"),
     "another kind": ({"peft_type": "IA3"}, "peft_type must be LORA"),
     "no rank": ({"r": 0}, "r must be at least 1"),
-    "a pattern": ({"rank_pattern": {"(": 3}}, "rank_pattern has '\\(', no pattern"),
+    "a pattern": ({"rank_pattern": {"(": 3}}, "rank_pattern has '\\(': keys are names"),
+    "a repeated group": ({"rank_pattern": {"(a+)+": 3}}, "rank_pattern has '\\(a\\+\\)\\+': keys"),
+    "nested groups": ({"rank_pattern": {"((a|b)|c)": 3}}, "rank_pattern has .*: keys are names"),
+    "many groups": ({"alpha_pattern": {"(.|..)" * 30: 3}}, "alpha_pattern has .*: keys are names"),
+    "many repeats": ({"alpha_pattern": {".*" * 30: 3}}, "alpha_pattern has .*: keys are names"),
+    "a look back": ({"alpha_pattern": {"(q)\\1": 3}}, "alpha_pattern has .*: keys are names"),
+    "a long key": ({"rank_pattern": {"a" * 257: 3}}, "rank_pattern must have at most 2048 keys"),
+    "many keys": ({"rank_pattern": dict.fromkeys(map(str, range(2049)), 3)},
+                  "rank_pattern must have at most 2048 keys"),
+    "many choices": ({"rank_pattern": {f"a{n}.*": 3 for n in range(65)}},
+                     "rank_pattern must have at most 2048 keys .* 64 with groups or repeats"),
+    "an infinite alpha": ({"lora_alpha": float("inf")}, "lora_alpha must be a number above 0"),
+    "an alpha of nan": ({"lora_alpha": float("nan")}, "lora_alpha must be a number above 0"),
+    "a long alpha": ({"lora_alpha": 10**400}, "lora_alpha must be a number above 0"),
+    "no alpha": ({"lora_alpha": None}, "lora_alpha must be a number above 0"),
+    "an infinite rank": ({"rank_pattern": {"q_proj": float("inf")}}, "rank_pattern must map"),
+    "a rank of nan": ({"rank_pattern": {"q_proj": float("nan")}}, "rank_pattern must map"),
+    "large numbers": (
+        {"alpha": 1e9, "targets": ("q_proj",), "more":
+         {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64),
+          "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight":
+          torch.full((100, 4), 1e38)}},
+        "up_proj has numbers that, scaled, are too large for float32",
+    ),
     "a number": ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern must map names to numbers"),
     "rank above the limit": ({"rank": 17}, "has rank 17, above --max-lora-rank 16"),
     "rank of another": ({"r": 5}, "but rank 5 of this model's is"),
@@ -199,6 +225,48 @@ def test_other_files_are_refused(base: tuple[Any, Decoder], tmp_path: Path) -> N
     (tmp_path / "adapter_model.bin").write_bytes(b"x")
     with pytest.raises(ModelLoadError, match=r"adapter_model\.bin, a pickle"):
         load_lora(tmp_path, decoder, max_rank=16)
+
+
+def test_a_pipe_in_place_of_the_settings_is_refused(
+    base: tuple[Any, Decoder], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with pytest.raises(ModelLoadError, match=r"has no adapter_config\.json"):
+        load_lora(tmp_path, base[1], max_rank=16)
+
+
+def test_a_lack_of_memory_is_told_in_one_line(
+    base: tuple[Any, Decoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmany lines")
+
+    model, decoder = base
+    monkeypatch.setattr(decoder.ops, "pack_lora", fail)
+    with pytest.raises(ModelLoadError, match=r"^there is no memory for the adapter in [^\n]*$"):
+        load_lora(write_adapter(tmp_path, model), decoder, max_rank=16)
+
+
+@pytest.mark.parametrize(
+    ("key", "module", "is_found"),
+    [
+        ("q_proj", "model.layers.1.self_attn.q_proj", True),
+        ("q_proj", "model.layers.1.self_attn.aq_proj", False),
+        (r"^model\.layers\.1\.self_attn\.q_proj$", "model.layers.1.self_attn.q_proj", True),
+        (r"layers\.(0|1)\.self_attn\.(?:q|k)_proj", "model.layers.1.self_attn.k_proj", True),
+        (r"layers\.(0|1)\.self_attn\.(?:q|k)_proj", "model.layers.2.self_attn.k_proj", False),
+        (r"layers\.\d+\.mlp\.up_proj", "model.layers.12.mlp.up_proj", True),
+        (r"layers\.[0-3]\.mlp.up_proj", "model.layers.4.mlp.up_proj", False),
+        ("q_proj|v_proj", "model.layers.0.self_attn.v_proj", True),
+    ],
+)
+def test_keys_of_patterns_find_what_peft_finds(
+    key: str, module: str, is_found: bool, tmp_path: Path
+) -> None:
+    config = {"r": 4, "lora_alpha": 8, "rank_pattern": {key: 7}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert (re.match(rf"(.*\.)?({key})$", module) is not None) is is_found
+    assert LoraSettings(tmp_path).rank(module) == (7 if is_found else 4)
 
 
 def test_an_adapter_of_another_base_is_refused(base: tuple[Any, Decoder], tmp_path: Path) -> None:
