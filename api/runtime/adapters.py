@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from ...core.engine.inbox import TokenStream
 from ...core.errors import InvalidRequest
 from ...core.interface.adapter import LoadedAdapter, adapter_group, adapter_namespace
 
@@ -34,7 +35,7 @@ class ServedAdapter:
         self.name, self.number, self.loaded = name, number, loaded
         self.created = time.time()
         self.num_requests = 0  # since it was loaded
-        self.num_open = 0  # that have not ended
+        self.num_holders = 0  # requests and their choices that have not ended
         self.unused = asyncio.Event()
         self.unused.set()
         self.group = adapter_group(name, number, loaded.digest)
@@ -50,14 +51,25 @@ class ServedAdapter:
     def enter(self) -> None:
         """Count a request that begins."""
         self.num_requests += 1
-        self.num_open += 1
-        self.unused.clear()
+        self._hold()
+
+    def hold(self, stream: TokenStream) -> None:
+        """Count a choice of a request until the engine has ended it.
+
+        One that is aborted has its pages until then, and caches them when it ends.
+        """
+        self._hold()
+        stream.when_ended(self.leave)
 
     def leave(self) -> None:
-        """Count a request that has ended."""
-        self.num_open -= 1
-        if not self.num_open:
+        """Count a request, or a choice, that has ended."""
+        self.num_holders -= 1
+        if not self.num_holders:
             self.unused.set()
+
+    def _hold(self) -> None:
+        self.num_holders += 1
+        self.unused.clear()
 
 
 class Adapters:

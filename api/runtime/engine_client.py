@@ -522,7 +522,12 @@ class EngineClient:
         request.shown_ids = answer.shown_ids
         if index == 0:
             self._hand_over(answer, request)
-        stream = ended_stream(request) if answer.aborted else submit(self.engine, request)
+        if answer.aborted:
+            stream = ended_stream(request)
+        else:
+            stream = submit(self.engine, request)
+            if answer.adapter is not None:
+                answer.adapter.hold(stream)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
 
     def _hand_over(self, answer: Answer, request: Request) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import DeadlineExceeded, EngineDead
 from ..interface.request import Delta, Request, Tenant
@@ -136,11 +136,16 @@ class TokenStream:
         self._slot: Delta | None = None
         self._ended = False  # the terminal delta was pushed; nothing may follow
         self._waiter: asyncio.Future[None] | None = None  # of a reader that has nothing to read
+        self._on_end: Callable[[], None] | None = None
 
     @property
     def ended(self) -> bool:
         """Whether the engine is done with this request, read or not."""
         return self._ended
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Have this called, once, when the engine is done with the request, which it is not yet."""
+        self._on_end = call
 
     def push(self, delta: Delta) -> None:
         """Add a delta; called by the engine, on the event loop."""
@@ -154,6 +159,8 @@ class TokenStream:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+        if self._ended and self._on_end is not None:
+            self._on_end()
 
     def __aiter__(self) -> TokenStream:
         return self

@@ -98,11 +98,19 @@ def test_a_request_goes_on_while_its_adapter_is_unloaded(adapted: AdaptedModel) 
 def test_an_aborted_request_lets_its_adapter_go(adapted: AdaptedModel) -> None:
     async def body() -> None:
         async with AsyncLLM(adapted.base, lora={"sql": adapted.path("sql")}, **OPTIONS) as llm:
-            answer = await llm.open(PROMPT, greedy(lora="sql"))
+            answer = await llm.open(PROMPT, greedy(lora="sql", n=2))
+            await anext(answer.deltas())  # so it has pages
+            adapter = answer.adapter
+            assert adapter is not None
             llm.forget(answer)
             llm.forget(answer)
+            assert not answer.ended  # the engine has not read the abort yet
+            assert not adapter.unused.is_set(), "it would be flushed before its pages are cached"
             await llm.adapters.unload("sql")
+            assert answer.ended
             assert llm.adapters.num_loaded == 0
+            info = await llm.engine.cache_info()
+            assert info["free_pages"] == info["total_pages"]
             assert (await llm.generate(PROMPT, greedy())).token_ids == wanted(adapted, None)
 
     asyncio.run(body())
