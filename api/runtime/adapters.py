@@ -112,10 +112,15 @@ class Adapters:
 
         Raises `UnknownAdapter`.
         """
+        adapter = self.find(name)
+        adapter.enter()
+        return adapter
+
+    def find(self, name: str) -> ServedAdapter:
+        """The adapter of this name. Raises `UnknownAdapter`."""
         adapter = self._served.get(name)
         if adapter is None:
             raise UnknownAdapter(name)
-        adapter.enter()
         return adapter
 
     def namespaces(self, salt: str | None) -> list[str]:
@@ -137,16 +142,17 @@ class Adapters:
             raise InvalidRequest(message, param="lora_name")
         self._check_name(name)
         async with self._loading:
-            if self.num_loaded - (name in self._served) >= self._most:
-                message = f"{self.num_loaded} adapters are loaded, as many as --max-loras allows"
-                raise InvalidRequest(message, param="lora_name")
+            self._check_room(name)
             loaded = await asyncio.to_thread(load, folder)
+            self._check_room(name)  # requests may have begun that keep the one of that name
             self._last_number += 1
             adapter = ServedAdapter(name, self._last_number, loaded)
             replaced, self._served[name] = self._served.pop(name, None), adapter
         logger.info("adapter %s: rank %d, %d bytes", name, loaded.rank, loaded.num_bytes)
         if replaced is not None:
-            self._retire(replaced)
+            leaving = self._retire(replaced)
+            if replaced.unused.is_set():  # gone at once, so the next load has its room
+                await asyncio.shield(leaving)
         return adapter
 
     async def unload(self, name: str) -> None:
@@ -158,6 +164,14 @@ class Adapters:
         if adapter is None:
             raise UnknownAdapter(name)
         await asyncio.shield(self._retire(adapter))
+
+    def _check_room(self, name: str) -> None:
+        """Raise `InvalidRequest` where one more is too many; one that is replaced may be in use."""
+        replaced = self._served.get(name)
+        is_freed = replaced is not None and replaced.unused.is_set()
+        if self.num_loaded - is_freed >= self._most:
+            message = f"{self.num_loaded} adapters are loaded, as many as --max-loras allows"
+            raise InvalidRequest(message, param="lora_name")
 
     def _check_name(self, name: str) -> None:
         if NAME.fullmatch(name) is None:

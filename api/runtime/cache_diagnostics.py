@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from ...core.interface.adapter import salt_of
 from ..parsing.reasoning import Thinking
 from ..types.results import Body
 from .normalize import RULES, TOOL_ORDER, steady
@@ -134,8 +135,10 @@ class Explainer:
     def explain(self, prompt: Remembered, previous: Remembered | None = None) -> Explanation:
         """Explain an admitted prompt, compared with ``previous`` or the most similar one."""
         if previous is not None and previous.namespace != prompt.namespace:
-            found = _unexplained(prompt)
-            return replace(found, cause="other_salt", compared_with=previous.response_id)
+            found = replace(_unexplained(prompt), compared_with=previous.response_id)
+            if salt_of(previous.namespace) != salt_of(prompt.namespace):
+                return replace(found, cause="other_salt")
+            return replace(found, cause="first_seen", model_changed=True)  # by another adapter
         return self.explain_among(prompt, [] if previous else self._log.earlier(prompt), previous)
 
     def explain_among(

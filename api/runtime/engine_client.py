@@ -339,6 +339,8 @@ class EngineClient:
         """
         self._check_open(is_in_call=pooling is not None)
         answer = Answer("", self.built.sampling_defaults.fill(params))
+        if (name := params.lora or adapter_name()) is not None:
+            self.adapters.find(name)
         answer.needs_closing |= needs_closing
         answer.pooling, answer.images = pooling, images
         await self._prepare(answer, prompt, param)

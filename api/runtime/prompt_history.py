@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from ...core.interface.adapter import salt_of
+from ...core.interface.adapter import adapter_of, salt_of
 from ...core.interface.request import Request, Usage
 from ...radix_cache.namespaces import FlushedNamespaces
 from ..parsing.reasoning import Thinking
@@ -105,7 +105,7 @@ class Remembered:
     response_id: str
     caller: bytes  # hash of an API key
     owner: Owner  # of the key and the salt
-    namespace: str | None  # cache salt
+    namespace: str | None  # of the cache salt and the adapter
     tokens: bytes  # int32
     note: PromptNote
     time: float  # seconds, on the engine's clock
@@ -135,6 +135,11 @@ class Remembered:
     def ids(self, start: int, stop: int) -> list[int]:
         """Token ids of a span."""
         return ids_of(self.tokens[max(0, start) * TOKEN_BYTES : stop * TOKEN_BYTES])
+
+    def is_of_other_salt(self, other: Remembered) -> bool:
+        """Whether only the salts keep two prompts apart: both have the same adapter, or none."""
+        mine, theirs = self.namespace, other.namespace
+        return salt_of(mine) != salt_of(theirs) and adapter_of(mine) == adapter_of(theirs)
 
     def common_len(self, other: Remembered) -> int:
         """Leading tokens that two prompts share. O(tokens), at numpy's speed."""
@@ -232,11 +237,14 @@ class PromptLog:
         return self._prompts.get(response_id)
 
     def earlier(self, prompt: Remembered) -> list[Remembered]:
-        """The owner's last prompts before this one, the latest first; `MAX_COMPARED` at most.
+        """The owner's last prompts before this one of its adapter, the latest first.
+
+        Among the last `MAX_COMPARED` of the owner.
 
         O(those), beside the owner's later prompts.
         """
-        return list(_last_before(prompt, self._by_owner.get(prompt.owner, {})))
+        of_owner = _last_before(prompt, self._by_owner.get(prompt.owner, {}))
+        return [each for each in of_owner if each.namespace == prompt.namespace]
 
     def has_in_other_salt(self, prompt: Remembered, num_tokens: int) -> bool:
         """Whether the caller has an earlier prompt under another salt that begins so.
@@ -246,7 +254,7 @@ class PromptLog:
         """
         probe = prompt.tokens[: num_tokens * TOKEN_BYTES]
         return any(
-            other.namespace != prompt.namespace and other.tokens.startswith(probe)
+            other.tokens.startswith(probe) and prompt.is_of_other_salt(other)
             for other in _last_before(prompt, self._by_caller.get(prompt.caller, {}))
         )
 

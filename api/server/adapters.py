@@ -111,8 +111,11 @@ def adapter_folder(root: str | None, given: str) -> Path:
         raise _forbidden("lora_path must be below the folder of --lora-dir")
     steps = [*path.relative_to(base).parts]
     places = [base.joinpath(*steps[: count + 1]) for count in range(len(steps))]
-    if any(place.is_symlink() for place in (*places, path / CONFIG_FILE, path / WEIGHTS_FILE)):
-        raise _forbidden("lora_path must not lead over a link")
+    try:
+        if any(place.is_symlink() for place in (*places, path / CONFIG_FILE, path / WEIGHTS_FILE)):
+            raise _forbidden("lora_path must not lead over a link")
+    except (OSError, ValueError) as error:  # as a part that is too long
+        raise _forbidden("lora_path cannot be read") from error
     return path
 
 

@@ -43,6 +43,7 @@ class CacheRoutes:
     async def show(self, request: Request) -> Response:
         """Occupancy, why prompts missed, and the pins of ``cache_salt`` or of the default."""
         salt = request.query_params.get("cache_salt")
+        _check_salt(salt)
         llm = self.service.llm
         return JsonResponse({**await llm.engine.cache_info(salt), "causes": llm.causes})
 
@@ -50,6 +51,7 @@ class CacheRoutes:
         """Drop cached prefixes: of one salt, below one prefix, or all."""
         data = await self.service.read_bytes(request)
         body = decode_flush(data) if data.strip() else FlushRequest()
+        _check_salt(body.cache_salt)
         if body.prefix is None and body.cache_salt is None and not request.state.is_admin:
             raise needs_admin_key("a flush without cache_salt and prefix")
         llm, salt = self.service.llm, body.cache_salt
@@ -112,6 +114,12 @@ class CacheRoutes:
         if found is None:
             raise _unknown(previous_id or "", "previous_id")
         return found
+
+
+def _check_salt(salt: str | None) -> None:
+    """Raise `InvalidRequest` for one that could name the namespaces of an adapter."""
+    if salt is not None and salt.startswith("\0"):
+        raise InvalidRequest("cache_salt must not begin with a NUL", param="cache_salt")
 
 
 def _unknown(response_id: str, param: str) -> ApiError:

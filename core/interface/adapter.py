@@ -42,6 +42,14 @@ def adapter_namespace(group: str, salt: str | None) -> str:
     return f"{group}\0{json.dumps(salt)}"
 
 
+def adapter_of(namespace: str | None) -> str | None:
+    """The name of the adapter of a namespace, None for that of the model itself."""
+    if namespace is None or not namespace.startswith(_MARK):
+        return None
+    name: str = json.loads(namespace.removeprefix(_MARK).rpartition("\0")[0])[0]
+    return name
+
+
 def salt_of(namespace: str | None) -> str | None:
     """The cache_salt of a namespace."""
     if namespace is None or not namespace.startswith(_MARK):

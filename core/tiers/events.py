@@ -2,7 +2,7 @@
 
 The format is vLLM's: three frames, which are a topic, a sequence number and a batch in msgpack.
 A reader that has missed batches asks for them at a second address. Salted namespaces are not
-published.
+published, nor those of adapters: some readers take their pages for the model's own.
 """
 
 from __future__ import annotations

@@ -92,10 +92,11 @@ class Recorder(Generic[T]):
     def expect(self, request: Request, caller: bytes) -> None:
         """A request was submitted; ``caller`` is the hash of its key, empty without one.
 
-        One that may not leave anything in the cache is not recorded either.
+        One that may not leave anything in the cache is not recorded either, nor one of an adapter,
+        whose answers are not those of the model that the recording is named after.
         """
         is_allowed = self._callers is None or caller in self._callers
-        if is_allowed and request.cache.write:
+        if is_allowed and request.cache.write and request.adapter is None:
             self._namespaces[request.request_id] = namespace_of(caller, request.namespace)
 
     def finish(self, request: Request, delta: Delta) -> None:

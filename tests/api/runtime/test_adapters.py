@@ -9,6 +9,7 @@ import pytest
 
 from foretoken.api.runtime import adapters as module
 from foretoken.api.runtime.adapters import Adapters
+from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.adapter import Adapter, LoadedAdapter
 from foretoken.radix_cache import FlushedNamespaces
 
@@ -49,5 +50,20 @@ def test_a_salt_has_namespaces_of_all_adapters_in_memory(monkeypatch: pytest.Mon
         assert all(namespace in flushed for namespace in made)
         assert adapters.namespaces("s")[0] not in flushed  # of b
         assert None not in flushed
+
+    asyncio.run(body())
+
+
+def test_an_adapter_that_is_replaced_in_use_counts_until_its_requests_have_ended() -> None:
+    async def body() -> None:
+        adapters = Adapters(loaded, Flushes(), most=1)
+        await adapters.load("a", Path())
+        used = await adapters.load("a", Path())  # in the place of one that no request has
+        adapters.enter("a")
+        with pytest.raises(InvalidRequest, match="as many as --max-loras allows"):
+            await adapters.load("a", Path())
+        assert adapters.num_loaded == 1
+        used.leave()
+        await adapters.load("a", Path())
 
     asyncio.run(body())

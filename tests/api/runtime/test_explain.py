@@ -26,6 +26,7 @@ from foretoken.api.runtime.prompt_history import (
     most_similar,
 )
 from foretoken.api.types.sampling_params import SamplingParams
+from foretoken.core.interface.adapter import adapter_group, adapter_namespace, salt_of
 from foretoken.core.interface.request import CacheOptions, Request
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.radix_cache import Eviction
@@ -68,7 +69,7 @@ class Scene:
         parts = [] if plain else conversation_parts(said, tools or [])
         text = "|".join([repr(tools or ""), *(written or messages)])
         tokens = array("q", [ord(character) for character in text])
-        params = SamplingParams(cache_salt=salt)
+        params = SamplingParams(cache_salt=salt_of(salt))
         request = Request(
             request_id=name,
             tokens=tokens,
@@ -467,6 +468,25 @@ def test_nothing_is_told_of_prompts_with_another_salt() -> None:
     named = scene.explain("b", "a")
     assert named.cause == "other_salt"
     assert (named.first_difference, named.reusable_tokens, named.compared_tokens) == (None, 0, 0)
+
+
+def test_the_same_salt_with_another_adapter_is_no_other_salt() -> None:
+    scene = Scene()
+    sql, legal = (adapter_group(name, 1, b"") for name in ("sql", "legal"))
+    scene.say("a", "You help.", "What is new?", salt=adapter_namespace(sql, "x"), model="sql")
+    own = adapter_namespace(legal, "x")
+    found = scene.say("b", "You help.", "What is new?", salt=own, model="legal")
+    assert (found.cause, found.compared_with) == ("first_seen", None)
+    named = scene.explain("b", "a")
+    assert (named.cause, named.model_changed, named.reusable_tokens) == ("first_seen", True, 0)
+    prompt = scene.log.find("b")
+    assert prompt is not None
+    assert not scene.log.has_in_other_salt(prompt, PAGE)
+    scene.say("c", "You help.", "What is new?", salt=adapter_namespace(legal, "y"), model="legal")
+    other = scene.log.find("c")
+    assert other is not None
+    assert scene.log.has_in_other_salt(other, PAGE)
+    assert scene.explain("c", "b").cause == "other_salt"
 
 
 def test_a_named_response_is_compared_even_when_others_are_nearer() -> None:

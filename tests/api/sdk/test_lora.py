@@ -52,6 +52,8 @@ def test_one_call_mixes_adapters_and_the_base(adapted: AdaptedModel, overlap: st
         with pytest.raises(InvalidRequest, match="no adapter other is loaded") as refused:
             llm.generate(PROMPT, greedy(), lora="other")
         assert refused.value.param == "lora"
+        with pytest.raises(InvalidRequest, match="no adapter other is loaded"):
+            llm._run(llm._llm.check(PROMPT, greedy(lora="other")))
 
 
 def test_an_adapter_loaded_again_reads_nothing_of_before(adapted: AdaptedModel) -> None:

@@ -155,6 +155,16 @@ def test_a_flush_of_a_salt_drops_what_its_adapters_computed(client: httpx.Client
             assert dropped["flushed_pages"] > 0
 
 
+def test_the_cache_takes_no_salt_that_is_of_an_adapter(client: httpx.Client) -> None:
+    salt = '\0lora["sql", 1, ""]'
+    for refused in (
+        client.get("/cache", params={"cache_salt": salt}, headers=ADMIN),
+        client.post("/cache/flush", json={"cache_salt": salt}),
+        client.post("/cache/flush", json={"cache_salt": salt, "prefix": "hi"}),
+    ):
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+
+
 def test_a_miss_is_explained_to_the_caller_with_the_salt(client: httpx.Client) -> None:
     load(client, "sql", "sql")
     answer = complete(client, "sql", cache_salt="s").json()
@@ -187,6 +197,7 @@ def test_paths_outside_of_the_folder_are_forbidden(
         (inner / name).symlink_to(outside / name)
     for path in (
         str(outside), "../" + outside.name, "sql/../../" + outside.name, "sql/../sql", "link",
+        "a" * 256, "a/" * 2045 + "a",
         "link/", "linked-file", ".", str(adapted.folder), "/etc", "sql\0",
     ):  # fmt: skip
         refused = load(client, "x", path)

@@ -16,6 +16,7 @@ import pytest
 from foretoken.api.build.kv_events import events_of, keys_of, name_fingerprint
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.interface.adapter import adapter_group, adapter_namespace
 from foretoken.core.tiers import events
 from foretoken.core.tiers.events import (
     AllBlocksCleared,
@@ -208,6 +209,7 @@ def test_what_is_salted_is_not_published(publisher: KVEventPublisher) -> None:
     cache = tap(publisher)
     serve(cache, seq(1, 2), "salt")
     serve(cache, seq(1, 2), "")
+    serve(cache, seq(1, 2), adapter_namespace(adapter_group("sql", 1, b""), None))
     cache.flush()
     publisher.stored_in("DISK", pages(1, 2, namespace="salt"))
     publisher.stored_in("DISK", pages(*END))

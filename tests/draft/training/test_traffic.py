@@ -9,6 +9,7 @@ from array import array
 import pytest
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.interface.adapter import Adapter
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.draft.training import traffic
@@ -36,7 +37,7 @@ def record(tmp_path):
     return run
 
 
-def request(name="r", tokens=(1, 2, 3), *, salt=None, write=True):
+def request(name="r", tokens=(1, 2, 3), *, salt=None, write=True, adapter=None):
     return Request(
         request_id=name,
         tokens=array("q", tokens),
@@ -45,6 +46,7 @@ def request(name="r", tokens=(1, 2, 3), *, salt=None, write=True):
         ),
         namespace=salt,
         cache=CacheOptions(write=write),
+        adapter=adapter,
     )
 
 
@@ -94,6 +96,7 @@ def test_what_failed_was_aborted_or_is_private_is_not_recorded(record):
         (request("a"), b"", Delta(finish_reason=FinishReason.ABORT)),
         (request("b"), b"", Delta(error=EngineDead("x"))),
         (request("c", write=False), b"", STOP),
+        (request("e", adapter=Adapter()), b"", STOP),  # no answer of the model that is named
         (request("d"), b"", Delta(finish_reason=FinishReason.LENGTH)),
     ]
     _, files = record(*served)
