@@ -148,9 +148,9 @@ class LoraSettings:
                 f"is {started}, which changes the weights of the base, too: convert the adapter to "
                 "a plain one",
             )
-        self._rank, self._alpha = fields.positive("r"), values.get("lora_alpha")
-        if not _is_number(self._alpha):
+        if not _is_number(values.get("lora_alpha")):
             raise fields.error("lora_alpha", "must be a number above 0 and at most 1e9")
+        self._rank, self._alpha = fields.positive("r"), fields.above_zero("lora_alpha")
         self._ranks = self._pattern("rank_pattern")
         self._alphas = self._pattern("alpha_pattern")
         self._is_stabilised = bool(values.get("use_rslora"))
