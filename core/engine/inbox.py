@@ -144,8 +144,11 @@ class TokenStream:
         return self._ended
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Have this called, once, when the engine is done with the request, which it is not yet."""
-        self._on_end = call
+        """Have this called, once, when the engine is done with the request; at once if it is."""
+        if self._ended:
+            call()
+        else:
+            self._on_end = call
 
     def push(self, delta: Delta) -> None:
         """Add a delta; called by the engine, on the event loop."""

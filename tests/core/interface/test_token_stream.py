@@ -115,3 +115,15 @@ def test_a_failure_is_raised_once_behind_the_tokens_that_came_before_it() -> Non
             await anext(stream)
 
     asyncio.run(scenario())
+
+
+def test_the_end_is_reported_once_read_or_not() -> None:
+    made, calls = make_stream(), list[str]()
+    made.when_ended(lambda: calls.append("early"))
+    made.push(delta_of(1))
+    assert not calls
+    made.push(Delta(finish_reason=FinishReason.ABORT))
+    made.push(Delta(finish_reason=FinishReason.ABORT))
+    assert calls == ["early"]
+    made.when_ended(lambda: calls.append("late"))
+    assert calls == ["early", "late"]
