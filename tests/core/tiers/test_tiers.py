@@ -383,7 +383,7 @@ class LatePeers(PeerStore):
 
 
 def test_a_peer_that_hangs_closes_no_tier() -> None:
-    """Its store shuns it. Closed as a whole, for up to ten minutes, it would lose all peers."""
+    """The tier was closed as a whole, for up to ten minutes, and all other peers with it."""
     peers = LatePeers(LoopbackReader(RECORD_BYTES), RECORD_BYTES)
     peers.scene = scene = Scene(DictStore("host"), peers=peers)
     scene.find(1, 2, 3, 4, 5)
