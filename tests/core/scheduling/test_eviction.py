@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from array import array
 
 import pytest
 
