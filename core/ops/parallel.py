@@ -68,7 +68,7 @@ class GlooComm:
 
     def wait_in_sums(self) -> None:
         """Let sums take as long as they do: one that does not end is the watchdog's business."""
-        self._group._set_default_timeout(_NEVER)
+        self._group._set_default_timeout(_NEVER)  # type: ignore[attr-defined]
 
     def sum(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather the parts and add them up; see `Comm.sum`."""
