@@ -91,7 +91,7 @@ def test_experts_of_a_gguf_file_whose_groups_cannot_be_cut_are_shared_out_whole(
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "GGUF"])
 def test_rank_0_digests_experts_that_others_have(tmp_path: Path, kind: str) -> None:
-    """Or models that differ in these alone would have the same fingerprint."""
+    """Models that differ in these alone have other fingerprints."""
     options: dict[str, Any] = {}
     if kind == "GGUF":
         folder = make_checkpoint(tmp_path, "qwen3_moe", **WIDE, moe_intermediate_size=32)
