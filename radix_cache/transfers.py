@@ -18,6 +18,7 @@ from .tree import RadixTree
 MAX_TRANSFERS = 1024  # at a time
 POOL_SHARE = 0.75  # of the pool's pages that may be held: requests need the rest
 SECONDS = 30.0  # that pages are held without a word of the reader
+MAX_SECONDS = 600.0  # that they are held at most, however often a reader asks for more time
 WORD_BYTES = 8
 NAME_BYTES = 16
 
@@ -41,6 +42,7 @@ class _Transfer:
     pages: HeldPages
     lock: LockHandle  # owned by `TransferLocks`
     until: float
+    latest: float  # that ``until`` may become
 
 
 class TransferLocks:
@@ -84,16 +86,20 @@ class TransferLocks:
             return None
         slot, name = self._free.pop(), secrets.token_hex(NAME_BYTES)
         pages = HeldPages(name, match.page_ids, slot, secrets.randbits(63) + 1)
-        self._held[name] = _Transfer(pages, self._tree.lock(match), self.now + SECONDS)
+        lock = self._tree.lock(match)
+        self._held[name] = _Transfer(pages, lock, self.now + SECONDS, self.now + MAX_SECONDS)
         self.num_pages += count
         self.words[slot] = pages.nonce
         self.on_hold()
         return pages
 
     def renew(self, name: str) -> None:
-        """Hold a transfer's pages for `SECONDS` from now on; unknown ones are ignored."""
+        """Hold a transfer's pages for `SECONDS` from now on; unknown ones are ignored.
+
+        Not beyond `MAX_SECONDS` from its beginning.
+        """
         if (transfer := self._held.get(name)) is not None:
-            transfer.until = self.now + SECONDS
+            transfer.until = min(self.now + SECONDS, transfer.latest)
 
     def end(self, name: str) -> bool:
         """End a transfer whose reader is done; returns whether it was held. O(depth + log n)."""

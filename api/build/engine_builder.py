@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -106,14 +107,17 @@ def build(
     """
     keep_freed_memory()
     source = find_model(model)
-    with events_of(config) as events:  # a port that is taken shows at once
-        return _build(source, config, events, wants_keys=wants_keys)
+    with events_of(config) as events, ExitStack() as undo:  # a port that is taken shows at once
+        built = _build(source, config, events, undo, wants_keys=wants_keys)
+        undo.pop_all()
+        return built
 
 
 def _build(
     source: ModelSource,
     config: EngineConfig,
     events: KVEventPublisher | None,
+    undo: ExitStack,
     *,
     wants_keys: bool,
 ) -> LocalBuilt:
@@ -133,6 +137,8 @@ def _build(
     digests = _make_digests() if has_keys else None
     on_read = None if digests is None else digests.target
     target, ranks = _load_target(source.path, config, device, on_read)
+    if ranks is not None:
+        undo.callback(ranks.end, at_once=True)
     if target.states:
         _refuse_tiers(config)
     eviction = eviction_of(config, target)

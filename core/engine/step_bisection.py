@@ -93,7 +93,7 @@ class StepBisection:
         It writes into the last page of a failing request, which is not published, and its state.
         """
         last = (self.failing_requests or self.left_out)[-1]
-        page = last.page_ids[(last.stop - 1) // page_size]
+        page = last.page_ids[(last.stop - 1 - last.num_evicted) // page_size]
         scheduled = ScheduledRequest(
             request_id="",
             tokens=array("q", [0]),
@@ -135,11 +135,14 @@ def _smaller(
 
 
 def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[ScheduledRequest]:
-    """Cut chunks to ``num_tokens`` in all; a request that gets none waits for a later step."""
+    """Cut chunks to ``num_tokens`` in all; a request that gets none waits for a later step.
+
+    One whose KV is packed gets a token at least: a later plan would have it packed again.
+    """
     kept = []
     for scheduled in requests:
-        if scheduled.stop - scheduled.start > 1 and num_tokens > 0:
-            stop = min(scheduled.stop, scheduled.start + num_tokens)
+        if scheduled.stop - scheduled.start > 1 and (num_tokens > 0 or scheduled.pack is not None):
+            stop = min(scheduled.stop, scheduled.start + max(1, num_tokens))
             num_tokens -= stop - scheduled.start
             kept.append(replace(scheduled, stop=stop))
     return kept

@@ -7,17 +7,20 @@ import logging
 from collections.abc import Callable
 
 from ...radix_cache import PrefixCache
+from ...radix_cache.transfers import SECONDS
 from ..interface.transfers import DONE, RENEW, PageServer
 
 logger = logging.getLogger(__name__)
-POLL_SECONDS = 0.002  # between looks for notes, while pages are held; a look takes microseconds
+POLL_SECONDS = 0.002  # between looks for notes; a look takes microseconds
 
 
 class TransferDesk:
     """Reads the notes of readers, and ends transfers that are over.
 
-    It works on the engine's event loop while pages are held, and costs nothing else. ``on_end`` is
-    called when pages have become free: requests may wait for them.
+    It works on the engine's event loop while pages are held and for `SECONDS` after that, and costs
+    nothing else. A look at the notes is also what answers readers: one that comes with parameters
+    of a transfer that has ended must find that out, and not take this engine for dead. ``on_end``
+    is called when pages have become free: requests may wait for them.
     """
 
     def __init__(
@@ -31,10 +34,15 @@ class TransferDesk:
         self._cache, self._server = cache, server
         self._clock, self._on_end = clock, on_end
         self._timer: asyncio.TimerHandle | None = None
+        self._ends = 0.0  # when no reader has good parameters any more
         cache.transfers.on_hold = self._watch
 
     def _watch(self) -> None:
-        """Look for notes from now on, for as long as pages are held."""
+        """Look for notes from now on."""
+        self._ends = self._clock() + SECONDS
+        self._poll_soon()
+
+    def _poll_soon(self) -> None:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(POLL_SECONDS, self._poll)
 
@@ -47,11 +55,14 @@ class TransferDesk:
                 self._take(note)
         except OSError as error:
             logger.warning("notes of readers cannot be read: %s", error)
-        self._cache.tick(self._clock())
+        now = self._clock()
+        self._cache.tick(now)
         if len(transfers) < num_held:
             self._on_end()
-        if len(transfers):
+        if num_held:
             self._watch()
+        elif now < self._ends:
+            self._poll_soon()
 
     def _take(self, note: bytes) -> None:
         """Do what a note asks for; one of no known form, or of no transfer, is ignored."""

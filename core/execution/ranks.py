@@ -14,9 +14,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -28,13 +30,16 @@ from ..ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Wanted
 from ..ops.kv_pool import KvDtype, KVPool
 from ..ops.native import native_library, products
 from ..ops.native.products import bfloat16_products
-from ..ops.parallel import Comm, GlooComm
+from ..ops.parallel import GlooComm
 from ..ops.state_pool import StatePool
 from . import tp_worker
 from .tp_worker import Ints, copy_message, pass_message, pool_message
 
 logger = logging.getLogger(__name__)
+START_SECONDS = 120.0  # for ranks to start
+LOAD_SECONDS = 900.0  # for ranks to load their parts once rank 0 has its own
 END_SECONDS = 5.0  # for ranks to end by themselves
+_LOOK_SECONDS = 0.1  # between two looks at the processes while the ranks meet
 _SOURCES = Path(__file__).parents[3]  # the folder of the package
 
 
@@ -69,13 +74,14 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _end, self._channels, self._processes)
         self._environment = _environment(options.get("backend", "torch"))
+        # It lasts until all ranks have their weights: some may still meet when rank 0 has met them.
+        self._folder = tempfile.TemporaryDirectory(prefix="foretoken-ranks-")
         try:
-            with tempfile.TemporaryDirectory(prefix="foretoken-ranks-") as folder:
-                for rank in range(1, size):
-                    job = {"path": str(path), "rank": rank, "size": size, "folder": folder}
-                    self._start(job | {"threads": threads, "options": dict(options)})
-                self._expect(tp_worker.HERE, "did not start")
-                self.comm: Comm = GlooComm(Path(folder), 0, size)
+            for rank in range(1, size):
+                job = {"path": str(path), "rank": rank, "size": size, "folder": self._folder.name}
+                self._start(job | {"threads": threads, "options": dict(options)})
+            self._expect(tp_worker.HERE, "did not start", START_SECONDS)
+            self.comm = self._meet()
         except BaseException:
             self.end(at_once=True)
             raise
@@ -95,16 +101,40 @@ class Ranks:
 
     def wait_until_loaded(self) -> None:
         """Wait until each rank has its weights. Raises `ModelLoadError` where one ended."""
-        self._expect(tp_worker.LOADED, "could not load its part of the model")
+        self._expect(tp_worker.LOADED, "could not load its part of the model", LOAD_SECONDS)
+        self._folder.cleanup()
 
-    def _expect(self, word: bytes, problem: str) -> None:
+    def _expect(self, word: bytes, problem: str, seconds: float) -> None:
+        until = time.monotonic() + seconds
         for rank, channel in enumerate(self._channels, start=1):
             try:
+                if not channel.poll(max(0.0, until - time.monotonic())):
+                    raise ModelLoadError(f"rank {rank} {problem} within {seconds:.0f} s")
                 found = channel.recv_bytes()
             except (EOFError, OSError):
                 found = b""
             if found != word:
                 raise ModelLoadError(f"rank {rank} {problem}; the reason is in its log lines above")
+
+    def _meet(self) -> GlooComm:
+        """Meet the ranks; in a thread, because none returns from that before all are there."""
+        met: Future[GlooComm] = Future()
+
+        def meet() -> None:
+            try:
+                met.set_result(GlooComm(Path(self._folder.name), 0, self.size))
+            except BaseException as failure:  # raised by `result`
+                met.set_exception(failure)
+
+        threading.Thread(target=meet, daemon=True).start()
+        while not wait([met], _LOOK_SECONDS).done:
+            for rank, process in enumerate(self._processes, start=1):
+                if process.poll() is not None:
+                    raise ModelLoadError(f"rank {rank} ended before the ranks met")
+        try:
+            return met.result()
+        except RankLost as failure:
+            raise ModelLoadError(str(failure)) from None
 
     @property
     def pids(self) -> list[int]:
@@ -130,7 +160,11 @@ class Ranks:
         return RankLost(self._lost)  # another one each time: it is raised from what it tells of
 
     def watch(self, on_lost: Callable[[BaseException], None]) -> None:
-        """Call ``on_lost`` on the running event loop when a rank ends; `end` ends the watch."""
+        """Call ``on_lost`` on the running event loop when a rank ends; `end` ends the watch.
+
+        From here on passes may take as long as the engine's watchdog allows.
+        """
+        self.comm.wait_in_sums()
         loop = asyncio.get_running_loop()
         for rank, channel in enumerate(self._channels, start=1):
             loop.add_reader(channel.fileno(), partial(self._ended, rank, loop, on_lost))
@@ -154,6 +188,7 @@ class Ranks:
         self.lose(RankLost("the ranks of the model were ended"))
         _end(self._channels, self._processes, 0.0 if at_once else END_SECONDS)
         self._finalizer.detach()
+        self._folder.cleanup()
 
 
 def _environment(backend: str) -> dict[str, str]:

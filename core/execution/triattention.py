@@ -27,7 +27,8 @@ from ..ops.base import AttentionWeights
 from ..ops.kv_pool import KVPool, from_scaled
 
 OFFSETS = tuple(2**power for power in range(17))  # distances of later queries: 1 to 65,536 tokens
-FORMAT = "foretoken query statistics 1"
+FORMAT = "foretoken query statistics 2"
+NUM_SIGN_ROWS = 1024  # of the embedding, whose signs identify the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,35 @@ class QueryStats:
         if known.get("model") != model_id(decoder):
             message = f"kv_evict_stats: {path} was measured on another model"
             raise InvalidRequest(message, param="kv_evict_stats")
-        return cls(torch.view_as_complex(tensors["mean"]), tensors["mean_abs"], known["model"])
+        heads, mean, mean_abs = decoder.part_heads(0), tensors["mean"], tensors["mean_abs"]
+        shape = (decoder.config.num_layers, heads.num_heads, heads.head_dim // 2)
+        if (mean.shape, mean_abs.shape) != ((*shape, 2), shape) or not (
+            mean.dtype == mean_abs.dtype == torch.float32
+        ):
+            message = f"kv_evict_stats: {path} has tensors of other shapes than the model's queries"
+            raise InvalidRequest(message, param="kv_evict_stats")
+        return cls(torch.view_as_complex(mean), mean_abs, known["model"])
 
 
 def model_id(decoder: OwnDecoder) -> str:
-    """Identify the weights by the model's shape and its last norm, whatever they are stored as."""
-    norm = decoder.weights.final_norm.weight.float().cpu().to(torch.bfloat16)
+    """Identify the weights by the model's shape, its norms, and signs of its embedding.
+
+    These are the same whatever the weights are stored as: matrices may be quantised, and a factor
+    of the embedding rounded.
+    """
+    weights = decoder.weights
     digest = hashlib.blake2b(repr(decoder.config.layers).encode(), digest_size=16)
-    digest.update(norm.view(torch.uint8).numpy().tobytes())
+    norms = [norm for layer in weights.layers for norm in (layer.mixer_norm, layer.mlp_norm)]
+    for norm in (*norms, weights.final_norm):
+        if norm is not None:
+            digest.update(_bytes(norm.weight.float().to(torch.bfloat16)))
+    digest.update(_bytes(weights.embedding[:NUM_SIGN_ROWS].signbit()))
     return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    found: bytes = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return found
 
 
 def attention_ropes(decoder: OwnDecoder) -> list[RopeTable]:

@@ -138,7 +138,10 @@ class KVTiers(Protocol):
         """Estimate how long it takes to load so many pages; 0 if nothing was loaded yet."""
 
     def note_late(self) -> None:
-        """Note that a load took too long: if that repeats, its store is left alone for a while."""
+        """Note that a load took too long: if that repeats, its store is left alone for a while.
+
+        Peers do not count: each is left alone by itself.
+        """
 
     def checks(self) -> Steps:
         """Assert that keys and pages agree, in steps between which nothing may change."""

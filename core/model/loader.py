@@ -94,7 +94,7 @@ from .shapes import (
     layer_prefix,
     tensor_shapes,
 )
-from .sharding import check_shards, shard_config, shard_reader
+from .sharding import check_shards, read_others, shard_config, shard_reader
 
 LATENT_EPS = 1e-6  # of the norms within latent attention, whatever the config says of the others
 logger = logging.getLogger(__name__)
@@ -141,10 +141,10 @@ def load_decoder(
     the layers and the output as int8 or int4, for the backends that compute so; ``kv_dtype`` is
     that of the pools to come. ``impl``: "own" takes the decoder of this engine, "transformers" the
     modules of transformers on our pages and kernels, "auto" the latter for models that the former
-    does not compute. ``on_read`` is called with every tensor but random ones. ``comm``: of a model
-    that several ranks compute, each with its part of the weights; the output matrix is rank 0's
-    alone. Raises `ModelLoadError` before memory is spent on weights, `InvalidRequest` for a model
-    that ranks cannot share.
+    does not compute. ``on_read`` is called with every tensor but random ones, whatever rank has it.
+    ``comm``: of a model that several ranks compute, each with its part of the weights; the output
+    matrix is rank 0's alone. Raises `ModelLoadError` before memory is spent on weights,
+    `InvalidRequest` for a model that ranks cannot share.
     """
     device = choose_device(device)
     options = _Options(
@@ -247,6 +247,8 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
     keeps_packed = dtype == "auto" and quantize == "none"
     assembly = Assembly(part, read, ops, chosen, device, keeps_packed=keeps_packed, comm=comm)
     weights = assembly.weights()
+    if on_read is not None and load_format != "random":
+        read_others(observed(checkpoint.read, on_read), part)
     return OwnDecoder(config, weights, ops, layout, recipes=assembly.recipes, compiles=comm is None)
 
 

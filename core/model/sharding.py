@@ -84,6 +84,30 @@ def shard_reader(read: Read, config: DecoderConfig, part: DecoderConfig, comm: C
     return part_of
 
 
+def read_others(read: Read, part: DecoderConfig) -> None:
+    """Read the experts that other ranks have whole, for the sake of what looks on.
+
+    ``read``: of the whole model; ``part``: of `shard_config`.
+    """
+    for index, layer in enumerate(part.layers):
+        spec = layer.experts
+        if spec is None or spec.held is None:
+            continue
+        at, mlp = f"{layer_prefix(index)}{spec.names.expert}", spec.names.mlp
+        others = [number for number in range(spec.count) if number not in spec.numbers]
+        if spec.names.stacked == "none":
+            names = [name for name in (mlp.gate, mlp.up, mlp.down) if name is not None]
+            for number in others:
+                for name in names:
+                    read(f"{at.format(number)}{name}.weight")
+            continue
+        for name in ("gate_up_proj", "down_proj"):
+            weight = read(f"{at}{name}")
+            if isinstance(weight, QuantizedStack):
+                for number in others:
+                    weight.one(number)
+
+
 def _shares_experts(config: DecoderConfig, comm: Comm, read: Read | None) -> bool:
     """Whether ranks have whole experts. Raises `InvalidRequest` where they must and cannot."""
     for index, layer in enumerate(config.layers):

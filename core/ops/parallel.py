@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOOPBACK = "127.0.0.1"
-MEETING = timedelta(seconds=120)  # for the ranks to find each other
-_NEVER = timedelta(days=365)  # a sum that does not end is the watchdog's business
+MEETING = timedelta(seconds=120)  # for the ranks to meet; for a sum until the engine starts
+_NEVER = timedelta(days=365)
 
 
 class Comm(Protocol):
@@ -44,7 +44,8 @@ class GlooComm:
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         """Meet the other ranks. Blocks until all of them are here.
 
-        Raises `RankLost` where one does not come within two minutes.
+        Raises `RankLost` where one does not come within two minutes. Rank 0's sums have as long,
+        until `wait_in_sums`; those of the others wait for rank 0, with which they end.
 
         ``folder``: an empty one that all ranks see, in place of a port that would listen. The group
         is this object's: torch's default group is left to the program.
@@ -60,9 +61,14 @@ class GlooComm:
         try:
             store = distributed.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
             self._group: ProcessGroup = gloo(store, rank, size, options)
-            self._group._set_default_timeout(_NEVER)
         except RuntimeError as failure:
             raise RankLost(f"the ranks did not meet: {failure}") from None
+        if rank > 0:
+            self.wait_in_sums()
+
+    def wait_in_sums(self) -> None:
+        """Let sums take as long as they do: one that does not end is the watchdog's business."""
+        self._group._set_default_timeout(_NEVER)  # type: ignore[attr-defined]
 
     def sum(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather the parts and add them up; see `Comm.sum`."""

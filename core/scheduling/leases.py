@@ -120,7 +120,8 @@ def release_kv(cache: PrefixCache, request: Request, *, keep: bool = True) -> No
     if lease is not None:
         keep = keep and request.cache.write
         num_computed = request.num_computed
-        if request.num_evicted(num_computed):  # what was computed since depends on what is gone
+        # The pages may be packed already for the next step, and what follows depends on it.
+        if request.num_evicted(num_computed + 1):
             num_computed = request.prompt_len
         written = cache.release(lease, request.tokens, num_computed, keep=keep)
         _note(request, written, cache.page_size)

@@ -499,7 +499,7 @@ class Scheduler:
         except Exception:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
-            return self._finish(request, failed, now)
+            return self._finish(request, failed, now, keep=False)
         if scheduled.pack is not None:
             self.num_evicted_tokens += scheduled.pack.num_evicted
             request.usage.evicted_tokens = scheduled.num_evicted

@@ -12,6 +12,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from ..errors import InvalidRequest
 from ..interface.transfers import MemoryKind, PageOffer, PoolMemory, Region
 
-READ_SECONDS = 2.0  # after which a peer counts as gone
+READ_SECONDS = 0.3  # after which a peer counts as gone; all tiers wait for as long
+MAX_LATE = 8  # reads that have not ended, of as many peers, each with a buffer of its own
 SPINS, NAP_SECONDS = 200, 0.0002  # looks at a transfer before and between pauses
 FLUSHES = 8  # looks that carry a note to the wire
 WORD_BYTES = 8
@@ -74,6 +76,15 @@ class NixlServer:
         self._agent = _ENDED
 
 
+@dataclass(frozen=True, slots=True)
+class _LateRead:
+    """A read that was given up and may still write to its buffer."""
+
+    peer: bytes
+    handle: Any
+    buffer: Tensor
+
+
 class NixlReader:
     """`PageReader` into a buffer of its own, of ``capacity`` bytes."""
 
@@ -81,12 +92,13 @@ class NixlReader:
         self.capacity = capacity
         self._agent = make_agent("d")
         self._names: dict[bytes, str] = {}  # of agents that are connected
-        self._renew_buffer()
+        self._late: list[_LateRead] = []  # at most one of each peer, and `MAX_LATE`
+        self._buffer = self._make_buffer()
 
-    def _renew_buffer(self) -> None:
-        """Take another buffer: what does not end may still write to the old one."""
-        self._buffer = torch.empty(self.capacity + WORD_BYTES, dtype=torch.uint8)
-        self._agent.register_memory(self._buffer)
+    def _make_buffer(self) -> Tensor:
+        buffer = torch.empty(self.capacity + WORD_BYTES, dtype=torch.uint8)
+        self._agent.register_memory(buffer)
+        return buffer
 
     def read(self, memory: PoolMemory, regions: Sequence[Region]) -> memoryview:
         """See `PageReader.read`."""
@@ -108,11 +120,14 @@ class NixlReader:
             start += region.num_bytes
         theirs = [(region.address, region.num_bytes, 0) for region in regions]
         agent = self._agent
+        self._end_late_reads(memory.agent)
         try:
             name = self._connect(memory.agent)
             descriptions = agent.get_xfer_descs(own, "DRAM"), agent.get_xfer_descs(theirs, kind)
             handle = agent.initialize_xfer("READ", *descriptions, name)
-            self._finish(handle)
+            self._finish(handle, memory.agent)
+        except TimeoutError:  # it stays connected: its end could not be seen otherwise
+            raise
         except Exception as error:
             self._forget(memory.agent)
             raise OSError(_text(error)) from None
@@ -120,20 +135,53 @@ class NixlReader:
         found: memoryview = self._buffer[at : at + num_bytes].numpy().data
         return found
 
-    def _finish(self, handle: Any) -> None:  # noqa: ANN401 - the package has no types
+    def _finish(self, handle: Any, peer: bytes) -> None:  # noqa: ANN401 - the package has no types
         """Wait until a transfer has ended; raises OSError if it does not, or fails."""
-        ends, num_looks = time.monotonic() + READ_SECONDS, 0
-        state = self._agent.transfer(handle)
-        while state == "PROC" and time.monotonic() < ends:
-            state, num_looks = self._agent.check_xfer_state(handle), num_looks + 1
-            if num_looks > SPINS:
-                time.sleep(NAP_SECONDS)
-        if state != "DONE":
-            self._renew_buffer()
+        state = self._wait(handle, self._agent.transfer(handle), READ_SECONDS)
+        if state == "PROC":
+            # Not released: UCX cannot be relied on to cancel it.
+            self._late.append(_LateRead(peer, handle, self._buffer))
+            self._buffer = self._make_buffer()
+            raise TimeoutError(f"a peer did not answer in {READ_SECONDS:g} s")
         self._agent.release_xfer_handle(handle)
         if state != "DONE":
-            raise OSError(f"a peer did not answer in {READ_SECONDS:g} s" if state == "PROC"
-                          else "a peer failed")  # fmt: skip
+            raise OSError("a peer failed")
+
+    def _wait(self, handle: Any, state: str, seconds: float) -> str:  # noqa: ANN401
+        """Wait for the end of a transfer; its last state."""
+        ends, num_looks = time.monotonic() + seconds, 0
+        while state == "PROC" and time.monotonic() < ends:
+            state, num_looks = self._look(handle), num_looks + 1
+            if num_looks > SPINS:
+                time.sleep(NAP_SECONDS)
+        return state
+
+    def _look(self, handle: Any) -> str:  # noqa: ANN401
+        try:
+            state: str = self._agent.check_xfer_state(handle)
+        except Exception:  # the connection is lost, and all reads over it have ended
+            return "ERR"
+        return state
+
+    def _end_late_reads(self, peer: bytes) -> None:
+        """Let go of the buffers of reads that have ended, late.
+
+        Raises OSError if that of this peer has not, or if there are too many.
+        """
+        for late in list(self._late):
+            patience = READ_SECONDS if late.peer == peer else 0.0
+            state = self._wait(late.handle, self._look(late.handle), patience)
+            if state == "PROC":
+                continue
+            self._late.remove(late)
+            self._agent.release_xfer_handle(late.handle)
+            self._agent.deregister_memory(self._agent.get_reg_descs(late.buffer))
+            if state != "DONE":
+                self._forget(late.peer)
+        if any(late.peer == peer for late in self._late):
+            raise TimeoutError("a peer has not answered an earlier read")
+        if len(self._late) >= MAX_LATE:
+            raise TimeoutError(f"{MAX_LATE} peers have not answered")
 
     def send(self, memory: PoolMemory, note: bytes) -> None:
         """See `PageReader.send`."""
@@ -160,9 +208,12 @@ class NixlReader:
 
     def close(self) -> None:
         """See `PageReader.close`."""
+        buffers = [late.buffer for late in self._late]  # until the agent has ended
+        self._late.clear()
         for description in list(self._names):
             self._forget(description)
         self._agent = _ENDED
+        del buffers
 
 
 _ENDED: Any = None  # in place of an agent: the last reference to it ends it

@@ -47,7 +47,7 @@ class PeerStore:
         self.refused: Counter[Refusal] = Counter()  # offers, by why they are of no use
         self._reader, self._page_bytes = reader, page_bytes
         self._clock = clock
-        self._offers: dict[bytes, PageOffer] = {}  # by the key of the last page
+        self._offers: dict[bytes, list[PageOffer]] = {}  # by the key of the last page; never empty
         self._pages: dict[bytes, tuple[PageOffer, int]] = {}  # by key: an index of the offer's
         self._keys: dict[PageOffer, dict[int, bytes]] = {}  # the same, by offer and index
         self._staged: dict[bytes, memoryview] = {}  # pages that the reader's last call read
@@ -55,7 +55,10 @@ class PeerStore:
         self._num_void = 0  # pages that were read when they were held no longer
 
     def __len__(self) -> int:
-        return sum(len(each.page_ids) for each in list(self._offers.values()))
+        return sum(len(each.page_ids) for each in self._all_offers())
+
+    def _all_offers(self) -> list[PageOffer]:
+        return [each for offers in list(self._offers.values()) for each in offers]
 
     # -- offers ---------------------------------------------------------------------------------
 
@@ -63,11 +66,11 @@ class PeerStore:
         """Connect to the peer of an offer, and note its pages if they are still held."""
         if self._is_held(offer):
             offer.is_met = True
-            self._offers[offer.key] = offer
+            self._offers.setdefault(offer.key, []).append(offer)
 
     def renew(self) -> None:
         """Ask the peers to hold all offered pages for longer."""
-        for offer in list(self._offers.values()):
+        for offer in self._all_offers():
             self._send(offer, RENEW)
 
     def end(self, offer: PageOffer) -> None:
@@ -76,11 +79,19 @@ class PeerStore:
         self._send(offer, DONE)
 
     def _forget(self, offer: PageOffer) -> None:
-        if self._offers.get(offer.key) is offer:
-            del self._offers[offer.key]
-        for key in self._keys.pop(offer, {}).values():
+        """Forget an offer; of another one with the same last key, the pages are the same."""
+        offers = [each for each in self._offers.pop(offer.key, []) if each is not offer]
+        if offers:
+            self._offers[offer.key] = offers
+        for index, key in self._keys.pop(offer, {}).items():
             if key in self._pages and self._pages[key][0] is offer:
                 del self._pages[key]
+                if offers:
+                    self._note_page(offers[-1], index, key)
+
+    def _note_page(self, offer: PageOffer, index: int, key: bytes) -> None:
+        self._pages[key] = offer, index
+        self._keys.setdefault(offer, {})[index] = key
 
     def _is_held(self, offer: PageOffer) -> bool:
         """Look at the word of an offer."""
@@ -115,13 +126,12 @@ class PeerStore:
         at = next((at for at, key in enumerate(keys) if key in self._offers), None)
         if at is None:
             return 0
-        offer = self._offers[keys[at]]
+        offer = self._offers[keys[at]][-1]
         first = len(offer.page_ids) - 1 - at  # of the keys, an index of the offer's pages
         if first < 0:
             return 0
         for index, key in enumerate(keys[: at + 1], first):
-            self._pages[key] = offer, index
-            self._keys.setdefault(offer, {})[index] = key
+            self._note_page(offer, index, key)
         return at + 1
 
     def get(self, key: bytes, into: memoryview) -> bool:
@@ -176,6 +186,6 @@ class PeerStore:
 
     def close(self) -> None:
         """See `PageStore.close`."""
-        for offer in list(self._offers.values()):
+        for offer in self._all_offers():
             self.end(offer)
         self._reader.close()

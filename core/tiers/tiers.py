@@ -259,7 +259,7 @@ class Tiers:
     def note_late(self) -> None:
         """See `KVTiers.note_late`."""
         tier = self._asked
-        if tier is None:
+        if tier is None or tier.store is self._peers:  # a peer that hangs is shunned by itself
             return
         tier.lateness += 1.0
         if tier.lateness >= MOST_LATE:

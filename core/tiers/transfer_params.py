@@ -136,7 +136,11 @@ class TransferParams:
         """Free the pages of a request whose answer reaches nobody."""
         request.hands_over = False
         if request.handed is not None:
-            self._locks.end(request.handed.name)
+            self.release(request.handed.name)
+
+    def release(self, name: str) -> None:
+        """Free the pages of a transfer that has no reader; unknown ones are ignored."""
+        self._locks.end(name)
 
     # -- D --------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from foretoken.core.interface.eviction import KvPack
 from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
+from foretoken.core.ops.quantize import Quantize
 from support.checkpoints import make_checkpoint
 from support.eviction_harness import EVERY, PROMPT_LEN, Outcome, prompt, request, same, serve
 
@@ -205,3 +206,36 @@ def test_a_file_of_statistics_comes_back_and_another_models_is_refused(
         assert caught.value.param == "kv_evict_stats"
     with pytest.raises(InvalidRequest, match="kv_evict_stats"):
         QueryStats.load(tmp_path / "nowhere", decoder)
+
+
+def test_a_model_of_the_same_shape_with_other_weights_is_another_model(
+    stats: QueryStats, folder: Path, tmp_path: Path
+) -> None:
+    """Norms of new models are all ones; a fine-tuned one may have the embedding of its base."""
+    path = tmp_path / "stats.safetensors"
+    stats.save(path)
+    quantizations: tuple[Quantize, ...] = ("none", "int8", "int4")
+    for quantize in quantizations:
+        if quantize == "none" or native_library() is not None:
+            same_model = load_decoder(folder, dtype="bfloat16", backend="auto", quantize=quantize)
+            assert isinstance(same_model, OwnDecoder)
+            QueryStats.load(path, same_model)
+    other = load_decoder(folder, backend="torch")
+    assert isinstance(other, OwnDecoder)
+    for weight in (other.weights.embedding[7], other.weights.layers[1].mlp_norm.weight):  # type: ignore[union-attr]
+        weight.neg_()
+        with pytest.raises(InvalidRequest, match="another model"):
+            QueryStats.load(path, other)
+        weight.neg_()
+
+
+def test_statistics_of_other_shapes_are_refused(
+    stats: QueryStats, folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "stats.safetensors"
+    QueryStats(stats.mean[:1], stats.mean_abs[:1], stats.model).save(path)
+    decoder = load_decoder(folder, backend="torch")
+    assert isinstance(decoder, OwnDecoder)
+    with pytest.raises(InvalidRequest, match="other shapes") as caught:
+        QueryStats.load(path, decoder)
+    assert caught.value.param == "kv_evict_stats"

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from foretoken.radix_cache import HeldPages, PrefixCache
-from foretoken.radix_cache.transfers import SECONDS, TransferLocks
+from foretoken.radix_cache.transfers import MAX_SECONDS, SECONDS, TransferLocks
 
 
 def seq(num_tokens: int, first: int = 0) -> array[int]:
@@ -63,6 +63,18 @@ def test_a_transfer_ends_after_a_time_that_its_reader_can_renew() -> None:
     assert (len(cache.transfers), cache.transfers.num_pages) == (0, 0)
     assert cache.transfers.ended == {"done": 0, "expired": 2}
     cache.check(())
+
+
+def test_a_reader_that_renews_for_ever_does_not_hold_pages_for_ever() -> None:
+    cache = PrefixCache(64, 4)
+    cache.tick(100.0)
+    pages = held(cache, 32)
+    while cache.transfers.words[pages.slot]:
+        assert cache.transfers.now < 100.0 + MAX_SECONDS
+        cache.transfers.renew(pages.name)
+        cache.tick(cache.transfers.now + SECONDS / 2)
+    assert cache.transfers.now == 100.0 + MAX_SECONDS
+    assert cache.transfers.ended == {"done": 0, "expired": 1}
 
 
 def test_nothing_is_held_that_is_not_cached_or_for_which_there_is_no_room() -> None:

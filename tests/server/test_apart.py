@@ -12,6 +12,7 @@ import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -162,6 +163,22 @@ def test_parameters_that_are_of_no_use_are_counted_and_cost_no_token(pair: Pair)
     assert refused(pair.d, "out_of_range") == 1
     answer = post(pair.d.url, "/v1/completions", {**body, "kv_transfer_params": "x"})
     assert (answer.status, answer.error["param"]) == (400, "kv_transfer_params")
+
+
+@needs_nixl
+def test_parameters_that_come_a_second_time_do_not_make_the_peer_seem_dead(pair: Pair) -> None:
+    """P looked at nothing while it held nothing: it was waited for, and shunned."""
+    done = partial(metric, pair.p, "kv_transfer_ended_total", '{cause="done"}')
+    body, before, num_done = body_of(35), refused(pair.d, "expired"), done()
+    params = pair.prefill(body)
+    alone = pair.decode(body, params)["choices"][0]["text"]
+    wait_until(lambda: done() == num_done + 1)
+    post(pair.d.url, "/cache/flush", {})
+    assert pair.decode(body, params)["choices"][0]["text"] == alone
+    assert refused(pair.d, "expired") == before + 1
+    assert refused(pair.d, "unreachable") == 0
+    other = body_of(36)
+    assert loaded(pair.decode(other, pair.prefill(other))) > 0.8
 
 
 @needs_nixl

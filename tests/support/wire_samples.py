@@ -22,6 +22,7 @@ from foretoken.api.cluster.wire.messages import (
     Beat,
     CacheInfo,
     Call,
+    Drop,
     FlushCache,
     FlushPrefix,
     FromFront,
@@ -164,4 +165,5 @@ def of_front() -> list[FromFront]:
         CacheInfo(namespace="mine"), Overview(), Audit(), Metrics(), Report(reason="asked"),
     )  # fmt: skip
     calls = [Call(call_id=index, question=each) for index, each in enumerate(questions)]
-    return [submit(), Abort(request_id="r-1"), *calls, Beat(), Leaving(reason="another model")]
+    return [submit(), Abort(request_id="r-1"), *calls, Beat(), Drop(name="t"),
+            Leaving(reason="another model")]  # fmt: skip

@@ -13,9 +13,9 @@ from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest, QueueF
 from ....core.interface.request import Delta, FinishReason, Request
 from ....core.scheduling.output_processor import late_end
 from ..wire.forms import DeltaForm, UsageForm, WireError, delta_of
-from ..wire.messages import KEY_BYTES, Abort, Step, page_keys, prefill_of, submit_of
+from ..wire.messages import KEY_BYTES, Abort, Step, drop_of, page_keys, prefill_of, submit_of
 from .front_metrics import FrontMetrics
-from .live_request import MAX_LOSSES, LiveRequest, aborted
+from .live_request import MAX_LOSSES, HeldPrompt, LiveRequest, aborted
 from .replica_link import MAX_REASON, ReplicaLink
 from .roster import NO_REPLICA, Roster
 from .routing import Choice, Router
@@ -157,9 +157,12 @@ class Dispatcher:
         if not delta.terminal:
             return
         request_id = live.request.request_id
-        self._places.pop(request_id).forget(request_id)
+        holder = self._places[request_id]
+        held = None if handed is None else HeldPrompt(handed, holder.peer, drop_of(handed))
+        del self._places[request_id]
+        holder.forget(request_id)
         self._router.end(request_id)
-        live.is_prefilling, live.transfer, live.waits_since = False, handed, now
+        live.is_prefilling, live.held, live.waits_since = False, held, now
         if live.is_aborted:
             self._finish(live, aborted())
             return
@@ -178,14 +181,26 @@ class Dispatcher:
         while (choice := self._choose(live, now)) is not None:
             link = self._roster.links[choice.replica]
             submit = submit_of(request, elapsed=live.elapsed(now))
-            transfer, live.transfer = live.transfer, None  # it is good once
-            if not self._roster.send(link, replace(submit, transfer=transfer)):
+            held = live.held if link.role in ("decode", "both") else None
+            if held is not None:
+                submit = replace(submit, transfer=held.transfer)
+            if not self._roster.send(link, submit):
                 continue
+            if held is not None:
+                live.held = None  # its replica has the pages freed; it is good once
+            self._drop_prompt(live)
             live.sent(now)
             self._note_place(live, link, choice)
             self._metrics.hit_tokens.inc(choice.hit_tokens)
             return True
         return False
+
+    def _drop_prompt(self, live: LiveRequest) -> None:
+        """Have the pages of a prompt freed that no replica reads."""
+        held, live.held = live.held, None
+        if held is not None and held.holder in self._roster.links:
+            # Not `Roster.send`: a replica that does not read is found by its next beat.
+            self._roster.socket.send(held.holder, held.drop)
 
     def _note_place(self, live: LiveRequest, link: ReplicaLink, choice: Choice[bytes]) -> None:
         request_id = live.request.request_id
@@ -304,6 +319,7 @@ class Dispatcher:
         del self.live[request_id]
         self._waiting.pop(request_id, None)
         self._finished.append(now)
+        self._drop_prompt(live)
         if (link := self._places.pop(request_id, None)) is not None:
             link.forget(request_id)
             self._router.end(request_id)

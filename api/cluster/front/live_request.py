@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from ....core.engine.inbox import TokenStream
@@ -16,10 +16,20 @@ from ....core.errors import ForetokenError
 from ....core.interface.request import Delta, FinishReason, Request, Usage
 from ...types.results import Body, add_counts
 from ..wire.forms import UsageForm, usage_of
+from ..wire.messages import Drop
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 3  # replicas that a request may lose: it may be what ends them
 K = TypeVar("K")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPrompt:
+    """The KV of a prompt that one replica holds for another one."""
+
+    transfer: bytes  # where it is to be read
+    holder: bytes  # peer of the replica that holds it until it is read,
+    drop: Drop  # or gets this
 
 
 class LiveRequest:
@@ -33,7 +43,7 @@ class LiveRequest:
         self.is_aborted = False
         self.is_prefilling = False  # a replica computes its prompt for another one
         self.was_prefilled = False  # or did so before: that is tried once
-        self.transfer: bytes | None = None  # where its KV is to be read, for the next replica
+        self.held: HeldPrompt | None = None  # until a replica gets it that reads it
         self.waits_since = now  # for a replica, where it has none
         self._sent = now
         self._before: Usage | None = None  # of the replicas that were lost

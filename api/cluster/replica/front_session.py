@@ -19,6 +19,7 @@ from ..wire.messages import (
     Answer,
     Beat,
     Call,
+    Drop,
     FromFront,
     FromReplica,
     Leaving,
@@ -134,12 +135,14 @@ class FrontSession:
         self._send(Leaving(reason=f"the front sent {error}"))
         return Ended(Ending.LOST if self.is_joined.is_set() else Ending.REFUSED, reason)
 
-    def _take(self, message: Submit | Abort | Call | Beat) -> None:
+    def _take(self, message: Submit | Abort | Drop | Call | Beat) -> None:
         match message:
             case Submit():
                 self._submit(message)
             case Abort():
                 self._abort(message.request_id)
+            case Drop():
+                self._hosted.drop(message.name)
             case Call():
                 task = asyncio.create_task(self._answer(message))
                 self._calls.add(task)

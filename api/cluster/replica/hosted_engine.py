@@ -162,6 +162,11 @@ class HostedEngine:
         if self.built.transfers is not None and request.offer is not None:
             self.built.transfers.end(request.offer)
 
+    def drop(self, name: str) -> None:
+        """Free the pages of a prompt that no other replica is going to read."""
+        if self.built.transfers is not None:
+            self.built.transfers.release(name)
+
     def handed(self, request: Request) -> bytes | None:
         """Return what another replica needs to go on with a prompt; None if nothing is held."""
         transfers = self.built.transfers

@@ -49,7 +49,7 @@ from .forms import (
     pooling_of,
 )
 
-VERSION = 1  # of all messages and forms; another one is refused at `Hello`
+VERSION = 2  # of all messages and forms; another one is refused at `Hello`
 KEY_BYTES = 8  # of a page's key; the whole key has 32
 M = TypeVar("M")
 EngineT = TypeVar("EngineT", bound=ServingEngine)
@@ -137,7 +137,7 @@ class Step(_Message, tag="step", frozen=True, kw_only=True):
 
     deltas: list[DeltaForm] = []
     usages: dict[str, UsageForm] = {}
-    handed: dict[str, bytes] = {}  # JSON: `TransferParams.write` of prompts that ended
+    handed: dict[str, bytes] = {}  # JSON: `TransferParams.write` of prompts that ended, `drop_of`
     load: Load
     pages: list[PageNews] = []
 
@@ -183,6 +183,12 @@ class Abort(_Message, tag="abort", frozen=True, kw_only=True):
     """End a request; unknown and finished ones are ignored."""
 
     request_id: str
+
+
+class Drop(_Message, tag="drop", frozen=True, kw_only=True):
+    """Free the pages of a prompt that no replica is going to read; unknown ones are ignored."""
+
+    name: str  # of the transfer
 
 
 class _Question(_Message, tag_field="ask", frozen=True, kw_only=True):
@@ -237,7 +243,7 @@ class Call(_Message, tag="call", frozen=True, kw_only=True):
 
 
 FromReplica = Hello | Step | Answer | Beat | Leaving
-FromFront = Submit | Abort | Call | Beat | Leaving
+FromFront = Submit | Abort | Drop | Call | Beat | Leaving
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -306,6 +312,20 @@ def _version(data: bytes) -> int | None:
 
 def _other_version(version: int | None) -> WireError:
     return WireError(f"a message of version {version}; this process has version {VERSION}")
+
+
+class _Handed(Struct):
+    """A prompt in `Step.handed`, as far as a front reads it."""
+
+    remote_request_id: str
+
+
+_handed = msgspec.json.Decoder(_Handed)
+
+
+def drop_of(handed: bytes) -> Drop:
+    """The message that frees the pages of a prompt in `Step.handed`. Raises `WireError`."""
+    return Drop(name=_decoded(_handed.decode, handed).remote_request_id)
 
 
 # -- bodies and keys -------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ def run_experts(
     scores, chosen = route(logits, weights.routing, weights.choice_bias)
     if weights.factors is not None:
         scores = scores * weights.factors[chosen]
-    slots = x.new_zeros((*chosen.shape, x.shape[-1]))
+    # Those of experts that other ranks have stay 0.
+    make = x.new_empty if len(weights.experts) == logits.shape[-1] else x.new_zeros
+    slots = make((*chosen.shape, x.shape[-1]))
     here = range(weights.first, weights.first + len(weights.experts))
     for number in sorted(set(chosen.flatten().tolist()).intersection(here)):
         row, slot = (chosen == number).nonzero(as_tuple=True)

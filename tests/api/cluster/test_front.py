@@ -15,6 +15,7 @@ from foretoken.api.cluster.front.replicas import Replicas
 from foretoken.api.cluster.front.routing import ANSWER_TOKENS, Route
 from foretoken.api.cluster.wire.forms import PoolingForm, error_form
 from foretoken.api.cluster.wire.messages import (
+    VERSION,
     Abort,
     Answer,
     Audit,
@@ -382,7 +383,7 @@ def test_requests_wait_for_all_replicas_that_are_wanted() -> None:
         ({"max_model_len": 99}, "its max_model_len is 99"),
         ({"tokenizer": "ff"}, "its tokenizer is ff"),
         ({"pooling": PoolingForm(dimensions=8)}, "its pooling is PoolingForm(dimensions=8"),
-        ({"version": 2}, "version 2"),
+        ({"version": VERSION + 1}, f"version {VERSION + 1}"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import logging
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from foretoken.api.cluster.wire.messages import (
     Audit,
     Beat,
     CacheInfo,
+    Drop,
     FlushCache,
     FlushPrefix,
     Hello,
@@ -167,6 +169,20 @@ def test_the_first_words_are_the_model_and_the_load(within) -> None:
         assert isinstance(beat, Beat)
         assert beat.load is not None
         assert beat.load.kv_usage == 0.5
+
+    within(test)
+
+
+def test_pages_that_no_other_replica_reads_are_freed(within) -> None:
+    async def test(replica: Replica, _task: object) -> None:
+        freed: list[str] = []
+        front = await replica.joined()
+        front.say(Drop(name="nothing is held"))
+        await front.ask(CacheInfo())  # it was heard
+        replica.built.transfers = SimpleNamespace(release=freed.append)
+        front.say(Drop(name="t"))
+        await front.ask(CacheInfo())
+        assert freed == ["t"]
 
     within(test)
 

@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from foretoken.api.cluster.front.dispatcher import PREFILL_TOKENS
 from foretoken.api.cluster.front.replicas import Replicas
-from foretoken.api.cluster.wire.messages import Abort, Submit, body_form
+from foretoken.api.cluster.wire.messages import Abort, Drop, Submit, body_form
 from foretoken.core.errors import EngineDead, ForetokenError, QueueFull
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import CacheOptions, FinishReason
@@ -131,6 +131,7 @@ def test_a_request_that_is_aborted_while_its_prompt_is_computed_ends() -> None:
             assert (await p.next(Abort)).request_id == "r"
             hand_over(p)  # it was done already
             assert (await read(stream)).finish_reason is FinishReason.ABORT
+            assert (await p.next(Drop)).name == "x"
             again = front.submit(request(prompt=[7]))
             assert isinstance(await d.submitted(), Submit)
             d.finish("r", 10)
@@ -180,6 +181,91 @@ def test_a_prompt_that_is_done_waits_for_room() -> None:
             full.finish("r", 10)
             assert (await read(stream)).token_ids == [10]
             full.die()
+
+    run(body())
+
+
+def test_pages_of_a_prompt_that_ends_before_it_is_read_are_freed() -> None:
+    """They were held for half a minute."""
+
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+            stream = front.submit(request(prompt=LONG))
+            await p.submitted()
+            [link] = [each for each in front._roster.links.values() if each.role == "decode"]
+            link.hello = msgspec.structs.replace(link.hello, max_running=1, max_queued=0)
+            front.submit(request("other"))
+            await d.submitted()
+            hand_over(p)
+            await until(lambda: "r" in front._dispatcher._waiting)
+            front.abort("r")
+            assert (await read(stream)).finish_reason is FinishReason.ABORT
+            assert (await p.next(Drop)).name == "x"
+
+    run(body())
+
+
+def test_a_replica_that_cannot_be_reached_costs_no_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next one gets it."""
+
+    async def body() -> None:
+        async with (
+            front_of(3) as front,
+            with_roles(front, "prefill", "decode", "decode") as (p, *others),
+        ):
+            stream = front.submit(request(prompt=LONG))
+            await p.submitted()
+            is_refused, send = list[bytes](), front._roster.socket.send
+
+            def send_the_second(peer: bytes, message: Any) -> bool:
+                if isinstance(message, Submit) and not is_refused:
+                    is_refused.append(peer)
+                    return False
+                return send(peer, message)
+
+            monkeypatch.setattr(front._roster.socket, "send", send_the_second)
+            hand_over(p)
+            await until(lambda: len(front._roster.links) == 2)
+            [number] = [each.number for each in front._roster.links.values() if each.number > 1]
+            one = others[number - 2]
+            assert (await one.submitted()).transfer == HANDED
+            one.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
+
+
+def test_a_replica_that_reads_no_pages_gets_none_and_they_are_freed() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+            stream = front.submit(request(prompt=LONG))
+            await p.submitted()
+            d.die()
+            await until(lambda: len(front._roster.links) == 1)
+            hand_over(p)
+            first = await p.next(Submit | Drop)  # type: ignore[arg-type]
+            second = await p.next(Submit | Drop)  # type: ignore[arg-type]
+            assert isinstance(first, Submit)
+            assert first.transfer is None
+            assert second == Drop(name="x")
+            p.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
+
+
+def test_what_names_no_transfer_is_no_message() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+            stream = front.submit(request(prompt=LONG))
+            await p.submitted()
+            hand_over(p, b"[]")
+            assert "no message" in await p.refusal()
+            assert (await d.submitted()).transfer is None
+            d.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
 
     run(body())
 

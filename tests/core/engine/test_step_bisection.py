@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import weakref
+from array import array
 
 import pytest
 
@@ -13,10 +14,12 @@ from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.engine.step_bisection import StepBisection, forget_frames
 from foretoken.core.errors import EngineDead, ForetokenError, RankLost, is_out_of_memory
+from foretoken.core.interface.eviction import KvPack
 from foretoken.core.interface.output import StepOutput
-from foretoken.core.interface.plan import StepPlan
+from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION
 from foretoken.core.interface.request import Delta, FinishReason
+from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.scheduling.chunk_budget import LEAST_CHUNK, REGROWTH, num_step_tokens
 from support.fake_model import (
     Driver,
@@ -409,6 +412,50 @@ def test_a_tenant_pays_once_for_what_a_step_without_memory_did_not_get_to() -> N
         assert told == [answer(prompt, 8) for prompt in prompts]
         paid.append(engine.scheduler.waiting.counters[None])
     assert paid[0] == paid[1] == 3 * (200 + 7), "all of a prompt, and of the answer but its end"
+
+
+# -- packed KV ----------------------------------------------------------------------------------
+
+
+def packed_rows(name: str, num_rows: int) -> ScheduledRequest:
+    """Rows of a request that has 484 tokens, whose first 128 of the answer go before them."""
+    return ScheduledRequest(
+        request_id=name,
+        tokens=array("q", [1] * 600),
+        start=484,
+        stop=484 + num_rows,
+        page_ids=array("q", range((484 - 128 + num_rows + 15) // 16)),
+        sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=100),
+        num_evicted=128,
+        pack=KvPack(100, 484, 128),
+    )
+
+
+def test_a_packed_request_computes_a_token_at_least_however_little_memory_there_is() -> None:
+    """It would be planned with another order, and be packed twice."""
+    rows = [packed_rows(name, 40) for name in "abc"]
+    plan = StepPlan(requests=rows, newly_allocated_pages=array("q"))
+    bisection = StepBisection(plan, MemoryError())
+    computed: dict[str, ScheduledRequest] = {}
+    while (part := bisection.next()) is not None:
+        if num_step_tokens(part.requests) > LEAST_CHUNK + 2:
+            bisection.failed(part, MemoryError())
+        else:
+            bisection.passed()
+            computed |= {row.request_id: row for row in part.requests}
+    assert computed.keys() == {"a", "b", "c"}
+    assert not bisection.failing_requests
+    assert all(computed[row.request_id].pack is row.pack for row in rows), "the same order"
+
+
+def test_a_dummy_step_writes_into_the_last_page_of_a_packed_request() -> None:
+    row = packed_rows("a", 1)
+    plan = StepPlan(requests=[row], newly_allocated_pages=array("q"))
+    bisection = StepBisection(plan, RuntimeError("x"))
+    part = bisection.next()
+    assert part is not None
+    bisection.failed(part, RuntimeError("x"))
+    assert bisection.health_check(16).requests[0].page_ids[0] == row.page_ids[-1]
 
 
 # -- recurrent states -----------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Notes(PageServer):
     async def look(self) -> None:
         """Wait until the engine has looked once more."""
         self._looked.clear()
-        await self._looked.wait()
+        await asyncio.wait_for(self._looked.wait(), 10)
 
 
 class Serving:
@@ -85,9 +85,6 @@ def test_a_note_ends_a_transfer_and_others_are_ignored() -> None:
             assert len(serving.cache.transfers) == 1
             serving.notes.sent = [b"done " + held.name.encode()]
             await serving.wait_for_end()
-            desk = serving.engine._transfer_desk
-            assert desk is not None
-            assert desk._timer is None, "nothing is held, so nothing is awaited"
             await serving.hold("b")
             assert len(serving.cache.transfers) == 1
         assert len(serving.cache.transfers) == 0
@@ -111,6 +108,31 @@ def test_time_ends_a_transfer_while_the_engine_is_idle_unless_it_is_renewed() ->
             serving.now = 2 * SECONDS
             await serving.wait_for_end()
             assert serving.cache.transfers.ended == {"done": 0, "expired": 1}
+
+    asyncio.run(run())
+
+
+def test_readers_are_answered_until_no_parameters_are_good_any_more() -> None:
+    """One that came a second time, when nothing was held, got no answer and shunned the engine."""
+
+    async def run() -> None:
+        async with Serving() as serving:
+            desk = serving.engine._transfer_desk
+            assert desk is not None
+            assert desk._timer is None, "nothing was held yet"
+            held = await serving.hold()
+            serving.now = 20.0
+            serving.notes.sent = [b"done " + held.name.encode()]
+            await serving.wait_for_end()
+            serving.now += SECONDS - 1
+            await serving.notes.look()  # the reader that comes again
+            await serving.notes.look()
+            again = await serving.hold("b")
+            serving.notes.sent = [b"done " + again.name.encode()]
+            await serving.wait_for_end()
+            serving.now += SECONDS
+            await serving.notes.look()
+            assert desk._timer is None, "nobody can come any more"
 
     asyncio.run(run())
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from foretoken.core.errors import RankLost
-from foretoken.core.execution.ranks import TpDecoder
+from foretoken.core.errors import ModelLoadError, RankLost
+from foretoken.core.execution import ranks as ranks_module
+from foretoken.core.execution.ranks import Ranks, TpDecoder
 from foretoken.core.execution.tp_worker import (
+    HERE,
+    LOADED,
     batch_of,
     copy_message,
     pass_message,
@@ -138,3 +146,134 @@ def test_a_message_that_a_rank_cannot_compute_ends_it(folder: Path) -> None:
         serve_rank(theirs, rank)
     ours.close()
     serve_rank(theirs, rank)  # returns: rank 0 is gone
+
+
+# -- the start ------------------------------------------------------------------------------------
+
+
+class Process:
+    """A rank that does as a test says, in place of a process; ``code``: once it has ended."""
+
+    made: list[Process]
+
+    def __init__(
+        self, words: Sequence[str], *, pass_fds: Sequence[int], stdin: int, env: dict[str, str]
+    ) -> None:
+        self.channel = Connection(os.dup(pass_fds[0]))
+        self.code: int | None = None
+        self.made.append(self)
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.code or 0
+
+    def kill(self) -> None:
+        self.code = -9
+        self.channel.close()
+
+
+class Met:
+    """Rank 0's part of the sums."""
+
+    waits = False
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def wait_in_sums(self) -> None:
+        self.waits = True
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    monkeypatch.setattr(Process, "made", [], raising=False)
+    monkeypatch.setattr(ranks_module.subprocess, "Popen", Process)
+    monkeypatch.setattr(ranks_module, "GlooComm", Met)
+    return Process.made
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *words: bytes) -> None:
+    """Have each rank say these words when it starts."""
+    start = Ranks._start
+
+    def start_and_say(ranks: Ranks, job: dict[str, Any]) -> None:
+        start(ranks, job)
+        for word in words:
+            Process.made[-1].channel.send_bytes(word)
+
+    monkeypatch.setattr(Ranks, "_start", start_and_say)
+
+
+def test_the_place_where_ranks_meet_lasts_until_the_last_one_is_loaded(
+    processes: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, HERE)
+    ranks = Ranks(Path("model"), 3, {})
+    job = json.loads(processes[1].channel.recv_bytes())
+    folder = Path(job["folder"])
+    assert folder.is_dir(), "this rank may still look for the others"
+    for process in processes:
+        process.channel.send_bytes(LOADED)
+    ranks.wait_until_loaded()
+    assert not folder.exists()
+    ranks.end(at_once=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [((), "rank 1 did not start within"), ((HERE,), "could not load its part of the model within")],
+)
+def test_a_rank_that_says_nothing_is_not_waited_for_without_end(
+    processes: list[Process],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[bytes, ...],
+    told: str,
+) -> None:
+    monkeypatch.setattr(ranks_module, "START_SECONDS", 0.02)
+    monkeypatch.setattr(ranks_module, "LOAD_SECONDS", 0.02)
+    say(monkeypatch, *words)
+
+    def start() -> None:
+        ranks = Ranks(Path("model"), 2, {})
+        try:
+            ranks.wait_until_loaded()
+        finally:
+            ranks.end(at_once=True)
+
+    with pytest.raises(ModelLoadError, match=told):
+        start()
+    assert processes[0].code == -9
+
+
+def test_a_rank_that_ends_before_the_others_meet_it_is_not_waited_for(
+    processes: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    class Meeting(Met):
+        def __init__(self, *_: Any) -> None:
+            processes[0].code = 1
+            is_over.wait(30)
+
+    monkeypatch.setattr(ranks_module, "GlooComm", Meeting)
+    say(monkeypatch, HERE)
+    try:
+        with pytest.raises(ModelLoadError, match="rank 1 ended before"):
+            Ranks(Path("model"), 2, {})
+        assert not is_over.is_set()
+    finally:
+        is_over.set()
+
+
+def test_ranks_that_do_not_meet_are_a_model_that_cannot_be_loaded(
+    processes: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RankLost("the ranks did not meet: it took too long")
+
+    monkeypatch.setattr(ranks_module, "GlooComm", fail)
+    say(monkeypatch, HERE)
+    with pytest.raises(ModelLoadError, match="did not meet"):
+        Ranks(Path("model"), 2, {})
+    assert processes[0].code == -9

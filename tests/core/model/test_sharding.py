@@ -18,6 +18,7 @@ from foretoken.core.model.sharding import check_shards, shard_config
 from foretoken.core.ops.base import ExpertWeights, Gemma4Extras
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.quantize import QuantizedWeight, quantize_weight
+from foretoken.core.tiers.fingerprint import WeightsDigest
 from support.checkpoints import KINDS, make_checkpoint
 from support.gguf_files import write_gguf
 from support.quantized_checkpoints import quantize_checkpoint
@@ -86,6 +87,22 @@ def test_experts_of_a_gguf_file_whose_groups_cannot_be_cut_are_shared_out_whole(
     mlp = ranks[1].weights.layers[0].mlp
     assert isinstance(mlp, ExpertWeights)
     assert (mlp.first, len(mlp.experts)) == (4, 4)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "GGUF"])
+def test_rank_0_digests_experts_that_others_have(tmp_path: Path, kind: str) -> None:
+    """Models that differ in these alone have other fingerprints."""
+    options: dict[str, Any] = {}
+    if kind == "GGUF":
+        folder = make_checkpoint(tmp_path, "qwen3_moe", **WIDE, moe_intermediate_size=32)
+        folder = write_gguf(folder, tmp_path / "model.gguf", kind=GgmlType.Q8_0)
+        options = {"backend": "native"} if native_library() is not None else {}
+    else:
+        folder = checkpoint(tmp_path, kind, intermediate_size=37, moe_intermediate_size=37)
+    alone, of_rank_0 = WeightsDigest(), WeightsDigest()
+    load_decoder(folder, on_read=alone, **options)
+    load_decoder(folder, on_read=of_rank_0, comm=thread_comms(2)[0], **options)
+    assert of_rank_0.digest() == alone.digest()
 
 
 def test_weights_are_shared_out_and_the_output_matrix_is_rank_0s(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 
 from foretoken.core.errors import RankLost
+from foretoken.core.ops import parallel
 from foretoken.core.ops.parallel import in_rank_order, summed
 from support.rank_threads import gloo_comms, on_ranks, thread_comms
 
@@ -52,6 +55,14 @@ def test_a_rank_that_is_gone_ends_the_sum_of_the_others(tmp_path) -> None:
     del comms[1]
     with pytest.raises(RankLost, match="a rank is gone"):
         comms[0].sum(drawn(0), torch.float32)
+
+
+def test_a_sum_before_the_engine_starts_does_not_wait_without_end(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(parallel, "MEETING", timedelta(seconds=2))
+    comms = gloo_comms(tmp_path, 2)
+    with pytest.raises(RankLost, match=r"[Tt]imed out"):
+        comms[0].sum(drawn(0), torch.float32)
+    assert comms[1]._group is not None, "it was there all the time"
 
 
 def test_without_ranks_a_part_is_the_sum() -> None:

@@ -10,9 +10,10 @@ from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.eviction import EVERY, most_kv, next_packing, num_evicted
 from foretoken.core.interface.sampling import TokenSamplingParams
+from foretoken.core.scheduling.leases import release_kv
 from foretoken.core.scheduling.request_table import kv_budget_of
 from foretoken.core.scheduling.scheduler import draft_limits
-from support.fake_model import make_request, make_scheduler
+from support.fake_model import Driver, FakeRunner, make_request, make_scheduler
 
 PROMPT, BUDGET = 100, 256
 
@@ -116,3 +117,30 @@ def test_drafts_end_at_the_next_packing() -> None:
         request.tokens.extend([1] * (length - PROMPT))
         left = next_packing(PROMPT, BUDGET, length - 1) - length
         assert draft_limits([request], most) == [min(left, most)]
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_pages_that_may_be_packed_are_never_published_as_the_answers(num_more: int) -> None:
+    """The step of a packing may fail behind it, so that its tokens are not committed."""
+    scheduler = make_scheduler(num_pages=200, max_batch_tokens=1000)
+    request = make_request("a", [1] * PROMPT, max_tokens=500)
+    scheduler.add(request, 0.0)
+    scheduler.schedule(0.0)
+    request.kv_budget = BUDGET
+    request.tokens.extend([2] * (packings()[0] + 1 - PROMPT))
+    assert request.lease is not None
+    assert scheduler.cache.extend(request.lease, len(request.tokens))
+    request.num_computed = packings()[0] - 1 + num_more
+    release_kv(scheduler.cache, request)
+    cached = scheduler.cache.match_len(request.tokens)
+    assert cached == (PROMPT if num_more else packings()[0] - 4)
+
+
+def test_an_answer_that_could_not_be_read_leaves_none_of_its_pages_cached() -> None:
+    request = make_request("a", [1, 2, 3, 4, 5], on_token=lambda _: next(said))
+    said = iter([None] * 4)  # and then an error
+    driver = Driver(make_scheduler(), FakeRunner(4))
+    driver.add(request)
+    driver.run()
+    assert len(request.tokens) > 8
+    assert driver.scheduler.cache.match_len(request.tokens) == 4, "of the prompt alone"

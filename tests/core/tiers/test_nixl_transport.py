@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import threading
 from array import array
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from foretoken.core.interface.transfers import PageOffer, Region
+from foretoken.core.scheduling.page_loads import MEETING_SECONDS
 from foretoken.core.tiers import nixl_transport
 from foretoken.core.tiers.nixl_transport import NixlReader, NixlServer
 
@@ -94,19 +96,60 @@ def test_memory_that_was_not_registered_is_not_read_and_the_rest_still_is(
         assert reader.read_word(PageOffer("x", server.memory, b"", [], 0, 3)) == 3
 
 
-def test_a_peer_that_does_not_answer_is_given_up_and_its_buffer_is_not_used_again(
+def late_read(reader: NixlReader, server: NixlServer) -> PageOffer:
+    """Give up a read of a server that nobody polls."""
+    offer = PageOffer("x", server.memory, b"", [], 0, 3)
+    with pytest.raises(OSError, match="did not answer"):
+        reader.read_word(offer)
+    return offer
+
+
+def test_a_buffer_is_kept_until_the_read_that_was_given_up_has_ended(
     reader: NixlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A buffer was freed while a transfer could still write to it, and stayed registered."""
     monkeypatch.setattr(nixl_transport, "READ_SECONDS", 0.05)
     server = NixlServer([torch.ones(4, 8)], array("Q", [3]))
-    offer = PageOffer("x", server.memory, b"", [], 0, 3)
-    before = reader._buffer.data_ptr()
-    with pytest.raises(OSError, match="did not answer"):
-        reader.read_word(offer)  # nobody polls there
-    assert reader._buffer.data_ptr() != before
+    buffer = reader._buffer
+    buffer.zero_()
+    offer = late_read(reader, server)
+    assert reader._buffer is not buffer
+    assert [late.buffer for late in reader._late] == [buffer]
+    with pytest.raises(OSError, match="an earlier read"):
+        reader.read_word(offer)
+    assert len(reader._late) == 1, "a peer keeps one buffer, however often it is tried"
     monkeypatch.undo()
     with Polled(server):
         assert reader.read_word(offer) == 3
+    assert reader._late == []
+    assert buffer[-8] == 3, "it was written to behind its end"
+    with pytest.raises(Exception, match="NOT_FOUND"):
+        reader._agent.deregister_memory(reader._agent.get_reg_descs(buffer))
+
+
+def test_peers_that_never_answer_keep_a_bounded_number_of_buffers(
+    reader: NixlReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transport, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(nixl_transport, "MAX_LATE", 1)
+    hung, alive = (NixlServer([torch.ones(4, 8)], array("Q", [3])) for _ in range(2))
+    late_read(reader, hung)
+    offer = PageOffer("x", alive.memory, b"", [], 0, 3)
+    with Polled(alive), pytest.raises(OSError, match="1 peers have not answered"):
+        reader.read_word(offer)
+    hung.close()
+    monkeypatch.undo()
+    with Polled(alive):
+        for _ in range(100):  # until the lost connection is seen
+            with contextlib.suppress(OSError):
+                assert reader.read_word(offer) == 3
+                break
+        assert reader.read_word(offer) == 3
+
+
+def test_a_hung_peer_costs_less_than_requests_wait_for_a_meeting() -> None:
+    """The thread of all tiers waits for as long: it was 2 s, once for each try."""
+    assert nixl_transport.READ_SECONDS < MEETING_SECONDS
 
 
 def test_what_is_no_agent_is_an_error_of_the_peer(reader: NixlReader) -> None:

@@ -158,18 +158,25 @@ def test_a_peer_that_is_gone_is_left_alone_for_a_while_and_others_are_not() -> N
     assert None not in here.gets(1)
 
 
-def test_of_two_offers_of_one_prompt_either_may_end_first() -> None:
-    peer, here = Peer(), Here()
-    first, second = peer.offer(), peer.offer()
-    assert first.key == second.key
-    for offer in (first, second):
+@pytest.mark.parametrize("ends_first", [0, 1])
+def test_of_two_offers_of_one_prompt_either_may_end_first(ends_first: int) -> None:
+    peers, here = (Peer(), Peer()), Here()
+    offers = [peer.offer() for peer in peers]
+    assert offers[0].key == offers[1].key
+    for offer in offers:
         here.store.meet(offer)
-    assert here.store.find(keys_of(0)) == WHOLE
+        assert here.store.find(keys_of(0)) == WHOLE
+    assert len(here.store) == 2 * WHOLE
+    first, second = offers[ends_first], offers[1 - ends_first]
     here.store.end(first)
     assert None not in here.gets(0)
+    assert here.store.find(keys_of(0)) == WHOLE
+    here.store.renew()
     here.store.end(second)
-    peer.take_notes()
-    assert len(peer.cache.transfers) == 0
+    for peer in peers:
+        peer.take_notes()
+        assert len(peer.cache.transfers) == 0
+    assert (len(here.store), here.store._pages, here.store._keys) == (0, {}, {})
 
 
 def test_offers_are_renewed_and_a_closing_engine_ends_them() -> None:

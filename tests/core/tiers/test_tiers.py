@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from foretoken.core.tiers.keys import PageKeys, chain_keys, root_key, tag_of
+from foretoken.core.tiers.peer_store import PeerStore
 from foretoken.core.tiers.tiers import CLOSED_SECONDS, MAX_CLOSED_SECONDS, MAX_QUEUED, Tiers
 from foretoken.radix_cache import PrefixCache
 from foretoken.radix_cache.audit import run
 from support.fake_tiers import DictStore, failing
+from support.loopback import LoopbackReader
 
 PAGE_SIZE, NUM_PAGES, RECORD_BYTES = 2, 32, 8
 FINGERPRINT = b"unit"
@@ -41,13 +43,15 @@ class Rows:
 class Scene:
     """Tiers over a cache whose pages hold the bytes of their tokens."""
 
-    def __init__(self, *stores: DictStore) -> None:
+    def __init__(self, *stores: DictStore, peers: PeerStore | None = None) -> None:
         self.now = 0.0
         self.cache = PrefixCache(NUM_PAGES, PAGE_SIZE)
         self.keys = PageKeys(FINGERPRINT, NUM_PAGES, PAGE_SIZE)
         self.cache.tree.add_observer(self.keys)
         self.rows = Rows()
-        self.tiers = Tiers(self.cache.tree, self.keys, self.rows, stores, clock=lambda: self.now)
+        self.tiers = Tiers(
+            self.cache.tree, self.keys, self.rows, stores, peers, clock=lambda: self.now
+        )
 
     def serve(self, *tokens: int, namespace: str | None = None) -> array[int]:
         """Compute tokens and leave them in the cache; returns their pages."""
@@ -365,6 +369,25 @@ def test_two_late_loads_close_the_tier_that_the_thread_is_in() -> None:
     assert [each.is_open for each in scene.tiers.describe()] == [True, True], "it is in none"
     assert scene.load(1, 2, 3, 4) == 2, "and the next page is not asked for"
     assert [each.is_open for each in scene.tiers.describe()] == [True, False]
+
+
+class LatePeers(PeerStore):
+    """Pools of peers, of which one hangs: the loop's patience ends twice."""
+
+    scene: Scene
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        for _ in range(2):
+            self.scene.tiers.note_late()
+        return super().find(keys)
+
+
+def test_a_peer_that_hangs_closes_no_tier() -> None:
+    """The tier was closed as a whole, for up to ten minutes, and all other peers with it."""
+    peers = LatePeers(LoopbackReader(RECORD_BYTES), RECORD_BYTES)
+    peers.scene = scene = Scene(DictStore("host"), peers=peers)
+    scene.find(1, 2, 3, 4, 5)
+    assert [each.is_open for each in scene.tiers.describe()] == [True, True]
 
 
 # -- flushes --------------------------------------------------------------------------------------

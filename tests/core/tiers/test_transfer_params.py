@@ -191,6 +191,15 @@ def test_a_role_does_what_it_is_for() -> None:
     assert both.refused == {}
 
 
+def test_pages_of_a_transfer_without_a_reader_are_freed_by_its_name() -> None:
+    p = Side(gives=True)
+    name = p.params.write(computed(p))["remote_request_id"]
+    p.params.release("unknown")
+    assert len(p.cache.transfers) == 1
+    p.params.release(name)
+    assert len(p.cache.transfers) == 0
+
+
 def test_pages_of_an_answer_that_reaches_nobody_are_free() -> None:
     p = Side(gives=True)
     request = computed(p)

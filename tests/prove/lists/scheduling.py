@@ -16,8 +16,8 @@ MUTATIONS = (
     Mutation(
         "scheduler-drafts-behind-the-last-token",
         "draft_limits",
-        "request.max_len - len(request.tokens) - 1 for request",
-        "request.max_len - len(request.tokens) + 1 for request",
+        "min(request.max_len - 1, request.next_packing",
+        "min(request.max_len + 1, request.next_packing",
         ("test_the_last_token_of_an_answer_is_never_a_draft",),
         "I8: no draft lies behind max_tokens",
     ),

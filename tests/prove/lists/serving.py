@@ -45,7 +45,7 @@ MUTATIONS = (
         "StepExecutor._recover",
         "lost = may_have_lost_model(bisection.failure) and not bisection.num_passed",
         "lost = False",
-        ("test_a_gpu_that_is_lost_ends_the_engine_at_once_and_blames_nobody",),
+        ("test_a_model_that_is_lost_ends_the_engine_at_once_and_blames_nobody",),
         "a GPU that is lost ends the engine at once",
     ),
     Mutation(

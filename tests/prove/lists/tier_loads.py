@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "loads-begin-however-slow",
-        "PageLoads.begin",
+        "PageLoads._begin",
         "if now < self._tries_at:\n                return",
         "pass",
         ("test_a_load_that_takes_longer_than_computing_is_not_begun",),
@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "loads-never-tried-again",
-        "PageLoads.begin",
+        "PageLoads._begin",
         "if now < self._tries_at:",
         "if now >= 0.0:",
         ("test_a_store_that_was_slow_is_tried_again",),

@@ -98,6 +98,7 @@ def test_of_equal_experts_the_first_are_chosen(ops: NativeOps) -> None:
 
 def test_more_experts_than_there_is_room_for_are_refused(ops: NativeOps) -> None:
     weights = make_experts(ops, Routing(3), torch.float32)
-    many = ExpertWeights(weights.router, Routing(3), weights.experts * 100)
+    router = ops.pack_linear(torch.zeros(COUNT * 100, HIDDEN), plain=True)
+    many = ExpertWeights(router, Routing(3), weights.experts * 100)
     with pytest.raises(ModelLoadError, match="1024 experts"):
         ops.experts(torch.randn(1, HIDDEN), many)
