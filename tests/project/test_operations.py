@@ -321,6 +321,8 @@ def test_a_release_is_published_by_its_tag_without_a_stored_token() -> None:
     assert "tag" in jobs["publish"]["if"]
     text = (ROOT / ".github/workflows/release.yml").read_text()
     assert "secrets." not in text
+    others = [used for used in re.findall(r"uses: (\S+)", text) if not used.startswith("actions/")]
+    assert [used for used in others if not re.fullmatch(r"\S+@[0-9a-f]{40}", used)] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     tried = jobs["try"]["strategy"]["matrix"]["python-version"]
     named = [each.rpartition(" :: ")[2] for each in project["classifiers"] if ":: 3." in each]
