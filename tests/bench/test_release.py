@@ -44,7 +44,7 @@ def test_the_wheel_must_have_every_source_page_and_model() -> None:
 
 @IN_GIT
 def test_the_source_distribution_is_the_repository() -> None:
-    """Its own tests read workflows, and pages link to recorded results."""
+    """Git tracks no file that it lacks: its tests read workflows, pages link to recorded JSON."""
     files = FileList()
     files.allfiles = release.tracked()
     for line in (release.ROOT / "MANIFEST.in").read_text("utf-8").splitlines():
