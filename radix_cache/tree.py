@@ -184,7 +184,8 @@ class RadixTree:
         """
         leaves = list(self._index)
         if namespaces:
-            leaves = [leaf for leaf in leaves if leaf.namespace in namespaces]
+            named = frozenset(namespaces)
+            leaves = [leaf for leaf in leaves if leaf.namespace in named]
         return self._drop_upwards(leaves)
 
     def flush_below(self, match: Match) -> array[int]:
