@@ -33,12 +33,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 IN_WHEEL = (
-    "foretoken/py.typed",
-    "foretoken/api/server/ui/",
-    "foretoken/core/ops/native/step.c",
-    "foretoken/draft/training/builtin/target/model.safetensors",
+    "py.typed",
+    "core/*.c",
+    "core/*.h",
+    "api/*.html",
+    "draft/training/builtin",
+    ":!*.gitignore",
 )
-IN_SDIST = ("Makefile", "constraints.txt", "CHANGELOG.md", "tests/conftest.py", "docs/README.md")
 SDK = """
 from foretoken import LLM, SamplingParams
 with LLM("builtin", device="cpu") as llm:
@@ -80,10 +81,10 @@ def build(out: Path) -> tuple[Path, Path]:
     wheel, sdist = packages_of(out)
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     with zipfile.ZipFile(wheel) as packed:
-        check_has(wheel, packed.namelist(), IN_WHEEL)
+        check_has(wheel, packed.namelist(), [f"foretoken/{each}" for each in tracked(*IN_WHEEL)])
     with tarfile.open(sdist) as unpacked:
         names = [name.partition("/")[2] for name in unpacked.getnames()]
-    check_has(sdist, names, IN_SDIST)
+    check_has(sdist, names, tracked())
     return wheel, sdist
 
 
@@ -93,10 +94,16 @@ def packages_of(folder: Path) -> tuple[Path, Path]:
     return wheel, sdist
 
 
+def tracked(*patterns: str) -> list[str]:
+    """The files of the repository that match git's patterns, all of them by default."""
+    command = ["git", "ls-files", "-z", "--", *patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.split("\0")[:-1]
+
+
 def check_has(package: Path, names: Sequence[str], needed: Sequence[str]) -> None:
     """Exit where a package lacks a file."""
-    lacking = [each for each in needed if not any(name.startswith(each) for name in names)]
-    if lacking:
+    if lacking := sorted(set(needed) - set(names)):
         sys.exit(f"{package.name} lacks {', '.join(lacking)}")
     print(f"{package.name}: {len(names)} files, {package.stat().st_size / 1e6:.1f} MB", flush=True)
 
@@ -143,7 +150,7 @@ def try_readme(sdist: Path) -> None:
         (root,) = Path(folder).iterdir()
         with serving("make", "serve", cwd=root, last="ARGS=--port {port}"):
             pass
-        run("make", "test", "ARGS=tests/radix_cache tests/api/types", cwd=root)
+        run("make", "test", "ARGS=tests/radix_cache tests/api/types tests/project", cwd=root)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 import weakref
 from array import array
@@ -350,7 +351,8 @@ class Engine:
             logger.critical("the engine stops", exc_info=failure)
             self.failure, last = failure, EngineDead(STEPS_FAILED)
         finally:
-            self._end(last)
+            if not sys.is_finalizing():  # else no stream is read, and modules may be half gone
+                self._end(last)
 
     def _end(self, last: EngineDead | None) -> None:
         """End the streams first: writing a crash dump may take a while."""

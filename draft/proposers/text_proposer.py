@@ -1,8 +1,9 @@
 """TextProposer: a draft model with another tokenizer; it and the target meet in text.
 
 The draft model keeps token ids, pages and a prefix cache of its own for each request: its positions
-are not the target's. Text up to the last word is *settled*: its ids never change, so they alone are
-cached. The last word is encoded anew in each step, for it may have grown.
+are not the target's. Text up to the last word is *settled*: its ids are kept, so they alone are
+cached. The last word is encoded anew in each step, for it may have grown. A tokenizer that merges
+across words would give other ids, which can cost accepted tokens and nothing else.
 
 A draft is a greedy chain. Its text, behind the target's last tokens, is encoded by the target's
 tokenizer; what follows the tokens that are known is the draft. Noise is keyed by the target's ids,
@@ -20,6 +21,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from ...core.errors import InvalidRequest
 from ...core.execution.proposer import PageRows, VerifiedRequest
 from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
@@ -39,7 +41,7 @@ SOURCE = "text"
 READ_TOKENS = 1024  # of the target, whose text one step encodes at most over the whole batch
 MOST_OPEN = 256  # characters that may be encoded anew in each step: text without spaces is settled
 NUM_KNOWN = 8  # tokens of the target in front of a draft that are encoded along with it
-WORD_START = re.compile(r"(?<=\S) (?=\w)")  # where every tokenizer begins a token
+WORD_START = re.compile(r"(?<=\S) (?=\w)")  # most tokenizers begin a token there
 PRIOR, PRIOR_WEIGHT, MOST_WEIGHT = 0.6, 8.0, 200.0  # chance of a token; tokens that it counts for
 GREEDY = SamplingMetadata(params=TokenSamplingParams(temperature=0.0), seed=0, prompt_len=1)
 
@@ -59,7 +61,7 @@ class TokenText(Protocol):
         """The bytes of a token, empty where it stands for no text that the other side reads."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, as it stands behind other text."""
+        """Token ids of a text, as it stands behind other text. Raises `InvalidRequest`."""
 
 
 @dataclass(slots=True)
@@ -105,8 +107,8 @@ class TextProposer:
         self._grower = TreeGrower(decoder, pool, SOURCE)
         self.cache = PrefixCache(pool.num_pages, pool.page_size)
         self._readings: dict[str, _Reading] = {}  # by request
-        self._num_allocated = dict[int, int]()  # times that a first page of a request was allocated
-        self._drafted: dict[str, int] = {}  # tokens drafted in the step under way, by request
+        self._spaces: dict[int, str] = {}  # by the first page of the requests that share one
+        self._num_spaces = 0  # ever, for their names
         self._chances = {False: _Chance(), True: _Chance()}  # by whether tokens are sampled
 
     @property
@@ -124,21 +126,22 @@ class TextProposer:
         across the target's namespaces.
         """
         for request_id in request_ids:
-            self._drafted.pop(request_id, None)
             reading = self._readings.pop(request_id, None)
             if reading is not None and reading.lease is not None:
                 whole = min(len(reading.computed), len(reading.ids))
                 self.cache.release(reading.lease, reading.ids, whole)
-        for page_id in self._num_allocated.keys() & set(newly_allocated_pages):
-            self.cache.flush(self._space(page_id))
-            self._num_allocated[page_id] += 1
+        stale = [self._spaces.pop(each) for each in newly_allocated_pages if each in self._spaces]
+        if stale:
+            self.cache.flush(*stale)
 
     def _space(self, page_id: int) -> str:
-        return f"{page_id}.{self._num_allocated.setdefault(page_id, 0)}"
+        if page_id not in self._spaces:
+            self._spaces[page_id] = str(self._num_spaces)
+            self._num_spaces += 1
+        return self._spaces[page_id]
 
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
         """Encode new text, catch up within the window, then draft where all KV is there."""
-        self._drafted = {}
         readings, room = [], READ_TOKENS
         for scheduled in requests:
             reading = self._reading(scheduled)
@@ -162,10 +165,10 @@ class TextProposer:
     ) -> None:
         """Learn how often its tokens are accepted."""
         for each in verified:
-            num_drafted = self._drafted.pop(each.scheduled.request_id, 0)
-            if num_drafted and each.output.error is None:
+            draft = each.output.draft
+            if SOURCE in draft.sources and each.output.error is None:
                 is_sampled = each.scheduled.sampling.params.temperature > 0.0
-                self._chances[is_sampled].learn(len(each.output.path), num_drafted)
+                self._chances[is_sampled].learn(len(each.output.path), len(draft.token_ids))
 
     # -- text -----------------------------------------------------------------------------------
 
@@ -178,7 +181,10 @@ class TextProposer:
         return reading
 
     def _read(self, reading: _Reading, tokens: array[int], room: int) -> int:
-        """Encode at most ``room`` more of the target's tokens; returns how many."""
+        """Encode at most ``room`` more of the target's tokens; returns how many it tried.
+
+        Text that the tokenizer refuses stays unread, and the request without drafts.
+        """
         new = tokens[reading.num_read : reading.num_read + max(0, room)]
         if not new:
             return 0
@@ -187,8 +193,11 @@ class TextProposer:
         cut = starts[-1] if starts else 0
         if len(text) - cut > MOST_OPEN:
             cut = len(text)
-        settled = self._own.encode(text[:cut]) if cut else []
-        last_ids = self._own.encode(text[cut:]) if cut < len(text) else []
+        try:
+            settled = self._own.encode(text[:cut]) if cut else []
+            last_ids = self._own.encode(text[cut:]) if cut < len(text) else []
+        except InvalidRequest:
+            return len(new)
         # Not before: an encoder that fails has read nothing.
         num_same = min(len(reading.computed), len(reading.ids))
         reading.ids.extend(settled)
@@ -289,13 +298,12 @@ class TextProposer:
             return replace(known, survival=[0.0] * len(known.survival), note=note)
         if not token_ids:
             return replace(NO_DRAFT, note=note)
-        self._drafted[scheduled.request_id] = len(token_ids)
         return Draft(token_ids, (SOURCE,) * len(token_ids), survival=survival, note=note)
 
     def _translated(
         self, scheduled: ScheduledRequest, reading: _Reading, chain: Sequence[int]
     ) -> list[int]:
-        """The target's tokens for the text of a chain."""
+        """The target's tokens for the text of a chain; none where its tokenizer refuses that."""
         text = _whole_characters(self._text_of(chain))[0].encode()
         pending = _whole_characters(reading.open)[1]
         if len(text) <= len(pending):
@@ -303,11 +311,14 @@ class TextProposer:
         known = self._known(scheduled.tokens, len(pending))
         before = b"".join(map(self._target.piece, known))
         whole, broken = _whole_characters(before[: len(before) - len(pending)] + text)
-        if not broken and known:
-            token_ids = self._target.encode(whole)
-            if token_ids[: len(known)] == known:
-                return token_ids[len(known) :]
-        return [] if pending else self._target.encode(text.decode())
+        try:
+            if not broken and known:
+                token_ids = self._target.encode(whole)
+                if token_ids[: len(known)] == known:
+                    return token_ids[len(known) :]
+            return [] if pending else self._target.encode(text.decode())
+        except InvalidRequest:
+            return []
 
     def _text_of(self, chain: Sequence[int]) -> bytes:
         """The bytes of a chain up to its first token that stands for no text."""
@@ -315,7 +326,7 @@ class TextProposer:
         return b"".join(map(self._own.piece, chain[:end]))
 
     def _known(self, tokens: array[int], num_pending: int) -> list[int]:
-        """The target's last tokens, a few, from where its tokenizer begins a token for sure.
+        """The target's last tokens, a few, from where its tokenizer is likely to begin a token.
 
         That is a word, or the text behind a special token. Without one there are none; or those
         that reach back to the character whose first ``num_pending`` bytes are at the end.
@@ -351,8 +362,8 @@ class _Chance:
     def __init__(self) -> None:
         self._hits, self._tries = PRIOR * PRIOR_WEIGHT, PRIOR_WEIGHT
 
-    def learn(self, num_accepted: int, num_drafted: int) -> None:
-        num_tried = min(num_accepted + 1, num_drafted)
+    def learn(self, num_accepted: int, num_verified: int) -> None:
+        num_tried = min(num_accepted + 1, num_verified)
         fade = min(1.0, MOST_WEIGHT / (self._tries + num_tried))
         self._hits = (self._hits + num_accepted) * fade
         self._tries = (self._tries + num_tried) * fade

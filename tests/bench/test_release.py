@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from setuptools._distutils.filelist import FileList
 
 from foretoken.bench.lab import release
 from foretoken.bench.lab.release import check_has, main, packages_of, run, serving, write_sums
@@ -22,22 +23,42 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
+IN_GIT = pytest.mark.skipif(not (release.ROOT / ".git").exists(), reason="no checkout of git")
+
+
 def test_a_package_that_lacks_a_file_stops_the_release(tmp_path: Path) -> None:
     package = tmp_path / "x.whl"
     package.write_bytes(b"x")
-    check_has(package, ["a/b.py", "c.txt"], ("a/", "c.txt"))
+    check_has(package, ["a/b.py", "c.txt"], ("a/b.py", "c.txt"))
     with pytest.raises(SystemExit, match=r"x\.whl lacks d\.c"):
-        check_has(package, ["a/b.py"], ("a/", "d.c"))
+        check_has(package, ["a/b.py", "d.cc"], ("a/b.py", "d.c"))
 
 
-def test_what_the_packages_must_have_is_there() -> None:
-    for name in (*release.IN_SDIST, *release.IN_WHEEL):
-        assert (release.ROOT / name.removeprefix("foretoken/")).exists(), name
-    manifest = (release.ROOT / "MANIFEST.in").read_text("utf-8").split()
-    assert {"Makefile", "constraints.txt", "docs", "tests"} <= set(manifest)
-    listed = [name for name in manifest if name.endswith((".md", ".yaml", ".yml", ".cuda", ".txt"))]
-    assert listed
-    assert [name for name in listed if not (release.ROOT / name).exists()] == []
+@IN_GIT
+def test_the_wheel_must_have_every_source_page_and_model() -> None:
+    needed = release.tracked(*release.IN_WHEEL)
+    kinds = {Path(name).suffix for name in needed}
+    assert {".c", ".h", ".html", ".safetensors", ".typed"} <= kinds
+    assert len(needed) > 50
+
+
+@IN_GIT
+def test_the_source_distribution_is_the_repository() -> None:
+    """Git tracks no file that it lacks: its tests read workflows, pages link to recorded JSON."""
+    files = FileList()
+    files.allfiles = release.tracked()
+    for line in (release.ROOT / "MANIFEST.in").read_text("utf-8").splitlines():
+        if line and not line.startswith("#"):
+            files.process_template_line(line)
+    by_packages = {
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        *release.tracked(*release.IN_WHEEL),
+    }
+    code = {name for name in files.allfiles if name.endswith(".py")}
+    assert set(files.allfiles) - set(files.files) - by_packages - code == set()
 
 
 def test_checksums_are_read_by_the_usual_command(tmp_path: Path) -> None:

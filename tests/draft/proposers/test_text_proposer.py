@@ -11,8 +11,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from foretoken.core.errors import InvalidRequest
 from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.execution.proposer import VerifiedRequest
 from foretoken.core.interface.draft import Draft, DraftPlan
+from foretoken.core.interface.output import RequestOutput
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import (
@@ -220,7 +223,59 @@ def test_a_page_that_changes_hands_takes_what_is_cached_behind_it_along(pair) ->
     assert proposer.cache.num_hits == num_hits
     held = {node.namespace for node in proposer.cache.tree.nodes()}
     assert proposer._readings["d"].space in held
-    assert "0.1" not in held, "what c left is flushed"
+    assert "1" not in held, "what c left is flushed"
+
+
+def test_pages_that_change_hands_cost_one_look_at_the_cache(pair, monkeypatch) -> None:
+    """Each look passes over all leaves of the cache, in the model thread."""
+    proposer, flushed = proposer_of(pair[0]), list[Sequence[str | None]]()
+    for page_id in range(3):
+        row = replace(row_of(prompt_of(12)), request_id=str(page_id))
+        proposer.propose([replace(row, page_ids=row.page_ids[page_id:])])
+    monkeypatch.setattr(proposer.cache, "flush", lambda *spaces: flushed.append(spaces))
+    proposer.forget(["0", "1", "2"], row_of([]).page_ids)
+    proposer.forget([], row_of([]).page_ids)
+    assert [len(each) for each in flushed] == [3]
+
+
+class Refusing(Letters):
+    """A tokenizer that refuses texts with one of its tokens."""
+
+    refused = chr(FIRST + 9)
+
+    def encode(self, text: str) -> list[int]:
+        if self.refused in text:
+            raise InvalidRequest("for this test")
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("side", ["target", "own"])
+def test_a_text_that_a_tokenizer_refuses_costs_the_drafts_of_its_request_alone(pair, side) -> None:
+    other, prompt = prompt_of(12), [7, 8, 9] if side == "own" else prompt_of(12, 1)
+    row = replace(row_of(other), request_id="b")
+    bad = Refusing()
+    if side == "target":  # refuses what it is to draft
+        first, *_ = drafted(proposer_of(pair[0]), row_of(prompt))
+        bad.refused = chr(FIRST + first)
+        assert first not in other
+    proposer = proposer_of(pair[0], **{side: bad})
+    for _ in range(3):
+        drafts = proposer.propose([row_of(prompt), row])
+        assert not drafts[0].token_ids
+    assert drafts[1].token_ids
+
+
+def test_of_a_draft_that_was_cut_only_what_was_verified_was_tried(pair) -> None:
+    proposer, row = proposer_of(pair[0]), row_of(prompt_of(12))
+    (draft,) = proposer.propose([row])
+    assert len(draft.token_ids) == 4
+    before = proposer._chances[False].survival(1)[0]
+    output = RequestOutput(request_id="a", token_ids=[1, 2], draft=draft.first(1), path=[0])
+    nothing: Any = None
+    proposer.observe(nothing, nothing, [VerifiedRequest(row, [0, 1], output)])
+    learnt = proposer._chances[False]
+    assert learnt._tries == text_proposer.PRIOR_WEIGHT + 1, "one token of four"
+    assert learnt.survival(1)[0] > before
 
 
 def row_of(tokens: Sequence[int], max_draft: int = 4, **form: object) -> ScheduledRequest:
