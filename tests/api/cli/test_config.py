@@ -53,7 +53,8 @@ def sample(each: Setting) -> str:
     if each.metavar == "URL":
         return "http://collector:4318"
     is_text = not each.kinds & {int, float}
-    return "/x" if is_text else f"{max(each.least, 1) if each.most > 1 else 0.125:g}"
+    number = max(each.least, 1) if each.most > 1 else 0.125
+    return "/x" if is_text else f"{number + (number == each.default):g}"
 
 
 # -- every setting ------------------------------------------------------------------------------
