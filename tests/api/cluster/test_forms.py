@@ -180,8 +180,8 @@ def test_an_error_comes_back_with_its_class_and_its_fields(error: Exception) -> 
 
 
 def test_there_is_an_error_of_each_class_that_an_engine_or_a_route_raises() -> None:
-    """`ClientGone` and `UpdateUnderWay` are of the front alone, and `RankLost` ends an engine, whose
-    requests get `EngineDead`: they never cross.
+    """`ClientGone` and `UpdateUnderWay` are of the front alone, and `RankLost` ends an engine, so
+    that requests get `EngineDead`: they never cross.
     """
     defined = {
         each
