@@ -42,6 +42,7 @@ Label = Annotated[str, Meta(max_length=1024)]  # it is remembered beyond its req
 Name = Annotated[str, Meta(max_length=256)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+KvBudget = Annotated[int, Meta(ge=256, le=MAX_INT)]
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_N)]
 One = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 1})]  # checked with a reason
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
@@ -90,7 +91,7 @@ class Sampling(Struct, kw_only=True):
     top_k: TopK | None = None
     min_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    kv_budget: Count | None = None
+    kv_budget: KvBudget | None = None
     min_tokens: Count | None = None
     stop_token_ids: StopIds | None = None
     allowed_token_ids: AllowedIds | None = None

@@ -339,8 +339,10 @@ class ModelRunner:
     ) -> ForwardOutput:
         draws = layout.sampling_plan(batch.num_logits) if self._chooses_on_device else None
         # The taps of a proposer that was given up stay: a GPU's graphs were captured with them.
-        hidden = self.decoder.config.hidden_size
-        inputs, behind = image_rows(layout, batch, self.vision, hidden)
+        inputs, behind = None, None
+        if any([scheduled.images for scheduled in layout.requests]):  # noqa: C419 - faster
+            hidden = self.decoder.config.hidden_size
+            inputs, behind = image_rows(layout, batch, self.vision, hidden)
         wanted = Wanted(draws, self._taps, on_kernels_started, inputs, behind)
         output = self.decoder.forward(batch, self.pool, wanted)
         if (

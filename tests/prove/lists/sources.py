@@ -24,7 +24,7 @@ MUTATIONS = (
     Mutation(
         "suffix-flush-misses-the-default-namespace",
         "SuffixSource.flush",
-        "if not namespaces or history.scope in namespaces:",
+        "if history.scope in flushed:",
         "if history.scope in namespaces:",
         ("test_a_flush_forgets_the_answers_of_the_named_namespaces",),
         "a flush of all forgets all",

@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "tree-flush-forgets-its-namespace",
         "RadixTree.flush",
-        "[leaf for leaf in leaves if leaf.namespace in namespaces]",
-        "[leaf for leaf in leaves if leaf]",
+        "[leaf for leaf in self._index if leaf.namespace in flushed]",
+        "[leaf for leaf in self._index if leaf]",
         ("test_flush_of_one_namespace_leaves_the_others",),
         "one tenant's flush leaves the others",
     ),
