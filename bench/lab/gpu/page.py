@@ -79,7 +79,8 @@ def _section(result: Result) -> str:
     """Title, verdict, tables, notes and what went wrong."""
     parts = [
         f"## {result.title}\n",
-        f"`{result.command}`: {result.status}, {result.seconds:.0f} s.\n",
+        f"`{result.command}`: {result.status}, {result.seconds:.0f} s "
+        f"([JSON](../bench/results/gpu-{result.stage}.json)).\n",
     ]
     for title, rows in result.tables.items():
         parts.append(f"### {title}\n\n{_table(rows)}\n")
