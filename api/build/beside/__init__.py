@@ -1,1 +1,1 @@
-"""What is built beside the target: the model that drafts, and what keeps KV beyond a request."""
+"""Parts beside the target: the model that drafts, and the cache that keeps KV of prompts."""
