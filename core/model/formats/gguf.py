@@ -116,7 +116,7 @@ class GgufFile:
 
     @property
     def types(self) -> dict[str, int]:
-        """How many matrices have which quantised type."""
+        """Number of matrices of each quantised type."""
         found: dict[str, int] = {}
         for tensor in self._tensors.values():
             if len(tensor.shape) > 1:
