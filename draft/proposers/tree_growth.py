@@ -57,7 +57,7 @@ class _Ranking(NamedTuple):
 
 
 def _prices(plan: DraftPlan) -> list[float]:
-    """Tokens that 0, 1, ... ``max_draft`` nodes must bring; past those known, each the last step."""
+    """Tokens that 0, 1, ... ``max_draft`` nodes must bring; beyond the known prices as the last."""
     known = plan.row_prices[: plan.max_draft]
     if not known:
         return [0.0] * (plan.max_draft + 1)
