@@ -94,7 +94,7 @@ def linear_constants(
 
 
 def linear_options(launch: LinearLaunch) -> dict[str, int]:
-    """Options of the compiled `linear_kernel`: fused additions, for float32 on tensor cores too."""
+    """Options to compile `linear_kernel` with: fused additions, as tensor cores add float32."""
     return {
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
