@@ -13,9 +13,14 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeLiteConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -128,6 +133,94 @@ def qwen3_moe_1b() -> Qwen3MoeConfig:
     )
     config.head_dim = 64  # OpenVINO's converter asks for it
     return config
+
+
+def qwen35_08b() -> Qwen3_5TextConfig:
+    """The shape of Qwen3.5-0.8B: three layers of the delta rule, then one of attention."""
+    return Qwen3_5TextConfig(**_QWEN35, intermediate_size=3584, num_hidden_layers=24)
+
+
+def qwen35_moe_1b() -> Qwen3_5MoeTextConfig:
+    """Qwen3.6-35B-A3B in small: 16 of its 40 layers, 32 experts of which a token uses 4."""
+    return Qwen3_5MoeTextConfig(
+        **_QWEN35 | {"vocab_size": 32768},
+        num_hidden_layers=16,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    )
+
+
+_QWEN35: dict[str, Any] = {
+    "vocab_size": 248320,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+def lfm2_1b() -> Lfm2Config:
+    """The shape of LFM2-1.2B: short convolutions, and six layers of attention."""
+    attention = (2, 5, 8, 10, 12, 14)
+    kinds = ["full_attention" if index in attention else "conv" for index in range(16)]
+    return Lfm2Config(
+        vocab_size=65536,
+        hidden_size=2048,
+        intermediate_size=12288,
+        num_hidden_layers=16,
+        layer_types=kinds,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+    )
+
+
+def granite4h_1b() -> GraniteMoeHybridConfig:
+    """The shape of Granite 4.0 H 1B: Mamba-2, and four layers of attention without positions."""
+    kinds = ["attention" if index in (5, 15, 25, 35) else "mamba" for index in range(40)]
+    return GraniteMoeHybridConfig(
+        vocab_size=100352,
+        hidden_size=1536,
+        intermediate_size=4096,
+        shared_intermediate_size=4096,
+        num_hidden_layers=40,
+        layer_types=kinds,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        attention_multiplier=1 / 128,
+        embedding_multiplier=12.0,
+        logits_scaling=6.0,
+        residual_multiplier=0.22,
+        position_embedding_type="nope",
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+
+
+def glm_flash_1b() -> Glm4MoeLiteConfig:
+    """GLM-4.7-Flash in small: 16 of its 47 layers with latent attention, 16 experts."""
+    return Glm4MoeLiteConfig(
+        vocab_size=32768,
+        hidden_size=1024,
+        intermediate_size=3072,
+        moe_intermediate_size=512,
+        num_hidden_layers=16,
+        mlp_layer_types=["dense"] + ["sparse"] * 15,
+        n_routed_experts=16,
+        max_position_embeddings=8192,
+    )
 
 
 def write_config(folder: Path, config: PretrainedConfig) -> Path:

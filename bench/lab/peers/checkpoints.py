@@ -30,7 +30,18 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from ....api.build.model_files import BUILTIN, checked_smollm2
 from ....api.text.gguf_tokenizer import load_gguf_tokenizer
 from ...common.real_tasks import prompts
-from ...common.shapes import llama32_1b, qwen3_06b, qwen3_moe_1b, qwen25_05b, write_pair
+from ...common.shapes import (
+    glm_flash_1b,
+    granite4h_1b,
+    lfm2_1b,
+    llama32_1b,
+    qwen3_06b,
+    qwen3_moe_1b,
+    qwen25_05b,
+    qwen35_08b,
+    qwen35_moe_1b,
+    write_pair,
+)
 
 HOME = Path(os.environ.get("FORETOKEN_PEERS", ".venv-peers")).resolve()
 """Folder of environments and checkpoints; by default in the working folder."""
@@ -73,10 +84,11 @@ class Shape:
     def experts(self) -> Experts | None:
         """Experts of a mixture that has them in all layers; None: there are none."""
         config = self.config()
-        count = getattr(config, "num_experts", None)
+        count = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
         if not count:
             return None
-        params = 3 * count * config.num_hidden_layers * config.moe_intermediate_size * self.width
+        kinds = getattr(config, "mlp_layer_types", None) or ["sparse"] * config.num_hidden_layers
+        params = 3 * count * kinds.count("sparse") * config.moe_intermediate_size * self.width
         return Experts(count, config.num_experts_per_tok, params)
 
     def text(self) -> list[int]:
@@ -97,6 +109,21 @@ class Shape:
         write_pair(self.folder, self.config(), torch.bfloat16, eps=self.eps)
         for part in ("target", "draft"):
             _tokenizer().save_pretrained(self.folder / part)
+        return self.folder
+
+
+class Alone(Shape):
+    """A model without a draft that agrees: of a kind whose layers are of several kinds."""
+
+    def write(self) -> Path:
+        """Make ``target``, unless it is there."""
+        target = self.folder / "target"
+        if not (target / "config.json").is_file():
+            torch.manual_seed(0)
+            build: Any = AutoModelForCausalLM
+            model = build.from_config(self.config(), dtype=torch.bfloat16)
+            _tokenizer().save_pretrained(target)
+            model.save_pretrained(target)
         return self.folder
 
 
@@ -174,6 +201,11 @@ SHAPES: dict[str, Shape] = {
         Shape("llama-3.2-1b", llama32_1b),
         Shape("0.6b", qwen3_06b),
         Shape("moe-1b", qwen3_moe_1b),
+        Alone("qwen35-0.8b", qwen35_08b),
+        Alone("qwen35-moe-1b", qwen35_moe_1b),
+        Alone("lfm2-1b", lfm2_1b),
+        Alone("granite4h-1b", granite4h_1b),
+        Alone("mla-1b", glm_flash_1b),
         Shape("450m", partial(_small, 8192), eps=0.013),
         Shape("tiny", partial(_small, 2048, num_layers=4, width=256)),
         Builtin("builtin", partial(AutoConfig.from_pretrained, str(BUILTIN / "target"))),

@@ -1,14 +1,19 @@
 """The checkpoint as llama.cpp reads it: ``gguf/int8.gguf`` or ``gguf/bf16-draft.gguf``, as asked.
 
 A Qwen2, Qwen3 or Llama in bfloat16 is written as it is, without a vocabulary (the workers speak
-token ids); what was a GGUF file at first, llama.cpp widens itself. The other forms are made from
-that by its own quantiser.
+token ids); other families by llama.cpp's own converter, which is in the source of
+llama-cpp-python; what was a GGUF file at first, llama.cpp widens itself. The other forms are made
+from that by its own quantiser.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +80,8 @@ def _write(source: Path, out: Path) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     family = config["model_type"]
     if family not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
-        raise SystemExit(f"{source}: {family} is not converted here")
+        _write_by_llama_cpp(source, out)
+        return
     writer = gguf.GGUFWriter(out, family.replace("_", ""))
     _write_shape(writer, config)
     for name, tensor in _stacked(_tensors(source / "model.safetensors")):
@@ -90,6 +96,30 @@ def _write(source: Path, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _write_by_llama_cpp(source: Path, out: Path) -> None:
+    """Convert any family that llama.cpp's converter knows, in a process with its own ``gguf``."""
+    home = _source()
+    path = os.pathsep.join((str(home), str(home / "gguf-py")))
+    script = Path(__file__).with_name("convert_bare.py")
+    command = [sys.executable, str(script), str(source), str(out)]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
+
+
+def _source() -> Path:
+    """Folder of llama.cpp's source, fetched once into the environment."""
+    home = Path(sys.prefix, "source")
+    name = f"llama-cpp-python=={llama_cpp.__version__}"
+    if not home.is_dir():
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
+        only = ["--no-deps", "--no-binary", ":all:", "--dest", sys.prefix, name]
+        subprocess.run([*pip, *only], check=True)
+        (archive,) = Path(sys.prefix).glob("llama_cpp_python-*.tar.gz")
+        with tarfile.open(archive) as files:
+            files.extractall(home, filter="data")
+    (found,) = home.glob("*/vendor/llama.cpp")
+    return found
 
 
 def _neighbours(weight: Any, head_dim: int) -> Any:  # noqa: ANN401 - an array

@@ -123,14 +123,27 @@ def _text(batch: int) -> tuple[Row, ...]:
     )
 
 
-def _shape(shape: str, title: str, *, prefill: tuple[float, float] = (0.9, 1.0)) -> tuple[Row, ...]:
+def _shape(
+    shape: str,
+    title: str,
+    *,
+    prefill: tuple[float, float] = (0.9, 1.0),
+    batches: tuple[int, ...] = (1, 8),
+) -> tuple[Row, ...]:
     """Rows that measure the kernels with one more shape."""
     setting = Setting(shape)
-    return (
-        _decode(f"{shape}-1", f"{title}, decode, batch 1", setting, (1.0, 1.15), batch=1),
-        _decode(f"{shape}-8", f"{title}, decode, batch 8", setting, (1.0, 1.2), batch=8),
-        _prefill(f"{shape}-512", f"{title}, prefill 512", setting, prefill, prompt_len=512),
+    decodes = (
+        _decode(
+            f"{shape}-{batch}",
+            f"{title}, decode, batch {batch}",
+            setting,
+            (1.0, 1.15 if batch == 1 else 1.2),
+            batch=batch,
+        )
+        for batch in batches
     )
+    last = _prefill(f"{shape}-512", f"{title}, prefill 512", setting, prefill, prompt_len=512)
+    return (*decodes, last)
 
 
 def _builtin(name: str, title: str, setting: Setting, *only: str) -> Row:
@@ -159,6 +172,11 @@ ROWS = (
     *_shape("qwen2.5-0.5b", "Qwen2.5-0.5B"),
     *_shape("llama-3.2-1b", "Llama-3.2-1B"),
     *_shape("moe-1b", "Qwen3-MoE, 0.9B", prefill=(1.0, 1.2)),
+    *_shape("qwen35-0.8b", "Qwen3.5-0.8B", prefill=(0.9, 1.3)),
+    *_shape("qwen35-moe-1b", "Qwen3.6-MoE, 0.9B", prefill=(1.0, 1.2)),
+    *_shape("lfm2-1b", "LFM2-1.2B", prefill=(0.9, 1.2), batches=(1,)),
+    *_shape("granite4h-1b", "Granite 4 H 1B", prefill=(0.9, 1.2), batches=(1,)),
+    *_shape("mla-1b", "GLM-4.7-Flash, small", prefill=(1.0, 1.15)),
     _decode("decode-1-bf16", "decode, batch 1, bf16", _BF16, (1.0, 1.15), batch=1),
     _decode("decode-8-bf16", "decode, batch 8, bf16", _BF16, (1.0, 1.2), batch=8),
     _prefill("prefill-512-bf16", "prefill 512, bf16", _BF16, (0.9, 1.0), prompt_len=512),

@@ -1,0 +1,35 @@
+"""A checkpoint in bfloat16 by llama.cpp's own converter, without a vocabulary.
+
+Run by convert_llama_cpp.py with that converter and its ``gguf`` on the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+
+def convert(source: Path, out: Path) -> None:
+    """Write ``out``; MTP layers are left out."""
+    conversion: Any = importlib.import_module("conversion")
+    gguf: Any = importlib.import_module("gguf")
+    hparams = conversion.ModelBase.load_hparams(source, is_mistral_format=False)
+    architecture = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
+    found = conversion.get_model_class(architecture)
+
+    def set_vocab(model: Any) -> None:  # noqa: ANN401 - a converter
+        model.gguf_writer.add_tokenizer_model("none")
+        model.gguf_writer.add_vocab_size(hparams["vocab_size"])
+
+    bare = {"model_arch": found.model_arch, "set_vocab": set_vocab, "no_mtp": True}
+    converter = type(found.__name__, (found,), bare)
+    converter(source, gguf.LlamaFileType.MOSTLY_BF16, out).write()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    convert(**vars(parser.parse_args()))
