@@ -269,7 +269,7 @@ class Bench:
                 if isinstance(self.decoder.ops, AttentionEviction):
                     self.decoder.ops = self.decoder.ops._ops
                 policy = AttentionEviction(self.decoder)
-                self.decoder.ops = policy  # type: ignore[assignment]
+                self.decoder.ops = policy
             case "by lot":
                 policy = RandomEviction(1)
         return forced(self.decoder, text.tokens, policy, budget)
