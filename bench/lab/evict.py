@@ -166,7 +166,7 @@ def make_text(pool: Sequence[int], ids: Callable[[str], list[int]], seed: int, s
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """Of each token behind the first: negative log-likelihood, and whether it was the argmax."""
+    """Figures of each token behind the first: its loss, and whether it was the argmax."""
 
     losses: Tensor
     is_right: Tensor

@@ -19,7 +19,7 @@ PART = 48  # tokens of a part, whole pages; worth a load here
 
 
 def part_of(apart: Apart, num_tokens: int = PART) -> PageOffer:
-    """What P offers while it computes: the first pages of its prompt."""
+    """Offer the first pages of a prompt, as P does while it computes the rest."""
     held = apart.locks.hold(apart.p_tokens, num_tokens)
     assert held is not None
     keys = [*chain_keys(root_key(b"fake", None), apart.p_tokens, PAGE_SIZE)]
