@@ -1,7 +1,7 @@
 """A cluster under a trace, in virtual time: the real scheduler, prefix cache, tiers and routing.
 
-``foretoken bench plan --trace FILE --replicas 1,2,4``. Steps take what the cost model measured on
-an engine of the model: here and now, or earlier in a file (``--costs``). Requests do not draft.
+``foretoken bench plan --trace FILE --replicas 1,2,4 [--prefill N --decode M]``. Steps take what the
+cost model measured on an engine of the model: here and now, or earlier in a file (``--costs``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from .load.corpus import id_corpus
 from .load.figures import parse_slo
 from .load.report import out_path
 from .load.trace import TRACE
-from .load.workloads import Scene, above_zero, positive
+from .load.workloads import Scene, above_zero, natural, positive
 from .planning.cluster import Figures, Shape, planned
-from .planning.costs import StepCosts, measured_costs, read_costs, write_costs
+from .planning.costs import GB, StepCosts, measured_costs, read_costs, write_costs
+from .planning.drafts import Drafts
 from .planning.replica import Tier
 
 ABOUT = (
@@ -37,7 +38,6 @@ ABOUT = (
 )
 EXIT_USAGE = 2
 DEFAULT_KV = "2GiB"
-GB = 1e9
 
 
 def _size(text: str) -> int:
@@ -67,7 +67,14 @@ def _parser() -> Parser:
     TRACE.add_flags(parser)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the prompts, and of a synthetic trace")
-    add("--replicas", type=_counts, default=[1], metavar="N,N,..", help="numbers of replicas")
+    add("--replicas", type=_counts, metavar="N,N,..",
+        help="numbers of replicas (1; with --prefill and --decode: as many as these)")  # fmt: skip
+    add("--prefill", type=positive, metavar="N",
+        help="one more plan: replicas that compute prompts for those of --decode")  # fmt: skip
+    add("--decode", type=positive, metavar="M",
+        help="replicas that read those prompts and compute the answers")  # fmt: skip
+    add("--transfer-rate", type=above_zero, default=10.0, metavar="GB/S",
+        help="rate at which a replica reads pages of another one")  # fmt: skip
     add("--kv-memory", type=_size, default=DEFAULT_KV, metavar="SIZE",
         help="memory of each replica's KV pool")  # fmt: skip
     add("--kv-host", type=_size, metavar="SIZE", help="host memory of each replica for KV pages")
@@ -80,8 +87,17 @@ def _parser() -> Parser:
         help="choice of the replica, as in foretoken serve --route")  # fmt: skip
     add("--max-running", type=positive, metavar="N",
         help="requests that run at a time in a replica (as in the measured engine)")  # fmt: skip
+    add("--draft-depth", type=natural, default=0, metavar="K",
+        help="draft tokens of each request in a step")  # fmt: skip
+    add("--tokens-per-step", type=above_zero, default=1.0, metavar="X",
+        help="mean tokens that a request gains by a step with such drafts, 1 to K + 1")  # fmt: skip
+    add("--draft-ms", type=float, default=0.0, metavar="MS",
+        help="time that proposing takes in a step (look-ups: next to none)")  # fmt: skip
     add("--arrival-ms", type=float, default=0.0, metavar="MS",
         help="time from a client to an engine's queue, which first tokens take longer")  # fmt: skip
+    add("--pace", type=above_zero, default=1.0, metavar="X",
+        help="factor by which steps take longer than measured, as where replicas, front and "
+        "clients share cores")  # fmt: skip
     add("--slo", type=_slo, default={},
         help="limits in ms that a good request keeps, such as ttft=500,itl=50")  # fmt: skip
     add("--model", metavar="MODEL", help="model whose steps are measured, as for foretoken serve")
@@ -97,10 +113,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Plan, print the table, write JSON and plots; the process's exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if (args.prefill is None) != (args.decode is None):
+        parser.error("--prefill and --decode need each other")
     if args.plots is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plots needs matplotlib: pip install 'foretoken[bench]'")
     try:
-        costs = _costs(args)
+        costs = _costs(args).slower(args.pace)
         scene = _scene(args, costs)
         plans = [each for shape in _shapes(args, costs) for each in _planned(costs, shape, scene)]
     except (ForetokenError, OSError, ValueError) as error:
@@ -147,9 +165,26 @@ def _shapes(args: argparse.Namespace, costs: StepCosts) -> list[Shape]:
         max_running=args.max_running or costs.max_running,
         route=args.route,
         arrival_s=args.arrival_ms / 1e3,
+        drafts=Drafts(
+            depth=args.draft_depth,
+            tokens_per_step=args.tokens_per_step,
+            seconds=args.draft_ms / 1e3,
+        ),
+        transfer_s=costs.page_bytes / (args.transfer_rate * GB),
     )
     kinds = [plain] if not tiers else [plain, replace(plain, tiers=tiers)]
-    return [replace(kind, num_replicas=count) for count in args.replicas for kind in kinds]
+    return [
+        replace(kind, num_replicas=count, num_prefill=num_prefill)
+        for count, num_prefill in _counts_of(args)
+        for kind in kinds
+    ]
+
+
+def _counts_of(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Numbers of replicas to plan, and of those for prompts: those without roles first."""
+    apart = [] if args.prefill is None else [(args.prefill + args.decode, args.prefill)]
+    alike = args.replicas or [count for count, _ in apart] or [1]
+    return [*((count, 0) for count in alike), *apart]
 
 
 def _planned(costs: StepCosts, shape: Shape, scene: Scene) -> list[Figures]:
@@ -162,12 +197,18 @@ def _planned(costs: StepCosts, shape: Shape, scene: Scene) -> list[Figures]:
 # -- output -------------------------------------------------------------------------------------
 
 
+def replicas_of(figures: Figures) -> str:
+    """Number of replicas, by what they do."""
+    number, prefill = figures["replicas"], figures["prefill"]
+    return f"{prefill} prefill, {number - prefill} decode" if prefill else str(number)
+
+
 def row(figures: Figures) -> dict[str, object]:
     """A line of the table."""
     first, gap = figures["ttft_ms"] or {}, figures["itl_ms"] or {}
     prompt = figures["prompt_tokens"] or 0
     return {
-        "replicas": figures["replicas"],
+        "replicas": replicas_of(figures),
         "tiers": figures["tiers_used"],
         "served": f"{figures['served']} of {figures['requests']}",
         "first token p50, ms": first.get("p50", "-"),
@@ -176,14 +217,22 @@ def row(figures: Figures) -> dict[str, object]:
         "gap p99": gap.get("p99", "-"),
         "tokens/s": figures["output_tokens_per_s"] or 0.0,
         "hit rate": figures["prefix_hit_rate"] or 0.0,
-        "of it tiers": figures["loaded_tokens"] / prompt if prompt else 0.0,
+        "loaded": figures["loaded_tokens"] / prompt if prompt else 0.0,
         "KV held": figures["kv_held"],
         "at most": figures["kv_most_held"],
         "KV cached": figures["kv_cached"],
-        "busy": figures["busy"],
+        "busy": _busy(figures),
         "preempted": figures["preemptions"],
         **({"goodput": figures["goodput"]["share"]} if figures["goodput"] else {}),
     }
+
+
+def _busy(figures: Figures) -> object:
+    """Share of time in which steps run; of both kinds of replicas where there are two."""
+    busy, prefill = figures["busy_by_replica"], figures["prefill"]
+    parts = [busy[:prefill], busy[prefill:]] if prefill else [busy]
+    shares = [sum(part) / len(part) for part in parts]
+    return ", ".join(f"{share:.2f}" for share in shares) if prefill else shares[0]
 
 
 def _show(
@@ -192,8 +241,9 @@ def _show(
     report = heading()
     notes = [
         f"computed, not measured: steps as measured on {costs.machine.get('cpu')}, {costs.model}",
-        f"each replica: {format_size(args.kv_memory)} for KV, route {args.route}; no drafts",
+        f"each replica: {format_size(args.kv_memory)} for KV, route {args.route}; {_drafts(args)}",
         "KV held, KV cached: shares of the pools, means over the time in which steps run",
+        "loaded: share of the prompts' tokens that came from a tier or from another replica",
         *remarks,
     ]
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
@@ -209,9 +259,16 @@ def _show(
         print(*draw(plans, args.plots), sep="\n")
 
 
+def _drafts(args: argparse.Namespace) -> str:
+    if not args.draft_depth:
+        return "no drafts"
+    return f"drafts of {args.draft_depth} tokens, {args.tokens_per_step:g} tokens a step"
+
+
 def _kept(figures: Figures) -> Figures:
-    """All but the samples of the occupancy, which are for plots."""
-    return {name: value for name, value in figures.items() if name != "occupancy"}
+    """All but what there is of each request and each step."""
+    left_out = ("occupancy", "first_tokens_s")
+    return {name: value for name, value in figures.items() if name not in left_out}
 
 
 if __name__ == "__main__":

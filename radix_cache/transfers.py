@@ -74,15 +74,21 @@ class TransferLocks:
         return not self._free or self.num_pages >= self.max_pages
 
     def hold(
-        self, tokens: array[int], num_tokens: int, *, namespace: str | None = None
+        self,
+        tokens: array[int],
+        num_tokens: int,
+        *,
+        namespace: str | None = None,
+        num_spare: int = 0,
     ) -> HeldPages | None:
         """Hold the cached pages of the first ``num_tokens`` for `SECONDS`.
 
-        None where no whole page of them is cached, or there is no room. O(num_tokens + depth).
+        None where no whole page of them is cached, or there is no room for them and ``num_spare``
+        pages more. O(num_tokens + depth).
         """
         match = self._tree.match(tokens, namespace=namespace, limit=num_tokens)
         count = len(match.page_ids)
-        if not count or not self._free or self.num_pages + count > self.max_pages:
+        if not count or not self._free or self.num_pages + count + num_spare > self.max_pages:
             return None
         slot, name = self._free.pop(), secrets.token_hex(NAME_BYTES)
         pages = HeldPages(name, match.page_ids, slot, secrets.randbits(63) + 1)
@@ -92,6 +98,10 @@ class TransferLocks:
         self.words[slot] = pages.nonce
         self.on_hold()
         return pages
+
+    def is_held(self, name: str) -> bool:
+        """Whether a transfer has not ended."""
+        return name in self._held
 
     def renew(self, name: str) -> None:
         """Hold a transfer's pages for `SECONDS` from now on; unknown ones are ignored.

@@ -196,7 +196,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure both settings, print a table, write the JSON."""
     args = parsed(argv)
     os.environ.setdefault("FORETOKEN_CLUSTER_KEY", "of this benchmark")
-    report = heading() | {"notes": NOTES, "load": vars(args) | {"out": str(args.out)}}
+    load = {name: value for name, value in vars(args).items() if name != "out"}
+    report = heading() | {"notes": NOTES, "load": load}
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
     seen: dict[str, list[Seen]] = {}
     for name in ("together", "apart"):

@@ -135,6 +135,9 @@ class NullEngine:
     def check(self, request: Request) -> None:
         """Accept every request."""
 
+    def fetch(self, request: Request) -> None:
+        """Do nothing: there are no pages."""
+
     def submit(self, request: Request) -> TokenStream:
         """Answer at the next turn of the loop, or with the ticks."""
         stream = TokenStream(request)

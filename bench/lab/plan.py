@@ -1,14 +1,12 @@
 """The planner beside a measured run: `python -m foretoken.bench.lab.plan`.
 
 Replicas of a model serve a trace behind a front, by HTTP; the planner computes the same trace with
-step costs that it measures on this machine. The table has both and their ratio. The time from a
-client to an engine's queue is measured with single requests before the load and given to the plan.
+step costs that it measures on this machine, on an engine alone. Client, front and replicas share
+the cores here, which a plan knows nothing of. So a shorter trace with other prompts is served
+first. Of it come the two numbers that `foretoken bench plan` takes for that: ``--pace``, by which
+steps are longer than alone, and ``--arrival-ms``, which first tokens take beyond their steps.
 
-Client, front and replicas share this machine, maybe with other programs: steps that wait for a core
-take longer than they were measured. So there is a second plan, *at the run's pace*: its steps are
-longer by one factor, with which all of them together take as long as those of the measured run.
-What it is off by is the planner's own error; what the first plan is off by beyond that is the
-machine's.
+With ``--prefill`` some replicas compute prompts for the others (needs the extra pd).
 """
 
 from __future__ import annotations
@@ -18,10 +16,11 @@ import asyncio
 import contextlib
 import io
 import json
-import random
 import re
 import tempfile
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,17 +29,17 @@ import msgspec
 
 from ..common.report import RESULTS, heading, table, write_json
 from ..load.corpus import id_corpus
+from ..load.figures import Record
 from ..load.http import Http
 from ..load.trace import TRACE
-from ..load.workloads import Scene, above_zero, positive
-from ..planning.cluster import Shape, planned
-from ..planning.costs import StepCosts, measured_costs
+from ..load.workloads import Scene, above_zero, natural, positive
+from ..planning.cluster import Figures, Shape, first_tokens, planned
+from ..planning.costs import GB, StepCosts, measured_costs
 from ..serve import main as bench_serve
-from .replicas import PROMPT_LEN, Place, arrivals, body_of, fronted, replica_of
+from .replicas import Place, fronted, replica_of
 
 LIMIT = 0.2  # share by which a plan may be off
-PROBES = 20
-PACES = 3  # plans until the pace of the run is met
+TUNINGS = 3  # plans of the first trace, until both numbers stay
 FIGURES = {
     "first token p50, ms": ("ttft_ms", "p50"),
     "first token mean, ms": ("ttft_ms", "mean"),
@@ -50,69 +49,34 @@ FIGURES = {
 }
 
 
-def measured(place: Place, args: argparse.Namespace) -> dict[str, Any]:
-    """Figures of the trace on running servers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One trace as it was served. ``step_s``: seconds of all steps, the host's part included."""
+
+    figures: dict[str, Any]
+    first_tokens: list[float]  # seconds, in the order in which requests were due
+    step_s: float
+
+
+def measured(place: Place, load: Namespace) -> Measured:
+    """Serve a trace. Raises SystemExit where requests fail."""
+    before = asyncio.run(step_seconds(place))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
-        load = ["trace", *_load_flags(args), "--url", place.url, "--speculation", "off"]
+        flags = [
+            "trace", "--requests", str(load.requests), "--seed", str(load.seed),
+            "--speedup", str(load.speedup), "--scale", str(load.scale),
+            "--url", place.url, "--speculation", "off", "--save-requests", "--out", str(out),
+            *([] if load.trace is None else ["--trace", str(load.trace)]),
+        ]  # fmt: skip
         with contextlib.redirect_stdout(io.StringIO()):
-            if bench_serve([*load, "--out", str(out)]):
-                raise SystemExit("nothing was served")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
-
-
-def _load_flags(args: argparse.Namespace) -> list[str]:
-    flags = ["--requests", str(args.requests), "--seed", str(args.seed)]
-    flags += ["--speedup", str(args.speedup), "--scale", str(args.scale)]
-    return flags if args.trace is None else [*flags, "--trace", str(args.trace)]
-
-
-def arrival_seconds(place: Place, costs: StepCosts, seed: int) -> float:
-    """Seconds that a single request's first token takes beyond its step."""
-    rng = random.Random(seed)
-
-    async def probe() -> list[float]:
-        http, found = Http(place.url), list[float]()
-        loop = asyncio.get_running_loop()
-        for _ in range(PROBES):
-            began = loop.time()
-            times, _ = await arrivals(http, body_of(rng, 2))
-            found.append(times[0] - began)
-        http.close()
-        return found
-
-    step_s = costs.scale * float(costs.curve().at(PROMPT_LEN)) + costs.step_s + costs.request_s
-    return max(0.0, median(asyncio.run(probe())) - step_s)
-
-
-def compared(model: str, args: argparse.Namespace) -> list[dict[str, object]]:
-    """A line for each figure: measured, planned, and their ratio."""
-    costs = measured_costs(model, {"threads": 1, "kv_tokens": args.kv_tokens})
-    replicas = [replica_of(model, args.kv_tokens)] * args.replicas
-    with fronted(model, "kv", replicas) as place:
-        arrival_s = arrival_seconds(place, costs, args.seed)
-        before = asyncio.run(step_seconds(place))
-        found = measured(place, args)
-        spent = asyncio.run(step_seconds(place)) - before
-    corpus = asyncio.run(id_corpus(None, costs.vocab_size, args.seed))
-    shape = Shape(
-        num_replicas=args.replicas,
-        kv_bytes=-(-args.kv_tokens // costs.page_size) * costs.page_bytes,
-        max_running=costs.max_running,
-        arrival_s=arrival_s,
-    )
-    scene = Scene(args, corpus, costs.max_model_len, args.seed)
-    plan = planned(costs, shape, TRACE.sessions(scene), {})
-    paced, pace = plan, 1.0
-    for _ in range(PACES):  # slower steps are fewer and wider
-        pace *= spent / paced["step_seconds"]
-        paced = planned(slower(costs, pace), shape, TRACE.sessions(scene), {})
-    print(f"pace of the run: steps took {pace:.2f} times as long as measured alone\n", flush=True)
-    return [
-        _row(name, _at(found, path), _at(plan, path), _at(paced, path))
-        for name, path in FIGURES.items()
-    ]
+            failed = bench_serve(flags)
+        found: dict[str, Any] = {} if failed else json.loads(out.read_text())
+    if not found or found["served"] < found["requests"]:
+        raise SystemExit(f"of {load.requests} requests some failed: {found.get('errors')}")
+    records = msgspec.convert(found.pop("records"), list[Record])
+    step_s = asyncio.run(step_seconds(place)) - before
+    return Measured(figures=found, first_tokens=first_tokens(records), step_s=step_s)
 
 
 async def step_seconds(place: Place) -> float:
@@ -124,10 +88,76 @@ async def step_seconds(place: Place) -> float:
     return sum(map(float, sums))
 
 
-def slower(costs: StepCosts, pace: float) -> StepCosts:
-    """Costs of steps that take so many times as long."""
-    names = ("scale", "step_s", "request_s", "key_s")
-    return msgspec.structs.replace(costs, **{name: pace * getattr(costs, name) for name in names})
+async def forget(place: Place) -> None:
+    """Empty the prefix caches of all replicas."""
+    http = Http(place.url)
+    status = await http.post("/cache/flush", b"{}", lambda *_: None)
+    http.close()
+    if status != 200:
+        raise SystemExit(f"/cache/flush: {status}")
+
+
+def plan_of(costs: StepCosts, shape: Shape, load: Namespace) -> Figures:
+    """Plan the trace of a load."""
+    corpus = asyncio.run(id_corpus(None, costs.vocab_size, load.seed))
+    return planned(
+        costs, shape, TRACE.sessions(Scene(load, corpus, costs.max_model_len, load.seed)), {}
+    )
+
+
+def tuned(costs: StepCosts, shape: Shape, load: Namespace, found: Measured) -> tuple[float, float]:
+    """Return pace and arrival (seconds) with which the plan of a load is as it was measured.
+
+    Slower steps are fewer and wider, so both are found in turn.
+    """
+    pace, arrival_s = 1.0, 0.0
+    for _ in range(TUNINGS):
+        plan = plan_of(costs.slower(pace), replace(shape, arrival_s=arrival_s), load)
+        pace *= found.step_s / plan["step_seconds"]
+        plan = plan_of(costs.slower(pace), replace(shape, arrival_s=arrival_s), load)
+        pairs = zip(found.first_tokens, plan["first_tokens_s"], strict=True)
+        arrival_s = max(0.0, arrival_s + median(seen - expected for seen, expected in pairs))
+    return pace, arrival_s
+
+
+def compared(args: Namespace) -> dict[str, Any]:
+    """Pace, arrival, and a line for each figure: measured, planned, and their ratio."""
+    costs = measured_costs(args.model, {"threads": 1, "kv_tokens": args.kv_tokens})
+    shape = Shape(
+        num_replicas=args.replicas,
+        num_prefill=args.prefill,
+        kv_bytes=-(-args.kv_tokens // costs.page_size) * costs.page_bytes,
+        max_running=costs.max_running,
+        transfer_s=costs.page_bytes / (args.transfer_rate * GB),
+    )
+    first = Namespace(**{**vars(args), "trace": None, "requests": args.tuning_requests})
+    first.seed += 1
+    with fronted(args.model, "kv", commands(args)) as place:
+        found = measured(place, first)
+        asyncio.run(forget(place))
+        pace, arrival_s = tuned(costs, shape, first, found)
+        found = measured(place, args)
+    alone = plan_of(costs, shape, args)
+    plan = plan_of(costs.slower(pace), replace(shape, arrival_s=arrival_s), args)
+    rows = [
+        _row(name, *(_at(each, path) for each in (found.figures, plan, alone)))
+        for name, path in FIGURES.items()
+        if not (args.prefill and name == "hit rate")  # servers count what they read as hits
+    ]
+    return {"pace": pace, "arrival_ms": 1e3 * arrival_s, "rows": rows}
+
+
+def commands(args: Namespace) -> list[Callable[[str], list[str]]]:
+    """The commands of the replicas, by the front's address."""
+    plain = replica_of(args.model, args.kv_tokens)
+
+    def command(role: str) -> Callable[[str], list[str]]:
+        return lambda address: [*plain(address), "--kv-transfer", "nixl", "--role", role]
+
+    if not args.prefill:
+        return [plain] * args.replicas
+    num_decode = args.replicas - args.prefill
+    return [command("prefill")] * args.prefill + [command("decode")] * num_decode
 
 
 def _at(figures: dict[str, Any], path: Sequence[str]) -> float:
@@ -137,15 +167,14 @@ def _at(figures: dict[str, Any], path: Sequence[str]) -> float:
     return float(value)
 
 
-def _row(name: str, found: float, plan: float, paced: float) -> dict[str, object]:
+def _row(name: str, found: float, plan: float, alone: float) -> dict[str, object]:
     return {
         "figure": name,
         "measured": found,
         "planned": plan,
         "ratio": plan / found,
-        "at the run's pace": paced,
-        "its ratio": paced / found,
-        "within 20%": abs(paced / found - 1) <= LIMIT,
+        "within 20%": abs(plan / found - 1) <= LIMIT,
+        "without pace and arrival": alone,
     }
 
 
@@ -157,21 +186,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--model", default="builtin")
     add("--replicas", type=positive, default=2)
+    add("--prefill", type=natural, default=0, help="replicas of them that compute prompts")
+    add("--transfer-rate", type=above_zero, default=4.0, help="GB/s of pages between replicas")
     add("--kv-tokens", type=positive, default=4096, help="KV pool of each replica")
     add("--trace", type=Path, metavar="FILE", help="trace (default: a synthetic one)")
     add("--requests", type=positive, default=80)
+    add("--tuning-requests", type=positive, default=40, help="requests of the first trace")
     add("--speedup", type=above_zero, default=2.0)
     add("--scale", type=above_zero, default=0.25)
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=RESULTS / "plan.json")
     args = parser.parse_args(argv)
+    if args.prefill >= args.replicas:
+        parser.error("--prefill must leave a replica for answers")
     args.write_trace = None
     report = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), "", sep="\n", flush=True)
-    rows = compared(args.model, args)
-    print(table(rows), "", sep="\n", flush=True)
-    report["rows"] = rows
-    write_json(args.out, report)
+    found = compared(args)
+    print(f"pace {found['pace']:.2f}, arrival {found['arrival_ms']:.1f} ms")
+    print(table(found["rows"]), "", sep="\n", flush=True)
+    write_json(args.out, report | found)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 
-from ...api.cluster.front.routing import Route, Router
+from ...api.cluster.front.dispatcher import PREFILL_TOKENS
+from ...api.cluster.front.routing import Choice, Route, Router
 from ...api.cluster.wire.messages import KEY_BYTES
 from ...core.errors import ForetokenError
-from ...core.interface.request import Request
+from ...core.interface.request import Delta, Request
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from ...core.interface.transfers import PageOffer
 from ...core.tiers.keys import StoredPages
 from ...radix_cache.node import Cause
 from ..load.figures import Record, summary
@@ -20,7 +24,9 @@ from ..load.generator import Content, Job, Load, Session
 from ..load.http import Failure
 from ..load.openai import joined
 from .costs import StepCosts
-from .replica import FINGERPRINT, PlannedReplica, Tier
+from .drafts import NO_DRAFTS, Drafts
+from .replica import FINGERPRINT, PlannedReplica, Role, Tier
+from .transfers import Network
 from .virtual_time import VirtualLoop, run_on
 
 
@@ -28,7 +34,9 @@ from .virtual_time import VirtualLoop, run_on
 class Shape:
     """A cluster that is planned. ``kv_bytes``, ``tiers`` and ``max_running``: of each replica.
 
-    ``arrival_s``: seconds from a client to an engine's queue, and back with the first token.
+    ``num_prefill`` replicas compute prompts for the others, which read a page of them in
+    ``transfer_s`` seconds. ``arrival_s``: seconds from a client to an engine's queue, and back
+    with the first token.
     """
 
     num_replicas: int
@@ -37,6 +45,9 @@ class Shape:
     tiers: Sequence[Tier] = ()
     route: Route = Route.KV
     arrival_s: float = 0.0
+    drafts: Drafts = NO_DRAFTS
+    num_prefill: int = 0  # of the replicas
+    transfer_s: float = 0.0
 
 
 class _News:
@@ -57,23 +68,35 @@ class PlannedCluster:
     """A `Driver` over replicas in virtual time; made inside of the loop that it runs on."""
 
     def __init__(self, costs: StepCosts, shape: Shape) -> None:
+        network = Network(shape.transfer_s)
+        self.roles: list[Role | None] = [
+            None if not shape.num_prefill else "prefill" if n < shape.num_prefill else "decode"
+            for n in range(shape.num_replicas)
+        ]
         self.replicas = [
             PlannedReplica(
                 costs,
                 kv_bytes=shape.kv_bytes,
                 max_running=shape.max_running,
                 tiers=shape.tiers,
+                drafts=shape.drafts,
+                role=role,
+                network=network,
             )
-            for _ in range(shape.num_replicas)
+            for role in self.roles
         ]
         self.num_requests = [0] * shape.num_replicas
-        self.num_loaded = 0  # tokens of prompts that came from a tier
+        self.num_loaded = 0  # tokens of prompts that came from a tier, or from another replica
+        self.num_prefilled = 0  # prompts that another replica computed than that of the answer
         self._router = Router[int](shape.route, fingerprint=FINGERPRINT)
         for number, replica in enumerate(self.replicas):
             self._router.join(number, page_size=costs.page_size, fingerprint=None)
             replica.keys.add_observer(_News(self._router, number))
+        self._for_prompts = {n for n, role in enumerate(self.roles) if role == "prefill"}
+        self._for_answers = set(range(shape.num_replicas)) - self._for_prompts
         self._arrival_s = shape.arrival_s
         self._clock = asyncio.get_running_loop().time
+        self._ids = map(str, count())
 
     async def start(self) -> None:
         """Start all engines."""
@@ -98,28 +121,67 @@ class PlannedCluster:
     async def _ask(self, job: Job, record: Record) -> Content:
         await asyncio.sleep(self._arrival_s)
         tokens = array("q", cast("list[int]", joined(job.prompt)))
-        choice = self._router.choose(tokens, None, session=None, now=self._clock())
-        if choice is None:
-            raise Failure("no replica", "there is none")
-        request = _request(f"{sum(self.num_requests)}", tokens, job.output_len)
-        stream = self.replicas[choice.replica].engine.submit(request)
-        self._router.begin(request.request_id, choice)
-        self.num_requests[choice.replica] += 1
+        offer, num_cached = await self._prefilled(tokens)
+        choice = self._choose(tokens, self._for_answers)
+        request = _request(next(self._ids), tokens, job.output_len)
+        request.offer = offer
         said: list[int] = []
-        try:
-            async for delta in stream:
+        async with aclosing(self._deltas(choice, request)) as deltas:
+            async for delta in deltas:
                 if delta.token_ids:
-                    if not said:
-                        self._router.progress(request.request_id, len(request.tokens))
                     record.times.append(self._clock())
                     record.counts.append(len(delta.token_ids))
                     said += delta.token_ids
-        finally:
-            self._router.end(request.request_id)
         usage = request.usage
         record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        self.num_loaded += usage.loaded_tokens
+        if offer is not None:  # else tokens that another replica has just computed would be hits
+            record.cached_tokens = max(0, usage.cached_tokens + num_cached - usage.prompt_tokens)
         return said
+
+    async def _prefilled(self, tokens: array[int]) -> tuple[PageOffer | None, int]:
+        """Have a prompt computed by a replica for prompts, as `Dispatcher` does.
+
+        Returns its pages there, and how many of the tokens were cached. No pages where there is no
+        such replica, too little to compute, or no room to hold them.
+        """
+        if not self._for_prompts:
+            return None, 0
+        expected = self._choose(tokens, self._for_answers, is_sent=False)
+        if expected.num_tokens - expected.hit_tokens < PREFILL_TOKENS:
+            return None, 0
+        choice = self._choose(tokens, self._for_prompts)
+        request = _request(next(self._ids), tokens[:], 1)
+        request.hands_over = True
+        async for _ in self._deltas(choice, request):
+            pass
+        offer = self.replicas[choice.replica].offer(request)
+        self.num_prefilled += offer is not None
+        return offer, request.usage.cached_tokens
+
+    def _choose(self, tokens: array[int], among: set[int], *, is_sent: bool = True) -> Choice[int]:
+        excluded = set(range(len(self.replicas))) - among
+        choice = self._router.choose(
+            tokens, None, session=None, now=self._clock(), excluded=excluded, is_sent=is_sent
+        )
+        if choice is None:
+            raise Failure("no replica", "there is none")
+        return choice
+
+    async def _deltas(self, choice: Choice[int], request: Request) -> AsyncGenerator[Delta]:
+        """Have a replica compute a request."""
+        stream = self.replicas[choice.replica].engine.submit(request)
+        self._router.begin(request.request_id, choice)
+        self.num_requests[choice.replica] += 1
+        is_computed = False
+        try:
+            async for delta in stream:
+                if delta.token_ids and not is_computed:
+                    is_computed = True
+                    self._router.progress(request.request_id, len(request.tokens))
+                yield delta
+        finally:
+            self._router.end(request.request_id)
+            self.num_loaded += request.usage.loaded_tokens
 
 
 def _request(request_id: str, tokens: array[int], output_len: int) -> Request:
@@ -148,10 +210,16 @@ def planned(
         load = Load(cluster, clock=loop.time)
         await load.open(sessions, [session.at or 0.0 for session in sessions])
         figures = {**summary(load.records, slo), **_of_replicas(cluster, load.records)}
+        figures["first_tokens_s"] = first_tokens(load.records)
         await cluster.close()
         return figures
 
     return run_on(VirtualLoop(), main)
+
+
+def first_tokens(records: Iterable[Record]) -> list[float]:
+    """Seconds to the first tokens of the requests that were served, in the order they were due."""
+    return [each.ttft for each in sorted(records, key=lambda each: each.due) if each.times]
 
 
 def _of_replicas(cluster: PlannedCluster, records: Sequence[Record]) -> Figures:
@@ -162,11 +230,15 @@ def _of_replicas(cluster: PlannedCluster, records: Sequence[Record]) -> Figures:
     occupancies = [each.runner.occupancy for each in replicas]
     tiers = [state for each in replicas if each.tiers for state in each.tiers.describe()]
     media = list(dict.fromkeys(state.medium for state in tiers))
+    busy = [each.runner.busy_seconds / (ended or 1.0) for each in replicas]
     return {
         "replicas": number,
+        "prefill": cluster.roles.count("prefill"),
+        "prefilled": cluster.num_prefilled,
         "requests_by_replica": cluster.num_requests,
-        "step_seconds": (spent := sum(each.runner.busy_seconds for each in replicas)),
-        "busy": spent / (number * ended or 1.0),
+        "step_seconds": sum(each.runner.busy_seconds for each in replicas),
+        "busy": sum(busy) / number,
+        "busy_by_replica": busy,
         "preemptions": sum(each.scheduler.num_preemptions for each in replicas),
         "kv_pages": [each.cache.num_total_pages for each in replicas],
         "kv_held": sum(each.held for each in occupancies) / number,

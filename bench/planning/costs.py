@@ -33,6 +33,7 @@ AT_ONCE = (1, 4, 12)  # requests of each length
 OUTPUT_LEN = 24
 LOAD_SECONDS = 8.0  # after which no more of the load begins
 IDLE_SECONDS = 0.02  # a step that begins so long after another does not follow it
+GB = 1e9  # of rates
 OUTLIER = 4.0  # times the median error: such steps were disturbed
 
 
@@ -65,6 +66,12 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Seconds of passes by their rows."""
         return CostCurve(self.forward)
 
+    def slower(self, pace: float) -> StepCosts:
+        """Costs of steps that take ``pace`` times as long."""
+        names = ("scale", "step_s", "request_s", "key_s")
+        parts = {name: pace * getattr(self, name) for name in names}
+        return msgspec.structs.replace(self, **parts)
+
     def seconds(self, plan: StepPlan, curve: CostCurve) -> float:
         """Seconds of a step; ``curve`` is this one's own."""
         features = np.array(_features(plan, curve, self.row_key_s))
@@ -87,8 +94,10 @@ def write_costs(path: Path, costs: StepCosts) -> None:
 
 def _features(plan: StepPlan, curve: CostCurve, row_key_s: float) -> tuple[float, ...]:
     """The pass by the cost model, 1, requests, and tokens behind requests."""
-    num_rows = sum(each.stop - each.start for each in plan.requests)
-    num_keys = sum(_keys_of_rows(each.start, each.stop) for each in plan.requests)
+    stops = [each.stop + each.draft_plan.num_rows for each in plan.requests]
+    rows = [(each.start, stop) for each, stop in zip(plan.requests, stops, strict=True)]
+    num_rows = sum(stop - start for start, stop in rows)
+    num_keys = sum(_keys_of_rows(*each) for each in rows)
     behind = float(sum(each.start for each in plan.requests))
     pass_s = float(curve.at(num_rows)) + row_key_s * num_keys
     return pass_s, 1.0, float(len(plan.requests)), behind

@@ -35,10 +35,10 @@ def _by_replicas(plans: Sequence[dict[str, Any]], panels: Sequence[Axes]) -> Non
         "gap p99, ms": lambda plan: (plan["itl_ms"] or NO_TIMES)["p99"],
         "hit rate": lambda plan: plan["prefix_hit_rate"] or 0.0,
     }
-    kinds = list(dict.fromkeys(plan["tiers_used"] for plan in plans))
+    kinds = list(dict.fromkeys(map(_kind, plans)))
     for panel, (name, read) in zip(panels, figures.items(), strict=True):
         for kind, colour in zip(kinds, COLOURS, strict=False):
-            own = [plan for plan in plans if plan["tiers_used"] == kind]
+            own = [plan for plan in plans if _kind(plan) == kind]
             counts = [plan["replicas"] for plan in own]
             panel.plot(counts, [read(plan) for plan in own], "o-", color=colour, label=kind)
         panel.set(title=name, xlabel="replicas", xticks=counts)
@@ -46,11 +46,16 @@ def _by_replicas(plans: Sequence[dict[str, Any]], panels: Sequence[Axes]) -> Non
     panels[0].legend(title="tiers")
 
 
+def _kind(plan: dict[str, Any]) -> str:
+    tiers = str(plan["tiers_used"])
+    return f"{tiers}, {plan['prefill']} for prompts" if plan["prefill"] else tiers
+
+
 def _over_time(plans: Sequence[dict[str, Any]], panel: Axes) -> None:
     """Held pages of the first replica, plan by plan."""
     for plan, colour in zip(plans, COLOURS, strict=False):
         times, held, _ = zip(*plan["occupancy"][0], strict=True)
-        label = f"{plan['replicas']} replicas, tiers: {plan['tiers_used']}"
+        label = f"{plan['replicas']} replicas, tiers: {_kind(plan)}"
         panel.plot(times, held, color=colour, label=label, linewidth=1)
     panel.set(title="KV that requests hold, share of a replica's pool", xlabel="seconds")
     panel.legend()

@@ -5,34 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
 from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
 from ...core.execution.launch_behind import Finished, launch_behind
-from ...core.interface.output import RequestOutput, StepOutput
+from ...core.interface.output import StepOutput
 from ...core.interface.plan import StepPlan
 from ...core.interface.protocols import OnKernelsStarted, Pending, ignore_kernels
+from ...core.interface.request import Request
 from ...core.interface.tiers import Medium
+from ...core.interface.transfers import PageOffer
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...core.tiers.keys import PageKeys
+from ...core.tiers.peer_store import PeerStore
 from ...core.tiers.slotted_store import Entry, SlottedStore
-from ...core.tiers.tiers import Tiers
+from ...core.tiers.tiers import CALL_BYTES, Tiers
 from ...radix_cache import PrefixCache
 from .costs import StepCosts
+from .drafts import NO_DRAFTS, Answers, Drafts, DraftsOfDepth
+from .transfers import PAGE_BYTES, Network, Spends, VirtualReader
 from .virtual_time import VirtualThread
 
 FINGERPRINT = b"planned"  # of all replicas of a plan: equal pages have equal keys
-ANSWER_ID = 1  # every token of an answer
 SAMPLES = 512  # of the occupancy, at most
-
-
-class Spends(Protocol):
-    """Lets the call of a virtual thread take longer."""
-
-    def spend(self, seconds: float) -> None:
-        """Let it take so much longer."""
+Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class _Records:
 
     def target(self, page_id: int) -> memoryview:
         del page_id
-        return memoryview(b"")
+        return memoryview(bytearray(PAGE_BYTES))
 
     def write(self, page_id: int) -> None:
         pass
@@ -138,12 +136,13 @@ class TimedRunner:
 
     is_async = False
 
-    def __init__(self, costs: StepCosts, cache: PrefixCache) -> None:
+    def __init__(self, costs: StepCosts, cache: PrefixCache, drafts: Drafts) -> None:
         self.occupancy = Occupancy()
         self.thread: VirtualThread | None = None  # set before the first step
         self.num_steps = 0
         self.busy_seconds = 0.0
         self._costs, self._curve, self._cache = costs, costs.curve(), cache
+        self._answers = Answers(drafts)
 
     def launch(
         self,
@@ -157,13 +156,10 @@ class TimedRunner:
                 lambda known: self.launch(known, None, on_kernels_started), plan, after.finish()
             )
         on_kernels_started()
-        seconds = self._costs.seconds(plan, self._curve)
+        seconds = self._costs.seconds(plan, self._curve) + self._answers.seconds_of(plan)
         self._note(seconds)
-        outputs = [
-            RequestOutput(request_id=row.request_id, token_ids=(ANSWER_ID,) if row.samples else ())
-            for row in plan.requests
-        ]
-        num_rows = sum(row.stop - row.start for row in plan.requests)
+        outputs = self._answers.of(plan)
+        num_rows = sum(row.stop - row.start + row.draft_plan.num_rows for row in plan.requests)
         return Finished(StepOutput(requests=outputs, times={"forward": seconds}, num_rows=num_rows))
 
     def _note(self, seconds: float) -> None:
@@ -179,11 +175,20 @@ class TimedRunner:
 class PlannedReplica:
     """One engine of a plan. Belongs to the virtual loop that runs.
 
-    ``kv_bytes``: of its pool; ``max_running``: requests at a time.
+    ``kv_bytes``: of its pool; ``max_running``: requests at a time. One with a ``role`` computes
+    prompts for others of its ``network``, or reads what those have computed.
     """
 
     def __init__(
-        self, costs: StepCosts, *, kv_bytes: int, max_running: int, tiers: Sequence[Tier] = ()
+        self,
+        costs: StepCosts,
+        *,
+        kv_bytes: int,
+        max_running: int,
+        tiers: Sequence[Tier] = (),
+        drafts: Drafts = NO_DRAFTS,
+        role: Role | None = None,
+        network: Network | None = None,
     ) -> None:
         """Raises ValueError for a pool that has no room for a page."""
         num_pages = kv_bytes // costs.page_bytes
@@ -193,7 +198,10 @@ class PlannedReplica:
         self.keys = PageKeys(FINGERPRINT, num_pages, costs.page_size)
         self.cache.tree.add_observer(self.keys)
         self._io = VirtualThread()
-        self.runner = TimedRunner(costs, self.cache)
+        self.runner = TimedRunner(costs, self.cache, drafts)
+        self.server = None
+        if network is not None and role == "prefill":
+            self.server = network.add(self.cache.transfers)
         limits = SchedulerLimits(
             max_batch_tokens=costs.max_batch_tokens,
             max_running=max_running,
@@ -202,8 +210,12 @@ class PlannedReplica:
             vocab_size=costs.vocab_size,
             max_slowdown=float("inf") if costs.max_slowdown is None else costs.max_slowdown,
         )
-        self.tiers = self._make_tiers(tiers, costs.page_bytes) if tiers else None
-        self.scheduler = Scheduler(self.cache, limits, tiers=self.tiers)
+        peers = network if role == "decode" else None
+        has_tiers = tiers or peers is not None
+        self.tiers = self._make_tiers(tiers, peers, costs.page_bytes) if has_tiers else None
+        self.scheduler = Scheduler(
+            self.cache, limits, speculator=DraftsOfDepth(drafts.depth), tiers=self.tiers
+        )
         self.engine = Engine(
             self.scheduler,
             self.runner,
@@ -211,9 +223,16 @@ class PlannedReplica:
             make_thread=self._make_thread,
             supervision=Supervision(step_timeout=0.0),
             overlap=costs.overlaps,
+            page_server=self.server,
         )
 
-    def _make_tiers(self, tiers: Sequence[Tier], page_bytes: int) -> Tiers:
+    def offer(self, request: Request) -> PageOffer | None:
+        """Return the held pages of a prompt that was computed here; None if none are held."""
+        if self.server is None or request.handed is None:
+            return None
+        return self.server.offer(request.handed, self.keys.key(request.handed.page_ids[-1]))
+
+    def _make_tiers(self, tiers: Sequence[Tier], network: Network | None, page_bytes: int) -> Tiers:
         stores = [
             SlottedStore(
                 VirtualSlots(tier.num_bytes // page_bytes, tier.page_seconds, self._io),
@@ -223,7 +242,13 @@ class PlannedReplica:
             )
             for tier in tiers
         ]
-        return Tiers(self.cache.tree, self.keys, _Records(page_bytes), stores, clock=self._io.time)
+        peers = None
+        if network is not None:
+            reader = VirtualReader(network, max(1, CALL_BYTES // page_bytes), self._io)
+            peers = PeerStore(reader, PAGE_BYTES, clock=self._io.time)
+        return Tiers(
+            self.cache.tree, self.keys, _Records(page_bytes), stores, peers, clock=self._io.time
+        )
 
     def _make_thread(self, name: str, on_start: object) -> VirtualThread:
         del on_start

@@ -184,6 +184,14 @@ class Engine:
         self._step_executor.withdraw()  # or its first token would wait for another step
         return self._inbox.accept(request, self._clock())
 
+    def fetch(self, request: Request) -> None:
+        """Load the pages that a request offers into the prefix cache; nothing is computed for it.
+
+        Its peer is notified in any case. What cannot be loaded is left, without an error.
+        """
+        if self.alive:
+            self.scheduler.fetch(request, self._clock())
+
     def check(self, request: Request) -> None:
         """Refuse a request that `submit` would refuse even with an empty queue; submits nothing.
 

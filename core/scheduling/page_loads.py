@@ -33,6 +33,9 @@ class PageLoads:
     A request may offer pages of a peer (`Request.offer`). They are looked up as others are, when
     the peer was met. The offer ends as soon as its request does not wait for it any more, whatever
     became of it: admitted without a load, loaded, late, preempted, ended.
+
+    A request that is *fetched* is none of the scheduler's: its pages are loaded into the tree for
+    another one with the same prompt, and nothing is computed for it.
     """
 
     def __init__(self, cache: PrefixCache, tiers: KVTiers) -> None:
@@ -48,7 +51,8 @@ class PageLoads:
         self._cache = cache
         self._tries_at = 0.0  # when a load is begun even if it seems too slow
         self._awaited: dict[str, PageLoad] = {}  # by the id of the request that waits for it
-        self._loading: dict[str, Request] = {}  # running requests that wait for theirs
+        self._loading: dict[str, Request] = {}  # requests that have pages and wait for theirs
+        self._fetched: dict[str, Request] = {}  # requests that are fetched, until their ends
         self._now = 0.0  # of the latest round
         self._loaded_pages = array("q")  # since the last plan
         self._leases: dict[PageLoad, KVLease] = {}  # left by their requests, not yet by the thread
@@ -56,12 +60,13 @@ class PageLoads:
     @property
     def num_loading(self) -> int:
         """Requests that run and are not planned, because their pages are being loaded."""
-        return len(self._loading)
+        return len(self._loading) - len(self._loading.keys() & self._fetched.keys())
 
     @property
     def leases(self) -> list[KVLease]:
-        """Leases that have no request any more, and pages under I/O."""
-        return list(self._leases.values())
+        """Leases of no running request: of fetched ones, and those with pages under I/O."""
+        fetched = [each.lease for each in self._fetched.values() if each.lease is not None]
+        return [*self._leases.values(), *fetched]
 
     # -- offers ---------------------------------------------------------------------------------
 
@@ -83,6 +88,36 @@ class PageLoads:
         if offer is not None:
             self.num_offers -= 1
             self.end_offer(offer)
+
+    # -- fetches --------------------------------------------------------------------------------
+
+    def fetch(self, request: Request, now: float) -> None:
+        """Load the pages that a request offers into the tree, as far as there is room for them.
+
+        What is missing, late or unsound stays away. No running request yields pages for it.
+        """
+        self._fetched[request.request_id] = request
+        self.meet(request)
+        self.look_up(request, now)
+        if request.load is None:
+            self._end_fetch(request)
+
+    def _begin_fetch(self, request: Request) -> None:
+        request.lease = self._cache.acquire(
+            request.tokens, namespace=request.namespace, is_first=False
+        )
+        request.num_computed = request.lease.num_cached_tokens
+        self.begin(request, self._now, 0.0)
+        if request.load is None:
+            self._end_fetch(request)
+
+    def _end_fetch(self, request: Request) -> None:
+        """Leave what was loaded to the tree."""
+        del self._fetched[request.request_id]
+        self.leave(request)
+        lease, request.lease = request.lease, None
+        if lease is not None:
+            self._cache.release(lease, request.tokens, request.num_computed)
 
     # -- before admission -----------------------------------------------------------------------
 
@@ -114,6 +149,8 @@ class PageLoads:
         if not load.is_over:
             load.keys, load.is_found = keys, True
             del self._awaited[load.request_id]
+            if (request := self._fetched.get(load.request_id)) is not None:
+                self._begin_fetch(request)
 
     def begin_round(self, now: float) -> None:
         """Give up what takes too long: look-ups and loads of which nobody may wait longer."""
@@ -123,6 +160,8 @@ class PageLoads:
                 self._give_up(self._loading[load.request_id], load)
             else:
                 self._end(load)
+            if (request := self._fetched.get(load.request_id)) is not None:
+                self._end_fetch(request)
 
     def _end(self, load: PageLoad) -> None:
         load.is_over = True
@@ -192,6 +231,8 @@ class PageLoads:
         self._keep_loaded(request, load)
         if load.num_loaded < len(load.page_ids):
             request.usage.cache_loss = Eviction("unsound", self._now)
+        if request.request_id in self._fetched:
+            self._end_fetch(request)
         self.forget(request)
 
     def _keep_loaded(self, request: Request, load: PageLoad) -> None:
@@ -200,7 +241,7 @@ class PageLoads:
         if not num_tokens:
             return
         request.num_computed += num_tokens
-        if request.num_preemptions == 0:
+        if request.num_preemptions == 0 and request.request_id not in self._fetched:
             usage = request.usage
             usage.loaded_tokens += num_tokens
             usage.cached_tokens += num_tokens
@@ -268,6 +309,8 @@ class PageLoads:
 
     def close(self) -> None:
         """Release what is left, once the thread computes nothing more."""
+        for request in list(self._fetched.values()):
+            self._end_fetch(request)
         leases, self._leases = self._leases, {}
         for load, lease in leases.items():
             self._cache.release(lease, load.tokens, 0, keep=False)

@@ -110,6 +110,14 @@ class Scheduler:
                 self.page_loads.meet(request)
             self.page_loads.look_up(request, now)
 
+    def fetch(self, request: Request, now: float) -> None:
+        """Load the pages that a request offers, for another one with the same prompt.
+
+        It is not queued, and nothing is computed for it. Ignored without tiers.
+        """
+        if self.page_loads is not None:
+            self.page_loads.fetch(request, now)
+
     def abort(
         self, request_id: str, now: float, error: ForetokenError | None = None
     ) -> list[Event]:

@@ -123,7 +123,8 @@ class PeerStore:
 
     def find(self, keys: Sequence[bytes]) -> int:
         """See `PageStore.find`."""
-        at = next((at for at, key in enumerate(keys) if key in self._offers), None)
+        # The longest offer of several: a part of a prompt is let go before the whole of it is read.
+        at = next((at for at in reversed(range(len(keys))) if keys[at] in self._offers), None)
         if at is None:
             return 0
         offer = self._offers[keys[at]][-1]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ...radix_cache import PrefixCache
+from ...radix_cache import HeldPages, PrefixCache
 from ..interface.request import Request
 from ..interface.transfers import (
     NO_HANDOVER,
@@ -99,9 +99,27 @@ class TransferParams:
         has_pool = self._memory is not None
         return has_pool and params is not None and params.get("do_remote_decode") is True
 
-    def write(self, request: Request) -> dict[str, Any]:
-        """Return the parameters of an answer; without held pages such as name none."""
-        held, memory = request.handed, self._memory
+    def hold_part(self, request: Request, earlier: HeldPages | None) -> HeldPages | None:
+        """Hold what is computed so far of a prompt that another engine wants.
+
+        None while that engine still reads ``earlier`` pages of it, and where too little room would
+        be left to hold the whole prompt.
+        """
+        if earlier is not None and self._locks.is_held(earlier.name):
+            return None
+        return self._locks.hold(
+            request.tokens,
+            request.num_computed,
+            namespace=request.namespace,
+            num_spare=request.prompt_len // self._page_size,
+        )
+
+    def write(self, request: Request, part: HeldPages | None = None) -> dict[str, Any]:
+        """Return the parameters of an answer; without held pages such as name none.
+
+        ``part``: pages of `hold_part`, for those of the whole prompt.
+        """
+        held, memory = part or request.handed, self._memory
         params: dict[str, Any] = {
             "do_remote_prefill": held is not None,
             "do_remote_decode": False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from array import array
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from foretoken.bench import plan
 from foretoken.bench.load.generator import Job, Piece, Session
 from foretoken.bench.planning.cluster import Shape, planned
 from foretoken.bench.planning.costs import StepCosts, _features, fit, read_costs, write_costs
+from foretoken.bench.planning.drafts import Drafts
 from foretoken.bench.planning.replica import Tier
 from foretoken.bench.planning.virtual_time import Stuck, VirtualLoop, VirtualThread, run_on
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
@@ -101,10 +103,52 @@ def test_two_replicas_halve_the_waiting_of_a_burst() -> None:
     assert one["kv_most_held"] > two["kv_most_held"] > 0
 
 
+APART = replace(ONE, num_replicas=2, num_prefill=1, transfer_s=1e-3)
+
+
+def test_a_prompt_that_another_replica_computes_takes_its_steps_its_pages_and_the_tail() -> None:
+    figures = planned(COSTS, APART, [session(0.0, ids(1, 400), 11)], {})
+    assert figures["requests_by_replica"] == [1, 1]
+    assert figures["prefilled"] == 1
+    assert figures["loaded_tokens"] == 24 * 16, "all whole pages, but not the last token"
+    assert figures["cached_tokens"] == 0, "no token of it was known before"
+    # A step of 400 rows there, 24 pages, one step of the 16 tokens left here.
+    assert figures["ttft_ms"]["p50"] == pytest.approx(402.5 + 24 + 18.5, abs=0.5)
+    assert figures["itl_ms"]["p99"] == pytest.approx(3.5)
+    again = [session(0.0, ids(1, 400), 2), session(2.0, ids(1, 400), 2)]
+    assert planned(COSTS, APART, again, {})["cached_tokens"] == 24 * 16, "the second one's"
+
+
+def test_a_short_prompt_stays_with_the_replica_of_its_answer() -> None:
+    figures = planned(COSTS, APART, [session(0.0, ids(1, 200), 4)], {})
+    assert figures["requests_by_replica"] == [0, 1]
+    assert figures["prefilled"] == 0
+    assert figures["ttft_ms"]["p50"] == pytest.approx(202.5)
+
+
+def test_long_prompts_of_another_replica_do_not_stretch_the_gaps() -> None:
+    load = [session(0.0, ids(1, 100), 100), session(0.2, ids(2, 800), 2)]
+    alike = replace(APART, num_prefill=0, num_replicas=1)
+    together, apart = (planned(COSTS, each, load, {})["itl_ms"]["p99"] for each in (alike, APART))
+    assert apart < 0.2 * together
+
+
+def test_drafts_bring_the_tokens_that_are_given_and_cost_their_rows() -> None:
+    drafts = Drafts(depth=3, tokens_per_step=2.5, seconds=1e-3)
+    load = [session(0.0, ids(1, 100), 101)]
+    figures = planned(COSTS, replace(ONE, drafts=drafts), load, {})
+    # 100 tokens behind the first one, 40 steps of 4 rows and a draft each.
+    assert figures["output_tokens"] == 101
+    assert figures["step_seconds"] == pytest.approx(0.1025 + 40 * (4 + 2 + 0.5 + 1) / 1e3, rel=0.01)
+    with pytest.raises(ValueError, match=r"1 to 4 tokens a step, not 4\.5"):
+        Drafts(depth=3, tokens_per_step=4.5)
+
+
 def test_a_plan_is_the_same_twice() -> None:
     load = [session(each / 50, ids(each % 5, 200 + each), 20) for each in range(30)]
     shape = replace(ONE, num_replicas=2, kv_bytes=80 * 1000, tiers=[Tier("disk", 10**5, 1e-3)])
-    assert planned(COSTS, shape, load, {}) == planned(COSTS, shape, load, {})
+    for each in (shape, replace(shape, num_prefill=1)):
+        assert planned(COSTS, each, load, {}) == planned(COSTS, each, load, {})
 
 
 def test_a_load_that_never_fits_is_an_error_of_its_requests() -> None:
@@ -185,6 +229,37 @@ def test_the_command_prints_a_line_for_each_shape(costs_file, tmp_path, capsys) 
     found = [(each["replicas"], each["tiers_used"], each["served"]) for each in report["plans"]]
     assert found == [(1, "none", 12), (1, "host", 12), (2, "none", 12), (2, "host", 12)]
     assert "occupancy" not in report["plans"][0]
+
+
+def test_the_command_plans_roles_beside_replicas_that_are_alike(
+    costs_file, tmp_path, capsys
+) -> None:
+    out = tmp_path / "plan.json"
+    flags = ["--costs", costs_file, "--requests", "12", "--scale", "0.25", "--kv-memory", "1MiB"]
+    flags += ["--draft-depth", "3", "--tokens-per-step", "2"]
+    assert plan.main([*flags, "--prefill", "1", "--decode", "2", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "| 1 prefill, 2 decode |" in shown
+    assert "drafts of 3 tokens, 2 tokens a step" in shown
+    found = [(each["replicas"], each["prefill"]) for each in json.loads(out.read_text())["plans"]]
+    assert found == [(3, 0), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--prefill", "1"], "--prefill and --decode need each other"),
+        (["--prefill", "1", "--decode", "0"], "--decode"),
+        (["--draft-depth", "2", "--tokens-per-step", "4"], "1 to 3 tokens a step, not 4"),
+        (["--tokens-per-step", "2"], "1 to 1 tokens a step"),
+        (["--draft-depth", "-1"], "--draft-depth"),
+    ],
+)
+def test_flags_that_do_not_fit_end_with_2(costs_file, capsys, flags, told) -> None:
+    with pytest.raises(SystemExit) as end:
+        sys.exit(plan.main(["--costs", costs_file, "--requests", "2", *flags]))
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,11 @@ def test_behind_our_front_replicas_with_roles_say_what_one_server_says(pair: Pai
             compare(front, pair, body_of(74, prompt="short"), is_read=False)
             compare(front, pair, body_of(70), is_read=False)  # the pool has it
             assert post(front.url, "/debug/audit").json["ok"]
-            wait_until(lambda: num_done(front) == 5)
+            wait_until(lambda: total(front, "kv_transfer_held_pages") == 0)
+            assert total(front, "kv_transfer_ended_total", 'cause="done"') >= 5
+            long = body_of(76, prompt=prompt(76) * 4)
+            compare(front, pair, long, is_read=True)
+            assert total(front, "kv_transfer_ended_total", 'cause="done"') > 7, "part by part"
             replicas[0].kill()
             compare(front, pair, body_of(75), is_read=False)
             assert front.stop() == 0
@@ -273,17 +277,19 @@ def test_behind_our_front_replicas_with_roles_say_what_one_server_says(pair: Pai
 
 
 def compare(front: Server, pair: Pair, body: dict[str, Any], *, is_read: bool) -> None:
+    before = total(front, "kv_tier_hit_tokens_total", 'tier="peer"')
     found = post(front.url, "/v1/completions", body).json
     alone = post(pair.p.url, "/v1/completions", body).json
     assert found["choices"] == alone["choices"]
-    assert (loaded(found) > 0.4) is is_read
+    num_read = total(front, "kv_tier_hit_tokens_total", 'tier="peer"') - before
+    assert (num_read > 0.4 * found["usage"]["prompt_tokens"]) is is_read
 
 
-def num_done(front: Server) -> float:
-    """Prompts whose pages their readers are done with, over all replicas."""
+def total(front: Server, name: str, labels: str = "") -> float:
+    """A metric with such a label, summed over all replicas."""
     shown = get(front.url, "/metrics").content.decode()
-    done = re.findall(r'kv_transfer_ended_total\{[^}]*cause="done"[^}]*\} (\S+)', shown)
-    return sum(map(float, done))
+    rows = re.findall(rf"^foretoken:{name}\{{([^}}]*)\}} (\S+)$", shown, re.M)
+    return sum(float(value) for given, value in rows if labels in given)
 
 
 def is_up(url: str) -> bool:

@@ -74,6 +74,7 @@ class FakeEngine:
         self.row_error: str | ForetokenError | None = None  # ends each request at its second step
         self.requests: list[Request] = []
         self.aborted: list[str] = []
+        self.fetched: list[Request] = []
         self.submitted = threading.Semaphore(0)
         self.was_aborted = threading.Semaphore(0)
         self.dumped: list[dict[str, object]] = []
@@ -123,6 +124,9 @@ class FakeEngine:
         for live in self._live.values():
             live.stream.push(Delta(error=EngineDead("steps failed; the engine stopped")))
         self._live.clear()
+
+    def fetch(self, request: Request) -> None:
+        self.fetched.append(request)
 
     def submit(self, request: Request) -> TokenStream:
         if self.draining or not self.alive:

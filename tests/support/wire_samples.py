@@ -23,6 +23,7 @@ from foretoken.api.cluster.wire.messages import (
     CacheInfo,
     Call,
     Drop,
+    Fetch,
     FlushCache,
     FlushPrefix,
     FromFront,
@@ -166,4 +167,4 @@ def of_front() -> list[FromFront]:
     )  # fmt: skip
     calls = [Call(call_id=index, question=each) for index, each in enumerate(questions)]
     return [submit(), Abort(request_id="r-1"), *calls, Beat(), Drop(name="t"),
-            Leaving(reason="another model")]  # fmt: skip
+            Fetch(submit=submit()), Leaving(reason="another model")]  # fmt: skip

@@ -13,7 +13,16 @@ from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest, QueueF
 from ....core.interface.request import Delta, FinishReason, Request
 from ....core.scheduling.output_processor import late_end
 from ..wire.forms import DeltaForm, UsageForm, WireError, delta_of
-from ..wire.messages import KEY_BYTES, Abort, Step, drop_of, page_keys, prefill_of, submit_of
+from ..wire.messages import (
+    KEY_BYTES,
+    Abort,
+    Step,
+    drop_of,
+    fetch_of,
+    page_keys,
+    prefill_of,
+    submit_of,
+)
 from .front_metrics import FrontMetrics
 from .live_request import MAX_LOSSES, HeldPrompt, LiveRequest, aborted
 from .replica_link import MAX_REASON, ReplicaLink
@@ -105,6 +114,7 @@ class Dispatcher:
             del self._places[live.request.request_id]
             self._router.end(live.request.request_id)
         link.requests.clear()
+        self._forget_reader(link.peer)
         self._router.leave(link.peer)
         for live in lives:
             self._move(live)
@@ -127,6 +137,10 @@ class Dispatcher:
             elif live is not None:
                 link.check_tokens(form, live)
                 self._take_delta(live, form, step.usages.get(form.request_id), now)
+        for request_id, handed in step.handed.items():
+            live = link.requests.get(request_id)
+            if live is not None and live.is_prefilling:
+                self._take_part(live, HeldPrompt(handed, link.peer, drop_of(handed)), now)
         if step.deltas:
             self._metrics.notify.observe_replica_step(link.number)
 
@@ -171,6 +185,37 @@ class Dispatcher:
         if self._waiting:  # there is room now
             asyncio.get_running_loop().call_soon(self.serve_waiting)
 
+    # -- parts of prompts -----------------------------------------------------------------------
+
+    def _take_part(self, live: LiveRequest, part: HeldPrompt, now: float) -> None:
+        """Have the replica of the answer read what is computed of its prompt so far.
+
+        It finds these pages in its own pool later; what it has not got by then, it reads as ever.
+        """
+        links = self._roster.links
+        if live.reader is None and not live.is_aborted:
+            choice = self._choose(live, now, is_sent=False)
+            if choice is not None and links[choice.replica].role in ("decode", "both"):
+                live.reader = choice.replica
+        reader = None if live.reader is None else links.get(live.reader)
+        live.part = part
+        if reader is None or not self._roster.send(reader, fetch_of(live.request, part.transfer)):
+            self._free(part)
+
+    def _forget_reader(self, peer: bytes) -> None:
+        """Have the parts freed that a lost replica was to read."""
+        for live in self.live.values():
+            if live.reader == peer:
+                live.reader = None
+                if live.part is not None:
+                    self._free(live.part)
+
+    def _free(self, held: HeldPrompt) -> None:
+        """Have pages freed that no replica reads; where they are free already, that is ignored."""
+        if held.holder in self._roster.links:
+            # Not `Roster.send`: a replica that does not read is found by its next beat.
+            self._roster.socket.send(held.holder, held.drop)
+
     # -- where a request is ---------------------------------------------------------------------
 
     def _place(self, live: LiveRequest, now: float) -> bool:
@@ -198,9 +243,8 @@ class Dispatcher:
     def _drop_prompt(self, live: LiveRequest) -> None:
         """Have the pages of a prompt freed that no replica reads."""
         held, live.held = live.held, None
-        if held is not None and held.holder in self._roster.links:
-            # Not `Roster.send`: a replica that does not read is found by its next beat.
-            self._roster.socket.send(held.holder, held.drop)
+        if held is not None:
+            self._free(held)
 
     def _note_place(self, live: LiveRequest, link: ReplicaLink, choice: Choice[bytes]) -> None:
         request_id = live.request.request_id

@@ -44,6 +44,8 @@ class LiveRequest:
         self.is_prefilling = False  # a replica computes its prompt for another one
         self.was_prefilled = False  # or did so before: that is tried once
         self.held: HeldPrompt | None = None  # until a replica gets it that reads it
+        self.reader: bytes | None = None  # peer that reads its prompt while that is computed
+        self.part: HeldPrompt | None = None  # that it reads now, or has read
         self.waits_since = now  # for a replica, where it has none
         self._sent = now
         self._before: Usage | None = None  # of the replicas that were lost

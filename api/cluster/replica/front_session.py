@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ....core.engine.inbox import TokenStream
 from ....core.errors import EngineDead, ForetokenError
@@ -20,6 +21,7 @@ from ..wire.messages import (
     Beat,
     Call,
     Drop,
+    Fetch,
     FromFront,
     FromReplica,
     Leaving,
@@ -135,7 +137,7 @@ class FrontSession:
         self._send(Leaving(reason=f"the front sent {error}"))
         return Ended(Ending.LOST if self.is_joined.is_set() else Ending.REFUSED, reason)
 
-    def _take(self, message: Submit | Abort | Drop | Call | Beat) -> None:
+    def _take(self, message: Submit | Abort | Drop | Fetch | Call | Beat) -> None:
         match message:
             case Submit():
                 self._submit(message)
@@ -143,10 +145,23 @@ class FrontSession:
                 self._abort(message.request_id)
             case Drop():
                 self._hosted.drop(message.name)
+            case Fetch():
+                self._begin(self._fetch(message.submit))
             case Call():
-                task = asyncio.create_task(self._answer(message))
-                self._calls.add(task)
-                task.add_done_callback(self._calls.discard)
+                self._begin(self._answer(message))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something beside the requests, until the connection ends."""
+        task = asyncio.create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _fetch(self, submit: Submit) -> None:
+        """Read pages for a request that is to come; it goes on without them if that fails."""
+        try:
+            await self._hosted.fetch(submit)
+        except Exception as error:
+            _log_unless_on_purpose(error, "the pages of a prompt could not be read")
 
     async def _answer(self, call: Call) -> None:
         try:
@@ -266,12 +281,21 @@ class FrontSession:
         self._cancel_handles()
         deltas, self._deltas = self._deltas, []
         due, self._due = self._due, {}
-        handed, self._handed = self._handed, {}
         now, pages = self._hosted.engine.now, self._hosted.pages.take()
+        handed, self._handed = {**self._parts(), **self._handed} if pages else self._handed, {}
         if deltas or pages:
             usages = {id_: usage_form(each.request.usage, now) for id_, each in due.items()}
             load = self._hosted.load
             self._send(Step(deltas=deltas, usages=usages, handed=handed, load=load, pages=pages))
+
+    def _parts(self) -> dict[str, bytes]:
+        """Parts of prompts that were computed since the last time, for other replicas."""
+        parts = {
+            live.request_id: self._hosted.part(live.hosted)
+            for live in self._live.values()
+            if live.hosted is not None
+        }
+        return {request_id: part for request_id, part in parts.items() if part is not None}
 
     def _cancel_handles(self) -> None:
         for handle in (self._flush_handle, self._news_handle):

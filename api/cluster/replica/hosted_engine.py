@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ....core.interface.request import Delta, Request
 from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
+from ....radix_cache import HeldPages
 from ...build.built import Built
 from ...runtime.serving_engine import ServingEngine
 from ...structured.compiler import Grammars
@@ -41,6 +42,7 @@ from ..wire.messages import (
 from .page_log import PageLog
 
 TOKENS_AT_ONCE = 256  # of an output so far that are read before others have a turn
+PART_TOKENS = 256  # of a prompt, newly computed, from which on another replica reads them
 USAGE_PERIOD = 32  # deltas of a request after which its usage is sent again
 
 
@@ -67,6 +69,9 @@ class LocalEngine(ServingEngine, Protocol):
     def load(self) -> EngineLoad:
         """The engine's work now. Cheap."""
 
+    def fetch(self, request: Request) -> None:
+        """Load the pages that a request offers into the prefix cache; compute nothing."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HostedRequest:
@@ -76,6 +81,8 @@ class HostedRequest:
     text: AnswerText  # watches for stop strings
     num_deltas: int = 0
     closed_early: bool = False  # as the front knows it
+    part: HeldPages | None = None  # of its prompt, the latest that was held for another replica
+    num_parted: int = 0  # tokens of it
 
     def needs_usage(self, delta: Delta) -> bool:
         """Whether the front needs the usage behind this delta; counts it.
@@ -156,6 +163,27 @@ class HostedEngine:
             offer = transfers.read(body_of(submit.transfer)).offer
             if offer is not None and transfers.check(offer, len(request.tokens)):
                 request.offer = offer
+
+    async def fetch(self, submit: Submit) -> None:
+        """Read the pages of a prompt that another replica still computes. Raises as `make` does."""
+        request = (await self.make(submit)).request
+        self.hand_over(submit, request)
+        if request.offer is not None:
+            self.engine.fetch(request)
+
+    def part(self, hosted: HostedRequest) -> bytes | None:
+        """Hold what is computed of a prompt, and return where it is; None if it is not worth it."""
+        transfers, request = self.built.transfers, hosted.request
+        is_worth_it = request.num_computed - hosted.num_parted >= PART_TOKENS
+        if transfers is None or not (request.hands_over and is_worth_it):
+            return None
+        if request.num_computed >= request.prompt_len or request.handed is not None:
+            return None  # all of it is held in a moment
+        held = transfers.hold_part(request, hosted.part)
+        if held is None:
+            return None
+        hosted.part, hosted.num_parted = held, request.num_computed
+        return body_form(transfers.write(request, held))
 
     def end_offer(self, request: Request) -> None:
         """Let another replica free what the engine did not take."""

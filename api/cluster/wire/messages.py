@@ -8,6 +8,7 @@ Whatever is not exactly a message is refused by a `WireError`, unknown fields in
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -49,7 +50,7 @@ from .forms import (
     pooling_of,
 )
 
-VERSION = 2  # of all messages and forms; another one is refused at `Hello`
+VERSION = 3  # of all messages and forms; another one is refused at `Hello`
 KEY_BYTES = 8  # of a page's key; the whole key has 32
 M = TypeVar("M")
 EngineT = TypeVar("EngineT", bound=ServingEngine)
@@ -132,12 +133,13 @@ class Step(_Message, tag="step", frozen=True, kw_only=True):
     """A step's result: deltas of all requests, and the state of the engine behind it.
 
     ``usages`` are by request, of those whose usage the front needs now, ``handed`` as well. A
-    message without deltas has news of pages.
+    message without deltas has news of pages. A prompt in ``handed`` that has not ended is computed
+    in part.
     """
 
     deltas: list[DeltaForm] = []
     usages: dict[str, UsageForm] = {}
-    handed: dict[str, bytes] = {}  # JSON: `TransferParams.write` of prompts that ended, `drop_of`
+    handed: dict[str, bytes] = {}  # JSON: `TransferParams.write` of prompts, `drop_of`
     load: Load
     pages: list[PageNews] = []
 
@@ -189,6 +191,12 @@ class Drop(_Message, tag="drop", frozen=True, kw_only=True):
     """Free the pages of a prompt that no replica is going to read; unknown ones are ignored."""
 
     name: str  # of the transfer
+
+
+class Fetch(_Message, tag="fetch", frozen=True, kw_only=True):
+    """Read the pages of a prompt that another replica still computes; the request comes later."""
+
+    submit: Submit  # with its ``transfer``; no answer is wanted
 
 
 class _Question(_Message, tag_field="ask", frozen=True, kw_only=True):
@@ -243,7 +251,7 @@ class Call(_Message, tag="call", frozen=True, kw_only=True):
 
 
 FromReplica = Hello | Step | Answer | Beat | Leaving
-FromFront = Submit | Abort | Drop | Call | Beat | Leaving
+FromFront = Submit | Abort | Drop | Fetch | Call | Beat | Leaving
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -469,6 +477,18 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         images=whole.images,
         hands_over=True,
     )
+
+
+def fetch_of(request: Request, transfer: bytes) -> Fetch:
+    """The message by which a replica reads the part of a prompt that another one has computed.
+
+    Its request has an id of its own: the one that it is for may come before it has ended.
+    """
+    request_id = f"{request.request_id}/{secrets.token_hex(8)}"
+    submit = msgspec.structs.replace(
+        prefill_of(request), request_id=request_id, hands_over=False, transfer=transfer
+    )
+    return Fetch(submit=submit)
 
 
 def request_of(

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from foretoken.api.cluster.replica import engine_host, front_session
+from foretoken.api.cluster.replica import engine_host, front_session, hosted_engine
 from foretoken.api.cluster.replica.engine_host import EngineHost, RefusedError
 from foretoken.api.cluster.replica.page_log import PART_KEYS, PageLog
 from foretoken.api.cluster.wire.forms import (
@@ -28,6 +29,7 @@ from foretoken.api.cluster.wire.messages import (
     Beat,
     CacheInfo,
     Drop,
+    Fetch,
     FlushCache,
     FlushPrefix,
     Hello,
@@ -44,6 +46,7 @@ from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import QueueFull
+from foretoken.core.interface.transfers import NO_HANDOVER, Handover
 from foretoken.core.tiers.keys import PageKeys, StoredPages
 from support.fake_engine import FakeEngine, make_built
 from support.hand_front import SECONDS, HandFront, MemoryLink, submit
@@ -183,6 +186,63 @@ def test_pages_that_no_other_replica_reads_are_freed(within) -> None:
         front.say(Drop(name="t"))
         await front.ask(CacheInfo())
         assert freed == ["t"]
+
+    within(test)
+
+
+def test_a_part_of_a_prompt_leaves_with_the_news_of_its_pages(
+    within, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted_engine, "PART_TOKENS", 64)
+
+    async def test(replica: Replica, _task: object) -> None:
+        held = SimpleNamespace(name="t")
+        replica.engine.by_hand = True
+        replica.built.transfers = SimpleNamespace(
+            hold_part=lambda request, earlier: None if earlier is held else held,
+            write=lambda request, part=None: {"remote_request_id": part.name},
+            read=lambda _: NO_HANDOVER,
+        )
+        front = await replica.joined()
+        wanted, plain = submit("r", [5] * 200, PARAMS), submit("q", [6] * 200, PARAMS)
+        front.begin(msgspec.structs.replace(wanted, hands_over=True))
+        front.begin(plain)
+        await replica.submitted(2)
+        for num_computed, parts in ((50, 0), (100, 1), (199, 1)):
+            for request in replica.engine.requests:
+                request.num_computed = num_computed
+            replica.host._hosted.pages.stored(SimpleNamespace(keys=[b"k" * 32]))  # type: ignore[arg-type]
+            seen = len(front.messages)
+            await front.until(lambda seen=seen: any(news(each) for each in front.messages[seen:]))
+            handed = [each.handed for each in front.messages if isinstance(each, Step)]
+            assert [each for each in handed if each] == [
+                {"r": b'{"remote_request_id":"t"}'}
+            ] * parts
+
+    within(test)
+
+
+def news(message: object) -> bool:
+    return isinstance(message, Step) and bool(message.pages)
+
+
+def test_a_prompt_is_fetched_without_a_request(within) -> None:
+    async def test(replica: Replica, _task: object) -> None:
+        offer = SimpleNamespace(page_ids=[1])
+        replica.built.transfers = SimpleNamespace(
+            read=lambda params: Handover(offer=offer if params else None),  # type: ignore[arg-type]
+            check=lambda *_: True,
+        )
+        front = await replica.joined()
+        message = msgspec.structs.replace(submit("r/1", [5, 6, 7], PARAMS), transfer=b'{"a": 1}')
+        front.say(Fetch(submit=message))
+        front.say(Fetch(submit=msgspec.structs.replace(message, transfer=b"{}")))
+        front.say(Fetch(submit=msgspec.structs.replace(message, output=ids_form([1] * 9))))
+        while not replica.engine.fetched:  # noqa: ASYNC110 - a fake has no event for it
+            await asyncio.sleep(0)
+        await front.ask(CacheInfo())
+        assert [each.offer for each in replica.engine.fetched] == [offer]
+        assert replica.engine.requests == []
 
     within(test)
 

@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from foretoken.api.cluster.front.dispatcher import PREFILL_TOKENS
 from foretoken.api.cluster.front.replicas import Replicas
-from foretoken.api.cluster.wire.messages import Abort, Drop, Submit, body_form
+from foretoken.api.cluster.wire.messages import Abort, Drop, Fetch, Submit, body_form
 from foretoken.core.errors import EngineDead, ForetokenError, QueueFull
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import CacheOptions, FinishReason
@@ -280,5 +280,81 @@ def test_an_engine_that_ends_while_it_computes_a_prompt_is_lost() -> None:
             await d.submitted()
             d.finish("r", 10)
             assert (await read(stream)).token_ids == [10]
+
+    run(body())
+
+
+# -- parts of a prompt that is still computed ------------------------------------------------------
+
+
+def hand_part(replica: ScriptedReplica, name: str = "part") -> None:
+    """Say where the pages are that are computed so far."""
+    handed = {"r": b'{"remote_request_id": "%b"}' % name.encode()}
+    replica.send(msgspec.structs.replace(step("r"), deltas=[], handed=handed))
+
+
+def test_the_replica_of_the_answer_reads_a_prompt_while_it_is_computed() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+            stream = front.submit(request(prompt=LONG, temperature=0.5))
+            whole = await p.submitted()
+            ids = set[str]()
+            for name in ("one", "two"):
+                hand_part(p, name)
+                part = (await d.next(Fetch)).submit
+                assert part.transfer == b'{"remote_request_id": "%b"}' % name.encode()
+                assert (part.prompt, part.cache, part.seed) == (
+                    whole.prompt, whole.cache, whole.seed,
+                )  # fmt: skip
+                assert not part.hands_over
+                ids.add(part.request_id)
+            assert len(ids | {"r"}) == 3, "each has an id of its own"
+            hand_over(p)
+            assert (await d.submitted()).transfer == HANDED
+            hand_part(p, "too late")
+            d.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
+
+
+def test_parts_that_no_replica_reads_are_freed() -> None:
+    async def body() -> None:
+        async with (
+            front_of(3) as front,
+            with_roles(front, "prefill", "decode", "decode") as (p, *others),
+        ):
+            stream = front.submit(request(prompt=LONG))
+            await p.submitted()
+            hand_part(p, "one")
+            await until(lambda: front._dispatcher.live["r"].reader is not None)
+            [reader] = [
+                link.number
+                for peer, link in front._roster.links.items()
+                if peer == front._dispatcher.live["r"].reader
+            ]
+            others[reader - 2].die()
+            assert (await p.next(Drop)).name == "one", "its reader is gone"
+            hand_part(p, "two")
+            other = others[1 - (reader - 2)]
+            assert (await other.next(Fetch)).submit.transfer == b'{"remote_request_id": "two"}'
+            hand_over(p)
+            assert (await other.submitted()).transfer == HANDED
+            other.finish("r", 10)
+            assert (await read(stream)).token_ids == [10]
+
+    run(body())
+
+
+def test_parts_of_a_prompt_that_was_aborted_are_freed() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, _):
+            stream = front.submit(request(prompt=LONG))
+            await p.submitted()
+            front.abort("r")
+            hand_part(p)
+            assert (await p.next(Drop)).name == "part"
+            hand_over(p, None)
+            assert (await read(stream)).finish_reason is FinishReason.ABORT
 
     run(body())

@@ -98,6 +98,24 @@ def test_pages_are_read_in_a_few_calls_and_are_those_of_their_tokens(first: int)
     assert (len(here.store), here.store.find(keys_of(0)), here.get(keys_of(0)[0])) == (0, 0, None)
 
 
+def test_a_part_that_is_let_go_takes_no_page_of_the_whole_along() -> None:
+    """A prompt's later transfer has the pages of its earlier one, which ends while it is read."""
+    peer, here = Peer(), Here()
+    offer, num_pages = peer.offer(), 7
+    held = peer.cache.transfers.hold(tokens_of(0), num_pages * PAGE_SIZE)
+    assert held is not None
+    part = replace(peer.offer_of(held, 0), key=keys_of(0)[num_pages - 1])
+    here.store.meet(part)
+    assert here.store.find(keys_of(0)) == num_pages
+    here.store.meet(offer)
+    assert here.store.find(keys_of(0)) == WHOLE
+    here.store.end(part)
+    assert here.gets(0) == [peer.record(each) for each in offer.page_ids]
+    here.store.end(offer)
+    peer.take_notes()
+    assert peer.cache.transfers.ended["done"] == 2
+
+
 def test_pages_of_other_tokens_are_not_found() -> None:
     peer, here = Peer(), Here()
     here.store.meet(peer.offer())

@@ -1,0 +1,101 @@
+"""Drafts of a plan: as many tokens in each step, of which as many are right as is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...core.interface.draft import NO_DRAFT, NO_DRAFT_PLAN, Draft, DraftPlan
+from ...core.interface.output import RequestOutput
+from ...core.interface.plan import ScheduledRequest, StepPlan
+from ...core.interface.protocols import Speculator
+from ...core.interface.request import Request
+
+ANSWER_ID = 1  # every token of an answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """Drafts of all requests. ``depth``: tokens of each; 0: none.
+
+    ``tokens_per_step``: the mean that a request gains by a step, from 1 to ``depth + 1``.
+    ``seconds``: that proposing takes in a step.
+    """
+
+    depth: int = 0
+    tokens_per_step: float = 1.0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a number of tokens that such drafts cannot bring."""
+        if not 1.0 <= self.tokens_per_step <= self.depth + 1:
+            raise ValueError(
+                f"drafts of {self.depth} tokens bring 1 to {self.depth + 1} tokens a step, "
+                f"not {self.tokens_per_step:g}"
+            )
+
+
+NO_DRAFTS = Drafts()
+
+
+class DraftsOfDepth(Speculator):
+    """Lets every request draft as many tokens, within an equal share of the budget."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+
+    def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
+        """See `Speculator.drafts_nothing`."""
+        del requests, num_new_tokens
+        return not self._depth
+
+    def plan(
+        self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
+    ) -> Sequence[DraftPlan]:
+        """See `Speculator.plan`."""
+        del num_prefill
+        most = min(self._depth, budget // max(1, len(requests)))
+        return [
+            DraftPlan(max_draft=min(most, limit)) if min(most, limit) else NO_DRAFT_PLAN
+            for limit in limits
+        ]
+
+
+class Answers:
+    """The outputs of one engine's steps: drafts are right in as many tokens as `Drafts` say.
+
+    What a request gains is the mean at any time, rounded down: nothing is drawn by lot.
+    """
+
+    def __init__(self, drafts: Drafts) -> None:
+        self._drafts = drafts
+        self._credits: dict[str, float] = {}  # accepted tokens that a request is owed
+
+    def seconds_of(self, plan: StepPlan) -> float:
+        """Seconds that proposing takes."""
+        drafts = any(row.draft_plan.num_rows for row in plan.requests)
+        return self._drafts.seconds if drafts else 0.0
+
+    def of(self, plan: StepPlan) -> list[RequestOutput]:
+        """Return the outputs of a step."""
+        for request_id in plan.released_request_ids:
+            self._credits.pop(request_id, None)
+        return list(map(self._output, plan.requests))
+
+    def _output(self, row: ScheduledRequest) -> RequestOutput:
+        if not row.samples:
+            return RequestOutput(request_id=row.request_id)
+        num_drafted = row.draft_plan.num_rows
+        num_accepted = self._num_accepted(row.request_id, num_drafted) if num_drafted else 0
+        return RequestOutput(
+            request_id=row.request_id,
+            token_ids=(ANSWER_ID,) * (num_accepted + 1),
+            draft=Draft.of((ANSWER_ID,) * num_drafted, "planned") if num_drafted else NO_DRAFT,
+            path=range(num_accepted),
+        )
+
+    def _num_accepted(self, request_id: str, most: int) -> int:
+        credit = self._credits.get(request_id, 0.0) + self._drafts.tokens_per_step - 1.0
+        found = min(most, int(credit))
+        self._credits[request_id] = credit - found
+        return found

@@ -1,0 +1,89 @@
+"""Transfers of a plan: pools whose pages cost time to read and have no content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ...core.interface.transfers import PageOffer, PageReader, PageServer, PoolMemory, Region
+from ...radix_cache import HeldPages, TransferLocks
+
+PAGE_BYTES = 1  # that stand for a page where one is copied
+
+
+class Spends(Protocol):
+    """Lets the call of a virtual thread take longer."""
+
+    def spend(self, seconds: float) -> None:
+        """Let it take so much longer."""
+
+
+class VirtualServer(PageServer):
+    """The pool of a replica that computes prompts for others."""
+
+    def __init__(self, locks: TransferLocks, memory: PoolMemory) -> None:
+        self.locks = locks
+        self.sent: list[bytes] = []  # by readers, since `notes`
+        self._memory = memory
+
+    @property
+    def memory(self) -> PoolMemory:
+        """See `PageServer.memory`."""
+        return self._memory
+
+    def notes(self) -> Sequence[bytes]:
+        """See `PageServer.notes`."""
+        found, self.sent = self.sent, []
+        return found
+
+    def close(self) -> None:
+        """Do nothing: the memory is this process's own."""
+
+    def offer(self, held: HeldPages, key: bytes) -> PageOffer:
+        """Offer pages that are held; ``key`` is that of the last one."""
+        pages = held.page_ids.tolist()
+        return PageOffer(held.name, self.memory, key, pages, held.slot, held.nonce)
+
+
+class Network:
+    """The pools of a plan that others read. ``page_seconds``: that reading a page takes."""
+
+    def __init__(self, page_seconds: float) -> None:
+        self.page_seconds = page_seconds
+        self.servers: dict[bytes, VirtualServer] = {}  # by agent
+
+    def add(self, locks: TransferLocks) -> VirtualServer:
+        """Let others read a pool."""
+        agent = b"%d" % len(self.servers)
+        server = VirtualServer(locks, PoolMemory(agent, "DRAM", (Region(0, PAGE_BYTES),), 0))
+        self.servers[agent] = server
+        return server
+
+
+class VirtualReader(PageReader):
+    """Reads pools of a network, ``capacity`` pages in a call; belongs to the I/O thread."""
+
+    def __init__(self, network: Network, capacity: int, thread: Spends) -> None:
+        self._network, self._capacity, self._thread = network, capacity, thread
+
+    @property
+    def capacity(self) -> int:
+        """See `PageReader.capacity`."""
+        return self._capacity * PAGE_BYTES
+
+    def read(self, memory: PoolMemory, regions: Sequence[Region]) -> memoryview:
+        """Take the time of these pages."""
+        del memory
+        self._thread.spend(self._network.page_seconds * len(regions))
+        return memoryview(bytes(PAGE_BYTES * len(regions)))
+
+    def read_word(self, offer: PageOffer) -> int:
+        """See `PageReader.read_word`."""
+        return self._network.servers[offer.memory.agent].locks.words[offer.slot]
+
+    def send(self, memory: PoolMemory, note: bytes) -> None:
+        """See `PageReader.send`."""
+        self._network.servers[memory.agent].sent.append(note)
+
+    def close(self) -> None:
+        """Do nothing."""
