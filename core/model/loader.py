@@ -574,6 +574,7 @@ class Assembly:
                 factors=[fold.residual_scale * fold.attention_out_scale],
             ),
             window=spec.window,
+            is_mutual=spec.is_mutual,
             tables=self._layout.tables[index],
             cap=config.attention_cap,
             sinks=self._float(f"{prefix}self_attn.sinks") if config.has_sinks else None,

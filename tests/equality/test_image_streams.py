@@ -31,6 +31,8 @@ from support.fixed_depth import FixedDepth
 from support.image_models import (
     CLASSES,
     GRIDS,
+    MUTUAL,
+    SMALL_GEMMA4,
     make_prompt,
     prompt_tokens,
     random_inputs,
@@ -55,9 +57,11 @@ class Asked(NamedTuple):
 class Seeing:
     """A model that sees, its engine parts, and prompts with their answers."""
 
-    def __init__(self, folder: Path, model_type: str, backend: str = "auto") -> None:
-        self.model_type = model_type
-        self.path, self.reference = save_image_model(folder, model_type)
+    def __init__(
+        self, folder: Path, model_type: str, backend: str = "auto", *, is_mutual: bool = True, **text: Any
+    ) -> None:
+        self.model_type, self.is_mutual = model_type, is_mutual
+        self.path, self.reference = save_image_model(folder, model_type, **text)
         self.decoder = load_decoder(self.path, backend=backend)  # type: ignore[arg-type]
         self.texts = random.Random(3)
 
@@ -65,7 +69,8 @@ class Seeing:
         return [self.texts.randrange(3, VOCAB - 2) for _ in range(count)]
 
     def ask(self, pieces: list[Any], *, salt: str | None = None) -> Asked:
-        ids, images = make_prompt(self.model_type, pieces, salt=salt)
+        is_mutual = self.model_type in MUTUAL and self.is_mutual
+        ids, images = make_prompt(self.model_type, pieces, salt=salt, is_mutual=is_mutual)
         given = [piece for piece in pieces if isinstance(piece, dict)]
         expected = reference_tokens(self.reference, self.model_type, ids, given, NUM_NEW)
         return Asked(ids, images, expected)
@@ -148,6 +153,12 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
 
 
 @pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    torch.set_num_threads(1)
+    return Seeing(tmp_path_factory.mktemp("gemma3"), "gemma3")
+
+
+@pytest.fixture(scope="module")
 def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     torch.set_num_threads(1)
     return Seeing(tmp_path_factory.mktemp("smolvlm"), "smolvlm")
@@ -157,7 +168,8 @@ def one_and_three(model: Seeing) -> list[Asked]:
     """One image, three with text between, none, and the same text with another image."""
     image = [random_inputs(model.model_type, seed) for seed in range(4)]
     opening, rest = model.text(9), model.text(6)
-    between = [model.text(1)] if model.model_type in GRIDS else []  # there are tokens around them
+    is_framed = model.model_type in (*GRIDS, *MUTUAL)  # there are tokens around them
+    between = [model.text(1)] if is_framed else []
     asked = [
         model.ask([opening, image[0], rest]),
         model.ask(
@@ -194,7 +206,7 @@ def test_images_with_vectors_behind_layers_in_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["perfect", "wrong", "trees"])
-@pytest.mark.parametrize("name", ["smolvlm", "qwen"])
+@pytest.mark.parametrize("name", ["smolvlm", "qwen", "gemma3"])
 def test_images_with_drafts(request: pytest.FixtureRequest, name: str, drafter: str) -> None:
     model: Seeing = request.getfixturevalue(name)
     model.start(proposer=SYNTHETIC[drafter], max_batch_tokens=16)
