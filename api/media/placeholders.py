@@ -78,7 +78,8 @@ def _tiles(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Pl
     rows, cols = (int(np.ravel(arrays[name])[0]) for name in ("rows", "cols"))
     fake = "<fake_token_around_image>"
     grid = "".join(
-        "".join(f"{fake}<row_{row + 1}_col_{col + 1}>{tokens.row * num}" for col in range(cols)) + "\n"
+        "".join(f"{fake}<row_{row + 1}_col_{col + 1}>{tokens.row * num}" for col in range(cols))
+        + "\n"
         for row in range(rows)
     )
     whole = f"{fake}<global-img>{tokens.row * num}{fake}"
@@ -132,7 +133,9 @@ def _soft(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Pla
     num_crops = int(np.ravel(arrays["num_crops"])[0])
     one = f"\n\n{tokens.begin}{tokens.row * num}{tokens.end}\n\n"
     crops = " ".join([one] * num_crops)
-    whole = f"Here is the original image {one} and here are some crops to help you see better {crops}"
+    whole = (
+        f"Here is the original image {one} and here are some crops to help you see better {crops}"
+    )
     return Placeholder(whole if num_crops else one, num * (1 + num_crops), is_mutual=True)
 
 

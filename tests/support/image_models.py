@@ -66,11 +66,11 @@ SMALL_GEMMA4: dict[str, Any] = {
 
 
 def image_config(
-    model_type: str, *, image: int = IMAGE, boundaries: dict[str, int] | None = None, **text: Any
+    model_type: str, *, image: int = IMAGE, whole: dict[str, Any] | None = None, **text: Any
 ) -> Any:
     """A small config of a type, with that image token; ``text``: fields of its text model.
 
-    ``boundaries``: fields of the tokens around images.
+    ``whole``: fields of the whole config.
     """
     made = CONFIG_MAPPING[model_type]
     default = made(**({"vision_config": {}} if model_type == "gemma4" else {}))
@@ -90,7 +90,7 @@ def image_config(
         "fullatt_block_indexes": [1],
         "deepstack_visual_indexes": [0],
         "num_position_embeddings": 16,
-        "position_embedding_size": 16,
+        "position_embedding_size": 40,
         "pooling_kernel_size": 2,
         "num_key_value_heads": 2,
         "out_hidden_size": values["hidden_size"],
@@ -107,20 +107,20 @@ def image_config(
     if model_type == "gemma3":
         more |= {"mm_tokens_per_image": ROWS["gemma3"], "image_token_index": image}
     if model_type == "gemma4":
-        more |= {name: VOCAB - 2 for name in ("audio_token_id", "video_token_id")}
+        more |= dict.fromkeys(("audio_token_id", "video_token_id"), VOCAB - 2)
     if hasattr(default, "vision_feature_layer"):
         more["vision_feature_layer"] = default.vision_feature_layer
-    more |= boundaries or {}
+    more |= whole or {}
     return made(text_config=values, vision_config=tower, tie_word_embeddings=False, **more)
 
 
 def image_model(
-    model_type: str, *, image: int = IMAGE, boundaries: dict[str, int] | None = None, **text: Any
+    model_type: str, *, image: int = IMAGE, whole: dict[str, Any] | None = None, **text: Any
 ) -> Any:
     """A random model, float32, whose outputs differ clearly between tokens and between images."""
     torch.manual_seed(1)
     model = getattr(transformers, CLASSES[model_type])(
-        image_config(model_type, image=image, boundaries=boundaries, **text)
+        image_config(model_type, image=image, whole=whole, **text)
     )
     model = model.float().eval()
     with torch.no_grad():

@@ -149,9 +149,7 @@ class NativeStep:
             *(None if each is None else _pointer(each) for each in linears),
             *map(self._lent, norms),
             TurnStruct() if placed is None else _turn(placed),
-            RuleStruct()
-            if attention is None
-            else _rule(attention),
+            RuleStruct() if attention is None else _rule(attention),
             activation_struct(activation),
             layer.is_parallel,
             experts,
