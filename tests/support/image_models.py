@@ -107,7 +107,7 @@ def image_config(
     if model_type == "gemma3":
         more |= {"mm_tokens_per_image": ROWS["gemma3"], "image_token_index": image}
     if model_type == "gemma4":
-        more |= dict.fromkeys(("audio_token_id", "video_token_id"), VOCAB - 2)
+        more |= dict.fromkeys(("audio_token_id", "video_token_id"), image)  # no other token
     if hasattr(default, "vision_feature_layer"):
         more["vision_feature_layer"] = default.vision_feature_layer
     more |= whole or {}
