@@ -17,30 +17,47 @@ Arrays = Mapping[str, NDArray[Any]]
 _LOW_SIDE = 512  # pixels of the longer side of a picture with detail low
 
 
+class ImageTokens(NamedTuple):
+    """Texts of a model's tokens for images.
+
+    ``row``: of each row. ``place``: what chat templates write for an image. ``begin`` and ``end``:
+    of those around its rows, "" where there are none.
+    """
+
+    row: str
+    place: str
+    begin: str = ""
+    end: str = ""
+
+
 class Placeholder(NamedTuple):
     """The text of an image; ``num_rows`` of its tokens are the image token.
 
-    ``grid``: their lines and columns, where RoPE turns by them.
+    ``grid``: their lines and columns, where RoPE turns by them. ``is_mutual``: neighbouring rows
+    see each other.
     """
 
     text: str
     num_rows: int
     grid: tuple[int, int] | None = None
+    is_mutual: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
     """The differences between kinds of models.
 
-    ``write`` makes the text of the model's config, its image token, and what the image processor
-    made of one picture. ``options``: of the image processor, by the config. ``low``: more
+    ``write`` makes the text of the model's config, its tokens, and what the image processor made of
+    one picture. ``options``: of the image processor, by the config. ``low``: more
     of them, for pictures with detail low; ``low_side``: their longest side in pixels.
+    ``is_begun``: chat templates write the token that begins an image in its place.
     """
 
-    write: Callable[[Mapping[str, Any], str, Arrays], Placeholder]
+    write: Callable[[Mapping[str, Any], ImageTokens, Arrays], Placeholder]
     options: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
     low: Mapping[str, Any] | None = None
     low_side: int | None = None
+    is_begun: bool = False
 
 
 def _side(value: Any) -> int:  # noqa: ANN401 - of JSON
@@ -55,35 +72,36 @@ def _num_patches(config: Mapping[str, Any], pixels: NDArray[Any]) -> int:
     return int(height // patch) * int(width // patch)
 
 
-def _tiles(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+def _tiles(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
     """SmolVLM and Idefics 3: a grid of tiles, then the whole picture."""
     num = _num_patches(config, arrays["pixel_values"]) // int(config["scale_factor"]) ** 2
     rows, cols = (int(np.ravel(arrays[name])[0]) for name in ("rows", "cols"))
     fake = "<fake_token_around_image>"
     grid = "".join(
-        "".join(f"{fake}<row_{row + 1}_col_{col + 1}>{token * num}" for col in range(cols)) + "\n"
+        "".join(f"{fake}<row_{row + 1}_col_{col + 1}>{tokens.row * num}" for col in range(cols))
+        + "\n"
         for row in range(rows)
     )
-    whole = f"{fake}<global-img>{token * num}{fake}"
+    whole = f"{fake}<global-img>{tokens.row * num}{fake}"
     text = f"{grid}\n{whole}" if rows and cols else whole
     return Placeholder(text, num * (rows * cols + 1))
 
 
-def _row(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+def _row(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
     """LLaVA: the patches of one square; CLIP's tower has a vector more, which may be left out."""
     tower = config["vision_config"]["model_type"]
     if tower == "pixtral":
-        return _lines(config, token, arrays)
+        return _lines(config, tokens, arrays)
     is_default = config.get("vision_feature_select_strategy", "default") == "default"
     num = _num_patches(config, arrays["pixel_values"])
     num += int(tower == "clip_vision_model") - int(is_default)
-    return Placeholder(token * num, num)
+    return Placeholder(tokens.row * num, num)
 
 
-def _lines(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+def _lines(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
     """Mistral 3 and Pixtral: a line for each row of patches, with a token at its end."""
     height, width = (int(each) // _merged(config) for each in np.ravel(arrays["image_sizes"])[:2])
-    lines = [token * width] * height
+    lines = [tokens.row * width] * height
     return Placeholder("[IMG_BREAK]".join(lines) + "[IMG_END]", height * width)
 
 
@@ -92,21 +110,41 @@ def _merged(config: Mapping[str, Any]) -> int:
     return _side(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size", 1))
 
 
-def _crops(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+def _crops(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
     """InternVL: all tiles in one run."""
     pixels = arrays["pixel_values"]
     share = float(config["downsample_ratio"]) ** 2
     num = len(pixels) * int(_num_patches(config, pixels) * share)
-    return Placeholder(f"<img>{token * num}</img>", num)
+    return Placeholder(f"<img>{tokens.row * num}</img>", num)
 
 
-def _patches(config: Mapping[str, Any], token: str, arrays: Arrays) -> Placeholder:
+def _patches(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
     """Qwen2-VL to 3.5: neighbouring patches together, in lines and columns."""
     merge = int(config["vision_config"]["spatial_merge_size"])
     _, height, width = (int(each) for each in np.ravel(arrays["image_grid_thw"]))
     grid = (height // merge, width // merge)
     num = grid[0] * grid[1]
-    return Placeholder(token * num, num, grid)
+    return Placeholder(tokens.row * num, num, grid)
+
+
+def _soft(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
+    """Gemma 3: as many rows for every picture, and for crops of it where there are some."""
+    num = int(config["mm_tokens_per_image"])
+    num_crops = int(np.ravel(arrays["num_crops"])[0])
+    one = f"\n\n{tokens.begin}{tokens.row * num}{tokens.end}\n\n"
+    crops = " ".join([one] * num_crops)
+    whole = (
+        f"Here is the original image {one} and here are some crops to help you see better {crops}"
+    )
+    return Placeholder(whole if num_crops else one, num * (1 + num_crops), is_mutual=True)
+
+
+def _sized(config: Mapping[str, Any], tokens: ImageTokens, arrays: Arrays) -> Placeholder:
+    """Gemma 4: as many rows as the size of the picture takes."""
+    num = int(np.ravel(arrays["num_soft_tokens_per_image"])[0])
+    is_mutual = config["text_config"].get("use_bidirectional_attention") == "vision"
+    text = f"{tokens.begin}{tokens.row * num}{tokens.end}"
+    return Placeholder(text, num, is_mutual=is_mutual)
 
 
 _QWEN = ImageRules(_patches, low_side=_LOW_SIDE)
@@ -114,6 +152,8 @@ _GRID = ImageRules(
     _tiles, lambda _: {"return_row_col_info": True}, low={"do_image_splitting": False}
 )
 RULES: Mapping[str, ImageRules] = {
+    "gemma3": ImageRules(_soft, low={"do_pan_and_scan": False}, is_begun=True),
+    "gemma4": ImageRules(_sized, low={"max_soft_tokens": 70}),
     "idefics3": _GRID,
     "internvl": ImageRules(
         _crops, lambda _: {"crop_to_patches": True}, low={"crop_to_patches": False}

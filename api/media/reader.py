@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
@@ -20,14 +20,14 @@ from ...core.interface.images import TowerInput, content_hash
 from ...core.interface.settings import parse_size
 from ..text.executor import Worker
 from ..types.request_context import origin
-from .placeholders import RULES, Placeholder
+from .placeholders import RULES, ImageTokens, Placeholder
 from .sources import Detail, ImageSource
 
 logger = logging.getLogger(__name__)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_RATIO = 100  # of a picture's sides: processors make the shorter one as long as they need it
 SECONDS = 60.0  # for the images of one request, from their turn on
-_NOT_READ = ("rows", "cols", "num_patches")  # what towers do not take
+_NOT_READ = ("rows", "cols", "num_patches", "num_crops", "num_soft_tokens_per_image")  # by towers
 
 
 class ReadImage(NamedTuple):
@@ -61,8 +61,10 @@ class ImageReader:
         """Refuse waiting images."""
         self._worker.close()
 
-    async def read(self, sources: Sequence[ImageSource], token: str) -> dict[str, ReadImage]:
-        """The images by their digests; ``token``: the text of the model's image token.
+    async def read(
+        self, sources: Sequence[ImageSource], tokens: ImageTokens
+    ) -> dict[str, ReadImage]:
+        """The images by their digests; ``tokens``: the model's, of images.
 
         Raises `InvalidRequest` that names the first image that is not served, and `QueueFull`.
         """
@@ -72,7 +74,7 @@ class ImageReader:
         found: dict[str, ReadImage] = {}
         for source in sources:  # one after another: others' come between
             if source.digest not in found:
-                job = partial(self._read, source, token)
+                job = partial(self._read, source, tokens)
                 try:
                     read = await self._worker.run(job, seconds=SECONDS, origin=origin())
                 except TimeoutError:
@@ -82,14 +84,14 @@ class ImageReader:
 
     # -- in the thread --------------------------------------------------------------------------
 
-    def _read(self, source: ImageSource, token: str) -> ReadImage:
+    def _read(self, source: ImageSource, tokens: ImageTokens) -> ReadImage:
         is_fixed = source.url.startswith("data:")  # a file may have changed
         if is_fixed and source.digest in self._kept:
             self._kept.move_to_end(source.digest)
             return self._kept[source.digest]
         try:
             image = self._decoded(source, source.read(self._media_dir))
-            read = self.process(image, token, source.detail)
+            read = self.process(image, tokens, source.detail)
         except ForetokenError:
             raise
         except Exception as error:  # whatever a damaged picture makes a processor raise
@@ -106,7 +108,7 @@ class ImageReader:
             _, dropped = self._kept.popitem(last=False)
             self._num_bytes -= dropped.num_bytes
 
-    def process(self, image: Any, token: str, detail: Detail) -> ReadImage:  # noqa: ANN401
+    def process(self, image: Any, tokens: ImageTokens, detail: Detail) -> ReadImage:  # noqa: ANN401
         """Make of a picture in RGB what the tower reads. Raises what the processor raises."""
         rules = RULES[self._model["model_type"]]
         options = rules.options(self._model)
@@ -119,7 +121,7 @@ class ImageReader:
         inputs = tuple(
             _tower_input(name, each) for name, each in arrays.items() if name not in _NOT_READ
         )
-        return ReadImage(rules.write(self._model, token, arrays), inputs, content_hash(inputs))
+        return ReadImage(rules.write(self._model, tokens, arrays), inputs, content_hash(inputs))
 
     def _decoded(self, source: ImageSource, data: bytes) -> Any:  # noqa: ANN401 - Pillow's
         """The picture in RGB, upright; its size is read before any pixel is."""
@@ -179,7 +181,8 @@ def count_rows(path: Path, side: int) -> int | None:
         from PIL import Image
 
         reader = ImageReader(path, EngineConfig())
-        return reader.process(Image.new("RGB", (side, side)), "", "auto").placeholder.num_rows
+        blank, tokens = Image.new("RGB", (side, side)), ImageTokens("", "")
+        return reader.process(blank, tokens, "auto").placeholder.num_rows
     except Exception as error:
         logger.debug("the tokens of an image are not known", exc_info=error)
         return None
@@ -192,7 +195,30 @@ def _tower_input(name: str, values: NDArray[Any]) -> TowerInput:
 
 
 def image_token_id(path: Path) -> int | None:
-    """The id of the token that stands for an image, as a config names it."""
-    values = msgspec.json.decode((path / "config.json").read_bytes())
-    found = values.get("image_token_id", values.get("image_token_index"))
+    """The id of the token that stands for a row of an image, as a config names it."""
+    return _token_id(_config(path), "image")
+
+
+def image_tokens(path: Path, text_of: Callable[[int], str]) -> ImageTokens | None:
+    """The texts of the tokens that a config names for images; None where it names none.
+
+    ``text_of``: the text of a token id.
+    """
+    values = _config(path)
+    row, begin, end = (
+        "" if (token_id := _token_id(values, kind)) is None else text_of(token_id)
+        for kind in ("image", "boi", "eoi")
+    )
+    rules = RULES.get(values.get("model_type", ""))
+    place = begin if rules is not None and rules.is_begun else row
+    return ImageTokens(row, place, begin, end) if row and place else None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.json.decode((path / "config.json").read_bytes())
+    return found
+
+
+def _token_id(values: Mapping[str, Any], kind: str) -> int | None:
+    found = values.get(f"{kind}_token_id", values.get(f"{kind}_token_index"))
     return found if isinstance(found, int) else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.errors import InvalidRequest
 from ...core.interface.images import PromptImage, image_key
-from ..media.reader import ImageReader, ReadImage, image_token_id
+from ..media.reader import ImageReader, ReadImage, image_token_id, image_tokens
 from ..media.sources import ImageSource, split_marks, template_parts
 from ..text.tokenizer import Tokenizer
 from .chat_input import ChatInput
@@ -18,11 +18,14 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class SeenImages:
-    """Images in the order of their marks. ``token``: the text of the model's image token."""
+    """Images in the order of their marks.
+
+    ``place``: the text that stands for an image in a rendered conversation. ``token_id``: of a row.
+    """
 
     images: Sequence[ReadImage] = ()
     sources: Mapping[str, ImageSource] = field(default_factory=dict)
-    token: str = ""
+    place: str = ""
     token_id: int = -1
 
     def messages(self, messages: Messages, *, in_parts: bool) -> Messages:
@@ -41,16 +44,16 @@ class SeenImages:
         return {**message, "content": template_parts(parts)}
 
     def expanded(self, text: str) -> str:
-        """A rendered conversation with each image token become the text of its image.
+        """A rendered conversation with the place of each image become the text of its image.
 
         Raises `InvalidRequest` where there are more or fewer of them than images.
         """
         if not self.images:
             return text
-        pieces = text.split(self.token)
+        pieces = text.split(self.place)
         if len(pieces) != len(self.images) + 1:
             raise InvalidRequest(
-                f"the prompt has {self.token} {len(pieces) - 1} times for {len(self.images)} "
+                f"the prompt has {self.place} {len(pieces) - 1} times for {len(self.images)} "
                 "images: texts may not spell it, and the chat template needs a place for each",
                 param="messages",
             )
@@ -63,14 +66,18 @@ class SeenImages:
             return ()
         places = [at for at, token_id in enumerate(token_ids) if token_id == self.token_id]
         if len(places) != sum(image.placeholder.num_rows for image in self.images):
-            message = f"{self.token} of an image is not one token of this tokenizer"
+            message = (
+                "the prompt has another number of image tokens than its images have rows: texts "
+                "may not spell them, and each must be one token of this tokenizer"
+            )
             raise InvalidRequest(message, param="messages")
         found, begin = [], 0
         for image in self.images:
             end = begin + image.placeholder.num_rows
             key = image_key(salt, image.content)
             runs = _runs(places[begin:end])
-            found.append(PromptImage(key, runs, image.inputs, image.placeholder.grid))
+            written = image.placeholder
+            found.append(PromptImage(key, runs, image.inputs, written.grid, written.is_mutual))
             begin = end
         return tuple(found)
 
@@ -91,8 +98,10 @@ async def see(
     if reader is None:
         raise chat.images[0].refusal(reason or "the model takes no images")
     token_id = image_token_id(reader.path)
-    token = "" if token_id is None else tokenizer.decode([token_id], skip_special_tokens=False)
-    if token_id is None or not token:
+    tokens = image_tokens(
+        reader.path, lambda each: tokenizer.decode([each], skip_special_tokens=False)
+    )
+    if token_id is None or tokens is None:
         raise chat.images[0].refusal("the model's files name no image token")
     sources = {source.digest: source for source in chat.images}
     order = [
@@ -102,8 +111,9 @@ async def see(
         for part in split_marks(content, sources)
         if isinstance(part, ImageSource)
     ]
-    read = await reader.read(chat.images, token)
-    return SeenImages([read[each.digest] for each in order], sources, token, token_id)
+    read = await reader.read(chat.images, tokens)
+    images = [read[each.digest] for each in order]
+    return SeenImages(images, sources, tokens.place, token_id)
 
 
 def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ..errors import RankLost, is_out_of_memory
 from ..interface.draft import NO_DRAFT_PLAN
+from ..interface.images import chunk_stop
 from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse, StepPlan
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..scheduling.chunk_budget import LEAST_CHUNK, num_chunk_tokens
@@ -127,7 +128,8 @@ def _smaller(
     if is_out_of_memory(failure) and num_tokens > LEAST_CHUNK:
         chunks = _cut(requests, max(LEAST_CHUNK, num_tokens // 2))
         decodes = [scheduled for scheduled in requests if scheduled.stop - scheduled.start == 1]
-        return [chunks, decodes] if decodes else [chunks]
+        if num_chunk_tokens(chunks) < num_tokens:  # images are not cut
+            return [chunks, decodes] if decodes else [chunks]
     if len(requests) < 2:
         return []
     half = len(requests) // 2
@@ -143,6 +145,7 @@ def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[Schedule
     for scheduled in requests:
         if scheduled.stop - scheduled.start > 1 and (num_tokens > 0 or scheduled.pack is not None):
             stop = min(scheduled.stop, scheduled.start + max(1, num_tokens))
+            stop = chunk_stop(scheduled.images, scheduled.start, stop)
             num_tokens -= stop - scheduled.start
             kept.append(replace(scheduled, stop=stop))
     return kept

@@ -1,4 +1,4 @@
-"""image_positions: positions of three axes, where rows of images have some of their own."""
+"""image_positions: by which rows of images are turned, and up to which they see."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..interface.images import PromptImage
+from ..interface.images import PromptImage, mutual_runs
 from ..ops.batch import IntArray
 
 
@@ -34,4 +34,22 @@ def image_positions(images: Sequence[PromptImage], start: int, stop: int) -> Int
             found[2, begin:end] = first + shift + rows % columns
         shift += max(lines, columns) - count
         found[:, end:] = places[end:] + shift
+    return found
+
+
+def image_reaches(images: Sequence[PromptImage], start: int, stop: int) -> IntArray | None:
+    """The first position that each row from ``start`` on does not see, [stop - start].
+
+    None where that is the one behind it. Rows of a mutual run see up to its end.
+    """
+    runs = [
+        (max(first, start) - start, first + count - start)
+        for first, count in mutual_runs(images)
+        if first < stop and start < first + count
+    ]
+    if not runs:
+        return None
+    found = np.arange(start + 1, stop + 1)
+    for begin, end in runs:
+        found[begin:end] = start + end
     return found

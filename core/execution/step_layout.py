@@ -22,7 +22,7 @@ from ..ops.batch import SamplingPlan, Segment, SegmentState
 from ..sampling.logits_processors import SampleRow
 from ..sampling.logprobs import token_logprobs
 from ..sampling.verifier import VerifyRequest
-from .image_positions import image_positions
+from .image_positions import image_positions, image_reaches
 
 # -- slots and segments ----------------------------------------------------------------------------
 
@@ -70,6 +70,7 @@ def request_segments(
             adapter=scheduled.adapter,
             turns=image_positions(scheduled.images, scheduled.start, scheduled.start + len(tokens)),
             shift=shift,
+            reaches=image_reaches(scheduled.images, scheduled.start, scheduled.start + len(tokens)),
         )
     ]
     if len(runs) < 2:

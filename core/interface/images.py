@@ -28,12 +28,14 @@ class PromptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``runs``: (first position, number of rows), rising and apart. ``grid``: lines and columns of the
     rows, which are one run then, of models whose RoPE turns by them. ``key``: the hash of the
     content and of the cache salt, `KEY_BYTES` long: images with one key have the same vectors.
+    ``is_mutual``: rows of a run see each other, those behind them, too; one step computes them all.
     """
 
     key: bytes
     runs: tuple[tuple[int, int], ...]
     inputs: tuple[TowerInput, ...]
     grid: tuple[int, int] | None = None
+    is_mutual: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -92,6 +94,22 @@ def with_image_rows(token_ids: Sequence[int], images: Sequence[PromptImage]) -> 
             tokens[start : start + count] = ids[at : at + count]
             at += count
     return tokens
+
+
+def chunk_stop(images: Sequence[PromptImage], start: int, stop: int) -> int:
+    """The end of a chunk from ``start`` on that was to end at ``stop``, inside of no mutual run.
+
+    Before such a run, or behind it where the chunk begins with rows of it.
+    """
+    for first, count in mutual_runs(images):
+        if first < stop < first + count:
+            return first if start < first else first + count
+    return stop
+
+
+def mutual_runs(images: Sequence[PromptImage]) -> list[tuple[int, int]]:
+    """The runs whose rows see each other."""
+    return [run for image in images if image.is_mutual for run in image.runs]
 
 
 def text_ids(tokens: array[int], images: Sequence[PromptImage]) -> array[int]:

@@ -151,6 +151,7 @@ class LayerSpec:
     keys_as_values: bool = False
     mixer: MixerSpec | None = None
     beside_attention: bool = False
+    is_mutual: bool = False  # rows of an image see each other
     parts: Literal["both", "mixer", "mlp"] = "both"
 
     @property

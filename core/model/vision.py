@@ -30,8 +30,10 @@ from .formats.safetensors import SafetensorsCheckpoint
 logger = logging.getLogger(__name__)
 GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 """Types whose RoPE turns the rows of an image by its lines and columns."""
-MODEL_TYPES = ("idefics3", "internvl", "llava", "mistral3", *GRID_TYPES, "smolvlm")
-"""Types whose images are rows of the prompt that see what stands before them, as text does."""
+SOFT_TYPES = ("gemma3", "gemma4")
+"""Types that scale the vectors of texts and not those of images, whose rows may see each other."""
+MODEL_TYPES = ("idefics3", "internvl", "llava", "mistral3", *GRID_TYPES, "smolvlm", *SOFT_TYPES)
+"""Types whose images are rows of the prompt."""
 _MIN_VOCAB = 2  # rows of the embedding that the tower's class has to have
 
 
@@ -56,6 +58,9 @@ def vision_support(path: Path) -> VisionSupport:
     if "vision_config" not in values:
         return VisionSupport()
     model_type = Fields(values, str(path / "config.json")).text("model_type")
+    if model_type == "gemma4" and values.get("text_config", {}).get("pad_token_id", 0) != 0:
+        why = "rows of images have the inputs of the padding token, and it is not token 0"
+        return VisionSupport(model_type, why)
     if model_type in MODEL_TYPES:
         return VisionSupport(model_type)
     served = ", ".join(MODEL_TYPES)
@@ -139,10 +144,8 @@ def load_vision(
     if support.is_served:
         if not isinstance(decoder, OwnDecoder):
             reason = "images need foretoken's own decoder, and transformers' modules compute it"
-        elif decoder.config.fold.embed_scale != 1.0:
-            reason = f"its text model, {decoder.config.model_type}, scales the vectors of images"
-        elif support.model_type in GRID_TYPES and decoder.device.type != "cpu":
-            reason = "positions of three axes are supported on the CPU only"
+        else:
+            reason = _unsupported(support.model_type, decoder)
     if reason:
         logger.info("%s: prompts cannot have images: %s", path.name, reason)
     if reason or not support.is_served:
@@ -171,6 +174,18 @@ def load_vision(
         path.name, type(model).__name__, num_parameters / 1e6,
     )  # fmt: skip
     return Vision(compute, cache_bytes=cache_bytes, num_parameters=num_parameters)
+
+
+def _unsupported(model_type: str, decoder: OwnDecoder) -> str:
+    """Why images of a type are not served with this text model; "" where they are."""
+    on_cpu, config = decoder.device.type == "cpu", decoder.config
+    if config.fold.embed_scale != 1.0 and model_type not in SOFT_TYPES:
+        return f"its text model, {config.model_type}, scales the vectors of images"
+    if model_type in GRID_TYPES and not on_cpu:
+        return "positions of three axes are supported on the CPU only"
+    if any(layer.is_mutual for layer in config.layers) and not on_cpu:
+        return "images whose rows see each other are supported on the CPU only"
+    return ""
 
 
 def _rows(found: Any, hidden: int) -> Tensor:  # noqa: ANN401 - of transformers
@@ -211,6 +226,11 @@ def _tower_class(folder: Path) -> tuple[Any, Any]:
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, _MIN_VOCAB, None
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = []
+    for name, none in (("hidden_size_per_layer_input", 0), ("num_kv_shared_layers", 0)):
+        if hasattr(text, name):
+            setattr(text, name, none)
+    if getattr(config, "audio_config", None) is not None:
+        config.audio_config = None
     config.tie_word_embeddings = text.tie_word_embeddings = True
     if hasattr(config, "quantization_config"):
         del config.quantization_config

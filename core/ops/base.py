@@ -359,6 +359,7 @@ class AttentionWeights:
     sinks: Tensor | None = None  # [num_heads] float32: scores of a key without a value
     gate: int = 0  # width of the gate: that of the queries; 0: there is none
     comm: Comm | None = None
+    is_mutual: bool = False  # rows of an image see each other
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
@@ -701,6 +702,7 @@ class Ops(Protocol):
         *,
         cap: float | None = None,
         sinks: Tensor | None = None,
+        is_mutual: bool = False,
     ) -> Tensor:
         """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape.
 
@@ -709,7 +711,8 @@ class Ops(Protocol):
         With a ``window`` a row sees itself and the ``window - 1`` positions before it. With a
         ``cap`` scores become ``cap * tanh(scores / cap)`` (Gemma 2, arXiv 2408.00118). ``sinks``
         [num_heads] float32: the score of a key without a value that each row sees besides
-        (gpt-oss, arXiv 2508.10925).
+        (gpt-oss, arXiv 2508.10925). ``is_mutual``: rows see up to `RaggedBatch.reaches` where the
+        batch has them, with a window, too.
         """
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:

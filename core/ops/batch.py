@@ -55,6 +55,9 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 
     ``shift``: tokens before the segment whose KV was evicted. All positions count what is left;
     RoPE alone turns a row by its true position, ``shift`` further on.
+
+    ``reaches``: [rows] the first position that each row does not see, in layers whose rows may see
+    others behind them: behind its own, at most `stop`, and never falling. None: the next one.
     """
 
     token_ids: Sequence[int]  # lent, read only; slices of array('q') are the fastest
@@ -67,6 +70,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     # [3, rows] by which RoPE turns them, none beyond their places; None: these
     turns: IntArray | None = None
     shift: int = 0
+    reaches: IntArray | None = None
 
     @property
     def stop(self) -> int:
@@ -152,7 +156,8 @@ class RaggedBatch:
     A row attends to as many places of its segment's pages and tail as ``starts`` says. RoPE turns
     it by ``positions``: the same, but where a segment leaves out what its rows do not see; then
     ``turned_until`` is the first position behind all rows. Where a segment has ``turns`` they are
-    [3, num_rows].
+    [3, num_rows]. Where a segment has ``reaches`` they are those of all rows, for the layers that
+    heed them.
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -174,6 +179,7 @@ class RaggedBatch:
     states: BatchStates | None = None  # of models with recurrent layers
     # each adapter once, with its rows [n], rising; the copies of a row are with it
     adapters: tuple[tuple[Adapter, IntArray], ...] = ()
+    reaches: IntArray | None = None  # [rows without the copies] first place that each does not see
 
     @property
     def num_rows(self) -> int:
@@ -290,7 +296,24 @@ def build_batch(
         turned_until=turned_until,
         states=_states(segments, starts, lens, page_size),
         adapters=_adapters(segments, first_rows, ends, max(num_rows, min_rows)),
+        reaches=_reaches(segments),
     )
+
+
+def _reaches(segments: Sequence[Segment]) -> IntArray | None:
+    """The reach of each row, [num_rows]; None where every row sees up to itself."""
+    if not any([s.reaches is not None for s in segments]):  # noqa: C419 - a list is faster
+        return None
+    found = []
+    for segment in segments:
+        behind = np.arange(segment.start + 1, segment.stop + 1)
+        given = behind if segment.reaches is None else segment.reaches
+        if len(given) != len(behind) or (given < behind).any() or (given > segment.stop).any():
+            raise ValueError("a row sees itself, and nothing behind its segment")
+        if (np.diff(given) < 0).any():
+            raise ValueError("a row sees no less than the row before it")
+        found.append(given)
+    return np.concatenate(found)
 
 
 def _adapters(

@@ -162,7 +162,9 @@ def _attend(ops: Ops, mixer: AttentionWeights, x: Tensor, plan: ForwardPlan) -> 
     if mixer.gate:
         qkv, gate = (part.contiguous() for part in qkv.tensor_split([-mixer.gate], dim=1))
     q = ops.rope_write(qkv, index, plan, mixer.head_norm, mixer.tables)
-    attended = ops.attention(q, index, plan, mixer.window, cap=mixer.cap, sinks=mixer.sinks)
+    attended = ops.attention(
+        q, index, plan, mixer.window, cap=mixer.cap, sinks=mixer.sinks, is_mutual=mixer.is_mutual
+    )
     if gate is not None:
         attended = ops.gate(attended, gate)
     return _linear_of_ranks(ops, attended, mixer.o, mixer.comm)

@@ -18,6 +18,7 @@ from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
 from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
 from ..interface.eviction import KvPack
+from ..interface.images import chunk_stop
 from ..interface.output import RequestOutput, StepOutput
 from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse, StepPlan
 from ..interface.protocols import NO_SPECULATION, Speculator
@@ -363,12 +364,21 @@ class Scheduler:
     def _schedule_chunks(
         self, prompts: list[Request], shares: Mapping[str, int], planned: set[str]
     ) -> list[ScheduledRequest]:
-        """Chunks of as many tokens as ``shares`` has for each prompt, where pages can be had."""
-        chunks = []
+        """Chunks of as many tokens as ``shares`` has for each prompt, where pages can be had.
+
+        A chunk does not end among rows of an image that see each other. One chunk of a step may
+        be longer than its share for that.
+        """
+        chunks, is_exceeded = [], False
         for request in prompts:
-            stop = request.num_computed + shares.get(request.request_id, 0)
+            share_stop = request.num_computed + shares.get(request.request_id, 0)
             if (packing := request.next_packing(request.num_computed)) is not None:
-                stop = min(stop, packing)
+                share_stop = min(share_stop, packing)
+            stop = chunk_stop(request.images, request.num_computed, share_stop)
+            if stop > share_stop:
+                if is_exceeded:
+                    continue
+                is_exceeded = True
             if stop > request.num_computed and self._reserve(
                 request, request.kv_len(stop), planned, preempt_self=False
             ):

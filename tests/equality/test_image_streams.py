@@ -14,12 +14,14 @@ import torch
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
 from foretoken.core.interface.images import PromptImage
+from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.vision import load_vision
 from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.scheduling.chunk_budget import num_step_tokens
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.proposers.lm_proposer import LmProposer
@@ -31,6 +33,9 @@ from support.fixed_depth import FixedDepth
 from support.image_models import (
     CLASSES,
     GRIDS,
+    MUTUAL,
+    ROWS,
+    SMALL_GEMMA4,
     make_prompt,
     prompt_tokens,
     random_inputs,
@@ -55,9 +60,17 @@ class Asked(NamedTuple):
 class Seeing:
     """A model that sees, its engine parts, and prompts with their answers."""
 
-    def __init__(self, folder: Path, model_type: str, backend: str = "auto") -> None:
-        self.model_type = model_type
-        self.path, self.reference = save_image_model(folder, model_type)
+    def __init__(
+        self,
+        folder: Path,
+        model_type: str,
+        backend: str = "auto",
+        *,
+        is_mutual: bool = True,
+        **text: Any,
+    ) -> None:
+        self.model_type, self.is_mutual = model_type, is_mutual
+        self.path, self.reference = save_image_model(folder, model_type, **text)
         self.decoder = load_decoder(self.path, backend=backend)  # type: ignore[arg-type]
         self.texts = random.Random(3)
 
@@ -65,7 +78,8 @@ class Seeing:
         return [self.texts.randrange(3, VOCAB - 2) for _ in range(count)]
 
     def ask(self, pieces: list[Any], *, salt: str | None = None) -> Asked:
-        ids, images = make_prompt(self.model_type, pieces, salt=salt)
+        is_mutual = self.model_type in MUTUAL and self.is_mutual
+        ids, images = make_prompt(self.model_type, pieces, salt=salt, is_mutual=is_mutual)
         given = [piece for piece in pieces if isinstance(piece, dict)]
         expected = reference_tokens(self.reference, self.model_type, ids, given, NUM_NEW)
         return Asked(ids, images, expected)
@@ -148,6 +162,12 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
 
 
 @pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    torch.set_num_threads(1)
+    return Seeing(tmp_path_factory.mktemp("gemma3"), "gemma3")
+
+
+@pytest.fixture(scope="module")
 def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     torch.set_num_threads(1)
     return Seeing(tmp_path_factory.mktemp("smolvlm"), "smolvlm")
@@ -157,7 +177,8 @@ def one_and_three(model: Seeing) -> list[Asked]:
     """One image, three with text between, none, and the same text with another image."""
     image = [random_inputs(model.model_type, seed) for seed in range(4)]
     opening, rest = model.text(9), model.text(6)
-    between = [model.text(1)] if model.model_type in GRIDS else []  # there are tokens around them
+    is_framed = model.model_type in (*GRIDS, *MUTUAL)  # there are tokens around them
+    between = [model.text(1)] if is_framed else []
     asked = [
         model.ask([opening, image[0], rest]),
         model.ask(
@@ -193,8 +214,54 @@ def test_images_with_vectors_behind_layers_in_torch(tmp_path: Path) -> None:
     model.serve(one_and_three(model))
 
 
+def test_images_whose_rows_see_each_other_in_torch(tmp_path: Path) -> None:
+    model = Seeing(tmp_path, "gemma3", backend="torch")
+    model.start(max_batch_tokens=7)
+    model.serve(one_and_three(model))
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_images_beside_tokens_with_inputs_of_their_own(tmp_path: Path, backend: str) -> None:
+    """The small Gemma 4: a row of an image has the inputs of the padding token."""
+    model = Seeing(tmp_path, "gemma4", backend, is_mutual=False, **SMALL_GEMMA4)
+    model.start(max_batch_tokens=7)
+    model.serve(one_and_three(model))
+
+
+def test_a_hit_that_ends_among_rows_that_see_each_other(gemma3: Seeing) -> None:
+    """What is cached of the image was computed with all of it, and so is the rest."""
+    gemma3.start(max_batch_tokens=64)
+    opening, image = gemma3.text(9), random_inputs("gemma3", 0)
+    gemma3.serve([gemma3.ask([opening, image, gemma3.text(8)])])
+    (request,) = gemma3.serve([gemma3.ask([opening, image, gemma3.text(9)])])
+    assert len(opening) < request.usage.cached_tokens < len(opening) + ROWS["gemma3"]
+
+
+def test_no_chunk_ends_among_rows_that_see_each_other(gemma3: Seeing) -> None:
+    """Nor do the images of two requests both go beyond the tokens of one step."""
+    plans: list[StepPlan] = []
+
+    class Noting(Driver):
+        def step(self) -> StepPlan:
+            plans.append(super().step())
+            return plans[-1]
+
+    gemma3.start(max_batch_tokens=7, drive=Noting)
+    asked = [
+        gemma3.ask([gemma3.text(9 + at), random_inputs("gemma3", at), gemma3.text(6)])
+        for at in range(3)
+    ]
+    gemma3.serve(asked)
+    runs = {str(at): each.images[0].runs[0] for at, each in enumerate(asked)}
+    for plan in plans:
+        assert num_step_tokens(plan.requests) < 7 + ROWS["gemma3"]
+        for each in plan.requests:
+            first, count = runs[each.request_id]
+            assert not first < each.stop < first + count
+
+
 @pytest.mark.parametrize("drafter", ["perfect", "wrong", "trees"])
-@pytest.mark.parametrize("name", ["smolvlm", "qwen"])
+@pytest.mark.parametrize("name", ["smolvlm", "qwen", "gemma3"])
 def test_images_with_drafts(request: pytest.FixtureRequest, name: str, drafter: str) -> None:
     model: Seeing = request.getfixturevalue(name)
     model.start(proposer=SYNTHETIC[drafter], max_batch_tokens=16)
@@ -243,45 +310,52 @@ def test_images_of_preempted_requests(seeing: Seeing) -> None:
     assert seeing.scheduler.num_preemptions > 4
 
 
+@pytest.fixture(params=["smolvlm", "gemma3"])
+def cached(request: pytest.FixtureRequest) -> Seeing:
+    found: Seeing = request.getfixturevalue(request.param)
+    return found
+
+
 def test_an_image_in_the_next_turn_is_not_computed_again_and_hits_all_pages(
-    smolvlm: Seeing,
+    cached: Seeing,
 ) -> None:
-    smolvlm.start(max_batch_tokens=16)
-    assert smolvlm.vision is not None
-    image = random_inputs("smolvlm", 0)
-    opening = smolvlm.text(9)
-    first = smolvlm.ask([opening, image, smolvlm.text(7)])
-    smolvlm.serve([first])
-    assert smolvlm.vision.num_computed == 1
-    turn = smolvlm.ask([opening, image, first.ids[len(opening) + 4 :] + first.expected, [7, 8, 9]])
-    (second,) = smolvlm.serve([turn])
-    assert smolvlm.vision.num_computed == 1
+    cached.start(max_batch_tokens=16)
+    assert cached.vision is not None
+    image = random_inputs(cached.model_type, 0)
+    opening, rows = cached.text(9), ROWS.get(cached.model_type, 4)
+    first = cached.ask([opening, image, cached.text(7)])
+    cached.serve([first])
+    assert cached.vision.num_computed == 1
+    answered = first.ids[len(opening) + rows :] + first.expected
+    turn = cached.ask([opening, image, answered, [7, 8, 9]])
+    (second,) = cached.serve([turn])
+    assert cached.vision.num_computed == 1
     known = len(first.ids) + NUM_NEW - 1  # the last token's KV was never computed
     assert second.usage.cached_tokens == known // PAGE * PAGE
-    assert second.usage.image_tokens == 4
+    assert second.usage.image_tokens == rows
 
 
-def test_a_changed_pixel_hits_nothing_behind_it(smolvlm: Seeing) -> None:
-    smolvlm.start(max_batch_tokens=16)
-    assert smolvlm.vision is not None
-    image, opening, rest = random_inputs("smolvlm", 0), smolvlm.text(8), smolvlm.text(20)
-    smolvlm.serve([smolvlm.ask([opening, image, rest])])
+def test_a_changed_pixel_hits_nothing_behind_it(cached: Seeing) -> None:
+    cached.start(max_batch_tokens=16)
+    assert cached.vision is not None
+    image, opening, rest = random_inputs(cached.model_type, 0), cached.text(8), cached.text(20)
+    cached.serve([cached.ask([opening, image, rest])])
     changed = {name: each.copy() for name, each in image.items()}
     changed["pixel_values"].flat[100] += 0.5
-    (request,) = smolvlm.serve([smolvlm.ask([opening, changed, rest])])
+    (request,) = cached.serve([cached.ask([opening, changed, rest])])
     assert request.usage.cached_tokens == len(opening)
-    assert smolvlm.vision.num_computed == 2
+    assert cached.vision.num_computed == 2
 
 
-def test_two_salts_share_nothing(smolvlm: Seeing) -> None:
-    smolvlm.start(max_batch_tokens=16)
-    assert smolvlm.vision is not None
-    pieces = [smolvlm.text(8), random_inputs("smolvlm", 0), smolvlm.text(20)]
-    one, other = (smolvlm.ask(pieces, salt=salt) for salt in "ab")
-    smolvlm.serve([one], namespace="a")
-    (request,) = smolvlm.serve([other], namespace="b")
+def test_two_salts_share_nothing(cached: Seeing) -> None:
+    cached.start(max_batch_tokens=16)
+    assert cached.vision is not None
+    pieces = [cached.text(8), random_inputs(cached.model_type, 0), cached.text(20)]
+    one, other = (cached.ask(pieces, salt=salt) for salt in "ab")
+    cached.serve([one], namespace="a")
+    (request,) = cached.serve([other], namespace="b")
     assert request.usage.cached_tokens == 0
-    assert smolvlm.vision.num_computed == 2
+    assert cached.vision.num_computed == 2
     assert one.images[0].ids() != other.images[0].ids()
 
 

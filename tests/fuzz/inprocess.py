@@ -1,4 +1,4 @@
-"""The application over the built-in pair, in this process: one call is one ASGI request."""
+"""The application over a model, in this process: one call is one ASGI request."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ JSON = {"content-type": "application/json"}
 class App:
     """A model on an event loop in a thread of its own; closed by `close`."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self, model: str = "builtin", *, settings: Settings | None = None, **options: Any
+    ) -> None:
+        """Each call shows the first admin key of the ``settings``, if there is one."""
+        settings = settings or Settings()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.llm = AsyncLLM("builtin", **{**SMALL, **options})
+        self.llm = AsyncLLM(model, **{**SMALL, **options})
         self._run(self.llm.start())
-        transport = httpx.ASGITransport(
-            create_app(self.llm, Settings()), raise_app_exceptions=False
+        transport = httpx.ASGITransport(create_app(self.llm, settings), raise_app_exceptions=False)
+        self._http = httpx.AsyncClient(
+            transport=transport,
+            base_url="http://testserver",
+            headers=[("authorization", f"Bearer {key}") for key in settings.admin_keys[:1]],
         )
-        self._http = httpx.AsyncClient(transport=transport, base_url="http://testserver")
         self.num_calls = 0
 
     def ask(

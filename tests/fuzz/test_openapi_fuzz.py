@@ -7,7 +7,7 @@ bodies, events. Data that the document forbids must be refused, in the words of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -21,10 +21,13 @@ from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode, checks
 
 from foretoken.api.server.openapi import EVENTS, LINES, OPERATIONS
+from foretoken.api.serving.settings import Settings
 from foretoken.api.types.sampling_params import STRUCTURED_FIELDS
 from fuzz.conftest import Effort
 from fuzz.inprocess import App
 from fuzz.shapes import check_refusal
+from support.adapters import write_adapter
+from support.embedders import write_reranker
 
 CHECKS = [
     checks.status_code_conformance,
@@ -87,6 +90,33 @@ def test_what_the_document_says_is_so(method, path, mode, app, schema, document,
     _explore(effort, one, cases, st.sampled_from((True, True, False)))
     is_shallow = mode is GenerationMode.NEGATIVE or effort.examples < ENOUGH
     assert is_shallow or path in NOT_SERVED or answered[0], "nothing was accepted"
+
+
+@pytest.fixture(scope="module")
+def other_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    """A reranker, with the routes of an admin that loads adapters."""
+    folder, adapters = (tmp_path_factory.mktemp(name) for name in ("reranker", "adapters"))
+    model, _ = write_reranker(folder)
+    write_adapter(adapters / "sql", model)
+    app = App(str(folder), settings=Settings(admin_keys=("admin",), lora_dir=str(adapters)))
+    loaded = app.post("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"})
+    assert loaded.status_code == 200, loaded.text
+    yield app
+    app.close()
+
+
+@pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("path", [*NOT_SERVED, *(path for _, path in ADMIN_ALONE)])
+def test_what_the_document_says_of_rerankers_and_adapters_is_so(path, mode, other_app, effort):
+    document = dict(other_app.ask("GET", "/openapi.json").json())
+    operation = schemathesis.openapi.from_dict(document)[path]["POST"]
+
+    def one(case: schemathesis.Case) -> None:
+        note(f"--fuzz-seed {effort.seed}")
+        _steer(case, {})
+        _check(case, _send(other_app, case), document)
+
+    _explore(effort, one, operation.as_strategy(generation_mode=mode))
 
 
 @pytest.mark.parametrize(("method", "path"), WITHOUT_DATA)

@@ -12,6 +12,7 @@ from .lists import (
     drafters,
     forms,
     heads,
+    images,
     kernels,
     leases,
     model,
@@ -36,6 +37,7 @@ from .lists import (
 MUTATIONS = (
     *tree.MUTATIONS,
     *adapters.MUTATIONS,
+    *images.MUTATIONS,
     *leases.MUTATIONS,
     *quotas.MUTATIONS,
     *pins.MUTATIONS,

@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoImageProcessor, PreTrainedTokenizerFast
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -21,14 +23,16 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from foretoken.core.config import EngineConfig
 from support.checkpoints import save
-from support.image_models import GRIDS, PATCH, SIDE, image_model
+from support.image_models import GRIDS, MUTUAL, PATCH, ROWS, SIDE, TYPE_IDS, image_model
 
 FAKE, WHOLE, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
+BEGIN, END, SOFT = "<start_of_image>", "<end_of_image>", "<image_soft_token>"  # Gemma's
 SPECIAL = [
     "<|endoftext|>", "<|im_start|>", "<end_of_utterance>", IMAGE, FAKE, WHOLE,
     *(f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)),
     "<img>", "</img>", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
 ]  # fmt: skip
+ROW = {"gemma3": SOFT}  # the token of each row, of kinds whose templates write another
 TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
     "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
@@ -43,6 +47,16 @@ _QWEN = {
     "size": {"shortest_edge": 4 * PATCH**2, "longest_edge": 36 * PATCH**2},
 }
 PROCESSORS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": SIDE, "width": SIDE},
+    },
+    "gemma4": {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": PATCH,
+        "pooling_kernel_size": 2,
+        "max_soft_tokens": 140,
+    },
     "qwen2_5_vl": _QWEN,
     "qwen3_5": _QWEN,
     "qwen3_vl": _QWEN,
@@ -67,30 +81,47 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "patch_size": PATCH,
     },
 }
+_NOT_READ = ("rows", "cols", "num_patches", "num_crops", "num_soft_tokens_per_image")
 TEXTS = ["User: what is in the picture?\nAssistant: a bear, a bat and a hedgehog.\n"] * 8
 
 
 def write_image_folder(folder: Path, model_type: str = "smolvlm") -> tuple[Any, Any]:
     """A servable folder; returns its model and its tokenizer."""
-    tokenizer = _tokenizer()
+    special = [*SPECIAL, *((BEGIN, END, SOFT) if model_type in MUTUAL else ())]
+    tokenizer = _tokenizer(special)
+    template = TEMPLATE.replace(IMAGE, BEGIN) if model_type in ROW else TEMPLATE
     hf = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end_of_utterance>", chat_template=TEMPLATE
+        tokenizer_object=tokenizer, eos_token="<end_of_utterance>", chat_template=template
     )
-    hf.add_special_tokens({"additional_special_tokens": SPECIAL})
-    model = image_model(model_type, vocab_size=len(hf), image=hf.convert_tokens_to_ids(IMAGE))
+    hf.add_special_tokens({"additional_special_tokens": special})
+    model = image_model(
+        model_type,
+        vocab_size=len(hf),
+        image=hf.convert_tokens_to_ids(ROW.get(model_type, IMAGE)),
+        whole=_boundaries(hf, model_type),
+    )
     save(model, folder)
     hf.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[model_type]))
     return model, hf
 
 
-def _tokenizer() -> Tokenizer:
+def _boundaries(tokenizer: Any, model_type: str) -> dict[str, int]:
+    """Fields of a config: the tokens around the rows of Gemma's images."""
+    if model_type not in MUTUAL:
+        return {}
+    ending = "index" if model_type == "gemma3" else "id"
+    begin, end = tokenizer.convert_tokens_to_ids([BEGIN, END])
+    return {f"boi_token_{ending}": begin, f"eoi_token_{ending}": end}
+
+
+def _tokenizer(special: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=340,
-        special_tokens=SPECIAL,
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -156,6 +187,14 @@ def placeholder(model_type: str, made: Any, index: int) -> str:
             image_seq_length=4,
         )
         return InternVLProcessor.replace_image_token(processor, made, index)
+    if model_type == "gemma3":
+        one = f"\n\n{BEGIN}{SOFT * ROWS['gemma3']}{END}\n\n"
+        return Gemma3Processor.replace_image_token(
+            SimpleNamespace(full_image_sequence=one), made, index
+        )
+    if model_type == "gemma4":
+        processor = SimpleNamespace(boi_token=BEGIN, image_token=IMAGE, eoi_token=END)
+        return Gemma4Processor.replace_image_token(processor, made, index)
     if model_type in GRIDS:
         processor = SimpleNamespace(
             image_processor=SimpleNamespace(merge_size=2), image_token=IMAGE
@@ -183,11 +222,10 @@ def answer(
     for index, piece in enumerate(pieces[1:]):
         whole += placeholder(model_type, made, index) + piece
     ids = torch.tensor([tokenizer(whole, add_special_tokens=False).input_ids])
-    given = {
-        name: each for name, each in made.items() if name not in ("rows", "cols", "num_patches")
-    }
-    if model_type in GRIDS and images:
-        given["mm_token_type_ids"] = (ids == tokenizer.convert_tokens_to_ids(IMAGE)).int()
+    given = {name: each for name, each in made.items() if name not in _NOT_READ}
+    if model_type in TYPE_IDS and images:
+        row = tokenizer.convert_tokens_to_ids(ROW.get(model_type, IMAGE))
+        given[TYPE_IDS[model_type]] = (ids == row).int()
     out = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

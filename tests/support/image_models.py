@@ -23,6 +23,8 @@ from support.tiny_models import VOCAB, tiny_config
 IMAGE = VOCAB - 1  # the placeholder's token id
 SIDE, PATCH = 56, 14  # pixels: 16 patches
 CLASSES = {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
     "idefics3": "Idefics3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
@@ -33,9 +35,14 @@ CLASSES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
 }
+MUTUAL = ("gemma3", "gemma4")  # rows see each other
 GRIDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl")  # rows have lines and columns
+# The names of inputs that say of which kind each token is.
+TYPE_IDS = {"gemma3": "token_type_ids"} | dict.fromkeys((*GRIDS, "gemma4"), "mm_token_type_ids")
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _TEXTS: dict[str, dict[str, Any]] = {
+    "gemma3": {"pad_token_id": 0},
+    "gemma4": {"pad_token_id": 0, "use_bidirectional_attention": "vision"},
     "llava": {"num_key_value_heads": 4},
     "qwen2_5_vl": {"rope_parameters": _MROPE},
     "qwen2_vl": {"rope_parameters": _MROPE},
@@ -46,13 +53,27 @@ _TEXTS: dict[str, dict[str, Any]] = {
         | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     },
 }
-ROWS = {"llava": SIDE**2 // PATCH**2}  # of an image of one tile; the others merge four patches
+# Of an image of one tile; the others merge four patches. More than a window of Gemma 3's.
+ROWS = {"llava": SIDE**2 // PATCH**2, "gemma3": SIDE**2 // PATCH**2}
+SMALL_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "use_bidirectional_attention": None,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+}
+"""Text of the Gemma 4 whose rows of images are as those of texts, and whose tokens have inputs."""
 
 
-def image_config(model_type: str, *, image: int = IMAGE, **text: Any) -> Any:
-    """A small config of a type, with that image token; ``text``: fields of its text model."""
+def image_config(
+    model_type: str, *, image: int = IMAGE, whole: dict[str, Any] | None = None, **text: Any
+) -> Any:
+    """A small config of a type, with that image token; ``text``: fields of its text model.
+
+    ``whole``: fields of the whole config.
+    """
     made = CONFIG_MAPPING[model_type]
-    default = made()
+    default = made(**({"vision_config": {}} if model_type == "gemma4" else {}))
     kind = default.get_text_config(decoder=True).model_type
     values = tiny_config(kind, **(_TEXTS.get(model_type, {}) | text)).to_dict()
     is_listed = model_type == "internvl"
@@ -69,6 +90,9 @@ def image_config(model_type: str, *, image: int = IMAGE, **text: Any) -> Any:
         "fullatt_block_indexes": [1],
         "deepstack_visual_indexes": [0],
         "num_position_embeddings": 16,
+        "position_embedding_size": 40,
+        "pooling_kernel_size": 2,
+        "num_key_value_heads": 2,
         "out_hidden_size": values["hidden_size"],
         "image_size": [SIDE, SIDE] if is_listed else SIDE,
         "patch_size": [PATCH, PATCH] if is_listed else PATCH,
@@ -80,16 +104,23 @@ def image_config(model_type: str, *, image: int = IMAGE, **text: Any) -> Any:
     more = {
         name: image for name in ("image_token_id", "image_token_index") if hasattr(default, name)
     }
+    if model_type == "gemma3":
+        more |= {"mm_tokens_per_image": ROWS["gemma3"], "image_token_index": image}
+    if model_type == "gemma4":
+        more |= dict.fromkeys(("audio_token_id", "video_token_id"), image)  # no other token
     if hasattr(default, "vision_feature_layer"):
         more["vision_feature_layer"] = default.vision_feature_layer
+    more |= whole or {}
     return made(text_config=values, vision_config=tower, tie_word_embeddings=False, **more)
 
 
-def image_model(model_type: str, *, image: int = IMAGE, **text: Any) -> Any:
+def image_model(
+    model_type: str, *, image: int = IMAGE, whole: dict[str, Any] | None = None, **text: Any
+) -> Any:
     """A random model, float32, whose outputs differ clearly between tokens and between images."""
     torch.manual_seed(1)
     model = getattr(transformers, CLASSES[model_type])(
-        image_config(model_type, image=image, **text)
+        image_config(model_type, image=image, whole=whole, **text)
     )
     model = model.float().eval()
     with torch.no_grad():
@@ -118,6 +149,8 @@ def random_inputs(model_type: str, seed: int, *, num_tiles: int = 1) -> dict[str
         shape = (4 * lines * columns, 3 * 2 * PATCH**2)
         grid = np.array([[1, 2 * lines, 2 * columns]], np.int64)
         return {"pixel_values": rng.normal(size=shape).astype(np.float32), "image_grid_thw": grid}
+    if model_type == "gemma4":
+        return _patches_at_places(rng, 2 * (2, 3, 1)[seed % 3], 2 * (5, 1, 2)[seed % 3])
     tiles = rng.normal(size=(num_tiles, 3, SIDE, SIDE)).astype(np.float32)
     if model_type in ("idefics3", "smolvlm"):
         return {"pixel_values": tiles[None]}
@@ -125,6 +158,15 @@ def random_inputs(model_type: str, seed: int, *, num_tiles: int = 1) -> dict[str
         sizes = np.array([[SIDE, SIDE]] * num_tiles, np.int64)
         return {"pixel_values": tiles, "image_sizes": sizes}
     return {"pixel_values": tiles}
+
+
+def _patches_at_places(rng: np.random.Generator, lines: int, columns: int) -> dict[str, Any]:
+    """Patches of a picture with their places, filled up to 40, as Gemma 4's processor gives."""
+    pixels = np.zeros((1, 40, 3 * PATCH**2), np.float32)
+    pixels[0, : lines * columns] = rng.random(size=(lines * columns, 3 * PATCH**2))
+    places = np.full((1, 40, 2), -1, np.int64)
+    places[0, : lines * columns] = [(x, y) for y in range(lines) for x in range(columns)]
+    return {"pixel_values": pixels, "image_position_ids": places}
 
 
 def tower_inputs(arrays: dict[str, Any]) -> tuple[TowerInput, ...]:
@@ -144,7 +186,11 @@ def joined_inputs(model_type: str, images: list[dict[str, Any]]) -> dict[str, to
 
 
 def make_prompt(
-    model_type: str, pieces: list[list[int] | dict[str, Any]], *, salt: str | None = None
+    model_type: str,
+    pieces: list[list[int] | dict[str, Any]],
+    *,
+    salt: str | None = None,
+    is_mutual: bool = False,
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Token ids with placeholders of texts and images, and the images in their places.
 
@@ -165,12 +211,17 @@ def make_prompt(
             images.append(PromptImage(key, (run,), inputs, (lines, columns)))
             ids += [IMAGE] * (lines * columns)
             continue
+        if model_type == "gemma4":
+            run = (len(ids), int((piece["image_position_ids"] >= 0).all(-1).sum()) // 4)
+            images.append(PromptImage(key, (run,), inputs, is_mutual=is_mutual))
+            ids += [IMAGE] * run[1]
+            continue
         num_tiles = piece["pixel_values"].size // (3 * SIDE**2)
         for tile in range(num_tiles):
             ids += [5] * bool(tile)
             runs.append((len(ids), rows))
             ids += [IMAGE] * rows
-        images.append(PromptImage(key, tuple(runs), inputs))
+        images.append(PromptImage(key, tuple(runs), inputs, is_mutual=is_mutual))
     return ids, tuple(images)
 
 
@@ -183,7 +234,7 @@ def reference_tokens(
 ) -> list[int]:
     """Greedy tokens of transformers' `generate`."""
     given = torch.tensor([ids])
-    more = {"mm_token_type_ids": (given == IMAGE).int()} if model_type in GRIDS else {}
+    more = {TYPE_IDS[model_type]: (given == IMAGE).int()} if model_type in TYPE_IDS else {}
     out = model.generate(
         input_ids=given,
         attention_mask=torch.ones_like(given),

@@ -192,11 +192,13 @@ def gemma3(fields: Fields) -> DecoderConfig:
     max_len = fields.positive("max_position_embeddings", 131072)
     full, local = parse_ropes(fields, max_len=max_len, theta=1e6, local_theta=1e4)
     pattern = fields.positive("sliding_window_pattern", 6)
+    layers = sliding(fields, pattern, window=4096, local=local)
     return gemma2(
         fields,
         head_norm="each",
         rope=full,
-        layers=sliding(fields, pattern, window=4096, local=local),
+        # Rows of an image see each other.
+        layers=tuple(replace(each, is_mutual=True) for each in layers),
         attention_cap=None,
         logit_cap=fields.optional_number("final_logit_softcapping"),
     )

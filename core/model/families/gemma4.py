@@ -33,6 +33,9 @@ def gemma4(fields: Fields) -> DecoderConfig:
     full, local = parse_ropes(fields, max_len=0, theta=1e6, local_theta=1e4, partial=1.0)
     # The last layer has no window, whatever its kind is said to be.
     layers = (*sliding(fields, 6, window=512, local=local)[:-1], LayerSpec())
+    # Rows of an image see each other in the layers with a window alone, and in larger models alone.
+    if fields.values.get("use_bidirectional_attention") == "vision":
+        layers = tuple(replace(each, is_mutual=each.window is not None) for each in layers)
     return gemma(
         fields,
         activation=_ACTIVATION,

@@ -54,6 +54,7 @@ class AttentionPacker:
                 factors=[fold.residual_scale * fold.attention_out_scale],
             ),
             window=spec.window,
+            is_mutual=spec.is_mutual,
             tables=self._layout.tables[index],
             cap=config.attention_cap,
             sinks=self._packer.float32(f"{prefix}self_attn.sinks") if config.has_sinks else None,

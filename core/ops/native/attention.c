@@ -15,6 +15,7 @@
 
 /* Where each query comes from, which is where its output goes; returns how many there are. */
 static int64_t line_up_queries(const attend_task *task, attend_space *space) {
+    const int64_t *reaches = task->job->rule->is_mutual ? task->job->batch->reaches : NULL;
     int64_t query = 0;
     for (int64_t i = 0; i < task->num_parts; i++) {
         const ft_attend_part *part = &task->parts[i];
@@ -22,6 +23,8 @@ static int64_t line_up_queries(const attend_task *task, attend_space *space) {
         for (int64_t at = 0; at < part->num_rows * task->group; at++, query++) {
             space->rows[query] = part->first_row + at / task->group;
             space->positions[query] = part->first_position + at / task->group;
+            space->reaches[query] =
+                reaches ? reaches[space->rows[query]] : space->positions[query] + 1;
         }
     }
     space->first_query[task->num_parts] = query;
@@ -77,10 +80,9 @@ static void end_task(const attend_task *task, const attend_space *space) {
 /* A step's block for its queries. `rows` are its keys, `next_rows` the next step's. */
 static void attend_block(const attend_task *task, attend_space *space, const ft_attend_step *step,
                          const char **rows, const char *const *next_rows) {
-    int64_t before = step->lo - task->parts[step->first].first_position;
-    /* Rows before the block see none of it. */
-    int64_t first = space->first_query[step->first] + ft_max(0, before) * task->group;
-    int64_t stop = space->first_query[step->stop];
+    int64_t first = space->first_query[step->first], stop = space->first_query[step->stop];
+    while (first < stop && space->reaches[first] <= step->lo) first++; /* these see none of it */
+    if (first == stop) return;
     if (is_int8(task)) {
         load_scales(task, space, step);
         load_key_bytes(task, space, rows, step->count);

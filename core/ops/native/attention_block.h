@@ -67,6 +67,7 @@ typedef struct {
     int32_t bias[QUERIES][2];
     const void *queries[QUERIES];
     int64_t rows[QUERIES], positions[QUERIES]; /* of each query, in the batch, in its sequence */
+    int64_t reaches[QUERIES];                  /* the first position that it does not see */
     int64_t first_query[QUERIES + 1];          /* of each part */
     const char *key_rows[2][KEYS]; /* of this block and the next one, in the pages, in turns */
     const float *value_rows[KEYS];

@@ -63,11 +63,15 @@ typedef struct {
 
 static void add_part(builder *build, int64_t segment, int64_t skipped, int64_t shared) {
     const ft_batch *batch = build->batch;
+    int64_t first = batch->starts[segment] + skipped, row = batch->first_rows[segment] + skipped;
+    int64_t num_rows = ft_min(build->most_rows, batch->lens[segment] - skipped);
     build->parts[build->num_parts++] = (ft_attend_part){
         .segment = segment,
-        .first_row = batch->first_rows[segment] + skipped,
-        .first_position = batch->starts[segment] + skipped,
-        .num_rows = ft_min(build->most_rows, batch->lens[segment] - skipped),
+        .first_row = row,
+        .first_position = first,
+        .num_rows = num_rows,
+        /* Layers that are not mutual see less: the blocks behind add exact zeros. */
+        .reach = batch->reaches ? batch->reaches[row + num_rows - 1] : first + num_rows,
         .shared = shared,
     };
 }
@@ -210,8 +214,7 @@ static ft_attend_step find_step(const ft_attend_part *parts, int64_t num_parts, 
         for (; stop < num_parts && parts[stop].shared > lo; stop++)
             seen = ft_min(seen, first_seen(&parts[stop], window));
         if (seen <= lo) {
-            int64_t end = parts[first].first_position + parts[first].num_rows;
-            return (ft_attend_step){lo, ft_min(KEYS, end - lo), first, stop};
+            return (ft_attend_step){lo, ft_min(KEYS, parts[first].reach - lo), first, stop};
         }
         lo = seen;
     }
@@ -226,7 +229,7 @@ ft_attend_step ft_attend_next(const ft_attend_part *parts, int64_t num_parts, in
                               const ft_attend_step *step) {
     const ft_attend_part *part = &parts[step->first];
     int64_t lo = step->lo + KEYS, next = step->first + 1;
-    if (lo < part->first_position + part->num_rows)
+    if (lo < part->reach)
         return find_step(parts, num_parts, window, step->first, lo);
     if (next < num_parts) return find_step(parts, num_parts, window, next, parts[next].shared);
     return (ft_attend_step){0};

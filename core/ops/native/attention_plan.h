@@ -26,6 +26,7 @@ struct ft_attend_part {
     int64_t first_row;      /* of the batch */
     int64_t first_position; /* of that row */
     int64_t num_rows;
+    int64_t reach;  /* the first position that no row sees */
     int64_t shared; /* keys, whole blocks, in the same pages as those of the part before it; 0 for
                      * the first of a task */
 };

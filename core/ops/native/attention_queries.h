@@ -156,7 +156,7 @@ static void weigh(const attend_task *task, attend_space *space, int64_t query, i
 /* The query's first and last visible key within the block at `lo`. */
 static void weigh_seen(const attend_task *task, attend_space *space, int64_t query, int64_t lo) {
     int64_t position = space->positions[query], window = task->job->rule->window;
-    int64_t to = ft_min(KEYS, ft_max(0, position + 1 - lo));
+    int64_t to = ft_min(KEYS, ft_max(0, space->reaches[query] - lo));
     int64_t from = window > 0 ? ft_min(KEYS, ft_max(0, position + 1 - window - lo)) : 0;
     weigh(task, space, query, from, ft_max(from, to));
 }

@@ -25,6 +25,8 @@ typedef struct {
     const int64_t *slots;      /* [num_rows] page id * page_size + offset, where KV is written */
     const float *cos, *sin;    /* [tables, num_rows, turned dimensions / 2] */
     const ft_states *states;   /* of models with recurrent layers, or NULL */
+    const int64_t *reaches;    /* [num_rows] the first position that a row does not see, never falling
+                                * in a segment, where layers are mutual; NULL: that behind its own */
 } ft_batch;
 
 /* A part of the KV pool, [num_layers, 2, num_kv_heads] of a page of blocks [page_size, head_dim],
@@ -130,6 +132,7 @@ typedef struct {
     int64_t window;     /* above 0: a row sees itself and the window - 1 positions before it */
     const float *sinks; /* [num_heads] scores of a key without a value, or NULL */
     float cap;          /* above 0: scores become cap * tanh(scores / cap) */
+    int32_t is_mutual;  /* whether rows see up to the batch's `reaches` */
 } ft_rule;
 
 /* The tasks of a step's attention, the same for all layers; see attention_plan.h. */

@@ -177,12 +177,13 @@ class NativeOps:
         *,
         cap: float | None = None,
         sinks: Tensor | None = None,
+        is_mutual: bool = False,
     ) -> Tensor:
         """Causal attention over the pages; see `Ops.attention`."""
         assert isinstance(plan, NativePlan)
         q, heads = q.contiguous(), plan.heads
         out = q.new_empty((len(q), heads.num_heads * heads.value_dim))
-        rule = rule_struct(window, cap, sinks)
+        rule = rule_struct(window, cap, sinks, is_mutual=is_mutual)
         failed = self.library.c.ft_attention(
             q.data_ptr(), out.data_ptr(), *plan.pointers, layer, ctypes.byref(rule)
         )

@@ -39,6 +39,7 @@ class BatchStruct(ctypes.Structure):
         ("cos", _PTR),
         ("sin", _PTR),
         ("states", _PTR),
+        ("reaches", _PTR),
     )
 
 
@@ -140,13 +141,16 @@ class NativePlan:
         self.num_rows = batch.num_rows
         self.heads = heads
         self.dtype = pool.dtype
-        self._lent = (host, tensors, pool)  # alive as long as the structs point into them
+        reaches = None if batch.reaches is None else np.ascontiguousarray(batch.reaches, np.int64)
+        # Alive as long as the structs point into them.
+        self._lent = (host, reaches, tensors, pool)
         pointers = [values.ctypes.data for values in host] + [t.data_ptr() for t in tensors]
         shape = (batch.num_rows, len(batch.lens), batch.page_table.shape[1])
         states = pass_states(batch, pool.states)
         self.states = None if states is None else StatesStructs(batch, states)
         states_at = None if self.states is None else self.states.address
-        self.batch = BatchStruct(*shape, *pointers, states_at)
+        reaches_at = None if reaches is None else reaches.ctypes.data
+        self.batch = BatchStruct(*shape, *pointers, states_at, reaches_at)
         self.kv = kv_struct(pool)
         self.head_struct = heads_struct(heads, pool.dtype)
 

@@ -567,7 +567,7 @@ FT_EXPORT int ft_row_pass(const ft_decoder *decoder, const ft_linear_weight *hea
         read_turns(&parts[i], &space, rows, space.turns[i]);
         batches[i] = (ft_batch){rows, rows, max_pages, space.starts, space.lens, space.first_rows,
                                 space.pages, space.tail_from, space.first_tails, layout, space.slots,
-                                space.turns[i], space.turns[i] + sin_at, NULL};
+                                space.turns[i], space.turns[i] + sin_at, NULL, NULL};
         of_batch[i] = (ft_part){&batches[i], parts[i].kv, parts[i].heads};
     }
     if (ft_forward(decoder, space.ids, NULL, 0, NULL, of_batch, num_parts, NULL, 0, space.hidden, 0,

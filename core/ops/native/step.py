@@ -149,9 +149,7 @@ class NativeStep:
             *(None if each is None else _pointer(each) for each in linears),
             *map(self._lent, norms),
             TurnStruct() if placed is None else _turn(placed),
-            RuleStruct()
-            if attention is None
-            else rule_struct(attention.window, attention.cap, attention.sinks),
+            RuleStruct() if attention is None else _rule(attention),
             activation_struct(activation),
             layer.is_parallel,
             experts,
@@ -294,6 +292,10 @@ def _turn(mixer: AttentionWeights | LatentWeights) -> TurnStruct:
         return turn_struct(None, mixer.tables, writes=True)
     writes = _native(mixer.qkv).out_features > _native(mixer.o).in_features
     return turn_struct(mixer.head_norm, mixer.tables, writes=writes, gate=mixer.gate)
+
+
+def _rule(mixer: AttentionWeights) -> RuleStruct:
+    return rule_struct(mixer.window, mixer.cap, mixer.sinks, is_mutual=mixer.is_mutual)
 
 
 def _mixed_widths(weights: DecoderWeights) -> tuple[int, int, int]:

@@ -42,7 +42,7 @@ class TurnStruct(ctypes.Structure):
 class RuleStruct(ctypes.Structure):
     """``ft_rule`` of decoder.h; lends the sinks' memory."""
 
-    _fields_ = (("window", _I64), ("sinks", _PTR), ("cap", _F32))
+    _fields_ = (("window", _I64), ("sinks", _PTR), ("cap", _F32), ("is_mutual", _I32))
 
 
 class ActivationStruct(ctypes.Structure):
@@ -73,9 +73,11 @@ def turn_struct(
     return TurnStruct(norm_at, norm.eps, norm.whole, *tables, writes, norm.is_behind, gate)
 
 
-def rule_struct(window: int | None, cap: float | None, sinks: Tensor | None) -> RuleStruct:
+def rule_struct(
+    window: int | None, cap: float | None, sinks: Tensor | None, *, is_mutual: bool = False
+) -> RuleStruct:
     """Build the struct that says which keys a row sees and how scores are capped."""
-    return RuleStruct(window or 0, _at(sinks), cap or 0.0)
+    return RuleStruct(window or 0, _at(sinks), cap or 0.0, is_mutual)
 
 
 def activation_struct(activation: Activation) -> ActivationStruct:

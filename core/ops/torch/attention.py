@@ -24,18 +24,20 @@ def attend(
     *,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    is_mutual: bool = False,
 ) -> Tensor:
     """``[T, num_heads * head_dim]`` scaled queries to outputs, ``[T, num_heads * value_dim]``.
 
     ``cap``: scores become ``cap * tanh(scores / cap)`` (Gemma 2, arXiv 2408.00118). ``sinks``
     [num_heads]: the score of a key without a value that each row sees besides (gpt-oss).
+    ``is_mutual``: rows see up to `RaggedBatch.reaches`.
     """
     heads = plan.heads
     packed = q.view(len(q) * heads.num_kv_heads, -1)
-    pages = plan.pages(layer)
+    pages, blocks = plan.pages(layer), plan.blocks(window, is_mutual=is_mutual)
     outs = [
-        _attend_group(packed.index_select(0, group.q_rows), group, blocks, pages, plan, cap, sinks)
-        for group, blocks in zip(plan.groups, plan.blocks(window), strict=True)
+        _attend_group(packed.index_select(0, group.q_rows), group, each, pages, plan, cap, sinks)
+        for group, each in zip(plan.groups, blocks, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.index_select(0, plan.unpack).view(len(q), -1)

@@ -61,6 +61,7 @@ class Group:
     rows: IntArray  # [n, num_rows] rows of the batch; the last is repeated as padding
     q_rows: Tensor  # [n * num_kv_heads * num_rows] into q as [T * num_kv_heads, group * head_dim]
     q_positions: Tensor  # [n, num_rows]
+    q_reaches: Tensor  # [n, num_rows] first position that each does not see, in mutual layers
 
 
 class TorchPlan:
@@ -92,7 +93,7 @@ class TorchPlan:
         multiple = _ROW_MULTIPLE if pad_rows and pool.dtype == torch.float32 else 1
         self.groups = [self._group(m, multiple) for m in _split(batch)]
         self.unpack = self._find_unpack()
-        self._blocks: dict[int | None, list[list[Block]]] = {}
+        self._blocks: dict[tuple[int | None, bool], list[list[Block]]] = {}
 
     def write(self, kv: Tensor, layer: int) -> None:
         """Store ``[T, num_blocks * num_kv_heads, head_dim]`` float32: keys, then values."""
@@ -132,11 +133,16 @@ class TorchPlan:
             return found
         return from_scaled(found, scales[tail.blocks, tail.offsets], self._pool.dtype)
 
-    def blocks(self, window: int | None) -> list[list[Block]]:
-        """The blocks of every group, made at the first layer that has this window."""
-        if window not in self._blocks:
-            self._blocks[window] = [self._group_blocks(g, window) for g in self.groups]
-        return self._blocks[window]
+    def blocks(self, window: int | None, *, is_mutual: bool = False) -> list[list[Block]]:
+        """The blocks of every group, made at the first layer that has this window.
+
+        ``is_mutual``: rows see up to their reaches.
+        """
+        is_mutual &= self.batch.reaches is not None
+        rule = (window, is_mutual)
+        if rule not in self._blocks:
+            self._blocks[rule] = [self._group_blocks(g, *rule) for g in self.groups]
+        return self._blocks[rule]
 
     def _find_write_at(self) -> tuple[Tensor, Tensor]:
         """Blocks ``[T, num_blocks * num_kv_heads]`` of layer 0, and places in them."""
@@ -153,8 +159,9 @@ class TorchPlan:
         local = np.minimum(np.arange(num_rows), last[:, None])
         rows = local + batch.first_rows[members, None]
         q_rows = rows[:, None, :] * num_kv_heads + np.arange(num_kv_heads)[:, None]
-        positions = local + batch.starts[members, None]
-        return Group(members, rows, self._to(q_rows.ravel()), self._to(positions))
+        positions = self._to(local + batch.starts[members, None])
+        reaches = positions + 1 if batch.reaches is None else self._to(batch.reaches[rows])
+        return Group(members, rows, self._to(q_rows.ravel()), positions, reaches)
 
     def _find_unpack(self) -> Tensor:
         """Rows of the groups' outputs in the order of the batch, [T * num_kv_heads]."""
@@ -171,9 +178,9 @@ class TorchPlan:
         unpack[num_tokens:] = unpack[num_tokens - 1]  # the batch's copies of its last row
         return self._to(unpack.ravel())
 
-    def _group_blocks(self, group: Group, window: int | None) -> list[Block]:
+    def _group_blocks(self, group: Group, window: int | None, is_mutual: bool) -> list[Block]:
         edges = self._edges(int(self.batch.stops[group.members].max()))
-        blocks = (self._block(group, lo, hi - lo, window) for lo, hi in pairwise(edges))
+        blocks = (self._block(group, lo, hi - lo, window, is_mutual) for lo, hi in pairwise(edges))
         return [block for block in blocks if block is not None]
 
     def _edges(self, stop: int) -> list[int]:
@@ -183,7 +190,9 @@ class TorchPlan:
         halves = [size // 2] if size // 2 % page_size == 0 else []
         return [0, *halves, *range(size, stop + size, size)]
 
-    def _block(self, group: Group, lo: int, size: int, window: int | None) -> Block | None:
+    def _block(
+        self, group: Group, lo: int, size: int, window: int | None, is_mutual: bool
+    ) -> Block | None:
         starts, stops = self.batch.starts[group.members], self.batch.stops[group.members]
         seen = stops > lo
         if window is not None:
@@ -198,8 +207,10 @@ class TorchPlan:
         if window is not None:
             masked |= lo <= stops - 1 - window
         masked_from = int(masked.argmax()) if masked.any() else last - first
-        positions = group.q_positions[first + masked_from : last]
-        seen_keys = self._seen(positions, lo, width, window) if masked.any() else None
+        rows = slice(first + masked_from, last)
+        positions = group.q_positions[rows]
+        reaches = group.q_reaches[rows] if is_mutual else positions + 1
+        seen_keys = self._seen(positions, reaches, lo, width, window) if masked.any() else None
         return Block(
             first=first,
             last=last,
@@ -263,10 +274,12 @@ class TorchPlan:
             ),
         )
 
-    def _seen(self, positions: Tensor, lo: int, width: int, window: int | None) -> Tensor:
+    def _seen(
+        self, positions: Tensor, reaches: Tensor, lo: int, width: int, window: int | None
+    ) -> Tensor:
         keys = torch.arange(lo, lo + width, device=positions.device)
         queries = positions[:, None, :, None, None]
-        seen = keys <= queries
+        seen = keys < reaches[:, None, :, None, None]
         return (seen if window is None else seen & (keys > queries - window)).float()
 
     def _to(self, values: IntArray) -> Tensor:

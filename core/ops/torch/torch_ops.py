@@ -188,10 +188,11 @@ class TorchOps:
         *,
         cap: float | None = None,
         sinks: Tensor | None = None,
+        is_mutual: bool = False,
     ) -> Tensor:
         """Causal attention over the pages; see `Ops.attention`."""
         assert isinstance(plan, TorchPlan)
-        return attend(q, layer, plan, window, cap=cap, sinks=sinks)
+        return attend(q, layer, plan, window, cap=cap, sinks=sinks, is_mutual=is_mutual)
 
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
         """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""

@@ -159,7 +159,12 @@ class TritonOps:
         return _norm(x, residual, norm)
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> TritonPlan:
-        """The pass on the host; its batch must be there."""
+        """The pass on the host; its batch must be there.
+
+        Raises NotImplementedError for rows that see others behind them.
+        """
+        if batch.reaches is not None:
+            raise NotImplementedError("the Triton kernels compute causal attention alone")
         return TritonPlan(batch, Geometry(pool, heads, ropes, self.exact == "batch"))
 
     def rope_write(
@@ -195,6 +200,7 @@ class TritonOps:
         *,
         cap: float | None = None,
         sinks: Tensor | None = None,
+        is_mutual: bool = False,  # noqa: ARG002 - `plan` takes no batch where that matters
     ) -> Tensor:
         """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape."""
         device = _on_device(plan, window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import builtins
+import json
 import logging
 import struct
 import zlib
@@ -20,13 +21,17 @@ import torch
 from foretoken import LLM, InvalidRequest, SamplingParams
 from foretoken.api.build.built import Built
 from foretoken.api.build.engine_builder import build
+from foretoken.api.media.placeholders import ImageTokens
 from foretoken.api.media.reader import ImageReader
 from foretoken.core.config import EngineConfig
 from foretoken.core.engine.engine import Engine
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.vision import count_tower, load_vision
 from support.embedders import write_embedder
 from support.image_folders import (
     IMAGE,
     PROCESSORS,
+    ROW,
     answer,
     data_url,
     image_part,
@@ -35,6 +40,7 @@ from support.image_folders import (
     tiny_config,
     write_image_folder,
 )
+from support.image_models import save_image_model
 
 NUM_NEW = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
@@ -91,7 +97,8 @@ def test_prompts_and_tokens_are_transformers_own(tmp_path: Path, kind: str) -> N
             assert list(found.prompt_token_ids) == ids
             assert found.token_ids == expected
         assert found.usage.cached_tokens == (len(ids) - 1) // page_size * page_size
-        assert found.usage.image_tokens == ids.count(seeing.tokenizer.convert_tokens_to_ids(IMAGE))
+        row = seeing.tokenizer.convert_tokens_to_ids(ROW.get(kind, IMAGE))
+        assert found.usage.image_tokens == ids.count(row)
         text = llm.chat([{"role": "user", "content": "what is"}], GREEDY)
     plain = "<|im_start|>User: what is<end_of_utterance>\nAssistant: "
     assert (list(text.prompt_token_ids), text.token_ids) == seeing.answer(plain, [])
@@ -400,7 +407,8 @@ def test_files_below_the_media_folder_and_no_others(smolvlm: Seeing, tmp_path: P
         assert found.token_ids == same.token_ids
         assert same.usage.cached_tokens > 0
         SECOND.save(media / "a b.png")
-        assert ask(llm, f"file://{media}/a%20b.png").usage.image_tokens == 20  # read anew
+        anew = ask(llm, f"file://{media}/a%20b.png")
+        assert anew.usage.cached_tokens < same.usage.cached_tokens, "the file was not read anew"
         for url in (
             f"file://{media}/../outside.png",
             f"file://{media}/%2e%2e/outside.png",
@@ -423,9 +431,40 @@ def test_images_that_were_read_are_kept_within_their_memory(smolvlm: Seeing) -> 
 
     reader = ImageReader(smolvlm.folder, EngineConfig(image_cache="1MB"))
     sources = [ImageSource(data_url(picture(seed)), "x") for seed in range(6)]
-    reads = [reader._read(source, IMAGE) for source in sources]
+    tokens = ImageTokens(IMAGE, IMAGE)
+    reads = [reader._read(source, tokens) for source in sources]
     assert 0 < reader._num_bytes <= 1_000_000
     assert reader._num_bytes == sum(each.num_bytes for each in reader._kept.values())
-    assert reader._read(sources[-1], IMAGE) is reads[-1]
-    assert reader._read(sources[0], IMAGE) is not reads[0]
+    assert reader._read(sources[-1], tokens) is reads[-1]
+    assert reader._read(sources[0], tokens) is not reads[0]
     reader.close()
+
+
+def test_crops_of_gemma_s_processor_are_images_of_their_own(tmp_path: Path) -> None:
+    seeing = made(tmp_path, "gemma3")
+    settings = tmp_path / "preprocessor_config.json"
+    crops = {
+        "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20,
+        "pan_and_scan_max_num_crops": 3, "pan_and_scan_min_ratio_to_activate": 1.2,
+    }  # fmt: skip
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | crops))
+    wide = picture(5, 120, 40)
+    text = f"<|im_start|>User:{IMAGE}x<end_of_utterance>\nAssistant: "
+    ids, expected = seeing.answer(text, [wide])
+    with LLM(seeing.folder, threads=1, kv_tokens=4096) as llm:
+        found = llm.chat(user(image_part(wide), text_part("x")), GREEDY)
+        assert (list(found.prompt_token_ids), found.token_ids) == (ids, expected)
+        low = llm.chat(user(image_part(wide, detail="low"), text_part("x")), GREEDY)
+    assert (found.usage.image_tokens, low.usage.image_tokens) == (4 * 16, 16)
+
+
+def test_an_audio_tower_beside_that_of_images_is_not_loaded(tmp_path: Path) -> None:
+    audio = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "subsampling_conv_channels": [8, 4], "output_proj_dims": 32,
+    }  # fmt: skip
+    plain, _ = save_image_model(tmp_path / "plain", "gemma4")
+    with_audio, _ = save_image_model(tmp_path / "audio", "gemma4", whole={"audio_config": audio})
+    assert count_tower(with_audio) == count_tower(plain)
+    decoder = load_decoder(with_audio)
+    assert load_vision(with_audio, decoder, decoder.ops, cache_bytes=0) is not None

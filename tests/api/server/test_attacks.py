@@ -236,6 +236,35 @@ def test_a_header_that_never_ends_is_refused_before_it_fills_the_memory(client):
     assert client.rest().startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/embeddings"])
+def test_a_gigabyte_of_base64_is_refused_at_its_header(client, path):
+    """Nothing of it is waited for, nor decoded."""
+    image = b'{"messages": [{"role": "user", "content": "data:image/png;base64,'
+    client.send(head(path, f"Content-Length: {2**30}", method="POST") + image)
+    answer = client.answer()
+    assert answer.status == 413
+    assert "--max-body-bytes" in answer.json["error"]["message"]
+
+
+DEEP = {
+    "lists": b'{"messages": ' + b"[" * 30_000 + b"]" * 30_000 + b"}",
+    "objects": b'{"messages": ' + b'{"a":' * 9000 + b"1" + b"}" * 9000 + b"}",
+    "lists without an end": b'{"input": ' + b"[" * 60_000,
+    "a schema": b'{"messages": [], "tools": [{"type": "function", "function": {"name": "f", '
+    b'"parameters": ' + b'{"items":' * 6000 + b"{}" + b"}" * 6000 + b"}}]}",
+    "a part of a message": b'{"messages": [{"role": "user", "content": [{"type": "image_url", '
+    b'"image_url": ' + b'{"url":' * 7000 + b"1" + b"}" * 7000 + b"}]}]}",
+}
+
+
+@pytest.mark.parametrize("body", DEEP.values(), ids=DEEP)
+def test_deep_json_is_refused_and_the_next_request_is_served(client, body):
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings",
+                 "/v1/rerank", "/v1/score", "/tokenize"):  # fmt: skip
+        assert client.send(post(path, body) + GOOD).answer().status == 400, path
+        assert client.answer().status == 200
+
+
 # -- many messages on one connection ------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.engine.step_bisection import StepBisection, forget_frames
 from foretoken.core.errors import EngineDead, ForetokenError, RankLost, is_out_of_memory
 from foretoken.core.interface.eviction import KvPack
+from foretoken.core.interface.images import PromptImage
 from foretoken.core.interface.output import StepOutput
 from foretoken.core.interface.plan import ScheduledRequest, StepPlan
 from foretoken.core.interface.protocols import NO_SPECULATION
@@ -446,6 +447,39 @@ def test_a_packed_request_computes_a_token_at_least_however_little_memory_there_
     assert computed.keys() == {"a", "b", "c"}
     assert not bisection.failing_requests
     assert all(computed[row.request_id].pack is row.pack for row in rows), "the same order"
+
+
+def rows_with_image(name: str, run: tuple[int, int], num_rows: int) -> ScheduledRequest:
+    return ScheduledRequest(
+        request_id=name,
+        tokens=array("q", range(num_rows + 1)),
+        start=0,
+        stop=num_rows,
+        page_ids=array("q", range(num_rows // 16 + 1)),
+        sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=num_rows + 1),
+        images=(PromptImage(bytes(32), (run,), (), is_mutual=True),),
+    )
+
+
+def test_an_image_is_not_cut_however_little_memory_there_is() -> None:
+    """Half of the tokens would end in it; when it is all that is left, its request fails."""
+    row = rows_with_image("a", (10, 80), 100)
+    bisection = StepBisection(
+        StepPlan(requests=[row], newly_allocated_pages=array("q")), MemoryError()
+    )
+    part = bisection.next()
+    assert part is not None
+    assert [each.stop for each in part.requests] == [10]
+    row = rows_with_image("b", (0, 80), 80)
+    bisection = StepBisection(
+        StepPlan(requests=[row], newly_allocated_pages=array("q")), MemoryError()
+    )
+    part = bisection.next()
+    assert part is not None
+    assert [each.stop for each in part.requests] == [80]
+    bisection.failed(part, MemoryError())
+    assert bisection.next() is None
+    assert [each.request_id for each in bisection.failing_requests] == ["b"]
 
 
 def test_a_dummy_step_writes_into_the_last_page_of_a_packed_request() -> None:

@@ -8,8 +8,8 @@ MUTATIONS = (
     Mutation(
         "kernel-row-does-not-see-itself",
         "weigh_seen",
-        "ft_max(0, position + 1 - lo)",
-        "ft_max(0, position - lo)",
+        "ft_max(0, space->reaches[query] - lo)",
+        "ft_max(0, space->reaches[query] - 1 - lo)",
         ("test_attention_equals_torch_over_ragged_batches",),
         "a row sees positions up to its own",
     ),

@@ -24,8 +24,8 @@ MUTATIONS = (
     Mutation(
         "attention-sees-the-future",
         "TorchPlan._seen",
-        "seen = keys <= queries",
-        "seen = keys <= queries + 1",
+        "seen = keys < reaches[:, None, :, None, None]",
+        "seen = keys <= reaches[:, None, :, None, None]",
         ("test_attention_equals_the_formula",),
         "a row sees positions up to its own",
     ),
