@@ -126,7 +126,7 @@ release: .venv-release/.done
 
 .venv-docs/.done: docs/requirements.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install --disable-pip-version-check -q -r docs/requirements.txt
+	.venv-docs/bin/pip install --disable-pip-version-check -q -c constraints.txt -r docs/requirements.txt
 	touch $@
 
 clean:

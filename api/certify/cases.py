@@ -74,18 +74,25 @@ class Case:
     params: SamplingParams
 
 
-def make_cases(texts: Sequence[Sequence[int]], number: int, vocab_size: int) -> list[Case]:
+def make_cases(
+    texts: Sequence[Sequence[int]], number: int, vocab_size: int, adapters: Sequence[str] = ()
+) -> list[Case]:
     """Make requests of all kinds in turn; the same ones for the same texts and number.
 
     ``texts``: the token ids of `TEXTS`. Prompts are ends and beginnings of these, every third
-    with one long beginning that many share, some of random token ids.
+    with one long beginning that many share, some of random token ids. A request has one of the
+    ``adapters``, by name, or none.
     """
     shared = [token for text in texts for token in text][:160]
-    return [_case(index, texts, shared, vocab_size) for index in range(number)]
+    return [_case(index, texts, shared, vocab_size, adapters) for index in range(number)]
 
 
 def _case(
-    index: int, texts: Sequence[Sequence[int]], shared: Sequence[int], vocab_size: int
+    index: int,
+    texts: Sequence[Sequence[int]],
+    shared: Sequence[int],
+    vocab_size: int,
+    adapters: Sequence[str],
 ) -> Case:
     rng = random.Random(index)
     kind = list(KINDS)[index % len(KINDS)]
@@ -100,6 +107,10 @@ def _case(
     num_tokens = MOST_TOKENS if structured else rng.randrange(LEAST_TOKENS, MOST_TOKENS + 1)
     temperature = TEMPERATURES[index // len(KINDS) % len(TEMPERATURES)]
     params = SamplingParams(
-        temperature=temperature, max_tokens=num_tokens, seed=1000 + index, **KINDS[kind]
+        temperature=temperature,
+        max_tokens=num_tokens,
+        seed=1000 + index,
+        lora=rng.choice((None, *adapters)),  # drawn last: without adapters the rest is as with them
+        **KINDS[kind],
     )
     return Case(index=index, kind=kind, prompt=tuple(prompt), params=params)

@@ -248,7 +248,8 @@ class Certifier:
 
     async def _prepare(self, llm: AsyncLLM) -> None:
         texts = [await llm.tokenizer.encode(text) for text in TEXTS]
-        self._cases = make_cases(texts, self._number, llm.built.vocab_size)
+        adapters = tuple(EngineConfig(**self._options).lora_folders)
+        self._cases = make_cases(texts, self._number, llm.built.vocab_size, adapters)
 
     async def _refer(self, llm: AsyncLLM, kv: str) -> None:
         """The answers of requests that are alone; what the model refuses is left out."""

@@ -18,8 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...core.ops.native import NativeLibrary, native_library
-from ...core.ops.native.build import Variant, variants
+from ...core.ops.native import NativeLibrary, Variant, native_library, variants
 from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
 from ...core.ops.native.linear import linear, pack_linear
 from ...core.ops.native.products import bfloat16_products

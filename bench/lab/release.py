@@ -1,9 +1,10 @@
 """Builds the packages of a release and tries them as a stranger would: ``make release``.
 
-1. A source distribution and a wheel made from it, into ``dist``; ``twine check --strict``.
-2. For each Python that is found, the wheel in an empty environment: the SDK alone answers, and a
+1. A source distribution and a wheel made from it, into ``dist``; on Linux and x86-64 a second wheel
+   with compiled kernels; ``twine check --strict``.
+2. For each Python that is found, each wheel in an empty environment: the SDK alone answers, and a
    server command names the extra that it lacks; with the extra a server answers and drains, and
-   ``foretoken selftest`` passes.
+   ``foretoken selftest`` passes. With compiled kernels no compiler is on the PATH.
 3. The two commands of the README, from the unpacked source distribution.
 4. ``dist/SHA256SUMS``.
 
@@ -13,8 +14,12 @@ It runs without foretoken in its own environment, which needs ``build`` and ``tw
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import os
+import platform
+import re
+import runpy
 import shutil
 import signal
 import socket
@@ -25,9 +30,10 @@ import tempfile
 import time
 import urllib.request
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
@@ -42,7 +48,7 @@ IN_WHEEL = (
 )
 SDK = """
 from foretoken import LLM, SamplingParams
-with LLM("builtin", device="cpu") as llm:
+with LLM("builtin", device="cpu", backend="native") as llm:
     print(llm.generate("def add", SamplingParams(max_tokens=8, temperature=0)).text)
 """
 START_SECONDS, STOP_SECONDS = 900.0, 60.0  # `make serve` installs first
@@ -59,39 +65,97 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-readme", action="store_true", help="leave out the README's commands")
     parser.add_argument("--no-install", action="store_true", help="build and check files alone")
     given = parser.parse_args(argv)
-    wheel, sdist = build(given.out) if given.built is None else packages_of(given.built)
+    wheels, sdist = build(given.out) if given.built is None else packages_of(given.built)
     if not given.no_install:
         found = [python for name in given.python or PYTHONS if (python := shutil.which(name))]
         if not found:
             sys.exit("no supported Python was found: --python PATH names one")
         for python in found:
-            try_wheel(python, wheel)
+            try_wheels(python, wheels)
     if not given.no_readme:
         try_readme(sdist)
     if given.built is None:
-        write_sums(given.out, (wheel, sdist))
+        write_sums(given.out, (*wheels, sdist))
     return 0
 
 
-def build(out: Path) -> tuple[Path, Path]:
-    """Build both packages into an empty folder and check what they contain."""
+def build(out: Path) -> tuple[list[Path], Path]:
+    """Build all packages into an empty folder and check what they contain."""
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools packs what lies there
     run(sys.executable, "-m", "build", "--outdir", out, ROOT)
-    wheel, sdist = packages_of(out)
-    run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
-    with zipfile.ZipFile(wheel) as packed:
-        check_has(wheel, packed.namelist(), [f"foretoken/{each}" for each in tracked(*IN_WHEEL)])
+    (pure,), sdist = packages_of(out)
+    if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
+        add_kernels(pure)
+    wheels, _ = packages_of(out)
+    run(sys.executable, "-m", "twine", "check", "--strict", *wheels, sdist)
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as packed:
+            needed = [f"foretoken/{each}" for each in tracked(*IN_WHEEL)]
+            check_has(wheel, packed.namelist(), needed)
     with tarfile.open(sdist) as unpacked:
         names = [name.partition("/")[2] for name in unpacked.getnames()]
     check_has(sdist, names, tracked())
-    return wheel, sdist
+    return wheels, sdist
 
 
-def packages_of(folder: Path) -> tuple[Path, Path]:
-    """The wheel and the source distribution in a folder that has one of each."""
-    (wheel,), (sdist,) = folder.resolve().glob("*.whl"), folder.resolve().glob("*.tar.gz")
-    return wheel, sdist
+def packages_of(folder: Path) -> tuple[list[Path], Path]:
+    """The wheels and the source distribution in a folder, the wheel without kernels first."""
+    wheels = sorted(folder.resolve().glob("*.whl"), key=has_kernels)
+    (sdist,) = folder.resolve().glob("*.tar.gz")
+    return wheels, sdist
+
+
+def has_kernels(wheel: Path) -> bool:
+    """Whether a wheel has compiled kernels, by its name."""
+    return not wheel.name.endswith("-any.whl")
+
+
+def add_kernels(pure: Path) -> None:
+    """Write the same wheel with compiled kernels beside it, for Linux with glibc on x86-64."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        with zipfile.ZipFile(pure) as packed:
+            packed.extractall(root)
+        native = root / "foretoken/core/ops/native"
+        libraries = compile_kernels(native, runpy.run_path(str(native / "recipe.py")))
+        tag = f"py3-none-manylinux_2_{needed_glibc(libraries)}_x86_64"
+        (about,) = root.glob("*.dist-info/WHEEL")
+        text = about.read_text("utf-8").replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
+        about.write_text(text.replace("Tag: py3-none-any", f"Tag: {tag}"), "utf-8")
+        pack(root, pure.with_name(pure.name.replace("py3-none-any", tag)))
+
+
+def pack(root: Path, wheel: Path) -> None:
+    """Write a wheel of the files under a folder, with a new list of their hashes (PEP 427)."""
+    (record,) = root.glob("*.dist-info/RECORD")
+    lines = []
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as packed:
+        for path in sorted(each for each in root.rglob("*") if each.is_file() and each != record):
+            name, content = path.relative_to(root).as_posix(), path.read_bytes()
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
+            lines.append(f"{name},sha256={digest.decode()},{len(content)}\n")
+            packed.write(path, name)
+        name = record.relative_to(root).as_posix()
+        packed.writestr(name, "".join([*lines, f"{name},,\n"]))
+
+
+def compile_kernels(folder: Path, recipe: Mapping[str, Any]) -> list[Path]:
+    """Compile the kernels of each kind of CPU beside their sources."""
+    made = []
+    for variant in recipe["PACKAGED"]:
+        library = folder / recipe["packaged_name"](variant)
+        arguments = recipe["arguments"](recipe["sources"](), library)
+        run("gcc", *recipe["packaged_flags"](variant), *arguments)
+        recipe["seal"](library)
+        made.append(library)
+    return made
+
+
+def needed_glibc(libraries: Sequence[Path]) -> int:
+    """The least N so that libraries run with glibc 2.N, by the versions of what they call."""
+    versions = (re.findall(rb"GLIBC_2\.(\d+)", each.read_bytes()) for each in libraries)
+    return max(int(version) for found in versions for version in found)
 
 
 def tracked(*patterns: str) -> list[str]:
@@ -108,30 +172,38 @@ def check_has(package: Path, names: Sequence[str], needed: Sequence[str]) -> Non
     print(f"{package.name}: {len(names)} files, {package.stat().st_size / 1e6:.1f} MB", flush=True)
 
 
-def try_wheel(python: str, wheel: Path) -> None:
-    """Install the wheel into an empty environment; use the SDK, then a server."""
-    print(f"== {wheel.name} on {python}", flush=True)
+def try_wheels(python: str, wheels: Sequence[Path]) -> None:
+    """Install each wheel into an empty environment; use the SDK, then a server."""
     with tempfile.TemporaryDirectory() as folder:
         run(python, "-m", "venv", folder)
         bin_folder = Path(folder) / "bin"
-        install(bin_folder, wheel)
-        has_server = f"{bin_folder}/python -c 'import uvicorn'"
-        if subprocess.run(has_server, shell=True, capture_output=True, check=False).returncode == 0:
-            sys.exit("the wheel without extras brings uvicorn")
-        run(bin_folder / "python", "-c", SDK, cwd=folder)
-        refused = subprocess.run(
-            [bin_folder / "foretoken", "serve", "builtin"],
-            capture_output=True, text=True, check=False, cwd=folder,
-        )  # fmt: skip
-        if refused.returncode != 2 or "foretoken[server]" not in refused.stderr:
-            sys.exit(f"`foretoken serve` without its extra: {refused.stderr}")
-        install(bin_folder, f"{wheel}[server]")
-        run(bin_folder / "foretoken", "selftest", cwd=folder)
+        print(f"== {wheels[0].name} on {python}", flush=True)
+        install(bin_folder, wheels[0])
+        check_needs_server(bin_folder)
+        install(bin_folder, f"{wheels[0]}[server]")
+        for wheel in wheels:
+            print(f"== {wheel.name} on {python}", flush=True)
+            install(bin_folder, "--no-deps", "--force-reinstall", wheel)
+            compiler = {} if not has_kernels(wheel) else {"PATH": str(bin_folder), "CC": ""}
+            settings = {"FORETOKEN_CACHE": f"{folder}/{wheel.stem}", **compiler}
+            run(bin_folder / "python", "-c", SDK, cwd=folder, settings=settings)
+            run(bin_folder / "foretoken", "selftest", cwd=folder, settings=settings)
         with serving(bin_folder / "foretoken", "serve", "builtin", "--port", cwd=folder):
             pass
 
 
-def install(bin_folder: Path, what: object) -> None:
+def check_needs_server(bin_folder: Path) -> None:
+    """Exit unless the SDK alone brings no server, and its command names the extra."""
+    has_server = f"{bin_folder}/python -c 'import uvicorn'"
+    if subprocess.run(has_server, shell=True, capture_output=True, check=False).returncode == 0:
+        sys.exit("the wheel without extras brings uvicorn")
+    command: list[Path | str] = [bin_folder / "foretoken", "serve", "builtin"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=bin_folder)
+    if refused.returncode != 2 or "foretoken[server]" not in refused.stderr:
+        sys.exit(f"`foretoken serve` without its extra: {refused.stderr}")
+
+
+def install(bin_folder: Path, *what: object) -> None:
     """Install with the versions that are tested, torch from its index of CPU builds if it can."""
     pip = (bin_folder / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check")
     constraints = ("-c", ROOT / "constraints.txt")
@@ -139,7 +211,7 @@ def install(bin_folder: Path, what: object) -> None:
     if index:
         given = ("--no-deps", "--retries", "0", "--timeout", "15", "--index-url", index)
         run(*pip, *given, *constraints, "torch", may_fail=True)
-    run(*pip, *constraints, what)
+    run(*pip, *constraints, *what)
 
 
 def try_readme(sdist: Path) -> None:
@@ -192,11 +264,17 @@ def write_sums(out: Path, packages: Sequence[Path]) -> None:
     print("".join(lines), end="", flush=True)
 
 
-def run(*command: object, cwd: object = ROOT, may_fail: bool = False) -> None:
-    """Run a command; exits where it fails, unless it may."""
+def run(
+    *command: object,
+    cwd: object = ROOT,
+    may_fail: bool = False,
+    settings: Mapping[str, str] | None = None,
+) -> None:
+    """Run a command, with settings in its environment; exits where it fails, unless it may."""
     args = [str(each) for each in command]
     print("$", " ".join(args), flush=True)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= settings or {}
     done = subprocess.run(args, cwd=str(cwd), env=environment, check=False)
     if done.returncode and not may_fail:
         sys.exit(f"failed with {done.returncode}: {' '.join(args)}")

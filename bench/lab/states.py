@@ -21,8 +21,7 @@ from torch import Tensor
 from ...core.ops.base import DeltaWeights, HeadLayout, PackedLinear, RecurrentShape
 from ...core.ops.batch import Segment, SegmentState, build_batch
 from ...core.ops.kv_pool import KVPool
-from ...core.ops.native import native_library
-from ...core.ops.native.build import Variant, variants
+from ...core.ops.native import Variant, native_library, variants
 from ...core.ops.native.library import DTYPES
 from ...core.ops.native.limits import best_seconds, read_bandwidth
 from ...core.ops.native.native_ops import NativeOps

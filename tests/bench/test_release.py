@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from setuptools._distutils.filelist import FileList
 
 from foretoken.bench.lab import release
 from foretoken.bench.lab.release import check_has, main, packages_of, run, serving, write_sums
+from foretoken.core.ops.native.recipe import is_whole
 
 SERVER = """
 import sys
@@ -65,11 +70,53 @@ def test_checksums_are_read_by_the_usual_command(tmp_path: Path) -> None:
     packages = [tmp_path / name for name in ("a-1-py3-none-any.whl", "a-1.tar.gz")]
     for package in packages:
         package.write_text(package.name)
-    write_sums(tmp_path, packages_of(tmp_path))
+    wheels, sdist = packages_of(tmp_path)
+    write_sums(tmp_path, [*wheels, sdist])
     check = ["sha256sum", "-c", "SHA256SUMS"]
     assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode == 0
     packages[0].write_text("changed")
     assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode == 1
+
+
+SOURCES = {"a.c": "#include <math.h>\nfloat f(float x) { return expf(x); }\n", "a.h": ""}
+
+
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or platform.machine() != "x86_64", reason="no gcc for x86-64"
+)
+def test_the_wheel_with_kernels_has_all_that_the_other_has_and_sealed_libraries(tmp_path: Path):
+    native = "foretoken/core/ops/native"
+    recipe = Path(release.ROOT, "core/ops/native/recipe.py").read_text("utf-8")
+    about = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = {f"{native}/recipe.py": recipe, "foretoken-1.dist-info/WHEEL": about}
+    files |= {f"{native}/{name}": text for name, text in SOURCES.items()}
+    files["foretoken-1.dist-info/RECORD"] = "old"
+    pure = tmp_path / "foretoken-1-py3-none-any.whl"
+    with zipfile.ZipFile(pure, "w") as packed:
+        for name, text in files.items():
+            packed.writestr(name, text)
+    release.add_kernels(pure)
+    (tmp_path / "foretoken-1.tar.gz").touch()
+    (first, second), _ = packages_of(tmp_path)
+    assert first == pure
+    assert re.fullmatch(r"foretoken-1-py3-none-manylinux_2_\d+_x86_64.whl", second.name)
+    with zipfile.ZipFile(second) as packed:
+        packed.extractall(tmp_path / "installed")
+    installed = tmp_path / "installed" / native
+    libraries = sorted(each.name.split("-")[1] for each in installed.glob("kernels-*.so"))
+    assert libraries == ["amx", "avx2", "avx512", "scalar"]
+    assert all(map(is_whole, installed.glob("kernels-*.so")))
+    record = (tmp_path / "installed/foretoken-1.dist-info/RECORD").read_text("utf-8")
+    assert {line.partition(",")[0] for line in record.splitlines()} == {
+        *files,
+        *(f"{native}/{each.name}" for each in installed.glob("kernels-*.so")),
+    }
+
+
+def test_the_tag_names_the_newest_version_of_glibc_that_is_called(tmp_path: Path) -> None:
+    for name, content in {"a": b"\0GLIBC_2.4\0GLIBC_2.17\0", "b": b"GLIBC_2.9\0"}.items():
+        (tmp_path / name).write_bytes(content)
+    assert release.needed_glibc([tmp_path / "a", tmp_path / "b"]) == 17
 
 
 def test_a_server_is_waited_for_and_ended(tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ def claude(prompt: str, url: str, home: Path) -> str:
 
 
 RUN = {"codex": codex, "claude": claude}
+IN_ONE_TURN = {
+    "codex": ["exec", "--skip-git-repo-check", "-s", "danger-full-access"],
+    "claude": ["-p", "--output-format", "text"],
+}
 CALLS = {
     "codex": {"name": "exec_command", "arguments": {"cmd": ECHO}},
     "claude": {"name": "Bash", "arguments": {"command": ECHO, "description": "Say it."}},
@@ -107,3 +111,16 @@ def test_an_agent_calls_a_tool_and_its_second_turn_is_cached(
     assert len(turns) == 2, "one that calls, one that is told what came of it"
     assert turns[1]["prompt"] > turns[0]["prompt"] > 4096
     assert turns[1]["cached"] >= HITS * turns[1]["prompt"], turns
+
+
+@pytest.mark.parametrize("agent", IN_ONE_TURN)
+def test_an_agent_that_is_launched_converses(agent: str, server: Server, tmp_path: Path) -> None:
+    """`foretoken launch` alone points it at the server: nothing is set, and no file is there."""
+    (tmp_path / ".codex").mkdir()
+    launch = "from foretoken.api.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", launch, "launch", agent, "--url", server.url]
+    command += ["--api-key", KEY, "--", *IN_ONE_TURN[agent], "Say this: [[Hello there.]]"]
+    path = f"{AGENTS / '.bin'}{os.pathsep}{os.environ['PATH']}"
+    more = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"}
+    told = run(command, tmp_path, PATH=path, CODEX_HOME=str(tmp_path / ".codex"), **more)
+    assert told.strip().splitlines()[-1] == "Hello there."

@@ -413,6 +413,7 @@ def test_commands_of_the_guide_have_flags_that_exist() -> None:
         "--build-arg",
         "--gpus",
         "--read-only",
+        "--set",
         "--tmpfs",
         "--index-url",
         "--init",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .build import NativeBuildError, Variant, variants
+from .build import NativeBuildError, variants
 from .library import NativeLibrary, native_library
+from .recipe import Variant
 
 __all__ = [
     "NativeBuildError",

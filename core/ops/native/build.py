@@ -1,8 +1,9 @@
-"""Compile the C kernels with the system's compiler, once per machine and version.
+"""Find the C kernels: packaged ones, else those that the system's compiler makes, once.
 
-The library lies in a per-user cache under a name made of everything that shapes it: sources,
-compiler, flags, and the CPU's features. ``FORETOKEN_CACHE`` names another cache folder, and
-``FORETOKEN_NATIVE_VARIANT`` a variant other than the fastest.
+The wheel for Linux on x86-64 has compiled libraries beside the sources. Otherwise the library lies
+in a per-user cache under a name made of everything that shapes it: sources, compiler, flags, and
+the CPU's features. ``FORETOKEN_CACHE`` names another cache folder, ``FORETOKEN_NATIVE_VARIANT`` a
+variant other than the fastest, and ``CC`` a compiler, which then compiles in any case.
 """
 
 from __future__ import annotations
@@ -24,40 +25,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import get_args
 
 from ..cache_folder import cache_folder
 from ..device import cpu_flags
+from .recipe import (
+    AVX512_FLAGS,
+    FLAGS,
+    FOLDER,
+    PACKAGED,
+    VARIANT_FLAGS,
+    WARNINGS,
+    Variant,
+    add_sources,
+    arguments,
+    is_whole,
+    packaged_name,
+    seal,
+    sources,
+)
 
 logger = logging.getLogger(__name__)
-
-Variant: TypeAlias = Literal["amx", "avx512", "avx2", "scalar", "amx-emulated"]
-"""``amx-emulated`` is ``amx`` with C functions in place of the matrix unit, for tests."""
 
 SETTING = "FORETOKEN_NATIVE_VARIANT"
 EMULATION: Path | None = None
 """The source of these C functions, which tests set; without it there is no such variant."""
 
-_FOLDER = Path(__file__).parent
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_TIMEOUT = 180  # seconds
-# -ffp-contract=off: whether a product is fused must not depend on how a loop was unrolled.
-_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
-_WARNINGS = ("-Wall", "-Wno-unknown-pragmas", "-Wno-psabi")
-_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mtune=native")
-_VARIANT_FLAGS: dict[Variant, tuple[str, ...]] = {
-    "amx": (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-    "avx512": _AVX512_FLAGS,
-    "avx2": ("-march=x86-64-v3", "-mtune=native"),
-    "scalar": ("-DFT_SCALAR",),
-    "amx-emulated": (
-        "-march=x86-64-v3",
-        "-DFT_SCALAR",
-        "-DFT_SCALAR_LANES=16",
-        "-DFT_AMX_EMULATED",
-        "-O1",  # a third of the time to build, for tests alone
-    ),
-}
 _AVX2 = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"])
 _AVX512 = _AVX2 | {
     *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni", "avx512_bf16")
@@ -129,22 +124,45 @@ def engine_variants() -> tuple[Variant, ...]:
     )
 
 
+def load(variant: Variant) -> ctypes.CDLL:
+    """Load the kernels, the packaged ones if they are whole and fit this system.
+
+    Raises `NativeBuildError` when there are no such ones, and none can be built.
+    """
+    why = None
+    packaged = FOLDER / packaged_name(variant) if variant in PACKAGED else None
+    if packaged is not None and packaged.exists() and not os.environ.get("CC"):
+        why = f"{packaged.name} is damaged"
+        if is_whole(packaged):
+            try:
+                return ctypes.CDLL(str(packaged))
+            except OSError as error:  # made for another system
+                why = str(error)
+    try:
+        library = ctypes.CDLL(str(build(variant)))
+    except (NativeBuildError, OSError) as error:
+        raise NativeBuildError(f"{why}, and {error}" if why else str(error)) from error
+    if why:
+        logger.warning("the packaged kernels are not used: %s", why)
+    return library
+
+
 def build(variant: Variant) -> Path:
     """Path of the compiled library. Raises `NativeBuildError` when it cannot be built."""
     compiler = _find_compiler()
-    flags = (*_FLAGS, *variant_flags(variant), *_WARNINGS)
-    sources = _sources(variant)
-    target = cache_folder() / f"kernels-{variant}-{_key(compiler, flags, sources)}.so"
-    if not target.exists():
-        _compile([*compiler, *flags], sources, target)
+    flags = (*FLAGS, *variant_flags(variant), *WARNINGS)
+    files = _sources(variant)
+    target = cache_folder() / f"kernels-{variant}-{_key(compiler, flags, files)}.so"
+    if not is_whole(target):
+        _compile([*compiler, *flags], files, target)
     return target
 
 
 def variant_flags(variant: Variant) -> tuple[str, ...]:
     """The compiler's flags of a variant. The emulated one is built on AVX-512 where that is had."""
     if variant == "amx-emulated" and can_run("avx512"):
-        return (*_AVX512_FLAGS, "-DFT_AMX_EMULATED")
-    return _VARIANT_FLAGS[variant]
+        return (*AVX512_FLAGS, "-DFT_AMX_EMULATED")
+    return VARIANT_FLAGS[variant]
 
 
 def _find_compiler() -> list[str]:
@@ -159,17 +177,19 @@ def _find_compiler() -> list[str]:
     )
 
 
-def _compile(command: list[str], sources: Sequence[Path], target: Path) -> None:
+def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
     """Build beside the target and rename, so that another process never sees half a file."""
-    files = [f"-I{_FOLDER}", *(str(path) for path in sources if path.suffix == ".c")]
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            if target.exists():
+            if is_whole(target):
                 return
+            if target.exists():
+                logger.warning("%s is damaged: compiling it again", target)
             output = Path(folder) / target.name
             logger.info("compiling %s, once for this version and CPU", target)
-            _run([*command, *files, "-o", str(output), "-lm"], timeout=_COMPILE_TIMEOUT)
+            _run([*command, *arguments(files, output)], timeout=_COMPILE_TIMEOUT)
+            seal(output)
             output.replace(target)
     except OSError as error:
         message = f"the cache folder cannot be written: {error}; FORETOKEN_CACHE names another"
@@ -213,17 +233,16 @@ def _run(command: list[str], timeout: float) -> str:
     return output
 
 
-def _key(compiler: list[str], flags: tuple[str, ...], sources: Sequence[Path]) -> str:
+def _key(compiler: list[str], flags: tuple[str, ...], files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     version = _run([*compiler, "--version"], timeout=10)
-    parts = [version, *compiler, *flags, platform.machine(), *sorted(cpu_flags())]
+    parts = ["sealed", version, *compiler, *flags, platform.machine(), *sorted(cpu_flags())]
     digest.update("\0".join(parts).encode())
-    for path in sources:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    add_sources(digest, files)
     return digest.hexdigest()[:24]
 
 
 def _sources(variant: Variant) -> list[Path]:
     """C files and headers; of the emulated unit also the one that stands in for it."""
-    own = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".c", ".h"))
+    own = sources()
     return [*own, EMULATION] if variant == "amx-emulated" and EMULATION is not None else own

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .build import NativeBuildError, Variant, build, engine_variants
+from .build import NativeBuildError, engine_variants, load
+from .recipe import Variant
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def native_library(variant: Variant | None = None) -> NativeLibrary | None:
 
 @cache
 def _load(variant: Variant) -> NativeLibrary:
-    return NativeLibrary(variant, ctypes.CDLL(str(build(variant))))
+    return NativeLibrary(variant, load(variant))
 
 
 @cache

@@ -6,9 +6,11 @@ import asyncio
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
+from transformers import AutoModelForCausalLM
 
 from foretoken.api.certify import certificate, conditions
 from foretoken.api.certify.cases import KINDS
@@ -17,6 +19,8 @@ from foretoken.api.certify.conditions import DRAFTED, LOOK_UPS
 from foretoken.api.certify.records import RecordedRequest
 from foretoken.api.certify.report import markdown
 from foretoken.api.cli import commands
+from foretoken.draft import training
+from support.adapters import write_adapter
 from support.tiny_models import save_tiny
 
 OPTIONS = {"threads": 1}
@@ -59,6 +63,26 @@ def test_small_pages_and_a_small_pool_make_requests_give_way():
     (only,) = found.passes
     assert (only.differing_tokens, found.unproven) == (0, [])
     assert only.preemptions > 0
+
+
+def test_requests_with_adapters_and_without_are_compared_together(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(Path(training.__file__).parent / "builtin/target")
+    folders = {name: write_adapter(tmp_path / name, model, seed=len(name)) for name in ("a", "bc")}
+    given = tuple(f"{name}={folder}" for name, folder in folders.items())
+
+    def answers(only, **options):
+        certifier = Certifier("builtin", OPTIONS | options, number=21, only=only)
+        found = asyncio.run(certifier.run())
+        assert (len(found.passes), found.differing_tokens, found.refused) == (1, 0, {})
+        return [case.params.lora for case in certifier._cases], certifier._expected
+
+    adapters, adapted = answers("auto/radix/repeated", lora=given)
+    _, plain = answers("auto/off/cold")
+    assert set(adapters) == {None, "a", "bc"}
+    same = {name: [adapted[i] == plain[i] for i in range(21) if adapters[i] == name]
+            for name in (None, "a", "bc")}  # fmt: skip
+    assert all(same[None])
+    assert not any(map(all, (same["a"], same["bc"])))
 
 
 @pytest.fixture

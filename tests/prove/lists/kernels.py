@@ -109,7 +109,7 @@ MUTATIONS = (
     ),
     Mutation(
         "kernel-compiles-under-an-old-name",
-        "_key",
+        "add_sources",
         'digest.update(path.name.encode() + b"\\0" + path.read_bytes() + b"\\0")',
         'digest.update(path.name.encode() + b"\\0")',
         ("test_a_source_that_changes_is_another_library",),

@@ -38,6 +38,7 @@ from foretoken.core.ops.native.build import (
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.linear import linear, pack_linear
 from foretoken.core.ops.native.native_ops import NativeOps
+from foretoken.core.ops.native.recipe import FLAGS, FOLDER, VARIANT_FLAGS
 from support.native_variants import EMULATION
 from support.rope_fixture import Turns
 
@@ -60,7 +61,7 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Nativ
         pytest.skip("this CPU cannot run it")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "plain C":
-            flags = (*building._VARIANT_FLAGS["amx-emulated"], "-O1")  # -O3 takes a minute
+            flags = (*VARIANT_FLAGS["amx-emulated"], "-O1")  # -O3 takes a minute
             patch.setattr(building, "variant_flags", lambda _: flags)
         try:
             found = NativeLibrary("amx-emulated", ctypes.CDLL(str(build("amx-emulated"))))
@@ -434,8 +435,8 @@ def test_a_variant_that_cannot_run_here_is_refused_by_name(asked, monkeypatch):
 
 def assembly(source: str) -> str:
     """Compile a source for the true matrix unit, to assembly."""
-    flags = [flag for flag in building._FLAGS if flag != "-shared"]
-    path = building._FOLDER / source
+    flags = [flag for flag in FLAGS if flag != "-shared"]
+    path = FOLDER / source
     variant = building.variant_flags("amx")
     command = [*building._find_compiler(), *flags, *variant, "-S", "-o", "-", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -506,8 +507,8 @@ def test_what_the_compiler_made_for_the_true_unit_computes_the_same_bits(tmp_pat
         pytest.skip("the code around the unit needs AVX-512")
     folder, trap = Path(__file__).parent, tmp_path / "trap.so"
     sources = [folder / "amx_trap.c", EMULATION]
-    flags = [*building._FLAGS, "-march=x86-64-v3", "-DFT_AMX_EMULATED"]
-    headers = f"-I{building._FOLDER}"
+    flags = [*FLAGS, "-march=x86-64-v3", "-DFT_AMX_EMULATED"]
+    headers = f"-I{FOLDER}"
     command = [*building._find_compiler(), *flags, headers, *map(str, sources)]
     subprocess.run([*command, "-o", str(trap), "-lm"], check=True)
     try:

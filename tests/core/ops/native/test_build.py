@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from foretoken.core.ops.native import build as building
 from foretoken.core.ops.native import library as loading
-from foretoken.core.ops.native.build import NativeBuildError, Variant, build, can_run, variants
+from foretoken.core.ops.native import recipe
+from foretoken.core.ops.native.build import NativeBuildError, build, can_run, variants
+from foretoken.core.ops.native.recipe import (
+    FLAGS,
+    FOLDER,
+    WARNINGS,
+    Variant,
+    packaged_flags,
+    packaged_name,
+    seal,
+)
 from support.native_variants import EMULATION
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -78,6 +90,81 @@ def test_without_a_compiler_one_log_line_says_so(monkeypatch, caplog):
     assert "no C compiler was found (tried no-such-compiler)" in caplog.text
 
 
+@pytest.fixture
+def small(monkeypatch, tmp_path) -> Path:
+    """A source that compiles at once, in place of the kernels."""
+    source = tmp_path / "source.c"
+    source.write_text("int f(void) { return 1; }\n")
+    monkeypatch.setattr(building, "_sources", lambda _: [source])
+    return source
+
+
+@needs_compiler
+def test_a_damaged_library_of_the_cache_is_built_anew(small, caplog):
+    path = build("scalar")
+    whole = path.read_bytes()
+    for damaged in (whole[:-40], whole[:100] + b"?" + whole[101:], b""):
+        path.write_bytes(damaged)
+        assert build("scalar") == path
+        assert path.read_bytes() == whole
+    assert "is damaged: compiling it again" in caplog.text
+
+
+@pytest.fixture
+def packaged(monkeypatch, tmp_path) -> Path:
+    """A packaged library, which differs from the one that is compiled here."""
+    source = tmp_path / "packaged.c"
+    source.write_text("int packaged(void) { return 1; }\n")
+    monkeypatch.setattr(building, "FOLDER", tmp_path)
+    library = tmp_path / packaged_name("scalar")
+    subprocess.run(["cc", *packaged_flags("scalar"), "-o", library, source], check=True)
+    seal(library)
+    return library
+
+
+@needs_compiler
+def test_a_packaged_library_needs_no_compiler(packaged, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert building.load("scalar")._name == str(packaged)
+    assert not os.path.exists(os.environ["FORETOKEN_CACHE"])
+
+
+@needs_compiler
+def test_a_compiler_that_is_named_compiles_in_place_of_a_packaged_library(
+    packaged, small, monkeypatch
+):
+    monkeypatch.setenv("CC", "cc")
+    assert building.load("scalar")._name == str(build("scalar"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("fault", ["cut", "made for another system"])
+def test_a_packaged_library_that_does_not_do_is_replaced_or_refused(
+    packaged, small, fault, monkeypatch, caplog
+):
+    if fault == "cut":
+        packaged.write_bytes(packaged.read_bytes()[:-1000])
+    else:
+        packaged.write_bytes(b"no library")
+        seal(packaged)
+    assert building.load("scalar")._name == str(build("scalar"))
+    assert "the packaged kernels are not used: " in caplog.text
+    monkeypatch.setenv("PATH", "")
+    caplog.clear()
+    assert loading.native_library("scalar") is None
+    (message,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert packaged.name in message
+    assert "no C compiler was found" in message
+
+
+def test_packaged_libraries_of_other_sources_or_flags_have_other_names(monkeypatch, tmp_path):
+    names = {packaged_name("avx2"), packaged_name("avx512")}
+    (tmp_path / "source.c").write_text("int a;\n")
+    monkeypatch.setattr(recipe, "sources", lambda: [tmp_path / "source.c"])
+    assert len({*names, packaged_name("avx2")}) == 3
+    assert not any("native" in flag for flag in packaged_flags("avx512"))
+
+
 @needs_compiler
 def test_a_compile_error_is_told_and_leaves_nothing_behind(monkeypatch, tmp_path):
     broken = tmp_path / "broken.c"
@@ -135,8 +222,8 @@ def test_an_unknown_cpu_is_not_given_the_portable_variant_unasked(monkeypatch, c
 def test_the_sources_are_free_of_warnings(variant):
     """The sources of the matrix unit are checked even on a machine without one."""
     sources = [str(p) for p in building._sources(variant) if p.suffix == ".c"]
-    flags = [*building._FLAGS, *building.variant_flags(variant), *building._WARNINGS]
-    flags.append(f"-I{building._FOLDER}")
+    flags = [*FLAGS, *building.variant_flags(variant), *WARNINGS]
+    flags.append(f"-I{FOLDER}")
     command = ["cc", *flags, "-Wextra", "-Werror", "-fsyntax-only", *sources]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "unrecognized" in done.stderr or "bad value" in done.stderr:

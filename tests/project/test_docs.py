@@ -1,32 +1,50 @@
-"""docs/api.md is what the types say, and what the docs link to is there."""
+"""The site's reference has what the code has, and what the docs link to is there."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from foretoken.api.cli.reference import reference
+import foretoken
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 
-def test_the_reference_is_up_to_date():
-    written = (DOCS / "api.md").read_text("utf-8")
-    assert written == reference(), "run: python -m foretoken.api.cli.reference docs/api.md"
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_what_the_reference_names_can_be_found_in_it():
-    text = reference()
-    heads = {
-        re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-")
-        for head in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    }
-    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= heads
-    for word in ("SamplingParams", "stream_chat", "/v1/chat/completions", "--cors-origin"):
-        assert word in text
+def test_the_site_shows_all_flags_of_each_command(hooks, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert hooks.HELP in (DOCS / "flags.md").read_text("utf-8")
+    sections = hooks.help_of_commands().split("## foretoken ")
+    text = {each.partition("\n")[0]: each for each in sections}
+    assert "--cors-origin" in text["serve"]  # a rare one
+    assert {"replica", "run", "certify", "launch", "selftest"} <= text.keys()
+
+
+def test_the_site_has_the_document_of_a_server(hooks):
+    document = json.loads(hooks.openapi())
+    assert {"/v1/chat/completions", "/v1/load_lora_adapter"} <= document["paths"].keys()
+    assert "openapi.json" in (DOCS / "http.md").read_text("utf-8")
+
+
+def test_the_site_describes_each_name_of_the_package():
+    described = re.findall(r"^::: (foretoken\.[\w.]+)$", (DOCS / "sdk.md").read_text("utf-8"), re.M)
+    names = {each.rpartition(".")[2] for each in described}
+    assert set(foretoken.__all__) - {"__version__"} <= names
+    for module, _, name in (each.rpartition(".") for each in described):
+        assert hasattr(importlib.import_module(module), name)
 
 
 def headings(page: Path) -> set[str]:

@@ -1,0 +1,84 @@
+"""How the kernels are compiled, and how a file of them proves to be whole.
+
+This module needs the standard library alone and no other file of foretoken: a release loads it by
+its path and compiles the kernels of the wheel for Linux on x86-64 by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Variant: TypeAlias = Literal["amx", "avx512", "avx2", "scalar", "amx-emulated"]
+"""``amx-emulated`` is ``amx`` with C functions in place of the matrix unit, for tests."""
+
+PACKAGED: tuple[Variant, ...] = ("amx", "avx512", "avx2", "scalar")
+FOLDER = Path(__file__).parent
+# -ffp-contract=off: whether a product is fused must not depend on how a loop was unrolled.
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
+WARNINGS = ("-Wall", "-Wno-unknown-pragmas", "-Wno-psabi")
+LIBRARIES = ("-lm",)
+TUNED = "-mtune=native"  # the order of instructions alone, so that bits stay the same
+AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", TUNED)
+VARIANT_FLAGS: dict[Variant, tuple[str, ...]] = {
+    "amx": (*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "avx512": AVX512_FLAGS,
+    "avx2": ("-march=x86-64-v3", TUNED),
+    "scalar": ("-DFT_SCALAR",),
+    "amx-emulated": (
+        "-march=x86-64-v3",
+        "-DFT_SCALAR",
+        "-DFT_SCALAR_LANES=16",
+        "-DFT_AMX_EMULATED",
+        "-O1",  # a third of the time to build, for tests alone
+    ),
+}
+_SEAL_BYTES = hashlib.sha256().digest_size
+
+
+def sources(folder: Path = FOLDER) -> list[Path]:
+    """The C files and headers of a folder."""
+    return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
+
+
+def arguments(files: Sequence[Path], output: Path) -> list[str]:
+    """Arguments of the compiler behind its flags: the files that it compiles, and the result."""
+    compiled = [str(path) for path in files if path.suffix == ".c"]
+    return [f"-I{FOLDER}", *compiled, "-o", str(output), *LIBRARIES]
+
+
+def packaged_flags(variant: Variant) -> tuple[str, ...]:
+    """The flags of a library for other machines than the one that compiles it."""
+    own = (flag for flag in VARIANT_FLAGS[variant] if flag != TUNED)
+    return (*FLAGS, *own, *WARNINGS)
+
+
+def packaged_name(variant: Variant) -> str:
+    """The file name of a packaged library, another one for other sources or flags."""
+    digest = hashlib.sha256("\0".join(packaged_flags(variant)).encode())
+    add_sources(digest, sources())
+    return f"kernels-{variant}-packaged-{digest.hexdigest()[:24]}.so"
+
+
+def add_sources(digest: hashlib._Hash, files: Sequence[Path]) -> None:
+    """Add names and contents of files."""
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+
+
+def seal(library: Path) -> None:
+    """Append the SHA-256 of a library to it, which the system's loader does not read."""
+    content = library.read_bytes()
+    with library.open("ab") as file:
+        file.write(hashlib.sha256(content).digest())
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a sealed library is there, with every byte that it had. A cut one could crash."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_SEAL_BYTES]).digest() == content[-_SEAL_BYTES:]

@@ -1,0 +1,106 @@
+"""The Helm chart, rendered by the few forms of Helm's templates that it uses, and no others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import foretoken
+from foretoken.api.cli.commands import _parser
+
+CHART = Path(__file__).parents[3] / "docs/operations/chart"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
+ACTION = re.compile(r"(\s*)\{\{(-?) (.*?) \}\}")
+NAMED = re.compile(r"\.(Values|Release)\.([\w.]+)( \| quote)?")
+BLOCK = re.compile(r"toYaml \.Values\.([\w.]+) \| nindent (\d+)")
+CHANGED = {
+    "args": ["--max-running", "32"],
+    "model": "/models/name",
+    "modelsClaim": "models",
+    "nodeSelector": {"gpu": "no"},
+    "tolerations": [{"key": "a", "operator": "Exists"}],
+    "serviceMonitor": {"enabled": True, "interval": "30s", "labels": {"release": "prometheus"}},
+}
+
+
+def value(path: str, values: dict[str, Any]) -> Any:
+    found: Any = values
+    for name in path.split("."):
+        found = found[name]  # Helm renders a name that is missing as nothing
+    return found
+
+
+def render(text: str, values: dict[str, Any]) -> str:
+    """Text of a template; an action of another form is an error."""
+    out, end, shown = "", 0, [True]
+    for action in ACTION.finditer(text):
+        space, trims, what = action.groups()
+        piece = text[end : action.start()] + ("" if trims else space)
+        out += piece if all(shown) else ""
+        end = action.end()
+        if what == "end":
+            shown.pop()
+        elif what.startswith("if .Values."):
+            shown.append(bool(value(what.removeprefix("if .Values."), values)))
+        elif block := BLOCK.fullmatch(what):
+            lines = yaml.safe_dump(value(block[1], values)).splitlines()
+            out += "".join(f"\n{' ' * int(block[2])}{each}" for each in lines) if all(shown) else ""
+        else:
+            owner, path, quoted = NAMED.fullmatch(what).groups()
+            found = value(path, values if owner == "Values" else {"Name": "mine"})
+            out += (json.dumps(str(found)) if quoted else str(found)) if all(shown) else ""
+    assert shown == [True]
+    return out + text[end:]
+
+
+def objects(**changed: Any) -> dict[str, Any]:
+    templates = sorted((CHART / "templates").iterdir())
+    texts = (render(each.read_text("utf-8"), VALUES | changed) for each in templates)
+    return {each["kind"]: each for each in map(yaml.safe_load, texts) if each}
+
+
+@pytest.mark.parametrize("changed", [{}, CHANGED], ids=["as it is", "all changed"])
+def test_the_kinds_of_kubernetes_pass_its_schemas(changed: dict[str, Any]) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="the extra test has it").validate
+    found = objects(**changed)
+    for kind in ("Deployment", "Service"):
+        validate(found[kind], "1.37", strict=True)
+    assert ("ServiceMonitor" in found) == bool(changed)
+
+
+def test_the_command_is_one_that_the_server_takes() -> None:
+    [container] = objects(**CHANGED)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    parsed = _parser().parse_args(container["args"])
+    assert (parsed.model, parsed.max_running, parsed.drain_seconds) == ("/models/name", 32, 30)
+
+
+def test_the_service_and_its_monitor_find_the_pods() -> None:
+    found = objects(**CHANGED)
+    pods = found["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert found["Service"]["spec"]["selector"] == pods
+    monitor = found["ServiceMonitor"]
+    labels = found["Service"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert monitor["spec"]["endpoints"][0]["port"] == found["Service"]["spec"]["ports"][0]["name"]
+
+
+def test_a_pod_has_time_to_drain_and_mounts_what_it_names() -> None:
+    spec = objects(**CHANGED)["Deployment"]["spec"]["template"]["spec"]
+    [container] = spec["containers"]
+    before = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert spec["terminationGracePeriodSeconds"] > before + VALUES["drainSeconds"]
+    names = [each["name"] for each in spec["volumes"]]
+    assert [each["name"] for each in container["volumeMounts"]] == names
+    assert names[-1] == "models"
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))
+    versions = {about["version"], about["appVersion"], VALUES["image"]["tag"]}
+    assert versions == {foretoken.__version__}
