@@ -309,7 +309,7 @@ def _reaches(segments: Sequence[Segment]) -> IntArray | None:
         behind = np.arange(segment.start + 1, segment.stop + 1)
         given = behind if segment.reaches is None else segment.reaches
         if len(given) != len(behind) or (given < behind).any() or (given > segment.stop).any():
-            raise ValueError("a row sees itself, and nothing behind its segment")
+            raise ValueError("a row must reach its own position and end within its segment")
         if (np.diff(given) < 0).any():
             raise ValueError("a row sees no less than the row before it")
         found.append(given)
