@@ -229,7 +229,7 @@ def test_images_beside_tokens_with_inputs_of_their_own(tmp_path: Path, backend: 
 
 
 def test_a_hit_that_ends_among_rows_that_see_each_other(gemma3: Seeing) -> None:
-    """What is cached of the image was computed with all of it, and so is the rest."""
+    """Cached rows of the image were computed with all of it, and the rest are, too."""
     gemma3.start(max_batch_tokens=64)
     opening, image = gemma3.text(9), random_inputs("gemma3", 0)
     gemma3.serve([gemma3.ask([opening, image, gemma3.text(8)])])
