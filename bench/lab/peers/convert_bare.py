@@ -16,6 +16,7 @@ def convert(source: Path, out: Path) -> None:
     conversion: Any = importlib.import_module("conversion")
     gguf: Any = importlib.import_module("gguf")
     hparams = conversion.ModelBase.load_hparams(source, is_mistral_format=False)
+    _as_published(hparams)
     architecture = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
     found = conversion.get_model_class(architecture)
 
@@ -25,7 +26,16 @@ def convert(source: Path, out: Path) -> None:
 
     bare = {"model_arch": found.model_arch, "set_vocab": set_vocab, "no_mtp": True}
     converter = type(found.__name__, (found,), bare)
-    converter(source, gguf.LlamaFileType.MOSTLY_BF16, out).write()
+    converter(source, gguf.LlamaFileType.MOSTLY_BF16, out, hparams=hparams).write()
+
+
+def _as_published(hparams: dict[str, Any]) -> None:
+    """Fields as published configs have them, of which transformers writes newer forms."""
+    if dense := hparams.get("mlp_layer_types"):
+        hparams.setdefault("first_k_dense_replace", dense.count("dense"))
+    if hparams["model_type"] == "granitemoehybrid":
+        names = {"full_attention": "attention", "linear_attention": "mamba"}
+        hparams["layer_types"] = [names.get(each, each) for each in hparams["layer_types"]]
 
 
 if __name__ == "__main__":
