@@ -8,7 +8,7 @@ which are kept is a matter of rank, then of recency.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from sortedcontainers import SortedDict
 
@@ -18,7 +18,11 @@ NOTHING_PINNED: Collection[int] = frozenset()
 
 
 class StateSlots:
-    """Every slot belongs to the free list, to one page of the tree or to one lease.
+    """Every slot belongs to the free list, to one page of the tree, to one lease or to one load.
+
+    ``counters[slot]`` grows whenever the slot leaves its page. A kept state never changes, so a
+    copy of one is whole if the counter is the same before and behind the copying; any thread may
+    read it, all else is the scheduler's. ``on_attached`` is called with each state that was kept.
 
     ``num_logs``: requests that can run at a time; each has a log of the rows since its state's
     position. ``interval``: tokens of a prompt between two states that are kept in any case; 0:
@@ -35,6 +39,9 @@ class StateSlots:
         self.num_recomputed_tokens = 0  # their pages were cached, the state behind them was not
         self.attached: dict[int, KeptState] = {}  # by page id; owns their slots
         self._by_rank: SortedDict[tuple[int, int], KeptState] = SortedDict()  # the same
+        self.loading: set[int] = set()  # slots of states that are being read from a tier
+        self.counters = array("Q", bytes(8 * num_slots))
+        self.on_attached: Callable[[KeptState], None] = lambda _: None
         self._free = array("q", range(num_slots - 1, -1, -1))  # a stack
         self._free_logs = array("q", range(num_logs - 1, -1, -1))  # a stack
         self._clock = 0
@@ -46,7 +53,7 @@ class StateSlots:
 
     @property
     def num_private(self) -> int:
-        """Slots of leases. O(1)."""
+        """Slots of leases and of loads. O(1)."""
         return self.num_total - len(self._free) - len(self.attached)
 
     @property
@@ -131,6 +138,30 @@ class StateSlots:
             lease.source.num_readers -= 1
             lease.source = None
 
+    # -- states from tiers
+
+    def begin_load(self, pinned: Collection[int] = NOTHING_PINNED) -> int | None:
+        """A slot to read a kept state into; None where there is none. O(slots)."""
+        slot = self.take(StateRank.USED, pinned)
+        if slot is not None:
+            self.loading.add(slot)
+        return slot
+
+    def end_load(self, slot: int, page_id: int | None) -> None:
+        """Attach the state that was read into a slot to its page, or free the slot. O(log n)."""
+        self.loading.remove(slot)
+        if page_id is None:
+            self._free.append(slot)
+        else:
+            self.attach(page_id, slot, StateRank.USED)
+
+    def move_on(self, lease: StateLease, page_id: int) -> None:
+        """Have a lease, before its first step, go on from the state at this page. O(log n)."""
+        self._forget_source(lease)
+        lease.source = self.attached[page_id]
+        lease.source.num_readers += 1
+        self._use(lease.source)
+
     # -- kept states
 
     def attach(self, page_id: int, slot: int, rank: StateRank) -> None:
@@ -139,11 +170,13 @@ class StateSlots:
         if kept is None:
             kept = KeptState(page_id, slot, rank, 0)
             self.attached[page_id] = kept
+            self._file(kept)
+            self.on_attached(kept)
         else:
             self._free.append(slot)
             del self._by_rank[kept.rank, kept.last_used]
             kept.rank = max(kept.rank, rank)
-        self._file(kept)
+            self._file(kept)
 
     def stored(self, node: Node, first: int) -> None:
         """Do nothing: pages join the tree without a state."""
@@ -165,6 +198,7 @@ class StateSlots:
     def _detach(self, kept: KeptState) -> int:
         assert kept.num_readers == 0, "a state that is about to be copied gives way"
         del self.attached[kept.page_id], self._by_rank[kept.rank, kept.last_used]
+        self.counters[kept.slot] += 1
         return kept.slot
 
     def _use(self, kept: KeptState) -> None:

@@ -166,7 +166,8 @@ def check_states(states: StateSlots, nodes: Iterable[Node], leases: Iterable[KVL
         yield
     assert not missing, "a state is attached to a page that is not in the tree"
     private = [lease.state for lease in leases if lease.state is not None]
-    assert len(private) == len(list(leases)), "a lease has no state"
+    num_without = len(list(leases)) - len(private)
+    assert num_without <= len(states.loading), "a lease that no load has left has no state"
     yield
     _check_slots(states, private)
 
@@ -174,7 +175,7 @@ def check_states(states: StateSlots, nodes: Iterable[Node], leases: Iterable[KVL
 def _check_slots(states: StateSlots, private: Sequence[StateLease]) -> None:
     own = [lease.slot for lease in private]
     own += [slot for lease in private for _, slot, _ in lease.keeps]
-    owned = [*states.free, *own, *(kept.slot for kept in states.attached.values())]
+    owned = [*states.free, *own, *states.loading, *(kept.slot for kept in states.attached.values())]
     assert len(owned) == states.num_total, f"{len(owned)} slots are owned, of {states.num_total}"
     assert set(owned) == set(range(states.num_total)), "a state slot has two owners"
     logs = [*states.free_logs, *(lease.log for lease in private)]

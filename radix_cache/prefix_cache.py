@@ -254,6 +254,30 @@ class PrefixCache:
         else:
             self.states.give_back(state)
 
+    # -- states from tiers
+
+    def begin_state_load(self) -> int | None:
+        """A slot to read a state into, the caller's until `end_state_load`; None: there is none."""
+        return None if self.states is None else self.states.begin_load(self.pinned_states())
+
+    def end_state_load(self, slot: int, lease: KVLease | None = None, position: int = 0) -> None:
+        """Free a slot; or, with a lease, keep the state in it, which the lease goes on from.
+
+        It stands at ``position``, to which the lease's pages were published. O(log slots).
+        """
+        if self.states is None:
+            return
+        page_id = None if lease is None else lease.page_ids[position // self.page_size - 1]
+        self.states.end_load(slot, page_id)
+        if page_id is not None and lease is not None and lease.state is not None:
+            self.states.move_on(lease.state, page_id)
+
+    def part_state(self, lease: KVLease) -> None:
+        """Free the slot and the log of a lease that no step will be computed for. O(1)."""
+        state, lease.state = lease.state, None
+        if self.states is not None and state is not None:
+            self.states.give_back(state)
+
     # -- pages of a lease
 
     def extend(self, lease: KVLease, upto: int, *, evict: bool = True) -> bool:

@@ -5,6 +5,7 @@ Imported only where one is asked for.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from types import ModuleType
 
@@ -20,13 +21,14 @@ from ...core.ops.kv_pool import KVPool
 from ...core.tiers.host_store import HostStore
 from ...core.tiers.keys import PageKeys
 from ...core.tiers.mooncake_store import MooncakeStore, check_reachable
-from ...core.tiers.page_records import PageRecords
+from ...core.tiers.page_records import PageRecords, StateRecords
 from ...core.tiers.slab_files import LEAST_PAGES
 from ...core.tiers.slab_store import SlabStore
 from ...core.tiers.store_folder import make_root
-from ...core.tiers.tiers import Tiers
+from ...core.tiers.tiers import StateTiers, Tiers
 from ...radix_cache import PrefixCache
 
+LEAST_STATES = 2  # that a tier has room for
 logger = logging.getLogger(__name__)
 
 
@@ -51,29 +53,76 @@ def make_tiers(
 ) -> Tiers:
     """Open the stores that the options ask for; a proposer's share of a page is kept, too.
 
-    Raises `InvalidRequest` for a folder that cannot be used, and for a size of too few pages or
-    more than there is.
+    Of a model with recurrent states, half of each store's size is for states. Raises
+    `InvalidRequest` for a folder that cannot be used, and for a size of too few pages or more than
+    there is.
     """
     parts = () if proposer is None else proposer.stored
     records = PageRecords(
         [pool.data, *(each.source for each in parts)], [pool.data, *(each.target for each in parts)]
     )
-    quota, stores = config.cache_quota, list[PageStore]()
+    states = None if pool.states is None else StateRecords(pool.states)
+    stores, of_states = list[PageStore](), list[PageStore]()
     if config.kv_host is not None:
-        num_bytes = parse_size(config.kv_host)
-        _check_host(num_bytes, records.num_bytes)
         pinned = pool.data.device.type == "cuda"
         if not pinned:
             logger.info("on a CPU --kv-memory uses the memory of --kv-host better")
-        stores.append(HostStore(records.num_bytes, num_bytes, pinned=pinned, quota=quota))
-    if (disk := config.kv_disk_place()) is not None:
-        folder, num_bytes = disk
-        stores.append(SlabStore(folder, fingerprint, records.num_bytes, num_bytes, quota=quota))
+        parts_of_host = _host_stores(config, records, states, pinned=pinned)
+        stores.append(parts_of_host[0])
+        of_states += parts_of_host[1:]
+    if config.kv_disk is not None:
+        parts_of_disk = _disk_stores(config, fingerprint, records, states)
+        stores.append(parts_of_disk[0])
+        of_states += parts_of_disk[1:]
     if (remote := config.kv_remote_place()) is not None:
         host, port, lent = remote
         stores.append(MooncakeStore(host, port, fingerprint, records.num_bytes, lent_bytes=lent))
     peers = _kv_transfer().make_peers(records.num_bytes) if config.takes_kv else None
-    return Tiers(cache.tree, keys, records, stores, peers)
+    kept = None
+    if states is not None and cache.states is not None:
+        kept = StateTiers(cache.states, states, of_states)
+    return Tiers(cache.tree, keys, records, stores, peers, states=kept)
+
+
+def _host_stores(
+    config: EngineConfig, records: PageRecords, states: StateRecords | None, *, pinned: bool
+) -> list[PageStore]:
+    """The store of pages in memory of the host, and that of states, if there are any."""
+    num_bytes, quota = parse_size(config.kv_host or "0"), config.cache_quota
+    share = num_bytes if states is None else num_bytes // 2
+    least = max(LEAST_PAGES * records.num_bytes, states.num_bytes * LEAST_STATES if states else 0)
+    _check_host(num_bytes, num_bytes // share * least)
+    sizes = [each.num_bytes for each in (records, states) if each is not None]
+    return [HostStore(size, share, pinned=pinned, quota=quota) for size in sizes]
+
+
+def _disk_stores(
+    config: EngineConfig, fingerprint: bytes, records: PageRecords, states: StateRecords | None
+) -> list[PageStore]:
+    """The store of pages in a folder, and that of states, if there are any."""
+    disk = config.kv_disk_place()
+    assert disk is not None, "no folder was asked for"
+    folder, num_bytes = disk
+    quota, share = config.cache_quota, num_bytes if states is None else num_bytes // 2
+    size = records.num_bytes
+    pages = SlabStore(folder, fingerprint, size, num_bytes, quota=quota, most_bytes=share)
+    if states is None:
+        return [pages]
+    try:
+        of_states = SlabStore(
+            folder,
+            hashlib.sha256(b"states" + fingerprint).digest()[: len(fingerprint)],
+            states.num_bytes,
+            num_bytes,
+            quota=quota,
+            most_bytes=share,
+            least_pages=LEAST_STATES,
+            noun="recurrent states",
+        )
+    except BaseException:
+        pages.close()
+        raise
+    return [pages, of_states]
 
 
 def _kv_transfer() -> ModuleType:
@@ -83,10 +132,10 @@ def _kv_transfer() -> ModuleType:
     return kv_transfer
 
 
-def _check_host(num_bytes: int, page_bytes: int) -> None:
-    least, free = LEAST_PAGES * page_bytes, free_memory(torch.device("cpu"))
+def _check_host(num_bytes: int, least: int) -> None:
+    free = free_memory(torch.device("cpu"))
     if num_bytes < least:
-        message = f"kv_host: {LEAST_PAGES} pages need {format_size(least)}"
+        message = f"kv_host must be at least {format_size(least)} for this model"
         raise InvalidRequest(message, param="kv_host")
     if num_bytes > free:
         message = f"kv_host: {format_size(num_bytes)} is more than the {format_size(free)} free"

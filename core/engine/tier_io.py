@@ -148,6 +148,11 @@ class TierIO:
         return None
 
     def _load_call(self, load: PageLoad) -> Call:
+        if load.lacks_state and load.state_slot is not None:
+            load.is_in_thread = True
+            target = load.state_slot, load.state_position
+            read = partial(self._tiers.load_state, load.keys[-1], *target)
+            return Call(read, partial(self._state_loaded, load), False)
         start = load.num_loaded
         page_ids = load.page_ids[start : start + self._tiers.pages_per_call]
         keys = load.keys[load.first + start : load.first + start + len(page_ids)]
@@ -163,6 +168,12 @@ class TierIO:
 
     def _loaded(self, load: PageLoad, num_asked: int, num_pages: int) -> None:
         self._loads.loaded(load, num_asked, num_pages, self._clock())
+        if load.is_over:
+            self._disarm(load)
+            self._on_change()
+
+    def _state_loaded(self, load: PageLoad, is_whole: bool) -> None:
+        self._loads.state_loaded(load, self._clock(), is_whole=is_whole)
         if load.is_over:
             self._disarm(load)
             self._on_change()

@@ -85,11 +85,17 @@ class KVTiers(Protocol):
     def find(self, tokens: array[int], namespace: str | None, first: int) -> list[bytes]:
         """Keys of the first pages of ``tokens``, as far as those from page ``first`` on are kept.
 
-        Empty if page ``first`` is not.
+        Empty if page ``first`` is not. Where states are kept, up to the last page that has one.
         """
 
     def load(self, keys: Sequence[bytes], page_ids: array[int]) -> int:
         """Write pages into the pool; return how many, from the first on, are whole."""
+
+    def load_state(self, key: bytes, slot: int, position: int) -> bool:
+        """Write the recurrent state behind the page of a key, and so many tokens, into a slot.
+
+        Return whether it is whole.
+        """
 
     def save(self) -> None:
         """Write some of the pages that have joined the tree to the stores."""
@@ -118,6 +124,10 @@ class KVTiers(Protocol):
     @property
     def pages_per_call(self) -> int:
         """Number of pages that one call of `load` should be given: others wait for its end."""
+
+    @property
+    def num_state_pages(self) -> int:
+        """Pages that are as large as a recurrent state, which is loaded with them; 0: none is."""
 
     @property
     def is_open(self) -> bool:
@@ -172,6 +182,9 @@ class PageLoad:
         default_factory=_no_pages
     )  # [num_pages] to load into, once admitted
     num_loaded: int = 0  # of these pages
+    state_slot: int | None = None  # of the state behind the last page, while it is loaded
+    lacks_state: bool = False  # it is to be loaded, before the pages
+    state_position: int = 0  # tokens before it
     is_in_thread: bool = False  # the I/O thread is in a call for it
     is_over: bool = False  # the request does not wait for it any more
     offer: PageOffer | None = None  # of the request, when it was to be looked up

@@ -4,6 +4,9 @@ A waiting request is looked up in the tiers; it is passed over until that is kno
 admitted, and loading takes less time than computing, it gets pages for what was found and runs
 without being planned: no step touches these pages, so the I/O thread writes them directly. Then it
 goes on as after a prefix hit. Whatever is missing, late or unsound is computed.
+
+A model with recurrent states goes on behind the last page alone: its state is loaded first, and
+without it, or without one of the pages, all is computed.
 """
 
 from __future__ import annotations
@@ -129,6 +132,8 @@ class PageLoads:
         size, last = self._cache.page_size, request.load
         if cache_limit(request) is not None or not self.tiers.is_open:
             return
+        if self._cache.states is not None and not request.cache.write:
+            return  # what is loaded could not be kept for the request to go on from
         first = self._cache.match_len(request.tokens, namespace=request.namespace) // size
         is_known = last is not None and (first >= last.first or not _is_done(last))
         num_tokens = (len(request.tokens) - 1) // size * size - first * size
@@ -167,6 +172,14 @@ class PageLoads:
         load.is_over = True
         self._awaited.pop(load.request_id, None)
         self._loading.pop(load.request_id, None)
+        if not load.is_in_thread:
+            self._free_state(load)
+
+    def _free_state(self, load: PageLoad) -> None:
+        """Free the slot of a state that is not loaded, or not needed any more."""
+        slot, load.state_slot = load.state_slot, None
+        if slot is not None:
+            self._cache.end_state_load(slot)
 
     # -- from admission on ----------------------------------------------------------------------
 
@@ -194,18 +207,35 @@ class PageLoads:
                 return
             seconds = computing / LATE
         self._tries_at = now + TRIAL_SECONDS
+        if not self._begin_state(load):
+            return
         if not self._cache.extend(request.lease, len(load.keys) * size):
+            self._free_state(load)
             return
         load.first = first
         load.page_ids = request.lease.page_ids[first : len(load.keys)]
-        load.due = now + max(LATE * seconds, LATE_SECONDS)
+        load.due = now + max(LATE * seconds, LATE_SECONDS * self._num_calls(load))
         request.load = self._awaited[request.request_id] = load
         self._loading[request.request_id] = request
         self._order(load)
 
+    def _begin_state(self, load: PageLoad) -> bool:
+        """Take a slot for the state of a load, if the model has states; False: there is none."""
+        if self._cache.states is None:
+            return True
+        load.state_slot, load.lacks_state = self._cache.begin_state_load(), True
+        load.state_position = len(load.keys) * self._cache.page_size
+        return load.state_slot is not None
+
+    def _num_calls(self, load: PageLoad) -> int:
+        """How many calls for pages take as long as the next one for the load."""
+        num_pages = self.tiers.num_state_pages if load.lacks_state else 1
+        return -(-num_pages // self.tiers.pages_per_call)
+
     def _num_queued_pages(self) -> int:
-        loads = (each.load for each in self._loading.values())
-        return sum(len(each.page_ids) - each.num_loaded for each in loads if each is not None)
+        loads = [each.load for each in self._loading.values() if each.load is not None]
+        num_state_pages = sum(each.lacks_state for each in loads) * self.tiers.num_state_pages
+        return num_state_pages + sum(len(each.page_ids) - each.num_loaded for each in loads)
 
     def _order(self, load: PageLoad) -> None:
         self.loads.append(load)
@@ -218,8 +248,7 @@ class PageLoads:
         """
         load.is_in_thread = False
         if load.is_over:
-            if (lease := self._leases.pop(load, None)) is not None:
-                self._cache.release(lease, load.tokens, 0, keep=False)
+            self._leave_thread(load)
             return
         load.num_loaded += num_pages
         if num_pages == num_asked and load.num_loaded < len(load.page_ids):
@@ -235,10 +264,34 @@ class PageLoads:
             self._end_fetch(request)
         self.forget(request)
 
+    def state_loaded(self, load: PageLoad, now: float, *, is_whole: bool) -> None:
+        """Take the outcome of a call of the thread for a state; then the pages are loaded."""
+        load.is_in_thread = False
+        if load.is_over:
+            self._leave_thread(load)
+            return
+        load.lacks_state = False
+        if is_whole:
+            seconds = self.tiers.load_seconds(self._num_queued_pages())
+            load.due = now + max(LATE * seconds, LATE_SECONDS)
+            self._order(load)
+            return
+        request = self._loading[load.request_id]
+        request.usage.cache_loss = Eviction("unsound", self._now)
+        self.forget(request)
+
+    def _leave_thread(self, load: PageLoad) -> None:
+        """Free what the thread has left, of a load that no request waits for."""
+        self._free_state(load)
+        if (lease := self._leases.pop(load, None)) is not None:
+            self._cache.release(lease, load.tokens, 0, keep=False)
+
     def _keep_loaded(self, request: Request, load: PageLoad) -> None:
-        """Count loaded pages as computed, and share them."""
+        """Count loaded pages as computed, and share them; with a state, if all are there."""
         num_tokens = load.num_loaded * self._cache.page_size
         if not num_tokens:
+            return
+        if self._cache.states is not None and load.num_loaded < len(load.page_ids):
             return
         request.num_computed += num_tokens
         if request.num_preemptions == 0 and request.request_id not in self._fetched:
@@ -252,6 +305,9 @@ class PageLoads:
             self._cache.num_hits += num_tokens
         ids = set(load.page_ids[: load.num_loaded])
         publish(self._cache, request)
+        slot, load.state_slot = load.state_slot, None
+        if slot is not None:
+            self._cache.end_state_load(slot, request.lease, request.num_computed)
         if request.lease is not None:  # of pages that the tree had by then, the tree's are kept
             kept = request.lease.page_ids[load.first : load.first + load.num_loaded]
             self._loaded_pages.extend(each for each in kept if each in ids)
@@ -304,6 +360,7 @@ class PageLoads:
     def _keep_lease(self, load: PageLoad, lease: KVLease) -> None:
         """Keep a lease until the thread has left its pages; those that it is not in are free."""
         num_pages = load.first + load.num_loaded + self.tiers.pages_per_call
+        self._cache.part_state(lease)
         self._cache.shrink(lease, num_pages * self._cache.page_size)
         self._leases[load] = lease
 
@@ -311,9 +368,8 @@ class PageLoads:
         """Release what is left, once the thread computes nothing more."""
         for request in list(self._fetched.values()):
             self._end_fetch(request)
-        leases, self._leases = self._leases, {}
-        for load, lease in leases.items():
-            self._cache.release(lease, load.tokens, 0, keep=False)
+        for load in list(self._leases):
+            self._leave_thread(load)
 
 
 def _is_done(load: PageLoad) -> bool:

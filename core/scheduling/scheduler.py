@@ -60,7 +60,7 @@ class Scheduler:
     before all new ones.
 
     A model with recurrent states has as many requests at a time as there are slots for. Raises
-    ValueError for one with tiers: they keep pages, not states.
+    ValueError if it has tiers that keep no states.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Scheduler:
         speculator: Speculator = NO_SPECULATION,
         tiers: KVTiers | None = None,
     ) -> None:
-        if tiers is not None and cache.states is not None:
-            raise ValueError("tiers beyond the pool do not keep recurrent states")
+        if tiers is not None and bool(tiers.num_state_pages) != (cache.states is not None):
+            raise ValueError("tiers keep recurrent states if the model has them, and only then")
         self.cache = cache
         self.limits = limits
         self.speculator = guarded(speculator)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.device import make_copier
+from ..ops.state_pool import StatePool
 
 
 class Records(Protocol):
@@ -77,6 +78,25 @@ class PageRecords:
         for rows in parts:
             yield self._staged[at : at + rows.shape[1]], rows
             at += rows.shape[1]
+
+
+class SlotRecords(Records, Protocol):
+    """The bytes of recurrent states, by slot."""
+
+    def stand_at(self, slot: int, position: int) -> None:
+        """Note that the state that was written to a slot stands behind so many tokens."""
+
+
+class StateRecords(PageRecords):
+    """`SlotRecords` of a pool of states."""
+
+    def __init__(self, pool: StatePool) -> None:
+        super().__init__([pool.slots])
+        self._at = pool.at
+
+    def stand_at(self, slot: int, position: int) -> None:
+        """See `SlotRecords.stand_at`."""
+        self._at[slot] = position
 
 
 def _bytes_of(part: Tensor) -> Tensor:

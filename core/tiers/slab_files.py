@@ -40,10 +40,20 @@ class SlabFiles:
     All methods raise OSError where the disk fails.
     """
 
-    def __init__(self, folder: StoreFolder, page_bytes: int, slab_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: StoreFolder,
+        page_bytes: int,
+        slab_bytes: int,
+        *,
+        most_bytes: int,
+        least_pages: int,
+        noun: str,
+    ) -> None:
         self.capacity = 0  # until it is loaded
         self._folder = folder
         self._page_bytes = page_bytes
+        self._most_bytes, self._least_pages, self._noun = most_bytes, least_pages, noun
         self._stride = -(-page_bytes // BLOCK) * BLOCK
         self._per_slab = max(1, slab_bytes // self._stride)
         self._header = _header(folder.fingerprint, page_bytes, self._per_slab)
@@ -63,10 +73,11 @@ class SlabFiles:
 
     def _measured(self) -> int:
         """Return how many pages there is room for. Raises `InvalidRequest` if too few."""
-        room, per_page = self._folder.room(), self._stride + _RECORD
-        least = BLOCK + LEAST_PAGES * per_page
+        room, per_page = min(self._folder.room(), self._most_bytes), self._stride + _RECORD
+        least = BLOCK + self._least_pages * per_page
         if room < least:
-            needed = f"{LEAST_PAGES} pages need {least} bytes, of {self._folder.max_bytes} there "
+            pages = f"{self._least_pages} {self._noun}"
+            needed = f"{pages} need {least} bytes, of {self._most_bytes} there "
             raise refused(self._folder.root, needed + f"are {max(0, room)} left; raise the size")
         return (room - BLOCK) // per_page
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .slab_files import SLAB_BYTES, SlabFiles
+from .slab_files import LEAST_PAGES, SLAB_BYTES, SlabFiles
 from .slotted_store import SlottedStore
 from .store_folder import StoreFolder, refusing
 
@@ -13,7 +13,9 @@ class SlabStore(SlottedStore):
     """Keeps pages of ``page_bytes`` on a disk.
 
     ``folder`` has a folder for each fingerprint, and ``max_bytes`` bounds them all together.
-    ``quota``: share of the pages beyond which those of a namespace go first.
+    ``quota``: share of the pages beyond which those of a namespace go first. ``most_bytes``: of
+    them, those that this store takes; ``least_pages``: for which there must be room; ``noun``: for
+    them, in errors.
 
     Raises `InvalidRequest` for a folder that cannot be used or that another process holds, and for
     a size of too few pages.
@@ -28,8 +30,18 @@ class SlabStore(SlottedStore):
         *,
         quota: float = 1.0,
         slab_bytes: int = SLAB_BYTES,
+        most_bytes: int | None = None,
+        least_pages: int = LEAST_PAGES,
+        noun: str = "pages",
     ) -> None:
-        files = SlabFiles(StoreFolder(folder, fingerprint, max_bytes), page_bytes, slab_bytes)
+        files = SlabFiles(
+            StoreFolder(folder, fingerprint, max_bytes),
+            page_bytes,
+            slab_bytes,
+            most_bytes=max_bytes if most_bytes is None else most_bytes,
+            least_pages=least_pages,
+            noun=noun,
+        )
         try:
             with refusing(folder):
                 found = files.load()

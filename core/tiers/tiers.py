@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...radix_cache import RadixTree
+from ...radix_cache import RadixTree, StateSlots
 from ...radix_cache.audit import Steps
-from ...radix_cache.node import Cause
+from ...radix_cache.node import Cause, KeptState
 from ..interface.tiers import PageStore, TierState
 from ..interface.transfers import PageOffer, Refusal
 from .keys import PageKeys, StoredPages, chain_keys, tag_of
-from .page_records import Records
+from .page_records import Records, SlotRecords
 from .peer_store import PeerStore
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class _Tier:
     """A store, and how it fares."""
 
     store: PageStore
+    states: PageStore | None = None  # of recurrent states, by the keys of the pages before them
     opens: float = -math.inf  # closed until then
     pause: float = CLOSED_SECONDS  # of the next closing
     lateness: float = 0.0  # late loads, less those that were forgiven
@@ -50,6 +51,13 @@ class _Tier:
     num_evicted: int = 0  # pages that left the pool before they were saved
     num_refused: int = 0  # pages that came while it was closed
     unflushed: set[bytes | None] = field(default_factory=set)  # tags; before anything is found
+
+    @property
+    def stores(self) -> Iterator[PageStore]:
+        """The store of pages, and that of states."""
+        yield self.store
+        if self.states is not None:
+            yield self.states
 
     def close(self, why: object, now: float) -> None:
         """Leave the store alone for a while, and longer each time."""
@@ -71,10 +79,27 @@ class _Save:
     counter: int  # of the page when it joined the tree
 
 
+@dataclass(frozen=True, slots=True)
+class _StateSave:
+    slot: int
+    key: bytes  # of the page before the state
+    counter: int  # of the slot when it was attached to the page
+
+
+@dataclass(frozen=True, slots=True)
+class StateTiers:
+    """What `Tiers` keeps of recurrent states: a store of them beside each store of pages."""
+
+    slots: StateSlots
+    records: SlotRecords
+    stores: Sequence[PageStore]
+
+
 class Tiers:
     """`KVTiers` over stores in the order in which they are asked; a `KeyObserver`, too.
 
-    ``peers``: pools of other engines, which are asked last and keep nothing.
+    ``peers``: pools of other engines, which are asked last and keep nothing. ``states``: of a
+    model that goes on only where the state behind a page is kept, too.
 
     Raises nothing for what a store does: one that fails, or answers too late, is left alone for a
     while.
@@ -88,12 +113,17 @@ class Tiers:
         stores: Sequence[PageStore],
         peers: PeerStore | None = None,
         *,
+        states: StateTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
         least_tokens: int = LEAST_TOKENS,
     ) -> None:
         self.least_tokens = least_tokens
         self._tree, self._keys, self._records, self._peers = tree, keys, records, peers
-        self._keeping = [_Tier(store) for store in stores]  # those that pages are saved to
+        of_states = [None] * len(stores) if states is None else states.stores
+        # Those that pages are saved to.
+        self._keeping = [_Tier(*both) for both in zip(stores, of_states, strict=True)]
+        self._states = states
+        self._state_queue: deque[_StateSave] = deque()
         self._tiers = [*self._keeping, *([] if peers is None else [_Tier(peers)])]
         self._clock = clock
         self._queue: deque[_Save] = deque()
@@ -102,6 +132,8 @@ class Tiers:
         self._page_seconds = 0.0  # that a page took lately to load
         self._asked: _Tier | None = None  # whose store the thread is in
         keys.add_observer(self)
+        if states is not None:
+            states.slots.on_attached = self._attached
 
     # -- in the I/O thread ----------------------------------------------------------------------
 
@@ -115,7 +147,19 @@ class Tiers:
             for tier in self._open_tiers():
                 with self._asking(tier):
                     found += min(tier.store.find(keys[found:]), len(keys) - found)
+        if self._states is not None:
+            found = max(
+                (self._last_state(t, keys, first, found) for t in self._open_tiers()), default=first
+            )
         return keys[:found] if found > first else []
+
+    def _last_state(self, tier: _Tier, keys: Sequence[bytes], first: int, found: int) -> int:
+        """Count the pages up to the last of ``keys[first:found]`` whose state a tier has."""
+        with self._asking(tier):
+            for count in range(found, first, -1):
+                if tier.states is not None and tier.states.find(keys[count - 1 : count]):
+                    return count
+        return first
 
     def load(self, keys: Sequence[bytes], page_ids: array[int]) -> int:
         """See `KVTiers.load`."""
@@ -145,8 +189,25 @@ class Tiers:
                 return True
         return False
 
+    def load_state(self, key: bytes, slot: int, position: int) -> bool:
+        """See `KVTiers.load_state`."""
+        assert self._states is not None, "no states are kept"
+        records = self._states.records
+        for tier in self._open_tiers():
+            is_whole = False
+            with self._asking(tier):
+                if tier.states is not None:
+                    is_whole = tier.states.get(key, records.target(slot))
+            if is_whole:
+                records.write(slot)
+                records.stand_at(slot, position)
+                return True
+        return False
+
     def save(self) -> None:
-        """See `KVTiers.save`."""
+        """See `KVTiers.save`. States, which are large, go one at a time, behind all pages."""
+        if not self._queue and self._state_queue:
+            self._save_state(self._state_queue.popleft())
         for _ in range(min(self.pages_per_call, len(self._queue))):
             self._save_page(self._queue.popleft())
 
@@ -167,6 +228,19 @@ class Tiers:
             tier.num_saved += is_kept
             tier.num_evicted += not is_kept and not stayed()
 
+    def _save_state(self, save: _StateSave) -> None:
+        assert self._states is not None, "no states are kept"
+        slots, records = self._states.slots, self._states.records
+
+        def stayed() -> bool:
+            return slots.counters[save.slot] == save.counter
+
+        for tier in self._open_tiers():
+            if tier.states is not None and stayed():
+                state = records.read(save.slot)
+                with self._asking(tier):
+                    tier.states.put(save.key, tag_of(save.key), state, stayed)
+
     def flush(self, namespaces: Sequence[str | None]) -> None:
         """See `KVTiers.flush`."""
         tags: set[bytes | None] = {self._tag(each) for each in namespaces}
@@ -179,7 +253,8 @@ class Tiers:
         with self._asking(tier):
             while tier.unflushed:
                 tag = next(iter(tier.unflushed))
-                tier.store.flush(tag)
+                for store in tier.stores:
+                    store.flush(tag)
                 tier.unflushed.discard(tag)
 
     def meet(self, offer: PageOffer) -> None:
@@ -201,8 +276,9 @@ class Tiers:
         """See `KVTiers.close`."""
         for tier in self._tiers:
             self._flush(tier)  # or the next process finds what was to be forgotten
-            with self._asking(tier):
-                tier.store.close()
+            for store in tier.stores:
+                with self._asking(tier):
+                    store.close()
 
     def _open_tiers(self) -> Iterator[_Tier]:
         for tier in self._tiers:
@@ -231,6 +307,13 @@ class Tiers:
         return max(1, min(most, CALL_BYTES // self._records.num_bytes))
 
     @property
+    def num_state_pages(self) -> int:
+        """See `KVTiers.num_state_pages`."""
+        if self._states is None:
+            return 0
+        return -(-self._states.records.num_bytes // self._records.num_bytes)
+
+    @property
     def is_open(self) -> bool:
         """See `KVTiers.is_open`."""
         return any(map(self._is_open, self._tiers))
@@ -241,7 +324,7 @@ class Tiers:
     @property
     def has_saves(self) -> bool:
         """See `KVTiers.has_saves`."""
-        return bool(self._queue)
+        return bool(self._queue or self._state_queue)
 
     @property
     def refused_offers(self) -> Mapping[Refusal, int] | None:
@@ -275,6 +358,14 @@ class Tiers:
         for page_id, key in zip(pages.page_ids[:room], pages.keys, strict=False):
             self._queue.append(_Save(page_id, key, tag, self._keys.counters[page_id]))
         self._num_unqueued += max(0, len(pages.keys) - room)
+        self._on_saves()
+
+    def _attached(self, kept: KeptState) -> None:
+        """Queue a state that was just attached to a page, unless as many wait as there are."""
+        if self._states is None or len(self._state_queue) >= self._states.slots.num_total:
+            return
+        counter = self._states.slots.counters[kept.slot]
+        self._state_queue.append(_StateSave(kept.slot, self._keys.key(kept.page_id), counter))
         self._on_saves()
 
     def dropped(self, namespace: str | None, keys: list[bytes], cause: Cause) -> None:

@@ -11,13 +11,16 @@ from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from foretoken.api.build import engine_builder, kv_tiers
 from foretoken.api.build.engine_builder import build
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
+from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.model.loader import load_decoder
@@ -52,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_head(random_head(kind, decoder), folder / kind)
     sizes = {"vocab_size": 256, "vocab_size_per_layer_input": 256}
     make_checkpoint(folder / "gemma4", "gemma4_shared", **sizes)
+    make_checkpoint(folder / "hybrid", "qwen3_5", vocab_size=256)
     return folder
 
 
@@ -72,11 +76,14 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run:
     """Answers of a process; ``options`` are those of the engine."""
 
-    def __init__(self, model: Path, disk: Path, **options: Any) -> None:
+    def __init__(
+        self, model: Path, disk: Path | None, *, num_rounds: int = 1, **options: Any
+    ) -> None:
         options = {"dtype": "bfloat16", "speculation": "off", "draft": "none"} | SIZES | options
-        config = EngineConfig(kv_disk=f"{disk}:16MiB", **options)
+        kv_disk = None if disk is None else f"{disk}:16MiB"
+        config = EngineConfig(kv_disk=kv_disk, **options)
         self.tokens: list[list[int]] = []
-        self.requests = [_request(index) for index in range(len(PROMPTS))]
+        self.requests = [_request(index) for index in [*range(len(PROMPTS))] * num_rounds]
         asyncio.run(self._serve(model, config))
 
     async def _serve(self, model: Path, config: EngineConfig) -> None:
@@ -112,12 +119,35 @@ def _request(index: int) -> Request:
     )
 
 
+def test_states_come_back_from_host_memory_and_change_no_token(folder: Path) -> None:
+    """The pool has room for two of the four prompts."""
+    run = Run(folder / "hybrid", None, kv_host="8MiB", num_rounds=2)
+    first, second = run.tokens[: len(PROMPTS)], run.tokens[len(PROMPTS) :]
+    assert second == first
+    assert run.loaded == [0] * len(PROMPTS) + [96] * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_remote": "mooncake://127.0.0.1:1?lend=1GiB"}, {"kv_transfer": "nixl"}]
+)
+def test_tiers_that_keep_no_states_are_refused_by_name(
+    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("check_reachable", "_kv_transfer"):
+        monkeypatch.setattr(kv_tiers, name, lambda *_: MagicMock())
+    monkeypatch.setattr(engine_builder, "_kv_transfer", MagicMock())
+    with pytest.raises(InvalidRequest, match="does not keep recurrent states") as refusal:
+        build(folder / "hybrid", EngineConfig(device="cpu", **SIZES, **options))
+    assert refusal.value.param == next(iter(options))
+
+
 needs_native = pytest.mark.skipif(native_library() is None, reason="no native kernels here")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("target", {"kv_cache_dtype": "int8"}),
     "torch": ("target", {"backend": "torch", "dtype": "float32"}),
     "transformers": ("target", {"model_impl": "transformers"}),
     "mixed layers": ("gemma4", {}),
+    "recurrent states": ("hybrid", {}),
     "draft model": ("target", {"draft": "draft", "speculation": 4}),
     "block head": ("target", {"draft": "block", "speculation": 4}),
     "eagle head": ("target", {"draft": "eagle3", "speculation": 4}),

@@ -9,17 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken.core.execution.proposer import Proposer
 from foretoken.core.interface.tiers import IsValid
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.ops.native import native_library
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.tiers.keys import PageKeys
-from foretoken.core.tiers.page_records import PageRecords
+from foretoken.core.tiers.page_records import PageRecords, StateRecords
 from foretoken.core.tiers.slab_files import BLOCK
 from foretoken.core.tiers.slab_store import SlabStore
-from foretoken.core.tiers.tiers import Tiers
+from foretoken.core.tiers.tiers import StateTiers, Tiers
 from foretoken.radix_cache import PrefixCache
+from foretoken.radix_cache.audit import run as run_checks
+from support.checkpoints import make_checkpoint
 from support.equality_harness import House, shuffled, tiny_house
 from support.fake_model import Driver
 from support.fake_tiers import CallingDriver, LateDriver
@@ -97,10 +102,25 @@ class OnDisk:
         )
         self._driver = None
         self.close()
-        store = FaultyStore(self._folder, records.num_bytes, self._fault, self._rng)
-        self.stores.append(store)
-        self.tiers = Tiers(cache.tree, keys, records, [store], clock=self._now, least_tokens=4)
+        states = None
+        if pool.states is not None and cache.states is not None:
+            slots = StateRecords(pool.states)
+            states = StateTiers(cache.states, slots, [self._store("states", slots)])
+        self.tiers = Tiers(
+            cache.tree,
+            keys,
+            records,
+            [self._store("pages", records)],
+            clock=self._now,
+            least_tokens=4,
+            states=states,
+        )
         return self.tiers
+
+    def _store(self, name: str, records: PageRecords) -> FaultyStore:
+        store = FaultyStore(self._folder / name, records.num_bytes, self._fault, self._rng)
+        self.stores.append(store)
+        return store
 
     def _now(self) -> float:
         return 0.0 if self._driver is None else self._driver.now
@@ -164,6 +184,40 @@ def test_no_fault_of_a_store_changes_a_token(fault: str, tmp_path: Path) -> None
         assert sum(store.num_faults for store in disk.stores) > 2
     if fault == "damages":
         assert sum(store.stats()["unsound"] for store in disk.stores) > 2
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> House:
+    if native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    torch.set_num_threads(1)
+    where = tmp_path_factory.mktemp("hybrid")
+    folder = make_checkpoint(where / "target", "qwen3_5", vocab_size=256)
+    draft = make_checkpoint(where / "draft", "qwen3", vocab_size=256)
+    options = {"dtype": "float32", "exact": "batch", "backend": "native"}
+    return House(
+        load_decoder(folder, **options),  # type: ignore[arg-type]
+        load_decoder(draft, **options),  # type: ignore[arg-type]
+        num_requests=12,
+    )
+
+
+@pytest.mark.parametrize("fault", [None, "raises", "lies", "damages", "is late", "is flushed"])
+def test_states_that_come_back_or_are_lost_change_no_token(
+    hybrid: House, fault: str | None, tmp_path: Path
+) -> None:
+    """Few slots and pages; the second run is a new process over the folder of the first."""
+    disk, loaded = OnDisk(tmp_path, fault), 0
+    order = [index for index in shuffled(8) if str(index) in hybrid.solo]
+    for drafter in (None, "wrong"):
+        options = {"num_slots": 4, "state_interval": 16, "repeats": 2}
+        hybrid.check(hybrid.run(order, drafter, num_pages=24, tiers=disk, **options))
+        run_checks(hybrid.scheduler.checks())
+        assert hybrid.scheduler.cache.states is not None
+        assert not hybrid.scheduler.cache.states.loading
+        loaded += num_loaded(hybrid)
+    assert loaded > 0
+    disk.close()
 
 
 @pytest.mark.parametrize("drafter", ["block", "eagle3"])

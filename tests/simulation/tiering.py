@@ -10,8 +10,9 @@ from itertools import accumulate
 
 from foretoken.core.interface.tiers import IsValid, Medium
 from foretoken.core.tiers.keys import PageKeys, chain_keys, tag_of
-from foretoken.core.tiers.tiers import Tiers
+from foretoken.core.tiers.tiers import StateTiers, Tiers
 from foretoken.radix_cache import PrefixCache
+from support.toy_states import ToySlotRecords
 
 from .asks import NUM_SALTS, Asks, namespace_of
 from .faults import Faults
@@ -120,6 +121,15 @@ class SimulatedTiers(Tiers):
             FaultyStore(faults, random.Random(rng.getrandbits(64)), rng.choice([20, 999, 999]))
             for _ in range(rng.choice([1, 1, 2]))
         ]
+        self.state_stores: list[FaultyStore] = []
+        states = None
+        if cache.states is not None and pages.states is not None:
+            self.state_stores = [
+                FaultyStore(faults, random.Random(rng.getrandbits(64)), rng.choice([3, 99]))
+                for _ in self.stores
+            ]
+            self._slot_records = ToySlotRecords(pages.states, RECORD_BYTES)
+            states = StateTiers(cache.states, self._slot_records, self.state_stores)
         super().__init__(
             cache.tree,
             self.page_keys,
@@ -127,6 +137,7 @@ class SimulatedTiers(Tiers):
             self.stores,
             clock=clock,
             least_tokens=LEAST_TOKENS,
+            states=states,
         )
 
     def fill(self, asks: Asks) -> None:
@@ -140,6 +151,10 @@ class SimulatedTiers(Tiers):
                     store = self.stores[at % len(self.stores)]
                     if len(store) < store.capacity:
                         store.pages[key] = (tag, page)
+                    if self.state_stores and at % 3 == 1:
+                        value = pickle.loads(page)[-1]
+                        state = self._slot_records.record(value)
+                        self.state_stores[at % len(self.stores)].pages[key] = (tag, state)
 
     def _pages_of(self, stem: tuple[int, ...], salt: int) -> Iterator[tuple[bytes, bytes, bytes]]:
         """Keys, tags and bytes of the pages of a stem and its answer."""

@@ -138,8 +138,8 @@ class World:
     # -- the engine -----------------------------------------------------------------------------
 
     def _draw_slots(self) -> int:
-        """Few slots: that kept states give way is the rule. Tiers do not keep states."""
-        has_states = self.state_rng.random() < 0.5 and not self.has_tiers
+        """Few slots: that kept states give way is the rule."""
+        has_states = self.state_rng.random() < 0.5
         return self.state_rng.choice([3, 3, 4, 6, 10]) if has_states else 0
 
     def _draw_budget(self) -> int:

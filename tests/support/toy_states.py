@@ -8,6 +8,7 @@ too far or a log of another request changes what comes out, and is reported besi
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -151,3 +152,32 @@ class ToyStates:
                 value = (hash((digest, value)), 0, 0)
             value = advance(value, token)
         return value
+
+
+class ToySlotRecords:
+    """`SlotRecords` of `ToyStates`."""
+
+    def __init__(self, states: ToyStates, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._states = states
+        self._staged = bytearray(num_bytes)
+
+    def record(self, value: Value) -> bytes:
+        """Return the bytes of a state in all layers."""
+        return self._packed([value] * self._states.num_layers)
+
+    def _packed(self, values: Sequence[Value | None]) -> bytes:
+        return pickle.dumps(list(values)).ljust(self.num_bytes, b"\0")
+
+    def read(self, slot: int) -> memoryview:
+        return memoryview(self._packed(self._states.slots[slot]))
+
+    def target(self, slot: int) -> memoryview:
+        del slot
+        return memoryview(self._staged)
+
+    def write(self, slot: int) -> None:
+        self._states.slots[slot] = pickle.loads(self._staged)
+
+    def stand_at(self, slot: int, position: int) -> None:
+        self._states.at[slot] = [position] * self._states.num_layers

@@ -89,8 +89,8 @@ def check_places(config: EngineConfig) -> None:
 
 
 def refuse_tiers(config: EngineConfig) -> None:
-    """Raise `InvalidRequest` for the tiers of a model with recurrent states."""
-    names = ("kv_host", "kv_disk", "kv_remote", "kv_transfer")
+    """Raise `InvalidRequest` for tiers that do not keep recurrent states."""
+    names = ("kv_remote", "kv_transfer")
     name = next((each for each in names if getattr(config, each)), None)
     if name is not None:
         message = f"{name} does not keep recurrent states, which this model has: leave it out"

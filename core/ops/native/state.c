@@ -24,12 +24,21 @@ enum { LEAST_WORK = 1 << 16 }; /* products that make a task worth another thread
 
 /* How many rows and vectors of a product are summed at once, as registers allow. */
 #if defined(FT_AVX512)
-enum { BLOCK_ROWS = 6, BLOCK_VECTORS = 2, WIDE_VECTORS = 4 };
+enum { BLOCK_ROWS = 8, BLOCK_VECTORS = 2, WIDE_VECTORS = 8 };
 #else
 enum { BLOCK_ROWS = 6, BLOCK_VECTORS = 1, WIDE_VECTORS = 2 };
 #endif
 
 enum { BLOCK_TERMS = 32 }; /* and of how many rows before the next columns, so that these stay near */
+
+enum { LINE = 64, FETCHED_LINES = 8 }; /* bytes; how many are fetched beside a vector's convolution */
+
+/* Into the second level: the first has room for fewer requests at once. */
+#define FETCH(p) __builtin_prefetch((p), 0, 2)
+
+typedef struct {
+    const char *at, *stop;
+} memory_range;
 
 /* Scratch memory of a task; rows are padded to whole vectors, key_dim and value_dim each. */
 typedef struct {
@@ -40,6 +49,8 @@ typedef struct {
     float *c, *beta; /* [page]; of Mamba-2 dt is in beta's place */
     float *own;     /* [key_dim, values] S where a slot's rows are not whole vectors */
     float *draft;   /* [key_dim, values] S behind the last final row */
+    memory_range soon[3]; /* what the task reads behind its first inputs */
+    int num_soon;         /* of them not fetched yet, the last first */
 } delta_space;
 
 typedef struct {
@@ -131,11 +142,35 @@ static void store_entries(const delta_task *task, int64_t base, int64_t first, i
     }
 }
 
+/* What a decoding row waits for is memory: it comes while the row's inputs are computed. The log of a
+ * large page may go on at its ring's start; that part comes when it is read. */
+static void plan_fetches(const delta_task *task) {
+    const ft_recurrence *delta = task->job->delta;
+    delta_space *space = task->space;
+    int64_t rows = ft_min(task->start - task->at, task->job->states->page_size);
+    const char *k = (const char *)entry(task, FT_LOG_K, task->at, delta->key_dim);
+    const char *u = (const char *)entry(task, FT_LOG_U, task->at, delta->value_dim);
+    const char *state = (const char *)state_of(task, task->job->states->slot_of[task->segment]);
+    space->soon[0] = (memory_range){state, state + delta->key_dim * delta->value_dim * 4};
+    space->soon[1] = (memory_range){u, u + rows * delta->value_dim * 4};
+    space->soon[2] = (memory_range){k, k + rows * delta->key_dim * 4};
+    space->num_soon = rows ? 3 : 1;
+}
+
+FT_INLINE void fetch_soon(delta_space *space) {
+    if (!space->num_soon) return;
+    memory_range *range = &space->soon[space->num_soon - 1];
+    for (int i = 0; i < FETCHED_LINES; i++) FETCH(range->at + i * LINE);
+    range->at += FETCHED_LINES * LINE;
+    if (range->at >= range->stop) space->num_soon--;
+}
+
 /* -- inputs: convolution, length, gates -------------------------------------------------------- */
 
 /* `width` channels from `first` on: taps in their order, then silu. Zeros behind them. */
-FT_INLINE void convolve(const delta_job *job, const char *const *inputs, int64_t first, int64_t width,
-                        float *out, int64_t num_taps, int dtype) {
+FT_INLINE void convolve(const delta_task *task, const char *const *inputs, int64_t first,
+                        int64_t width, float *out, int64_t num_taps, int dtype) {
+    const delta_job *job = task->job;
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         int64_t n = width - i;
         const float *taps = job->delta->taps + first + i;
@@ -146,19 +181,20 @@ FT_INLINE void convolve(const delta_job *job, const char *const *inputs, int64_t
         if (job->delta->taps_bias)
             sum = v_add(sum, v_load_n(job->delta->taps_bias + first + i, n));
         v_store(out + i, v_silu(sum));
+        fetch_soon(task->space);
     }
 }
 
 /* The same; four taps are what models have. */
-static void convolve_part(const delta_job *job, const char *const *inputs, int64_t first,
+static void convolve_part(const delta_task *task, const char *const *inputs, int64_t first,
                           int64_t width, float *out) {
-    int64_t num_taps = job->delta->num_taps;
-    if (job->dtype == FT_BFLOAT16 && num_taps == 4)
-        convolve(job, inputs, first, width, out, 4, FT_BFLOAT16);
-    else if (job->dtype == FT_BFLOAT16)
-        convolve(job, inputs, first, width, out, num_taps, FT_BFLOAT16);
+    int64_t num_taps = task->job->delta->num_taps;
+    if (task->job->dtype == FT_BFLOAT16 && num_taps == 4)
+        convolve(task, inputs, first, width, out, 4, FT_BFLOAT16);
+    else if (task->job->dtype == FT_BFLOAT16)
+        convolve(task, inputs, first, width, out, num_taps, FT_BFLOAT16);
     else
-        convolve(job, inputs, first, width, out, num_taps, FT_FLOAT32);
+        convolve(task, inputs, first, width, out, num_taps, FT_FLOAT32);
 }
 
 /* A head of `keys` items, those behind key_dim 0, divided by its length and times `factor`. */
@@ -178,7 +214,7 @@ static float exp_one(float x) {
     return at[0];
 }
 
-/* Key, query, value, beta and c of one row of the page at `base`. */
+/* Key, query, value, beta and, in c, the log decay of one row of the page at `base`. */
 static void read_inputs(const delta_task *task, int64_t base, int64_t position) {
     const delta_job *job = task->job;
     const delta_space *space = task->space;
@@ -194,14 +230,14 @@ static void read_inputs(const delta_task *task, int64_t base, int64_t position) 
             ft_input_at(&job->inputs, task->segment, task->at, position - num_taps + 1 + tap);
     float *key = space->x + 2 * row * job->keys, *query = key + job->keys;
     float *value = space->u + row * job->values;
-    convolve_part(job, inputs, keys_width + query_at, delta->key_dim, key);
-    convolve_part(job, inputs, query_at, delta->key_dim, query);
-    convolve_part(job, inputs, value_at, delta->value_dim, value);
+    convolve_part(task, inputs, keys_width + query_at, delta->key_dim, key);
+    convolve_part(task, inputs, query_at, delta->key_dim, query);
+    convolve_part(task, inputs, value_at, delta->value_dim, value);
     int64_t batch_row = job->batch->first_rows[task->segment] + position - task->start;
     const float *gates = job->gates + batch_row * job->num_gates;
     float x = gates[job->num_gates - heads + task->head] + delta->dt_bias[task->head];
     float softplus = log1pf(exp_one(-fabsf(x))) + (x > 0.0f ? x : 0.0f);
-    space->c[row] = delta->decay[task->head] * softplus + (row ? space->c[row - 1] : 0.0f);
+    space->c[row] = delta->decay[task->head] * softplus;
     if (is_mamba(job)) {
         space->beta[row] = softplus;
         return;
@@ -223,6 +259,7 @@ typedef struct {
     float scale;
     float *out;
     int64_t width; /* of right, from and out, whole vectors */
+    const float *next; /* what comes behind right, as large: fetched meanwhile, in its order */
 } product;
 
 FT_INLINE void multiply_block(const product *p, int64_t row, int64_t column, int rows, int vectors) {
@@ -233,9 +270,13 @@ FT_INLINE void multiply_block(const product *p, int64_t row, int64_t column, int
             sums[r][v] = p->from ? v_mul(v_load(p->from + at), v_set(p->scale)) : v_set(0.0f);
         }
     const float *left = p->left + row * p->left_row, *right = p->right + column;
+    const float *next = p->next + column * p->terms;
     for (int64_t t = 0; t < p->terms; t++, left += p->left_term, right += p->width) {
         ft_vec loaded[WIDE_VECTORS];
-        for (int v = 0; v < vectors; v++) loaded[v] = v_load(right + v * FT_WIDTH);
+        for (int v = 0; v < vectors; v++, next += FT_WIDTH) {
+            loaded[v] = v_load(right + v * FT_WIDTH);
+            if (row == 0) FETCH(next);
+        }
         for (int r = 0; r < rows; r++) {
             ft_vec factor = v_set(left[r * p->left_row]);
             for (int v = 0; v < vectors; v++) sums[r][v] = v_fma(factor, loaded[v], sums[r][v]);
@@ -256,18 +297,41 @@ FT_INLINE void multiply_column(const product *p, int64_t rows, int64_t column, i
     case 3: multiply_block(p, row, column, 3, vectors); break;
     case 4: multiply_block(p, row, column, 4, vectors); break;
     case 5: multiply_block(p, row, column, 5, vectors); break;
+#if defined(FT_AVX512)
+    case 6: multiply_block(p, row, column, 6, vectors); break;
+    case 7: multiply_block(p, row, column, 7, vectors); break;
+#endif
     }
 }
 
+/* The columns from `column` on. */
+static void multiply_columns(const product *p, int64_t rows, int64_t column) {
+    const int64_t step = BLOCK_VECTORS * FT_WIDTH;
+    for (; column + step <= p->width; column += step) multiply_column(p, rows, column, BLOCK_VECTORS);
+    for (; column < p->width; column += FT_WIDTH) multiply_column(p, rows, column, 1);
+}
+
 static void multiply_terms(const product *p, int64_t rows) {
-    int64_t column = 0, step = BLOCK_VECTORS * FT_WIDTH, wide = WIDE_VECTORS * FT_WIDTH;
+    const int64_t wide = WIDE_VECTORS * FT_WIDTH;
+    int64_t column = 0;
     /* Of a decoding row, its key and query or the query alone: more columns, so that as many sums run. */
     for (; rows <= 2 && column + wide <= p->width; column += wide) {
         if (rows == 2) multiply_block(p, 0, column, 2, WIDE_VECTORS);
         else multiply_block(p, 0, column, 1, WIDE_VECTORS);
     }
-    for (; column + step <= p->width; column += step) multiply_column(p, rows, column, BLOCK_VECTORS);
-    for (; column < p->width; column += FT_WIDTH) multiply_column(p, rows, column, 1);
+    multiply_columns(p, rows, column);
+}
+
+/* Rows of `out` after the others, as they and those of `from` lie in memory, of a small `right`. */
+static void multiply_in_rows(const product *whole, int64_t rows) {
+    product p = *whole;
+    for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+        p.next = p.from + BLOCK_ROWS * p.width;
+        multiply_columns(&p, ft_min(BLOCK_ROWS, rows - row), 0);
+        p.left += BLOCK_ROWS * p.left_row;
+        p.from += BLOCK_ROWS * p.width;
+        p.out += BLOCK_ROWS * p.width;
+    }
 }
 
 /* Some rows of `right` after the others, as they lie in memory; sums go on in `out`. */
@@ -275,6 +339,7 @@ static void multiply(const product *whole, int64_t rows) {
     product p = *whole;
     for (int64_t done = 0; done < whole->terms; done += p.terms) {
         p.terms = ft_min(BLOCK_TERMS, whole->terms - done);
+        p.next = p.right + p.terms * p.width;
         multiply_terms(&p, rows);
         p.left += p.terms * p.left_term;
         p.right += p.terms * p.width;
@@ -394,6 +459,9 @@ static void run_rows(const delta_task *task, const float *state, int64_t base, i
     int64_t row = first - base, count = stop - first;
     int64_t reads_a_row = is_mamba(job) ? 1 : 2; /* for the query, before it for the key */
     for (int64_t position = first; position < stop; position++) read_inputs(task, base, position);
+    if (first == task->start) load_entries(task, base, base, first);
+    for (int64_t place = ft_max(row, 1); place < stop - base; place++)
+        space->c[place] += space->c[place - 1];
     product reads = {.left = space->x + (2 * row + 2 - reads_a_row) * job->keys,
                      .left_row = 2 / reads_a_row * job->keys, .left_term = 1, .right = state,
                      .terms = job->delta->key_dim,
@@ -428,7 +496,7 @@ static void fold(const delta_task *task, const float *state, float *out) {
     product folded = {.left = space->weighed, .left_row = 1, .left_term = keys, .right = space->u,
                       .terms = page, .from = state, .scale = exp_one(space->c[page - 1]), .out = out,
                       .width = job->values};
-    multiply(&folded, job->delta->key_dim);
+    multiply_in_rows(&folded, job->delta->key_dim);
 }
 
 /* -- the walk of a segment ----------------------------------------------------------------------- */
@@ -455,6 +523,7 @@ static void run_task(const delta_task *task) {
     const delta_job *job = task->job;
     int64_t page = job->states->page_size, moved = ft_moved_to(&job->inputs, task->segment);
     int64_t slot = job->states->slot_of[task->segment], base = task->at;
+    plan_fetches(task);
     float *own = load_state(task, state_of(task, slot)), *state = own;
     for (; base + page <= task->start; base += page) {
         load_entries(task, base, base, base + page);
@@ -462,7 +531,6 @@ static void run_task(const delta_task *task) {
     }
     int64_t keeper = keeper_of(job, task->segment, task->start);
     if (keeper >= 0) store_state(task, own, keeper);
-    load_entries(task, base, base, task->start);
     for (int64_t first = task->start, end; first < task->stop; first = end) {
         end = ft_min(base + page, task->stop);
         run_rows(task, state, base, first, end);
@@ -596,8 +664,9 @@ int ft_run_recurrent(const void *mixed, const float *gates, void *out, const ft_
     job.values = ft_ceil_div(delta->value_dim, FT_WIDTH) * FT_WIDTH;
     if (find_spaces(&job)) return -1;
     int64_t work = 2 * delta->key_dim * delta->value_dim * batch->num_rows / batch->num_segments;
-    ft_parallel(delta_piece, &job, batch->num_segments * delta->num_heads,
-                ft_max(1, LEAST_WORK / work));
+    /* Ranges: a thread fetches the next head's state behind that of a head. */
+    ft_parallel_ranges(delta_piece, &job, batch->num_segments * delta->num_heads,
+                       ft_max(1, LEAST_WORK / work));
     ft_keep_inputs(&job.inputs);
     if (job.gated) ft_parallel(norm_piece, &job, batch->num_rows * delta->num_norms, 4);
     return 0;

@@ -36,6 +36,7 @@ from support.fake_model import (
     toy_states,
     wrong,
 )
+from support.fake_tiers import DictStore, TieredDriver
 
 PAGE = 4
 
@@ -234,9 +235,9 @@ def test_kept_states_give_way_and_no_token_changes() -> None:
     assert scene.slots.num_evicted > 0
 
 
-def test_tiers_are_refused() -> None:
+def test_tiers_that_keep_no_states_are_refused() -> None:
     with pytest.raises(ValueError, match="recurrent states"):
-        make_scheduler(num_slots=3, make_tiers=lambda _: object())  # type: ignore[arg-type,return-value]
+        TieredDriver(DictStore(), num_slots=3)
 
 
 # -- preemption -----------------------------------------------------------------------------------

@@ -14,10 +14,36 @@ MUTATIONS = (
         "a page that changed while it was copied is not kept under its old key",
     ),
     Mutation(
+        "tiers-keep-states-that-gave-way",
+        "Tiers._save_state",
+        "return slots.counters[save.slot] == save.counter",
+        "return True",
+        ("test_a_state_that_gave_way_while_it_was_written_is_not_kept",),
+        "a state that changed while it was copied is not kept under its old key",
+    ),
+    Mutation(
+        "tiers-find-pages-without-a-state",
+        "Tiers._last_state",
+        "tier.states.find(keys[count - 1 : count])",
+        "True",
+        ("test_what_is_found_ends_at_the_last_page_whose_state_is_kept",),
+        "a chain of pages goes on only where its state is kept",
+    ),
+    Mutation(
+        "tiers-flush-pages-alone",
+        "_Tier.stores",
+        "            yield self.states\n",
+        "            return\n",
+        ("test_what_is_found_ends_at_the_last_page_whose_state_is_kept",),
+        "a flush forgets states, too",
+    ),
+    Mutation(
         "tiers-forget-a-flush-that-fails",
         "Tiers._flush",
-        "tier.store.flush(tag)\n                tier.unflushed.discard(tag)",
-        "tier.unflushed.discard(tag)\n                tier.store.flush(tag)",
+        "for store in tier.stores:\n                    store.flush(tag)\n"
+        "                tier.unflushed.discard(tag)",
+        "tier.unflushed.discard(tag)\n                for store in tier.stores:\n"
+        "                    store.flush(tag)",
         ("test_a_flush_that_failed_is_made_before_anything_is_found_again",),
         "what was flushed is not found, though the store failed then",
     ),
