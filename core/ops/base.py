@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    runtime_checkable,
+)
 
 import torch
 from torch import Tensor
@@ -36,6 +43,16 @@ class PackedLinear:
     weight: Tensor
     bias: Tensor | None
     packed: bool  # whether the layout is the backend's rather than plain
+
+    @property
+    def num_weights(self) -> int:
+        """Weights, those included that fill up the layout."""
+        return self.weight.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight, with its scales."""
+        return self.weight.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -750,6 +767,17 @@ class Ops(Protocol):
 
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
         """``[R, hidden] -> [R, vocab]`` float32, capped as scores are; R is at least `min_rows`."""
+
+
+@runtime_checkable
+class RoughOps(Protocol):
+    """Operations with weights of 4 bits for drafts, whose sums need no fixed order."""
+
+    def rough_copy(self, weight: PackedLinear, dtype: torch.dtype) -> PackedLinear:
+        """The same weight in 4 bits, for activations of ``dtype``; the bias is shared.
+
+        Raises ValueError for weights of fewer than 8 bits.
+        """
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class TreeGrower:
         The host waits once: when it reads the last pass, the others are over.
         """
         passes = [first]
-        while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.plan.max_draft]:
+        while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.most_levels]:
             passes.append(self._advance_on_device(trees, passes[-1], len(passes)))
         for level, each in enumerate(passes):
             assert not isinstance(each.found, Sequence)
@@ -142,16 +142,18 @@ class TreeGrower:
         self, trees: Sequence[TreeGrowth], before: Opened, num_ahead: int
     ) -> Opened:
         """Draw one more token for each chain, of which the device alone knows ``num_ahead``."""
-        segments = [
-            Segment([0], len(tree.scheduled.tokens) + num_ahead - 1, tree.scheduled.page_ids, 1)
-            for tree in trees
-        ]
+        segments = [self._segment_ahead(tree.scheduled, num_ahead) for tree in trees]
         assert not isinstance(before.found, Sequence)
         rows_before = {id(tree): row for row, (tree, _) in enumerate(before.nodes)}
         sources = np.array([rows_before[id(tree)] for tree in trees], np.int32)
         tokens = DeviceTokens(before.found.words, sources, self._decoder.config.vocab_size)
         roots = [(tree, ROOT) for tree in trees]
         return self.compute(segments, roots, tokens, num_ahead)
+
+    def _segment_ahead(self, scheduled: ScheduledRequest, num_ahead: int) -> Segment:
+        start = len(scheduled.tokens) + num_ahead - 1
+        state = self.state(scheduled, start)
+        return Segment([0], start, scheduled.page_ids, 1, state=state)
 
     def compute(
         self,

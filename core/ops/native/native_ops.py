@@ -89,8 +89,15 @@ class NativeOps:
         quantize: Quantize = "none" if plain else self.quantize
         return pack_linear(self.library, weight, bias, quantize, products=self.products)
 
-    def rough_copy(self, weight: PackedLinear) -> PackedLinear:
-        """The weight in 4 bits. Raises ValueError where it has fewer than 8."""
+    def rough_copy(
+        self,
+        weight: PackedLinear,
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> PackedLinear:
+        """The weight in 4 bits; activations are rounded to 8 of any dtype.
+
+        Raises ValueError where it has fewer than 8.
+        """
         assert isinstance(weight, NativeLinear)
         return rough_copy(self.library, weight)
 

@@ -21,9 +21,11 @@ from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.rough_copy import rough_decoder
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.proposers.lm_proposer import LmProposer
+from foretoken.draft.proposers.self_draft import SelfProposer
 from foretoken.radix_cache import PrefixCache
 from support.checkpoints import make_reference, save
 from support.draft_trees import RandomTrees, TreeDepth, TreeRows, tree_of
@@ -93,6 +95,7 @@ def make_driver(
     *,
     speculator: Speculator,
     with_lm: bool = False,
+    with_self: bool = False,
     head: str | None = None,
     num_pages: int = 40,
     page_size: int = PAGE_SIZE,
@@ -110,6 +113,8 @@ def make_driver(
     for pool in pools:
         pool.data.fill_(torch.nan)
     proposer: Proposer | None = LmProposer(draft, pools[1], window=16) if with_lm else None
+    if with_self:
+        proposer = SelfProposer(rough_decoder(target), pools[0])
     if head is not None:
         joined = join_random(head, target)
         proposer = joined.proposer(joined.make_pool(num_pages, page_size=page_size))
@@ -154,6 +159,19 @@ def test_a_draft_model_changes_no_token_and_is_often_right(decoders, alone) -> N
     asked = requests()
     assert serve(driver, asked) == alone
     assert sum(request.usage.accepted_tokens for request in asked) > 0
+
+
+@pytest.mark.parametrize("speculator", [FixedDepth(2), TreeDepth(5)], ids=["chains", "trees"])
+def test_a_model_that_drafts_for_itself_changes_no_token_and_is_often_right(
+    decoders, alone, speculator
+) -> None:
+    """In 4 bits, over the pages of its own; a cached prompt is what it left there."""
+    driver = make_driver(decoders, speculator=speculator, with_self=True, page_size=2)
+    for _ in range(2):
+        asked = requests()
+        assert serve(driver, asked) == alone
+        assert sum(request.usage.accepted_tokens for request in asked) > 2
+    assert all(request.usage.cached_tokens for request in asked)
 
 
 def test_draft_trees_change_no_token(decoders, alone) -> None:
@@ -224,8 +242,9 @@ def answers(
 
 
 def test_an_engine_built_over_them_says_the_same(folders, alone, device: torch.device) -> None:
-    drafting = {"draft": f"ngram,{folders[1]}", "speculation": 2}
-    assert answers(folders[0], device, requests(), **drafting) == alone
+    for draft in (f"ngram,{folders[1]}", "self"):
+        drafting = {"draft": draft, "speculation": 2}
+        assert answers(folders[0], device, requests(), **drafting) == alone
 
 
 def test_an_engine_that_launches_a_step_before_the_last_is_read_says_the_same(
