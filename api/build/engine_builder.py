@@ -40,7 +40,7 @@ from ...core.model.sharding import check_shards
 from ...core.model.vision import Vision, load_vision
 from ...core.ops.backends import choose_ops
 from ...core.ops.base import Ops
-from ...core.ops.batch import Taps
+from ...core.ops.batch import SamplingPlan, Taps, Wanted
 from ...core.ops.device import choose_device, free_memory
 from ...core.ops.host_memory import keep_freed_memory
 from ...core.ops.kv_pool import KVPool
@@ -514,6 +514,7 @@ def _warm_up(
 
     ``taps``: what the proposer observes of the target's passes.
     """
+    chosen = 1 if costs is None else NUM_BEST  # tokens of each place that a draft's pass chooses
     remedy = "lower --kv-memory, --max-batch-tokens or --max-running"
     with out_of_memory_told("while preparing the first step", remedy):
         for decoder, pool in (target, draft) if isinstance(draft, tuple) else (target,):
@@ -525,11 +526,11 @@ def _warm_up(
                     max_len=limits.max_model_len,
                     num_tokens=limits.max_batch_tokens,
                     num_requests=limits.max_running,
-                    taps=taps if is_target else (),
+                    wanted=Wanted(taps=taps) if is_target else Wanted(SamplingPlan((), (), chosen)),
                     num_best=0 if is_target else NUM_BEST,
                 )
         if isinstance(draft, HeadProposer) and draft.device.type != "cpu":
-            draft.warm_up(limits.max_model_len)
+            draft.warm_up(limits.max_model_len, chosen)
         if costs is not None:
             measure_costs(costs, target, draft)
 

@@ -21,8 +21,8 @@ from typing import (
 import torch
 from torch import Tensor
 
-from ..sampling.sampler import PendingTokens, Sampler
-from .batch import RaggedBatch, Segment, Taps, Wanted
+from ..sampling.sampler import PendingBest, PendingTokens, Sampler
+from .batch import NOTHING_MORE, RaggedBatch, Segment, Wanted
 from .kv_pool import KvPlace, KVPool
 from .lora import AdaptedRows, LoraUpdate, PackedLora
 from .quantize import QuantizedWeight, WeightKind
@@ -178,6 +178,7 @@ class LayersOutput(NamedTuple):
     logits: Tensor | None = None  # [num_logits, vocab] float32
     tokens: PendingTokens | None = None
     taps: Tensor | None = None  # [T, num_taps * hidden]
+    best: PendingBest | None = None  # for ``tokens``, where several or of a part are wanted
 
 
 class RowPasses(Protocol):
@@ -217,14 +218,11 @@ class CompiledForward(Protocol):
         pool: KVPool,
         heads: HeadLayout,
         ropes: tuple[Rope, ...],
-        taps: Taps,
-        *,
-        is_given: bool = False,
+        wanted: Wanted = NOTHING_MORE,
     ) -> None:
         """Do what the first passes over a pool would else wait for; writes none of it.
 
-        ``taps``: the boundaries that those passes will want. ``is_given``: they have
-        `Wanted.inputs`.
+        ``wanted``: what those passes will want; of vectors and tokens to choose only that they are.
         """
 
 
@@ -604,8 +602,24 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class JoinedInputs:
+    """Makes rows of the embedding of their token and the vector that they are given, each normed.
+
+    The first layer's mixer reads both side by side; the residual stream begins with the given one,
+    or with its norm (EAGLE-3, arXiv 2503.01840).
+    """
+
+    embedding_norm: Norm
+    given_norm: Norm
+    norms_residual: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    """All weights, in the layout of the ops that will use them."""
+    """All weights, in the layout of the ops that will use them.
+
+    ``joined``: of layers whose rows all have both a token and a vector (`Wanted.inputs`).
+    """
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
@@ -613,6 +627,7 @@ class DecoderWeights:
     lm_head: PackedLinear
     token_inputs: TokenInputs | None = None
     logit_cap: float | None = None
+    joined: JoinedInputs | None = None
 
 
 class Ops(Protocol):

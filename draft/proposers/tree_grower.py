@@ -35,6 +35,7 @@ from .tree_growth import (
     TreeNodes,
     choose,
     drawn_alone,
+    draws_of,
     frontiers,
     sample_rows,
 )
@@ -62,6 +63,7 @@ class TreeGrower:
         # Asked once: whether an object keeps a protocol takes as long as a small matrix.
         self._device_sampler = sampler if isinstance(sampler, DeviceSampler) else None
         self._row_passes = None if independent else decoder.row_passes(pool)
+        self._draws = SamplingPlan((), ())  # of the last pass that chose tokens
         self._draws_on_device = self._device_sampler is not None and not independent
 
     def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
@@ -168,11 +170,16 @@ class TreeGrower:
             return Opened(nodes, self._best_of_rows(self._row_passes, segments, nodes, rows))
         page_size = self._pool.page_size
         batch = self._decoder.batch(segments, page_size=page_size, device_tokens=device_tokens)
-        draws = None
-        if self._draws_on_device and not any(tree.wants_best for tree, _ in nodes):
-            draws = SamplingPlan(rows, [1] * len(rows))
+        draws = self._draws_of(nodes, rows) if self._draws_on_device else None
         output = self._decoder.forward(batch, self._pool, Wanted(draws))
         return self._choose(nodes, rows, output)
+
+    def _draws_of(self, nodes: TreeNodes, rows: Sequence[SampleRow]) -> SamplingPlan:
+        """The tokens that a pass chooses; one that chooses none has the graph of others."""
+        if nodes:
+            self._draws = draws_of(nodes, rows)
+            return self._draws
+        return SamplingPlan((), (), self._draws.num_best)
 
     def _best_of_rows(
         self,
@@ -189,6 +196,8 @@ class TreeGrower:
         """Choose what may follow each node; it may be on the device still."""
         if output.tokens is not None or not nodes:
             return Opened(nodes, output.tokens or ())
+        if output.best is not None:
+            return Opened(nodes, output.best.bests())
         wants_best = any(tree.wants_best for tree, _ in nodes)
         if self._device_sampler is not None and not (wants_best or self._independent):
             begun = self._device_sampler.begin(output.logits, rows)

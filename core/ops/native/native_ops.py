@@ -78,8 +78,10 @@ class NativeOps:
         torch.set_num_threads(count)
         self.library.set_threads(count)
 
-    def compile_forward(self, weights: DecoderWeights) -> NativeStep:
-        """All layers in one call."""
+    def compile_forward(self, weights: DecoderWeights) -> NativeStep | None:
+        """All layers in one call, unless their rows are joined."""
+        if weights.joined is not None:
+            return None
         return NativeStep(self.library, weights)
 
     def pack_linear(

@@ -36,6 +36,10 @@ from support.tiny_heads import join_random
 
 pytest.importorskip("triton")
 
+from foretoken.core.ops.triton.sampling.sampler import TritonSampler
+from foretoken.core.ops.triton.triton_ops import TritonOps
+from support.graph_fixture import Graphs
+
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
@@ -195,6 +199,41 @@ def test_trees_that_grow_by_the_races_best_few_change_no_token(decoders, wild, d
         assert sum(request.usage.tree_steps for request in asked) > 0
     if drafter == "lm":
         assert sum(request.usage.accepted_tokens for request in asked) > 0
+
+
+@pytest.mark.parametrize("drafter", ["lm", "self", "eagle3", "reduced", "mtp", "block"])
+def test_drafts_whose_passes_are_graphs_change_no_token(
+    folders, wild, drafter, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Levels of trees, the race for the best few among them, and the model's own steps."""
+    graphs = Graphs()
+    monkeypatch.setattr(TritonOps, "_make_graph", lambda *_: graphs)
+    options = {"device": device, "dtype": "float32", "backend": "triton", "exact": "batch"}
+    decoders = [load_decoder(folder, **options) for folder in folders]
+    own = {"lm": {"with_lm": True}, "self": {"with_self": True}}
+    driver = make_driver(
+        decoders, speculator=TreeDepth(6), page_size=2, **own.get(drafter, {"head": drafter})
+    )
+    asked = requests(WILD)
+    behind = counted(monkeypatch)
+    assert serve(driver, asked) == wild
+    assert sum(request.usage.proposed_tokens for request in asked) > 0
+    assert graphs.num_replayed > sum(request.usage.verify_steps for request in asked) / 2
+    is_block = drafter in ("block", "reduced")  # whose levels have logits of their own
+    assert bool(behind) == is_block
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Calls that choose the best few behind a pass."""
+    calls: list[int] = []
+    best = TritonSampler.best
+
+    def noted(sampler: TritonSampler, *args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return best(sampler, *args, **options)
+
+    monkeypatch.setattr(TritonSampler, "best", noted)
+    return calls
 
 
 @pytest.mark.parametrize(("page_size", "length"), [(1, 9), (4, 14)])
