@@ -75,7 +75,7 @@ def run_layers(
 
 
 def join(ops: Ops, weights: JoinedInputs, embedded: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """What the first mixer reads, ``[T, 2 * hidden]``, and the residual stream of these rows.
+    """Make the first mixer's input, ``[T, 2 * hidden]``, and the residual stream of these rows.
 
     ``embedded`` and ``given``: [T, hidden] both.
     """

@@ -270,7 +270,7 @@ class Vocabulary(Head):
 
     @property
     def output(self) -> Callable[[Tensor], Tensor] | None:
-        """What was lent to make logits, if anything was."""
+        """The output layer that was lent, if one was."""
         return self._output
 
     def project(self, hidden: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Query(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What a pass found behind some queries, and the tokens, where it chose them itself."""
+    """Logits of what follows some queries, and the tokens, where the pass chose them itself."""
 
     logits: Tensor  # [num_queries, draft_vocab]
     tokens: PendingTokens | None = None
@@ -148,7 +148,7 @@ class HeadProposer(ABC):
         del max_len, num_best
 
     def wanted(self, num_best: int) -> Wanted:
-        """What passes that choose tokens of vectors before them want, to be ready for these."""
+        """Describe passes of vectors that choose tokens, to be ready for them."""
         vectors = self.pool.data.new_empty((0, self.config.hidden_size))
         draws = SamplingPlan((), (), num_best, self._draft_vocab)
         return Wanted(draws if self._draws_on_device else None, inputs=vectors)

@@ -120,7 +120,7 @@ def add_rough_products(
     total, x_at, weight_at, numbers_at, step, is_row, inner, IN,
     TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """As `add_products` with four levels in each word, of groups with a scale and a minimum."""
+    """`add_products` of four levels in each word, of groups with a scale and a minimum."""
     WIDTH: tl.constexpr = TILE_IN // 4
     at, rest = x_at + step * TILE_IN, IN - step * TILE_IN
     words = tl.load(weight_at + step * WIDTH, eviction_policy=POLICY)
@@ -154,7 +154,7 @@ def add_exact_products(
     total, x_at, weight_at, step, is_row, inner, IN,
     TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """As `add_products` with a plain weight, or two int8 in each word."""
+    """`add_products` of a plain weight, or of two int8 in each word."""
     WIDTH: tl.constexpr = TILE_IN // 2 if BITS == 8 else TILE_IN
     lo = step * TILE_IN
     x = x_tile(x_at + lo, is_row, inner, IN - lo, IS_EVEN)
@@ -193,7 +193,7 @@ def scaled_and_biased(
 
 @triton.jit
 def numbers_of(scale_ptr, column, num_steps, BITS: tl.constexpr):
-    """Where the scales and minima of outputs begin, eight for each step; else void."""
+    """Point to the scales and minima of outputs, eight for each step; void but for 4 bits."""
     if BITS == 4:
         numbers_at = scale_ptr + (column * num_steps * 8)[:, None] + tl.arange(0, 8)[None, :]
     else:

@@ -59,7 +59,7 @@ def drafter() -> Drafter:
 
 
 def reduced(graphs: Graphs) -> Drafter:
-    """Its output layer is of some ids alone."""
+    """A decoder whose output layer is of some ids alone."""
     whole = make_decoder(graphs)
     assert isinstance(whole, OwnDecoder)
     head = whole.ops.pack_linear(whole.weights.embedding[DRAFT_IDS].contiguous())

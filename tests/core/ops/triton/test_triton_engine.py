@@ -27,7 +27,7 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.draft.proposers.self_draft import SelfProposer
 from foretoken.radix_cache import PrefixCache
-from support.checkpoints import make_reference, save
+from support.checkpoints import make_checkpoint, make_reference, save
 from support.draft_trees import RandomTrees, TreeDepth, TreeRows, tree_of
 from support.equality_harness import make_speculator
 from support.fake_model import Driver
@@ -284,6 +284,18 @@ def test_an_engine_built_over_them_says_the_same(folders, alone, device: torch.d
     for draft in (f"ngram,{folders[1]}", "self"):
         drafting = {"draft": draft, "speculation": 2}
         assert answers(folders[0], device, requests(), **drafting) == alone
+
+
+def test_a_model_with_states_drafts_for_itself_in_chains_of_its_device(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """Each pass writes the log of the request, whose tokens the device alone knows."""
+    with torch.device("cpu"):
+        folder = make_checkpoint(tmp_path, "qwen3_5")
+    plain = answers(folder, device, requests(WILD), speculation="off")
+    asked = requests(WILD)
+    assert answers(folder, device, asked, draft="self", speculation=2) == plain
+    assert sum(request.usage.accepted_tokens for request in asked) > 0
 
 
 def test_an_engine_that_launches_a_step_before_the_last_is_read_says_the_same(
