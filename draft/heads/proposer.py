@@ -23,7 +23,6 @@ from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import OwnDecoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Taps, Wanted
 from ...core.ops.kv_pool import KVPool
-from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.sampler import DeviceSampler, DraftVocab, PendingBest, PendingTokens
 from ..proposers.gap_model import GapModel, GapNumbers, default_gap_models
 from ..proposers.tree_growth import (
@@ -283,7 +282,7 @@ class HeadProposer(ABC):
         drafting: Drafting,
     ) -> None:
         rows = sample_rows(nodes)
-        draws = draws_of(nodes, rows, self._draft_vocab) if self._may_draw(rows) else None
+        draws = draws_of(nodes, rows, self._draft_vocab) if self._draws_on_device else None
         scored = drafting.score(queries, draws)
         if scored.best is not None:
             has_scores = draws is not None and draws.num_best > 1
@@ -297,11 +296,6 @@ class HeadProposer(ABC):
             )  # fmt: skip
         for (tree, node), best in zip(nodes, found, strict=True):
             tree.expand(node, best)
-
-    def _may_draw(self, rows: Sequence[SampleRow]) -> bool:
-        """Whether a pass may choose tokens itself: on a device, where none needs other tokens."""
-        vocab = self._draft_vocab
-        return self._draws_on_device and (vocab is None or vocab.serves(rows))
 
     def _next_level(self, trees: Sequence[TreeGrowth], level: int) -> list[list[int]]:
         """The nodes of each tree that are worth expanding, a pass if they take one."""

@@ -106,6 +106,10 @@ def test_rows_of_vectors_race_for_the_ids_that_are_drafted(num_best: int) -> Non
         assert output.best.bests() == expected
         assert {token for each in expected for token in each.token_ids} <= set(DRAFT_IDS)
     assert (len(drafter.graphs.made), drafter.graphs.num_replayed) == (1, 2)
+    edited = [*ROWS[:2], row_of(3, temperature=1.0, presence_penalty=1.0)]
+    output = drafter.run(edited, num_best, vocab, torch.randn(3, SIZE))
+    assert (output.best, output.tokens) == (None, None), "which has edits is left to the sampler"
+    assert output.logits.shape == (3, len(DRAFT_IDS))
 
 
 def test_a_pass_of_which_no_logits_are_wanted_ends_with_the_layers(drafter: Drafter) -> None:
