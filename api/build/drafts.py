@@ -50,7 +50,7 @@ LEAST_BYTES = 64 << 20  # of weights: fewer stay in caches, and 4 bits are read 
 MEMORY_SHARE = 0.2  # of the free memory, that `auto` may take for a rough copy
 LIKELY = 0.7  # odds of its tokens: less than any model is known to have
 LEAST_GAIN = 1.05  # over steps without drafts
-TRIED_ROWS, NUM_TRIED_PAGES, TRIED_PAGE_SIZE = (1, 2, 3, 5), 5, 16
+TRIED_ROWS, NUM_TRIED_PAGES = (1, 2, 3, 5), 5
 AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
 
 
@@ -156,7 +156,8 @@ def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
 
     Measured for one request, with few tokens behind it.
     """
-    pool = sequence_pool(target, NUM_TRIED_PAGES, 1, page_size=TRIED_PAGE_SIZE)
+    page_size = EngineConfig().sizes(target.device.type).page_size  # has kernels of its own
+    pool = sequence_pool(target, NUM_TRIED_PAGES, 1, page_size=page_size)
     forward, _ = profile_pass(target, pool, TRIED_ROWS)
     draft = profile_draft(copy, pool)
     return draft[1] / forward[1], best_chain(StepProfile(forward, draft), LIKELY)

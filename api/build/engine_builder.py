@@ -25,7 +25,7 @@ from ...core.model.lora import load_lora
 from ...core.model.pooling import PoolingSpec, read_pooling
 from ...core.model.report import weight_files
 from ...core.model.vision import Vision
-from ...core.ops.batch import Taps
+from ...core.ops.batch import SamplingPlan, Taps, Wanted
 from ...core.ops.host_memory import keep_freed_memory
 from ...core.ops.kv_pool import KVPool
 from ...core.scheduling.request_table import SchedulerLimits
@@ -275,6 +275,7 @@ def _warm_up(
 
     ``taps``: what the proposer observes of the target's passes.
     """
+    chosen = 1 if costs is None else NUM_BEST  # tokens of each place that a draft's pass chooses
     remedy = "lower --kv-memory, --max-batch-tokens or --max-running"
     with out_of_memory_told("while preparing the first step", remedy):
         for decoder, pool in (target, draft) if isinstance(draft, tuple) else (target,):
@@ -286,11 +287,11 @@ def _warm_up(
                     max_len=limits.max_model_len,
                     num_tokens=limits.max_batch_tokens,
                     num_requests=limits.max_running,
-                    taps=taps if is_target else (),
+                    wanted=Wanted(taps=taps) if is_target else Wanted(SamplingPlan((), (), chosen)),
                     num_best=0 if is_target else NUM_BEST,
                 )
         if isinstance(draft, HeadProposer) and draft.device.type != "cpu":
-            draft.warm_up(limits.max_model_len)
+            draft.warm_up(limits.max_model_len, chosen)
         if costs is not None:
             measure_costs(costs, target, draft)
 

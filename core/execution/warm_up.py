@@ -8,7 +8,7 @@ import torch
 
 from ..interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..model.decoder import Decoder
-from ..ops.batch import Segment, Taps, Wanted, fresh_state
+from ..ops.batch import NOTHING_MORE, Segment, Taps, Wanted, fresh_state
 from ..ops.kv_pool import KVPool
 from ..sampling.logits_processors import SampleRow
 
@@ -30,18 +30,19 @@ def warm_up(
     max_len: int,
     num_tokens: int,
     num_requests: int,
-    taps: Taps = (),
+    wanted: Wanted = NOTHING_MORE,
     num_best: int = 0,
 ) -> None:
     """Capture the graphs, then compute steps of the largest size.
 
     ``max_len``: tokens of the longest request. ``num_tokens`` of a prompt and ``num_requests``
-    make the largest step. ``taps``: the boundaries that each step will want (`Proposer.taps`).
+    make the largest step. ``wanted``: what each step will want, the taps of a `Proposer` among it.
     ``num_best``: tokens of a place that a draft model will want. The pool's content is void
     afterwards. Raises what steps raise, which is torch's own where memory runs out.
     """
     longest = min(max_len, pool.num_pages * pool.page_size)
-    decoder.warm_up(pool, longest, taps)
+    decoder.warm_up(pool, longest, wanted)
+    taps = wanted.taps
     prompt = array("q", [0] * min(num_tokens, longest))
     _compute(decoder, pool, [_segment(pool, prompt)], taps, num_best)
     rows = [_segment(pool, prompt[:1], index) for index in range(num_requests)]

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..errors import ModelLoadError
 from ..ops.base import PackedLinear
-from ..ops.batch import ForwardOutput, RaggedBatch, Wanted
+from ..ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
 from ..ops.kv_pool import KVPool
 from .config import DecoderConfig, LayerSpec
 from .decoder import OwnDecoder
@@ -185,7 +185,13 @@ class Assistant:
         table = 0 if self.clusters is None else self.clusters.table.nbytes
         return table + sum(each.weight.nbytes for each in linears)
 
-    def forward(self, batch: RaggedBatch, pool: KVPool, hidden: Tensor) -> ForwardOutput:
+    def forward(
+        self,
+        batch: RaggedBatch,
+        pool: KVPool,
+        hidden: Tensor,
+        draws: SamplingPlan | None = None,
+    ) -> ForwardOutput:
         """Compute the tokens of a batch over the target's ``pool``, of which nothing is written.
 
         ``hidden`` [num_rows, target's hidden]: the states before the tokens. That of the output
@@ -196,11 +202,12 @@ class Assistant:
         embedded = ops.embedding(token_ids, self.embedding)
         inputs = ops.linear(torch.cat((embedded, hidden), dim=-1), self.pre_projection)
         given = replace(batch, token_ids=torch.full_like(batch.token_ids, -1))
-        found = self.decoder.forward(given, pool, Wanted(inputs=inputs))
+        draws = draws if self.clusters is None else None
+        found = self.decoder.forward(given, pool, Wanted(draws, inputs=inputs))
         logits = found.logits
         if self.clusters is not None:
             logits = self.clusters.logits(logits, found.hidden[: batch.num_logits])
-        return ForwardOutput(ops.linear(found.hidden, self.post_projection), logits)
+        return found._replace(hidden=ops.linear(found.hidden, self.post_projection), logits=logits)
 
 
 def load_assistant(

@@ -91,10 +91,10 @@ class Decoder(Protocol):
     ) -> RaggedBatch:
         """Lay out segments for this decoder's backend. Raises ValueError as `build_batch` does."""
 
-    def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
+    def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted = NOTHING_MORE) -> None:
         """Be ready for passes over a pool, of up to ``max_len`` positions; it is not written.
 
-        ``taps``: the boundaries that these passes will want.
+        ``wanted``: what these passes will want; of vectors and tokens to choose only that they are.
         """
 
     def forward(
@@ -219,17 +219,15 @@ class OwnDecoder(PagedDecoder):
         )
 
     @torch.inference_mode()
-    def warm_up(
-        self, pool: KVPool, max_len: int, taps: Taps = (), *, is_given: bool = False
-    ) -> None:
+    def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted = NOTHING_MORE) -> None:
         """Compute RoPE's tables; on a GPU also capture the graphs, which takes seconds and memory
-        beside the pool's. ``is_given``: of passes with `Wanted.inputs`.
+        beside the pool's.
         """
         for rope in (rope for ropes in self.ropes for rope in ropes):
             rope.table(max_len)
         if self._compiled is not None and len(pool.parts) == 1:
             heads, ropes = self.layout.parts[0].heads, self.ropes[0]
-            self._compiled.warm_up(pool, heads, ropes, taps, is_given=is_given)
+            self._compiled.warm_up(pool, heads, ropes, wanted)
 
     @torch.inference_mode()
     def forward(
@@ -257,7 +255,7 @@ class OwnDecoder(PagedDecoder):
         else:
             found = self._compiled(batch.token_ids, plans, wanted, adapted)
         logits = self._logits(batch, found) if found.logits is None else found.logits
-        return ForwardOutput(found.hidden, logits, found.tokens, found.taps)
+        return ForwardOutput(found.hidden, logits, found.tokens, found.taps, found.best)
 
     def row_passes(self, pool: KVPool) -> RowPasses | None:
         """The backend's, if it has these."""

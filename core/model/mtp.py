@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import ModelLoadError
 from ..ops.base import Norm, PackedLinear
-from ..ops.batch import ForwardOutput, RaggedBatch, Wanted
+from ..ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
 from ..ops.kv_pool import KVPool
 from ..ops.layers import write_kv
 from .config import DecoderConfig, MtpNames
@@ -137,11 +137,17 @@ class MtpLayer:
         (layer,), (plan,) = self.decoder.weights.layers, self.decoder.plans(batch, pool)
         write_kv(self.decoder.ops, layer, inputs, plan)
 
-    def forward(self, batch: RaggedBatch, pool: KVPool, hidden: Tensor) -> ForwardOutput:
+    def forward(
+        self,
+        batch: RaggedBatch,
+        pool: KVPool,
+        hidden: Tensor,
+        draws: SamplingPlan | None = None,
+    ) -> ForwardOutput:
         """Compute the tokens of a batch, of which ``hidden`` [num_rows, hidden] stand before."""
         inputs = self.inputs(batch.token_ids.to(self.decoder.device), hidden)
         given = replace(batch, token_ids=torch.full_like(batch.token_ids, -1))
-        return self.decoder.forward(given, pool, Wanted(inputs=inputs))
+        return self.decoder.forward(given, pool, Wanted(draws, inputs=inputs))
 
 
 def load_mtp_layer(

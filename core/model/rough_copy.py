@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from ..config import format_size
 from ..errors import ModelLoadError
-from ..ops.base import AttentionWeights, DecoderWeights, MixerWeights, PackedLinear
+from ..ops.base import AttentionWeights, DecoderWeights, MixerWeights, PackedLinear, RoughOps
 from ..ops.device import free_memory
-from ..ops.native.native_ops import NativeOps
 from .decoder import Decoder, OwnDecoder
 
 logger = logging.getLogger(__name__)
@@ -47,23 +47,23 @@ def rough_decoder(
     if any(isinstance(each, AttentionWeights) and each.comm for each in _mixers(target.weights)):
         raise NoRoughCopyError("has no part on the other processes of --tp, which share the KV")
     ops = target.ops
-    if not isinstance(ops, NativeOps):
+    if not isinstance(ops, RoughOps):
         raise NoRoughCopyError(
-            f"needs the native kernels on a CPU, and {type(ops).__name__} on {target.device} "
-            "computes"
+            "needs the native kernels on a CPU or Triton's on a GPU, and "
+            f"{type(ops).__name__} on {target.device} computes"
         )
-    matrices = [each.weight for each in rounded_matrices(target.weights)]
-    if min(each.itemsize for each in matrices) < least_item:
+    matrices = rounded_matrices(target.weights)
+    if any(each.weight.nbytes < least_item * each.num_weights for each in matrices):
         raise NoRoughCopyError(
             "pays seldom for weights of fewer than 16 bits: --draft self tries it nevertheless"
         )
-    num_bytes = sum(each.nbytes for each in matrices)
+    num_bytes = sum(each.weight.nbytes for each in matrices)
     if num_bytes < least_bytes:
         raise NoRoughCopyError(
             f"saves nothing where weights have {format_size(num_bytes)}, which caches hold"
         )
     needed, free = (
-        int(_PADDED * ROUGH_BYTES * sum(each.numel() for each in matrices)),
+        int(_PADDED * ROUGH_BYTES * sum(each.num_weights for each in matrices)),
         free_memory(target.device),
     )
     if needed > memory_share * free:
@@ -72,13 +72,14 @@ def rough_decoder(
             f"needs {format_size(needed)} for a copy of the weights in 4 bits, and "
             f"{format_size(free)} are free{of_these}"
         )
+    copy_one = partial(ops.rough_copy, dtype=target.dtype)
     try:
-        copy = OwnDecoder(target.config, _copied(target.weights, ops.rough_copy), ops)
+        copy = OwnDecoder(target.config, _copied(target.weights, copy_one), ops)
     except ValueError:
         raise NoRoughCopyError(
             f"rounds weights of 8 bits or more, and some of {kind} have fewer already"
         ) from None
-    size = sum(each.weight.nbytes for each in rounded_matrices(copy.weights))
+    size = sum(each.num_bytes for each in rounded_matrices(copy.weights))
     logger.info("draft 'self': a copy of the weights in 4 bits, %s", format_size(size))
     return copy
 

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    runtime_checkable,
+)
 
 import torch
 from torch import Tensor
 
-from ..sampling.sampler import PendingTokens, Sampler
-from .batch import RaggedBatch, Segment, Taps, Wanted
+from ..sampling.sampler import PendingBest, PendingTokens, Sampler
+from .batch import NOTHING_MORE, RaggedBatch, Segment, Wanted
 from .kv_pool import KvPlace, KVPool
 from .lora import AdaptedRows, LoraUpdate, PackedLora
 from .quantize import QuantizedWeight, WeightKind
@@ -36,6 +43,16 @@ class PackedLinear:
     weight: Tensor
     bias: Tensor | None
     packed: bool  # whether the layout is the backend's rather than plain
+
+    @property
+    def num_weights(self) -> int:
+        """Weights, those included that fill up the layout."""
+        return self.weight.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight, with its scales."""
+        return self.weight.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,6 +178,7 @@ class LayersOutput(NamedTuple):
     logits: Tensor | None = None  # [num_logits, vocab] float32
     tokens: PendingTokens | None = None
     taps: Tensor | None = None  # [T, num_taps * hidden]
+    best: PendingBest | None = None  # for ``tokens``, where several or of a part are wanted
 
 
 class RowPasses(Protocol):
@@ -200,14 +218,11 @@ class CompiledForward(Protocol):
         pool: KVPool,
         heads: HeadLayout,
         ropes: tuple[Rope, ...],
-        taps: Taps,
-        *,
-        is_given: bool = False,
+        wanted: Wanted = NOTHING_MORE,
     ) -> None:
         """Do what the first passes over a pool would else wait for; writes none of it.
 
-        ``taps``: the boundaries that those passes will want. ``is_given``: they have
-        `Wanted.inputs`.
+        ``wanted``: what those passes will want; of vectors and tokens to choose only that they are.
         """
 
 
@@ -588,8 +603,24 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class JoinedInputs:
+    """Makes rows of the embedding of their token and the vector that they are given, each normed.
+
+    The first layer's mixer reads both side by side; the residual stream begins with the given one,
+    or with its norm (EAGLE-3, arXiv 2503.01840).
+    """
+
+    embedding_norm: Norm
+    given_norm: Norm
+    norms_residual: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    """All weights, in the layout of the ops that will use them."""
+    """All weights, in the layout of the ops that will use them.
+
+    ``joined``: of layers whose rows all have both a token and a vector (`Wanted.inputs`).
+    """
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
@@ -597,6 +628,7 @@ class DecoderWeights:
     lm_head: PackedLinear
     token_inputs: TokenInputs | None = None
     logit_cap: float | None = None
+    joined: JoinedInputs | None = None
 
 
 class Ops(Protocol):
@@ -753,6 +785,17 @@ class Ops(Protocol):
 
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
         """``[R, hidden] -> [R, vocab]`` float32, capped as scores are; R is at least `min_rows`."""
+
+
+@runtime_checkable
+class RoughOps(Protocol):
+    """Operations with weights of 4 bits for drafts, whose sums need no fixed order."""
+
+    def rough_copy(self, weight: PackedLinear, dtype: torch.dtype) -> PackedLinear:
+        """The same weight in 4 bits, for activations of ``dtype``; the bias is shared.
+
+        Raises ValueError for weights of fewer than 8 bits.
+        """
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from .state_pool import DRAFT_ROOM, StatePool
 
 if TYPE_CHECKING:
     from ..sampling.logits_processors import SampleRow
-    from ..sampling.sampler import PendingTokens
+    from ..sampling.sampler import DraftVocab, PendingBest, PendingTokens
 
 IntArray: TypeAlias = NDArray[np.int64]
 _NO_TAILS: IntArray = np.zeros(0, dtype=np.int64)
@@ -98,11 +98,14 @@ class SamplingPlan:
 
     Each of ``rows`` has a run of logits: the first decides the row's token, each of the others the
     one behind a token more of a draft. Draft ids are not needed: without edits the logits alone
-    decide, and edited rows are not chosen along with the pass.
+    decide, and edited rows are not chosen along with the pass. ``draft_vocab``: the tokens that the
+    logits are of, unless they are the whole vocabulary; the same in all passes of a decoder.
     """
 
     rows: Sequence[SampleRow]
     counts: Sequence[int]  # [len(rows)] logits of each; together all of the batch's
+    num_best: int = 1  # tokens that each logit is to give: with more than one also their scores
+    draft_vocab: DraftVocab | None = None
 
 
 class Wanted(NamedTuple):
@@ -114,7 +117,8 @@ class Wanted(NamedTuple):
     layers before the final norm. ``on_kernels_started`` is called just before the kernels begin.
     ``inputs`` [rows of the batch, hidden]: where a token id is below 0, the row begins with its
     vector in place of an embedding; other vectors are not read. ``behind`` [n, rows, hidden]: what
-    the same rows get added behind each of the first n layers, on a CPU.
+    the same rows get added behind each of the first n layers, on a CPU. ``hidden_alone``: no logits
+    are wanted.
     """
 
     draws: SamplingPlan | None = None
@@ -122,6 +126,7 @@ class Wanted(NamedTuple):
     on_kernels_started: Callable[[], None] | None = None
     inputs: Tensor | None = None
     behind: Tensor | None = None
+    hidden_alone: bool = False
 
 
 NOTHING_MORE = Wanted()
@@ -134,6 +139,7 @@ class ForwardOutput(NamedTuple):
     logits: Tensor  # [num_logits, vocab] float32
     tokens: PendingTokens | None = None  # all of `Wanted.draws`, where the pass chose them
     taps: Tensor | None = None  # [num_rows, num_taps * hidden] at `Wanted.taps`, in that order
+    best: PendingBest | None = None  # for ``tokens``, where several or of a part were wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)

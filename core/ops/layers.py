@@ -13,6 +13,7 @@ from .base import (
     DecoderWeights,
     ExpertWeights,
     ForwardPlan,
+    JoinedInputs,
     LatentWeights,
     LayersOutput,
     LayerWeights,
@@ -45,7 +46,11 @@ def run_layers(
     """
     known_ids = token_ids if given is None else token_ids.clamp(min=0)
     residual = ops.embedding(known_ids, weights.embedding)
-    if given is not None:
+    joined = None
+    if weights.joined is not None:
+        assert given is not None, "rows that are joined have a vector each"
+        joined, residual = join(ops, weights.joined, residual, given)
+    elif given is not None:
         residual = torch.where((token_ids < 0).unsqueeze(-1), given, residual)
     inputs = token_inputs(ops, weights, known_ids, residual)
     if taps and tapped is None:
@@ -53,6 +58,7 @@ def run_layers(
     _tap(tapped, taps, 0, residual)
     first = weights.layers[0].mixer_norm
     x = residual if first is None else ops.norm(residual, first)
+    x = x if joined is None else joined
     following = (*(layer.mixer_norm for layer in weights.layers[1:]), weights.final_norm)
     for index, next_norm in enumerate(following):
         layer = weights.layers[index]
@@ -66,6 +72,16 @@ def run_layers(
         x, residual = ops.add_norm(x, residual, next_norm, factor)
         _tap(tapped, taps, index + 1, residual)
     return LayersOutput(x, taps=tapped)
+
+
+def join(ops: Ops, weights: JoinedInputs, embedded: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the first mixer's input, ``[T, 2 * hidden]``, and the residual stream of these rows.
+
+    ``embedded`` and ``given``: [T, hidden] both.
+    """
+    normed = ops.norm(given, weights.given_norm)
+    x = torch.cat((ops.norm(embedded, weights.embedding_norm), normed), dim=-1)
+    return x, normed if weights.norms_residual else given
 
 
 def _tap(tapped: Tensor | None, taps: Taps, boundary: int, residual: Tensor) -> None:

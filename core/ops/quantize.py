@@ -180,5 +180,20 @@ def _to_int4(wide: Tensor) -> QuantizedWeight:
     return QuantizedWeight("int4", values.to(torch.int8).view(out_features, -1), scale)
 
 
+def round_to_levels(wide: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    """Round float32 ``[out_features, groups * GROUP]`` to 16 levels from a group's least to its
+    greatest value: ``int4_min``, with scales and minima of ``dtype``.
+
+    These are rounded before the values, which make up for that.
+    """
+    groups = wide.view(len(wide), -1, GROUP)
+    low, high = groups.aminmax(dim=2)
+    minimum = low.to(dtype)
+    scale = ((high - minimum.float()) / 15).to(dtype)
+    steps = (groups - minimum.float().unsqueeze(2)) / _nonzero(scale.float()).unsqueeze(2)
+    values = steps.round_().clamp_(0, 15).to(torch.int8).view(len(wide), -1)
+    return QuantizedWeight("int4_min", values, scale, minimum)
+
+
 def _nonzero(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 1.0, scale)

@@ -85,6 +85,13 @@ class PendingTokens(Protocol):
         """Wait for these tokens, not for later launches. May be called after later passes."""
 
 
+class PendingBest(Protocol):
+    """The best few tokens of each row, which a device is choosing."""
+
+    def bests(self) -> list[Best]:
+        """Wait for them, not for later launches. See `Sampler.best`."""
+
+
 @runtime_checkable
 class DeviceSampler(Sampler, Protocol):
     """A `Sampler` of a backend whose device computes while the host goes on.

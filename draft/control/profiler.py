@@ -12,7 +12,7 @@ import torch
 
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder
-from ...core.ops.batch import Segment, SegmentState
+from ...core.ops.batch import SamplingPlan, Segment, SegmentState, Wanted
 from ...core.ops.device import make_stopwatch
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.state_pool import DRAFT_ROOM
@@ -91,7 +91,12 @@ def profile_draft(decoder: Decoder, pool: KVPool) -> dict[int, float]:
             for segment in segments:
                 _place_state(pool, segment)
             batch = decoder.batch(segments, page_size=pool.page_size)
-            sampler.best(decoder.forward(batch, pool).logits, rows, NUM_BEST)
+            draws = SamplingPlan(rows, [1] * len(rows), NUM_BEST)
+            found = decoder.forward(batch, pool, Wanted(draws))
+            if found.best is None:
+                sampler.best(found.logits, rows, NUM_BEST)
+            else:
+                found.best.bests()
 
     return dict(zip(counts, _measure(decoder, pool, batches, compute), strict=True))
 

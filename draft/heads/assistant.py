@@ -23,14 +23,14 @@ from ...core.execution.proposer import PageRows
 from ...core.model.assistant import Assistant, load_assistant
 from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.model.formats.checkpoint import OnRead
-from ...core.ops.batch import IntArray
+from ...core.ops.batch import IntArray, SamplingPlan
 from ...core.ops.kv_pool import KVPool
 from .base import PackedHead
 from .head_kv import Written
 from .joined import JoinedHead
 from .layers import MOST_PASSES, Head, TapConfig
 from .packing import PassLayout, PassRows, filled, seen_kv
-from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
+from .proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
 
 logger = logging.getLogger(__name__)
 _NO_SLOTS: IntArray = np.zeros(0, dtype=np.int64)
@@ -83,9 +83,12 @@ class AssistantProposer(HeadProposer):
         """Nothing of its own: it reads the target's pages."""
         return ()
 
-    def warm_up(self, max_len: int) -> None:
+    def warm_up(self, max_len: int, num_best: int) -> None:
         """Be ready for passes over texts of up to ``max_len`` tokens."""
-        self._assistant.decoder.warm_up(self._read, max_len, is_given=True)
+        wanted = self.wanted(num_best)
+        if self._assistant.clusters is not None:
+            wanted = wanted._replace(draws=None)
+        self._assistant.decoder.warm_up(self._read, max_len, wanted)
 
     def write_head_kv(self, written: Written) -> Tensor:
         """Write no KV; the features are the last layer's output behind the target's final norm."""
@@ -112,7 +115,7 @@ class _AssistantDrafting(Drafting):
         self._anchors = [len(start.scheduled.tokens) - 1 for start in starts]
         self._seen = [seen_kv(start.scheduled, 0, pool.page_size) for start in starts]
 
-    def logits(self, queries: Sequence[Query]) -> Tensor:
+    def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:
         """Compute the row of each query's token."""
         features = self._features
         if queries[0].level:
@@ -120,9 +123,10 @@ class _AssistantDrafting(Drafting):
             features = features[parents]
         rows = [self._row(each) for each in queries]
         batch = self._layout.rows(self._pool.page_size, rows, wants_logits=True)
-        found = self._assistant.forward(batch, self._pool, filled(features, batch.num_rows))
+        before = filled(features, batch.num_rows)
+        found = self._assistant.forward(batch, self._pool, before, draws)
         self._features = found.hidden[: len(queries)]
-        return found.logits
+        return Scored.of(found)
 
     def _row(self, query: Query) -> PassRows:
         # Nothing is written to the slot.

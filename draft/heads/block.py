@@ -17,7 +17,7 @@ from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
 from ...core.model.fields import Fields
 from ...core.ops.base import AttentionWeights, DecoderWeights, LayerWeights, Ops
-from ...core.ops.batch import NOTHING_MORE, IntArray
+from ...core.ops.batch import IntArray, SamplingPlan, Wanted
 from ...core.ops.kv_pool import KvPlace, KVPool
 from ...core.ops.layers import run_layers
 from .base import HeadKind, PackedHead, ParsedHead, Tensors
@@ -35,8 +35,9 @@ from .packing import (
     plain_norm,
     seen_kv,
 )
-from .proposer import Drafting, DraftStart, HeadProposer, Query
+from .proposer import Drafting, DraftStart, HeadProposer, Query, Scored
 
+_HIDDEN = Wanted(hidden_alone=True)  # logits are made of them for each level
 BLOCKS_A_PASS = 16  # requests of one pass; more draft one pass after another
 
 # -- files ----------------------------------------------------------------------------------------
@@ -173,6 +174,10 @@ class BlockProposer(HeadProposer):
         num_rows = BLOCKS_A_PASS * frame.config.block_size
         self._first_spare = pool.num_pages - -(-num_rows // pool.page_size)
 
+    def warm_up(self, max_len: int, num_best: int) -> None:  # noqa: ARG002
+        """Be ready for passes over texts of up to ``max_len`` tokens."""
+        self._layers.warm_up(self.pool, max_len)
+
     def write_head_kv(self, written: Written) -> None:
         """Write the injected KV: of each position alone."""
         vectors = self.head.context_vectors(written.taps).contiguous()
@@ -180,11 +185,12 @@ class BlockProposer(HeadProposer):
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """One pass for the whole block."""
-        parts = [
-            self._layers.hidden(self.pool, self._first_spare, starts[at : at + BLOCKS_A_PASS])
-            for at in range(0, len(starts), BLOCKS_A_PASS)
-        ]
-        hidden = torch.cat(parts) if len(parts) > 1 else parts[0]
+        passes = [starts[at : at + BLOCKS_A_PASS] for at in range(0, len(starts), BLOCKS_A_PASS)]
+        if len(passes) == 1:
+            hidden = self._layers.hidden(self.pool, self._first_spare, starts)
+        else:
+            each = (self._layers.hidden(self.pool, self._first_spare, part) for part in passes)
+            hidden = torch.cat([found.clone() for found in each])
         first = not self.head.config.predicts_at_anchor
         return _BlockDrafting(self.head, hidden[:, first : first + num_drafted], self._pairs)
 
@@ -201,8 +207,11 @@ class _BlockDrafting(Drafting):
         self._unary = head.project(self._hidden)  # [b * num, draft_vocab]
         self._state: Tensor | None = None  # of the queries of the call before
 
-    def logits(self, queries: Sequence[Query]) -> Tensor:
+    def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:  # noqa: ARG002
         """Add up what the pass found for this position and what the token before says."""
+        return Scored(self._logits(queries))
+
+    def _logits(self, queries: Sequence[Query]) -> Tensor:
         level, markov = queries[0].level, self._head.markov_head
         rows = [each.request * self._num + level for each in queries]
         if markov is None:
@@ -289,9 +298,15 @@ class BlockPass(HeadPass):
             final_norm=plain_norm(head.norm),
             lm_head=target.weights.lm_head,  # logits are the head's business
         )
-        # A GPU's graph would compute these logits, too.
-        is_host = self._ops.batch_device is None
-        self._compiled = self._ops.compile_forward(self._weights) if is_host else None
+        # A GPU's graph has one plan, of layers with one window.
+        may_compile = self._ops.batch_device is None or len(self._windows) == 1
+        self._compiled = self._ops.compile_forward(self._weights) if may_compile else None
+
+    def warm_up(self, pool: KVPool, max_len: int) -> None:
+        """Compute RoPE's table; on a GPU also capture the graphs."""
+        self._rope.table(max_len + self._size)
+        if self._compiled is not None:
+            self._compiled.warm_up(pool, self._heads, (self._rope,), _HIDDEN)
 
     def write_context(self, pool: KVPool, vectors: Tensor, written: Written) -> None:
         """Write keys and values of positions that the target has computed.
@@ -309,7 +324,8 @@ class BlockPass(HeadPass):
     def hidden(self, pool: KVPool, first_spare_page: int, starts: Sequence[DraftStart]) -> Tensor:
         """Hidden states ``[b, block_size, hidden]``, normed, of at most `BLOCKS_A_PASS` blocks.
 
-        Their own keys and values go to pages from ``first_spare_page`` on.
+        They hold until the next pass. Their own keys and values go to pages from
+        ``first_spare_page`` on.
         """
         page_size, num_rows = pool.page_size, len(starts) * self._size
         slots = np.arange(num_rows) + first_spare_page * page_size
@@ -326,7 +342,7 @@ class BlockPass(HeadPass):
         if self._compiled is None:
             found = run_layers(self._ops, self._weights, token_ids, plans)
         else:
-            found = self._compiled(token_ids, plans, NOTHING_MORE)
+            found = self._compiled(token_ids, plans, _HIDDEN)
         return found.hidden[:num_rows].view(len(starts), self._size, -1)
 
     def _rows(

@@ -16,23 +16,24 @@ import torch
 from torch import Tensor
 
 from ...core.execution.step_layout import table_slots
+from ...core.ops.batch import SamplingPlan
 from .head_kv import Written
 from .packing import PassRows, seen_kv
-from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
+from .proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
 
 
 class Columns(NamedTuple):
     """Columns as a pass computes them.
 
-    ``logits`` [n, draft_vocab] of what follows each token. ``features`` [n, hidden]: what stands
-    for the target's of the same positions.
+    ``scored``: of what follows each token. ``features`` [n, hidden]: what stands for the target's
+    of the same positions.
     """
 
-    logits: Tensor
+    scored: Scored
     features: Tensor
 
 
-Compute: TypeAlias = Callable[[Tensor, Sequence[PassRows]], Columns]
+Compute: TypeAlias = Callable[[Tensor, Sequence[PassRows], SamplingPlan | None], Columns]
 """Computes columns of the features ``[n, hidden]`` before them and their tokens, a row each."""
 
 
@@ -50,7 +51,9 @@ class ColumnProposer(HeadProposer):
         """Write columns; ``before`` [n, hidden]: features of the positions before."""
 
     @abstractmethod
-    def compute(self, features: Tensor, rows: Sequence[PassRows]) -> Columns:
+    def compute(
+        self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
+    ) -> Columns:
         """Compute columns, writing them; see `Compute`."""
 
     def write_head_kv(self, written: Written) -> Tensor:
@@ -86,15 +89,15 @@ class _ColumnDrafting(Drafting):
             for start, anchor in zip(starts, self._anchors, strict=True)
         ]
 
-    def logits(self, queries: Sequence[Query]) -> Tensor:
+    def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:
         """Compute the column of each query's token."""
         features = self._features
         if queries[0].level:
             parents = torch.tensor([each.parent for each in queries], device=features.device)
             features = features[parents]
-        found = self._compute(features, [self._row(each) for each in queries])
+        found = self._compute(features, [self._row(each) for each in queries], draws)
         self._features = found.features
-        return found.logits
+        return found.scored
 
     def _row(self, query: Query) -> PassRows:
         request = query.request

@@ -10,15 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
 from ...core.model.fields import Fields
-from ...core.ops.batch import Taps
-from ...core.ops.kv_pool import KVPool
-from ...core.ops.layers import run_mlp
+from ...core.ops.base import (
+    AttentionWeights,
+    DecoderWeights,
+    JoinedInputs,
+    LayersOutput,
+    LayerWeights,
+    PackedLinear,
+)
+from ...core.ops.batch import SamplingPlan, Taps, Wanted
+from ...core.ops.kv_pool import KvPlace, KVPool
+from ...core.ops.layers import join, run_layers
 from .base import HeadKind, PackedHead, ParsedHead, Tensors
 from .columns import ColumnProposer, Columns
 from .eagle_network import EagleConfig, EagleFrame, EagleHead
@@ -40,10 +47,13 @@ from .packing import (
     pack_linears,
     pack_mlp,
     pack_qkv,
+    packed_output,
     plain_norm,
 )
+from .proposer import Scored
 
 _NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_BEHIND_LAYER: Taps = (1,)
 _LEAST_LAYERS = 8  # of a target; with fewer the default boundaries coincide
 
 # -- files ----------------------------------------------------------------------------------------
@@ -137,8 +147,9 @@ def _guess(head: EagleHead, token_ids: Tensor, taps: Tensor) -> Tensor:
 
 
 def _pack(head: EagleHead, target: OwnDecoder) -> PackedHead:
-    layers, frame = EaglePass(head, target), head.frame()
+    frame = head.frame()
     pack_linears(frame, target.ops)
+    layers = EaglePass(head, target, packed_output(frame))
     return PackedHead(partial(EagleProposer, frame, layers))
 
 
@@ -159,6 +170,10 @@ class EagleProposer(ColumnProposer):
         super().__init__(frame, pool, target, independent=independent)
         self._layers = layers
 
+    def warm_up(self, max_len: int, num_best: int) -> None:
+        """Be ready for passes over texts of up to ``max_len`` tokens."""
+        self._layers.warm_up(self.pool, max_len, self.wanted(num_best))
+
     def features(self, taps: Tensor) -> Tensor:
         """``fc`` of the taps."""
         return self.head.features(taps)
@@ -167,64 +182,102 @@ class EagleProposer(ColumnProposer):
         """Write columns; ``before`` [n, hidden]: features of the positions before."""
         self._layers.write_context(self.pool, before, written)
 
-    def compute(self, features: Tensor, rows: Sequence[PassRows]) -> Columns:
+    def compute(
+        self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
+    ) -> Columns:
         """A pass of the layer; the next features are normed in EAGLE-3.1 alone."""
-        normed, hidden = self._layers.hidden(self.pool, features, rows)
-        following = normed if self.head.config.norm_output else hidden
-        return Columns(self.head.project(normed), following)
+        found = self._layers.compute(self.pool, features, rows, draws)
+        normed, hidden = found.hidden[: len(rows)], found.taps
+        assert hidden is not None
+        following = normed if self.head.config.norm_output else hidden[: len(rows)]
+        logits = self.head.project(normed) if found.logits is None else found.logits
+        return Columns(Scored(logits, found.tokens, found.best), following)
 
 
 # -- the layer as a pass --------------------------------------------------------------------------
 
 
 class EaglePass(HeadPass):
-    """The layer of an `EagleHead`; each column is a row."""
+    """The layer of an `EagleHead`; each column is a row.
 
-    def __init__(self, head: EagleHead, target: OwnDecoder) -> None:
+    ``output``: the layer that makes logits, and their cap; None: it is no kernel's, and passes make
+    none.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        target: OwnDecoder,
+        output: tuple[PackedLinear, float | None] | None = None,
+    ) -> None:
         """The head has its dtype already, and has borrowed its embedding."""
         super().__init__(head.config, target)
         config, layer, ops = head.config, head.midlayer, self._ops
-        self._embedding = head.table.detach()
-        self._embedding_norm = plain_norm(layer.input_layernorm)
-        self._feature_norm = plain_norm(layer.hidden_norm)
-        self._mlp_norm = plain_norm(layer.post_attention_layernorm)
-        self._final_norm = plain_norm(head.norm)
+        self._joined = JoinedInputs(
+            embedding_norm=plain_norm(layer.input_layernorm),
+            given_norm=plain_norm(layer.hidden_norm),
+            norms_residual=config.norm_before_residual,
+        )
         self._qkv = pack_qkv(layer.self_attn, ops, has_bias=config.attention_bias)
-        self._o = ops.pack_linear(layer.self_attn.o_proj.weight.detach().contiguous())
-        self._mlp = pack_mlp(layer.mlp, ops)
-        self._norms_residual = config.norm_before_residual
+        attention = AttentionWeights(
+            qkv=self._qkv,
+            head_norm=None,
+            o=ops.pack_linear(layer.self_attn.o_proj.weight.detach().contiguous()),
+            window=None,
+            place=KvPlace(0, 0),
+        )
+        mlp_norm, mlp = plain_norm(layer.post_attention_layernorm), pack_mlp(layer.mlp, ops)
+        self._makes_logits = output is not None
+        lm_head, cap = output or (target.weights.lm_head, None)
+        self._weights = DecoderWeights(
+            embedding=head.table.detach(),
+            layers=(LayerWeights(None, attention, mlp_norm, mlp),),
+            final_norm=plain_norm(head.norm),
+            lm_head=lm_head,
+            logit_cap=cap,
+            joined=self._joined,
+        )
+        self._compiled = ops.compile_forward(self._weights)
+
+    def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted) -> None:
+        """Compute RoPE's table; on a GPU also capture the graphs."""
+        self._rope.table(max_len)
+        if self._compiled is not None:
+            self._compiled.warm_up(pool, self._heads, (self._rope,), self._wanted(wanted))
+
+    def _wanted(self, wanted: Wanted) -> Wanted:
+        draws = wanted.draws if self._makes_logits else None
+        return wanted._replace(draws=draws, taps=_BEHIND_LAYER)
 
     def write_context(self, pool: KVPool, before: Tensor, written: Written) -> None:
         """Write columns; ``before`` [n, hidden]: features of the positions before."""
+        ops, num_rows = self._ops, self._ops.min_rows
         plan = self._plan_writing(pool, written)
-        num_rows = self._ops.min_rows
-        qkv, _ = self._projected(filled(before, num_rows), filled(written.token_ids, num_rows))
-        self._ops.rope_write(qkv, 0, plan, None)
+        token_ids = filled(written.token_ids, num_rows)
+        embedded = ops.embedding(token_ids, self._weights.embedding)
+        x, _ = join(ops, self._joined, embedded, filled(before, num_rows))
+        ops.rope_write(ops.linear(x, self._qkv), 0, plan, None)
 
-    def hidden(
-        self, pool: KVPool, features: Tensor, rows: Sequence[PassRows]
-    ) -> tuple[Tensor, Tensor]:
-        """Hidden states ``[n, hidden]`` of columns, behind the final norm and before it.
+    def compute(
+        self,
+        pool: KVPool,
+        features: Tensor,
+        rows: Sequence[PassRows],
+        draws: SamplingPlan | None = None,
+    ) -> LayersOutput:
+        """Compute hidden states of columns, behind the final norm; the taps: those before it.
 
-        ``features`` [n, hidden] of the positions before.
+        ``features`` [n, hidden] of the positions before. There may be more rows than columns.
         """
-        ops, (token_ids, plan) = self._ops, self._plan_rows(pool, rows)
-        features = filled(features, len(token_ids))
-        qkv, normed = self._projected(features, token_ids)
-        attended = ops.attention(ops.rope_write(qkv, 0, plan, None), 0, plan, None)
-        residual = normed if self._norms_residual else features
-        x, residual = ops.add_norm(ops.linear(attended, self._o), residual, self._mlp_norm)
-        found = ops.add_norm(run_mlp(ops, x, self._mlp), residual, self._final_norm)
-        return (
-            found if len(rows) == len(token_ids) else (found[0][: len(rows)], found[1][: len(rows)])
+        batch = self._layout.rows(pool.page_size, rows, wants_logits=True)
+        plan = self._ops.plan(batch, pool, self._heads, self._rope)
+        token_ids = batch.token_ids.to(self._device)
+        wanted = self._wanted(Wanted(draws, inputs=filled(features, len(token_ids))))
+        if self._compiled is not None:
+            return self._compiled(token_ids, (plan,), wanted)
+        return run_layers(
+            self._ops, self._weights, token_ids, (plan,), wanted.taps, given=wanted.inputs
         )
-
-    def _projected(self, features: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values of columns, and their normed features."""
-        ops = self._ops
-        embedded = ops.norm(ops.embedding(token_ids, self._embedding), self._embedding_norm)
-        normed = ops.norm(features, self._feature_norm)
-        return ops.linear(torch.cat((embedded, normed), dim=-1), self._qkv), normed
 
 
 EAGLE = HeadKind(

@@ -6,7 +6,6 @@ import logging
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from ..proposers.gap_model import GapNumbers
 from .base import PackedHead
 from .kinds import HeadFolder, kind_of, open_head
 from .layers import Head, TapConfig
-from .packing import by_kernel
+from .packing import LentOutput
 from .proposer import HeadProposer
 
 logger = logging.getLogger(__name__)
@@ -104,8 +103,7 @@ def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> N
         matrix = weights.embedding if is_tied else read_output()
         rows = matrix[head.draft_ids.to(matrix.device)]
         packed = ops.pack_linear(rows.to(target.device, target.dtype).contiguous())
-    logits = partial(ops.logits, cap=weights.logit_cap)
-    head.borrow(weights.embedding, partial(by_kernel, logits, packed, ops.min_rows))
+    head.borrow(weights.embedding, LentOutput(ops, packed, weights.logit_cap))
 
 
 def load_head(

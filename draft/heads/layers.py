@@ -268,6 +268,11 @@ class Vocabulary(Head):
             raise ValueError("the head has no embedding and must use the target's")
         return table
 
+    @property
+    def output(self) -> Callable[[Tensor], Tensor] | None:
+        """The output layer that was lent, if one was."""
+        return self._output
+
     def project(self, hidden: Tensor) -> Tensor:
         """``[.., hidden]`` to logits ``[.., draft_vocab]``. Raises ValueError if none was lent."""
         output = self._output if self.lm_head is None else self.lm_head

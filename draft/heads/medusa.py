@@ -19,13 +19,14 @@ from torch.nn import functional as F
 from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
 from ...core.model.fields import Fields
+from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool
 from .base import HeadKind, PackedHead, ParsedHead, Tensors
 from .files import fill
 from .head_kv import Written
 from .layers import Head, OutputLayer, TapConfig
 from .packing import pack_linears
-from .proposer import Drafting, DraftStart, HeadProposer, Query, features_of
+from .proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +143,14 @@ class _MedusaDrafting(Drafting):
     def __init__(self, head: MedusaHead, hidden: Tensor) -> None:
         self._head, self._hidden = head, hidden
 
-    def logits(self, queries: Sequence[Query]) -> Tensor:
+    def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:  # noqa: ARG002
         """The output of the level's own head; the same behind every token of a request."""
         requests = sorted({each.request for each in queries})
         found = self._head.logits(self._hidden[requests], queries[0].level)
         if len(requests) == len(queries):
-            return found
+            return Scored(found)
         at = {request: index for index, request in enumerate(requests)}
-        return found[[at[each.request] for each in queries]]
+        return Scored(found[[at[each.request] for each in queries]])
 
 
 MEDUSA = HeadKind(

@@ -21,6 +21,7 @@ from ...core.model.config import DecoderConfig
 from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.mtp import MtpLayer, load_mtp_layer
+from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool, KvShape
 from .base import PackedHead
 from .columns import ColumnProposer, Columns
@@ -28,6 +29,7 @@ from .head_kv import Written
 from .joined import JoinedHead
 from .layers import MOST_PASSES, Head, TapConfig
 from .packing import PassLayout, PassRows, filled
+from .proposer import Scored
 
 logger = logging.getLogger(__name__)
 # Of a vocabulary of more than twice as many ids so many are drafted: the first ones, which in the
@@ -73,9 +75,9 @@ class MtpProposer(ColumnProposer):
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
         self._min_rows = target.ops.min_rows
 
-    def warm_up(self, max_len: int) -> None:
+    def warm_up(self, max_len: int, num_best: int) -> None:
         """Be ready for passes over texts of up to ``max_len`` tokens."""
-        self._layer.decoder.warm_up(self.pool, max_len, is_given=True)
+        self._layer.decoder.warm_up(self.pool, max_len, self.wanted(num_best))
 
     def features(self, taps: Tensor) -> Tensor:
         """The last layer's output behind the target's final norm."""
@@ -88,11 +90,14 @@ class MtpProposer(ColumnProposer):
         inputs = self._layer.inputs(token_ids, filled(before, self._min_rows))
         self._layer.write_kv(batch, self.pool, inputs)
 
-    def compute(self, features: Tensor, rows: Sequence[PassRows]) -> Columns:
+    def compute(
+        self, features: Tensor, rows: Sequence[PassRows], draws: SamplingPlan | None
+    ) -> Columns:
         """A pass of the layer and the output."""
         batch = self._layout.rows(self.pool.page_size, rows, wants_logits=True)
-        found = self._layer.forward(batch, self.pool, filled(features, batch.num_rows))
-        return Columns(found.logits, found.hidden[: len(rows)])
+        before = filled(features, batch.num_rows)
+        found = self._layer.forward(batch, self.pool, before, draws)
+        return Columns(Scored.of(found), found.hidden[: len(rows)])
 
 
 def load_mtp(

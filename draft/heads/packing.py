@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,7 +29,7 @@ from ...core.ops.batch import IntArray, RaggedBatch, padded_rows
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.torch.torch_ops import TorchOps
 from .head_kv import Written
-from .layers import HeadConfig, Mlp, OutputLayer, Projections, RmsNorm
+from .layers import HeadConfig, Mlp, OutputLayer, Projections, RmsNorm, Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class _Packed(nn.Module):
 
     def __init__(self, linear: nn.Linear, ops: Ops) -> None:
         super().__init__()
-        self._packed = ops.pack_linear(linear.weight.detach().contiguous(), linear.bias)
+        self.packed = ops.pack_linear(linear.weight.detach().contiguous(), linear.bias)
         self._min_rows = ops.min_rows
         is_output = isinstance(linear, OutputLayer)
         self._kernel: Callable[[Tensor, PackedLinear], Tensor] = (
@@ -48,7 +50,29 @@ class _Packed(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return by_kernel(self._kernel, self._packed, self._min_rows, x)
+        return by_kernel(self._kernel, self.packed, self._min_rows, x)
+
+
+@dataclass(frozen=True, slots=True)
+class LentOutput:
+    """The target's output layer, or its rows of the ids that a head drafts."""
+
+    ops: Ops
+    packed: PackedLinear
+    cap: float | None  # of the logits
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """``[.., hidden] -> [.., draft_vocab]`` float32."""
+        logits = partial(self.ops.logits, cap=self.cap)
+        return by_kernel(logits, self.packed, self.ops.min_rows, hidden)
+
+
+def packed_output(frame: Vocabulary) -> tuple[PackedLinear, float | None] | None:
+    """The output layer of a head whose linears were packed, and its cap; None: no kernel has it."""
+    own, output = frame._modules.get("lm_head"), frame.output
+    if isinstance(own, _Packed):
+        return own.packed, None
+    return (output.packed, output.cap) if isinstance(output, LentOutput) else None
 
 
 def pack_linears(module: nn.Module, ops: Ops) -> None:

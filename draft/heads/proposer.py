@@ -21,16 +21,19 @@ from ...core.interface.plan import ScheduledRequest
 from ...core.interface.protocols import ProposerTraits
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import OwnDecoder
-from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
+from ...core.ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Taps, Wanted
 from ...core.ops.kv_pool import KVPool
-from ...core.sampling.sampler import DraftVocab
+from ...core.sampling.sampler import DeviceSampler, DraftVocab, PendingBest, PendingTokens
 from ..proposers.gap_model import GapModel, GapNumbers, default_gap_models
 from ..proposers.tree_growth import (
     ROOT,
     TreeGrowth,
     choose,
+    drawn_alone,
+    draws_of,
     frontiers,
     judge_trees,
+    read_best,
     sample_rows,
 )
 from .head_kv import HeadKV, Written
@@ -64,15 +67,29 @@ class Query(NamedTuple):
     slots: Sequence[int] = ()  # of the KV of the draft tokens up to it, if the head keeps that
 
 
+class Scored(NamedTuple):
+    """Logits of what follows some queries, and the tokens, where the pass chose them itself."""
+
+    logits: Tensor  # [num_queries, draft_vocab]
+    tokens: PendingTokens | None = None
+    best: PendingBest | None = None
+
+    @classmethod
+    def of(cls, output: ForwardOutput) -> Scored:
+        """Take them from a decoder's pass with a row for each query."""
+        return cls(output.logits, output.tokens, output.best)
+
+
 class Drafting(ABC):
     """The drafts of some requests, level by level."""
 
     @abstractmethod
-    def logits(self, queries: Sequence[Query]) -> Tensor:
-        """Compute logits of what follows each query, [len(queries), draft_vocab].
+    def score(self, queries: Sequence[Query], draws: SamplingPlan | None) -> Scored:
+        """Compute logits of what follows each query.
 
-        All are of one level, one deeper than those of the call before; in the order of requests,
-        of which there are never more than before.
+        ``draws``: the tokens that they will decide, which the pass may choose itself. All are of
+        one level, one deeper than those of the call before; in the order of requests, of which
+        there are never more than before.
         """
 
 
@@ -92,6 +109,7 @@ class HeadProposer(ABC):
         self.dtype, self.device = pool.dtype, pool.data.device
         self.head_kv = HeadKV(config, pool, self.write_head_kv)
         self._sampler, self._independent = target.sampler, independent
+        self._draws_on_device = isinstance(target.sampler, DeviceSampler) and not independent
         self._draft_vocab = None if draft_ids is None else DraftVocab(draft_ids, config.vocab_size)
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
         self._gap_models = default_gap_models()  # by whether tokens are sampled
@@ -121,9 +139,18 @@ class HeadProposer(ABC):
             weighs=not self._independent,
         )
 
-    def warm_up(self, max_len: int) -> None:
-        """Be ready for passes over texts of up to ``max_len`` tokens; most kinds always are."""
-        del max_len
+    def warm_up(self, max_len: int, num_best: int) -> None:
+        """Be ready for passes over texts of up to ``max_len`` tokens; some kinds always are.
+
+        ``num_best``: tokens that will be chosen of each place.
+        """
+        del max_len, num_best
+
+    def wanted(self, num_best: int) -> Wanted:
+        """Describe passes of vectors that choose tokens, to be ready for them."""
+        vectors = self.pool.data.new_empty((0, self.config.hidden_size))
+        draws = SamplingPlan((), (), num_best, self._draft_vocab)
+        return Wanted(draws if self._draws_on_device else None, inputs=vectors)
 
     # -- what kinds of heads do -----------------------------------------------------------------
 
@@ -227,7 +254,7 @@ class HeadProposer(ABC):
             if not opened:
                 break
             queries = [self._query(trees[index], index, node, before) for index, node in opened]
-            self._expand([(trees[i], n) for i, n in opened], drafting.logits(queries))
+            self._expand([(trees[i], n) for i, n in opened], queries, drafting)
             before = {each: at for at, each in enumerate(opened)}
             nodes = self._next_level(trees, level + 1)
         return trees
@@ -248,11 +275,25 @@ class HeadProposer(ABC):
         parent = before[request, found.parent]
         return Query(request, found.level, parent, found.token_id, tree.path_slots(node))
 
-    def _expand(self, nodes: Sequence[tuple[TreeGrowth, int]], logits: Tensor) -> None:
-        found = choose(
-            nodes, logits, sample_rows(nodes), self._sampler,
-            independent=self._independent, draft_vocab=self._draft_vocab,
-        )  # fmt: skip
+    def _expand(
+        self,
+        nodes: Sequence[tuple[TreeGrowth, int]],
+        queries: Sequence[Query],
+        drafting: Drafting,
+    ) -> None:
+        rows = sample_rows(nodes)
+        draws = draws_of(nodes, rows, self._draft_vocab) if self._draws_on_device else None
+        scored = drafting.score(queries, draws)
+        if scored.best is not None:
+            has_scores = draws is not None and draws.num_best > 1
+            found = read_best(scored.best, has_scores=has_scores)
+        elif scored.tokens is not None:
+            found = drawn_alone(scored.tokens.choices())
+        else:
+            found = choose(
+                nodes, scored.logits, rows, self._sampler,
+                independent=self._independent, draft_vocab=self._draft_vocab,
+            )  # fmt: skip
         for (tree, node), best in zip(nodes, found, strict=True):
             tree.expand(node, best)
 

@@ -35,6 +35,7 @@ from .tree_growth import (
     TreeNodes,
     choose,
     drawn_alone,
+    draws_of,
     frontiers,
     sample_rows,
 )
@@ -62,6 +63,7 @@ class TreeGrower:
         # Asked once: whether an object keeps a protocol takes as long as a small matrix.
         self._device_sampler = sampler if isinstance(sampler, DeviceSampler) else None
         self._row_passes = None if independent else decoder.row_passes(pool)
+        self._draws = SamplingPlan((), ())  # of the last pass that chose tokens
         self._draws_on_device = self._device_sampler is not None and not independent
 
     def tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
@@ -129,7 +131,7 @@ class TreeGrower:
         The host waits once: when it reads the last pass, the others are over.
         """
         passes = [first]
-        while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.plan.max_draft]:
+        while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.most_levels]:
             passes.append(self._advance_on_device(trees, passes[-1], len(passes)))
         for level, each in enumerate(passes):
             assert not isinstance(each.found, Sequence)
@@ -142,16 +144,18 @@ class TreeGrower:
         self, trees: Sequence[TreeGrowth], before: Opened, num_ahead: int
     ) -> Opened:
         """Draw one more token for each chain, of which the device alone knows ``num_ahead``."""
-        segments = [
-            Segment([0], len(tree.scheduled.tokens) + num_ahead - 1, tree.scheduled.page_ids, 1)
-            for tree in trees
-        ]
+        segments = [self._segment_ahead(tree.scheduled, num_ahead) for tree in trees]
         assert not isinstance(before.found, Sequence)
         rows_before = {id(tree): row for row, (tree, _) in enumerate(before.nodes)}
         sources = np.array([rows_before[id(tree)] for tree in trees], np.int32)
         tokens = DeviceTokens(before.found.words, sources, self._decoder.config.vocab_size)
         roots = [(tree, ROOT) for tree in trees]
         return self.compute(segments, roots, tokens, num_ahead)
+
+    def _segment_ahead(self, scheduled: ScheduledRequest, num_ahead: int) -> Segment:
+        start = len(scheduled.tokens) + num_ahead - 1
+        state = self.state(scheduled, start)
+        return Segment([0], start, scheduled.page_ids, 1, state=state)
 
     def compute(
         self,
@@ -166,11 +170,16 @@ class TreeGrower:
             return Opened(nodes, self._best_of_rows(self._row_passes, segments, nodes, rows))
         page_size = self._pool.page_size
         batch = self._decoder.batch(segments, page_size=page_size, device_tokens=device_tokens)
-        draws = None
-        if self._draws_on_device and not any(tree.wants_best for tree, _ in nodes):
-            draws = SamplingPlan(rows, [1] * len(rows))
+        draws = self._draws_of(nodes, rows) if self._draws_on_device else None
         output = self._decoder.forward(batch, self._pool, Wanted(draws))
         return self._choose(nodes, rows, output)
+
+    def _draws_of(self, nodes: TreeNodes, rows: Sequence[SampleRow]) -> SamplingPlan:
+        """The tokens that a pass chooses; one that chooses none has the graph of others."""
+        if nodes:
+            self._draws = draws_of(nodes, rows)
+            return self._draws
+        return SamplingPlan((), (), self._draws.num_best)
 
     def _best_of_rows(
         self,
@@ -187,6 +196,8 @@ class TreeGrower:
         """Choose what may follow each node; it may be on the device still."""
         if output.tokens is not None or not nodes:
             return Opened(nodes, output.tokens or ())
+        if output.best is not None:
+            return Opened(nodes, output.best.bests())
         wants_best = any(tree.wants_best for tree, _ in nodes)
         if self._device_sampler is not None and not (wants_best or self._independent):
             begun = self._device_sampler.begin(output.logits, rows)

@@ -21,9 +21,10 @@ from ...core.execution.proposer import VerifiedRequest
 from ...core.execution.step_layout import spare_slots, table_slots
 from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
 from ...core.interface.plan import ScheduledRequest
+from ...core.ops.batch import SamplingPlan
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.rejection import SampledDraft, draw
-from ...core.sampling.sampler import DraftVocab, Sampler
+from ...core.sampling.sampler import DraftVocab, PendingBest, Sampler
 from ...core.sampling.verifier import Best, SampledToken
 from ..control.outcome import NUM_BEST, DraftNote
 from .gap_model import GapModel
@@ -408,6 +409,20 @@ def choose(
             tree.drawn_from.append(probs)
         return drawn_alone(choices)
     return drawn_alone(sampler.sample(logits, rows))
+
+
+def draws_of(
+    nodes: TreeNodes, rows: Sequence[SampleRow], draft_vocab: DraftVocab | None = None
+) -> SamplingPlan:
+    """The tokens that a pass with a row for each node may choose itself, as `choose` would."""
+    num_best = NUM_BEST if any(tree.wants_best for tree, _ in nodes) else 1
+    return SamplingPlan(rows, [1] * len(rows), num_best, draft_vocab)
+
+
+def read_best(best: PendingBest, *, has_scores: bool) -> list[Best]:
+    """Wait for what a pass chose; without scores it drew tokens alone."""
+    found = best.bests()
+    return found if has_scores else [each._replace(scores=()) for each in found]
 
 
 def drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:

@@ -20,7 +20,7 @@ import torch
 from foretoken.bench.common.report import write_json
 from foretoken.bench.common.roofline import Limits
 from foretoken.bench.common.shapes import write_config
-from foretoken.bench.lab.gpu import check, lab
+from foretoken.bench.lab.gpu import check, drafts, lab
 from foretoken.bench.lab.gpu import page as gpu_page
 from foretoken.bench.lab.gpu.bed import fill
 from foretoken.bench.lab.gpu.check import PARTS, Part
@@ -32,6 +32,7 @@ from foretoken.bench.lab.gpu.stage import SHAPES, Place, Result, Stage
 from foretoken.core.errors import ForetokenError
 from foretoken.core.model.opening import read_config
 from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.ops.native import native_library
 from foretoken.radix_cache import PrefixCache
 
 ROOT = Path(check.__file__).resolve().parents[3]
@@ -84,6 +85,18 @@ def test_the_script_rehearses_from_end_to_end_without_a_gpu(tmp_path: Path) -> N
     assert all(row["round"] > row["forward"] > 0 for row in rounds)
     assert [row["batch"] for row in launched] == [2]
     assert "A rehearsal without a GPU" in done.stdout
+
+
+def test_passes_of_drafts_are_priced_by_their_requests(tmp_path: Path) -> None:
+    stage = make_stage(tmp_path)
+    drafts.run(stage)
+    assert not stage.result.errors
+    rows = stage.result.tables[drafts.TABLE]
+    found = {(row["drafter"], row["requests"]) for row in rows}
+    heads = {(kind, count) for kind in ("eagle3", "block") for count in (1, 2)}
+    copies = {("self", 1), ("self", 2)} if native_library() is not None else set()
+    assert found == heads | copies
+    assert all(row["ms a pass"] > 0 for row in rows)  # type: ignore[operator]
 
 
 def test_the_script_names_the_packages_that_are_missing(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ PARTS: dict[str, Part] = {
     "equality": Part("Equal bits, equal streams", "equality:run", 100),
     "decode": Part("Decoding", "decode:run", 105),
     "verify": Part("Verifying drafts", "verify:run", 60),
+    "drafts": Part("Passes of drafts", "drafts:run", 60),
     "prefill": Part("Prompts", "prefill:run", 45),
     "speculation": Part("Speculation", "speculation:run", 60),
     "sharing": Part("Shared prefixes", "serving:run_sharing", 45),

@@ -73,7 +73,7 @@ class Choice:
 
 def choices(out_features: int, in_features: int, num_rows: int, *, is_int8: bool) -> list[Choice]:
     """Choices to time: the one in use, then other stages and rows of it, then other tiles."""
-    used = linear_tiles(out_features, in_features, torch.bfloat16, is_int8=is_int8)
+    used = linear_tiles(out_features, in_features, torch.bfloat16, bits=8 if is_int8 else 0)
     launch = linear_launch(used, out_features, num_rows)
     others = [(used, replace(launch, num_stages=stages)) for stages in (3, 4, 5, 6)]
     heights = (FEW_ROWS,) if is_int8 or num_rows <= FEW_ROWS else (FEW_ROWS, MANY_ROWS)

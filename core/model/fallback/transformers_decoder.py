@@ -354,7 +354,7 @@ class TransformersDecoder(PagedDecoder):
             "text config": json.dumps(values, sort_keys=True, default=str),
         }
 
-    def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
+    def warm_up(self, pool: KVPool, max_len: int, wanted: Wanted = NOTHING_MORE) -> None:
         """Do nothing: the first pass is as fast as any."""
 
     def hooked(self) -> AbstractContextManager[None]:

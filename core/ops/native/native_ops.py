@@ -78,8 +78,10 @@ class NativeOps:
         torch.set_num_threads(count)
         self.library.set_threads(count)
 
-    def compile_forward(self, weights: DecoderWeights) -> NativeStep:
-        """All layers in one call."""
+    def compile_forward(self, weights: DecoderWeights) -> NativeStep | None:
+        """All layers in one call, unless their rows are joined."""
+        if weights.joined is not None:
+            return None
         return NativeStep(self.library, weights)
 
     def pack_linear(
@@ -89,8 +91,15 @@ class NativeOps:
         quantize: Quantize = "none" if plain else self.quantize
         return pack_linear(self.library, weight, bias, quantize, products=self.products)
 
-    def rough_copy(self, weight: PackedLinear) -> PackedLinear:
-        """The weight in 4 bits. Raises ValueError where it has fewer than 8."""
+    def rough_copy(
+        self,
+        weight: PackedLinear,
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> PackedLinear:
+        """The weight in 4 bits; activations are rounded to 8 of any dtype.
+
+        Raises ValueError where it has fewer than 8.
+        """
         assert isinstance(weight, NativeLinear)
         return rough_copy(self.library, weight)
 

@@ -30,7 +30,7 @@ from ..base import (
     TokenInputs,
     TokenInputWeights,
 )
-from ..batch import Taps, Wanted
+from ..batch import NOTHING_MORE, Wanted
 from ..kv_pool import KVPool
 from ..lora import AdaptedRows, LoraWeights
 from .experts import ExpertStructs
@@ -279,9 +279,7 @@ class NativeStep:
         pool: KVPool,
         heads: HeadLayout,
         ropes: tuple[Rope, ...],
-        taps: Taps,
-        *,
-        is_given: bool = False,
+        wanted: Wanted = NOTHING_MORE,
     ) -> None:
         """Do nothing: the first call is as fast as any."""
 

@@ -47,7 +47,7 @@ from .graph.graphs import MakeGraph, cuda_graphs
 from .graph.plan import DevicePlan, Geometry, TritonPlan, power_of_two
 from .graph.step import TritonStep
 from .linear.experts import ExpertTables, run_experts
-from .linear.tiled_linear import TiledLinear, pack_tiled, tiled_linear
+from .linear.tiled_linear import TiledLinear, pack_tiled, rough_copy, tiled_linear
 from .sampling.sampler import TritonSampler
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,10 @@ class TritonOps:
         if self.exact == "off" and (plain or self.quantize == "none"):
             return PackedLinear(weight.contiguous(), bias, packed=False)
         return pack_tiled(weight, bias, is_int8=not plain and self.quantize == "int8")
+
+    def rough_copy(self, weight: PackedLinear, dtype: torch.dtype) -> TiledLinear:
+        """The same weight in 4 bits, for drafts; raises ValueError for one of fewer than 8."""
+        return rough_copy(weight, dtype)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """``[T, in_features] -> [T, out_features]``."""

@@ -108,7 +108,7 @@ def levels(
         )  # fmt: skip
         drafting = proposer.begin([DraftStart(scheduled, 0, feature)], 1)
         found = [
-            drafting.logits([Query(0, level, level - 1 if not level else 0, token_id)])[0]
+            drafting.score([Query(0, level, 0 if level else -1, token_id)], None).logits[0]
             for level, token_id in enumerate([token_ids[-1], *drafted])
         ]
     assert torch.equal(pool.data.view(torch.uint8), kept.view(torch.uint8))  # nothing is written

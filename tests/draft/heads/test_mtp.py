@@ -102,7 +102,7 @@ class Levels:
                 at = last + level
                 slots.append(pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)
             query = Query(0, level, level - 1 if not level else 0, token_id, tuple(slots))
-            found.append(drafting.logits([query])[0])
+            found.append(drafting.score([query], None).logits[0])
         return found
 
     def _write(self, token_ids: list[int], pages: array[int]) -> Tensor:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ....sampling.gumbel import vocabulary_hashes
+from ....sampling.sampler import DraftVocab
 from ...base import DecoderWeights, LayersOutput, Ops
 from ...batch import SamplingPlan
 from ..graph_inputs import GraphInputs, HostFields
-from ..sampling.sampler import TritonPendingTokens, TritonSampler
+from ..sampling.sampler import TritonPendingBest, TritonPendingTokens, TritonSampler
 from .input_fields import fill_controls
 
 # Rows. What is launched behind more of them is asked for while they are computed, and the logits
@@ -28,7 +29,8 @@ class GraphOutputs(NamedTuple):
     hidden: Tensor  # [bucket, hidden]
     taps: Tensor | None = None  # [bucket, num_taps * hidden]
     logits: Tensor | None = None  # [bucket, vocab] float32, of its logit rows
-    winners: Tensor | None = None  # [bucket] int64; void at places that are not there
+    winners: Tensor | None = None  # int64 [bucket], or [bucket, num_best]; void where no place is
+    draft_vocab: DraftVocab | None = None  # the tokens that the logits are of, if not all
 
     @classmethod
     def of(cls, layers: LayersOutput) -> GraphOutputs:
@@ -42,11 +44,16 @@ class GraphOutputs(NamedTuple):
         """
         num_logits = len(logit_rows)
         logits = None if self.logits is None else self.logits[:num_logits]
-        tokens = None
+        tokens, best = None, None
         if self.winners is not None and has_chosen:
-            tokens = TritonPendingTokens(self.winners[:num_logits], {})
+            winners = self.winners[:num_logits]
+            if winners.ndim > 1 or self.draft_vocab is not None:
+                winners = winners.view(num_logits, -1)
+                best = TritonPendingBest(winners, {}, self.draft_vocab)
+            else:
+                tokens = TritonPendingTokens(winners, {})
         taps = None if self.taps is None else self.taps[:num_rows]
-        return LayersOutput(self.hidden[:num_rows], logit_rows, logits, tokens, taps)
+        return LayersOutput(self.hidden[:num_rows], logit_rows, logits, tokens, taps, best)
 
 
 class FusedLmHead:
@@ -54,13 +61,27 @@ class FusedLmHead:
 
     Edited rows are not for graphs: there may be any number of edits, and a constraint's mask is as
     long as the vocabulary. Where a pass has one, its graph leaves the logits and chooses nothing.
+    ``num_best``: tokens of each place that it chooses. ``draft_vocab``: those that the output layer
+    is of, unless it is of all.
     """
 
-    def __init__(self, ops: Ops, weights: DecoderWeights, sampler: TritonSampler) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        weights: DecoderWeights,
+        sampler: TritonSampler,
+        num_best: int = 1,
+        draft_vocab: DraftVocab | None = None,
+    ) -> None:
         self._ops, self._weights, self._sampler = ops, weights, sampler
+        self._num_best, self._draft_vocab = num_best, draft_vocab
         self._vocab_size, device = len(weights.embedding), weights.embedding.device
         # Made before a graph is captured, and held: the graph reads it where it is.
-        self._hashes = vocabulary_hashes(self._vocab_size, device)
+        self._hashes = (
+            vocabulary_hashes(self._vocab_size, device)
+            if draft_vocab is None
+            else draft_vocab.hashes
+        )
 
     def compute(self, layers: LayersOutput, graph_inputs: GraphInputs) -> GraphOutputs:
         """Compute logits and winners of [bucket] rows, by the controls in the inputs."""
@@ -68,14 +89,14 @@ class FusedLmHead:
         rows = hidden.index_select(0, fields["logit_rows"])
         logits = self._ops.logits(rows, self._weights.lm_head, self._weights.logit_cap)
         winners = self._sampler.gumbel_argmax(
-            logits, fields["controls"], fields["cuts"], self._hashes
+            logits, fields["controls"], fields["cuts"], self._hashes, self._num_best
         )
-        return GraphOutputs(hidden, layers.taps, logits, winners)
+        return GraphOutputs(hidden, layers.taps, logits, winners, self._draft_vocab)
 
     def fill(self, to: HostFields, draws: SamplingPlan | None, num_logits: int) -> bool:
         """Write what is to be chosen; whether all of it will be."""
         controls = None
-        if draws is not None and num_logits > 0:
+        if draws is not None and num_logits > 0 and draws.num_best == self._num_best:
             controls = self._sampler.plain_controls(draws, num_logits, self._vocab_size)
         fill_controls(to, controls)
         return controls is not None

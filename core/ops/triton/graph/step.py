@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import functional as F
 
+from ....sampling.sampler import DraftVocab
 from ...adapted import adapted_ops
 from ...base import (
     AttentionWeights,
@@ -24,7 +25,7 @@ from ...base import (
     Ops,
     Rope,
 )
-from ...batch import Taps, Wanted
+from ...batch import NOTHING_MORE, Taps, Wanted
 from ...kv_pool import KVPool
 from ...layers import run_layers
 from ...lora import AdaptedRows
@@ -55,13 +56,28 @@ class _Shape(NamedTuple):
     """The kind of pass that a graph computes.
 
     ``has_wide``: whether rows may be of long chunks. ``is_given``: whether they may begin with
-    vectors of the pass (`Wanted.inputs`).
+    vectors of the pass (`Wanted.inputs`). ``num_best``: tokens that it chooses of each place; 0:
+    it ends with the layers. ``draft_vocab``: as `SamplingPlan`'s.
     """
 
     bucket: int  # rows
     has_wide: bool
     taps: Taps
     is_given: bool = False
+    num_best: int = 1
+    draft_vocab: DraftVocab | None = None
+
+    @classmethod
+    def of(cls, bucket: int, wanted: Wanted, *, has_wide: bool) -> _Shape:
+        """The kind of a pass. Where many rows are, and beside vectors unless tokens are wanted of
+        them, tokens are chosen behind it."""
+        is_given, draws = wanted.inputs is not None, wanted.draws
+        is_bare = wanted.hidden_alone or (is_given and draws is None)
+        if bucket > MAX_ROWS or has_wide or is_bare:
+            return cls(bucket, has_wide, wanted.taps, is_given, 0)
+        if draws is None:
+            return cls(bucket, has_wide, wanted.taps, is_given)
+        return cls(bucket, has_wide, wanted.taps, is_given, draws.num_best, draws.draft_vocab)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,7 +210,7 @@ class TritonStep:
         num_rows = len(token_ids)
         bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
         if bucket is not None and not adapted:
-            shape = _Shape(bucket, plan.has_wide, wanted.taps, wanted.inputs is not None)
+            shape = _Shape.of(bucket, wanted, has_wide=plan.has_wide)
             captured = self._captured(plan.geometry, shape)
             if captured is not None and captured.fits(plan, works):
                 return captured.run(plan, works, wanted)
@@ -219,9 +235,7 @@ class TritonStep:
         pool: KVPool,
         heads: HeadLayout,
         ropes: tuple[Rope, ...],
-        taps: Taps,
-        *,
-        is_given: bool = False,
+        wanted: Wanted = NOTHING_MORE,
     ) -> None:
         """Capture every graph over a pool, the largest first: the others fit in its memory."""
         warm_up_device_tokens(len(self._weights.embedding), pool.data.device)
@@ -231,7 +245,7 @@ class TritonStep:
             del self._graphs[pool]  # they read tables that have become too short
         for bucket in reversed(BUCKETS):
             for has_wide in (True, False) if bucket > NARROW_LEN else (False,):
-                self._captured(geometry, _Shape(bucket, has_wide, taps, is_given))
+                self._captured(geometry, _Shape.of(bucket, wanted, has_wide=has_wide))
 
     def _say(self, plan: TritonPlan) -> None:
         """Once: such passes take longer."""
@@ -267,13 +281,12 @@ class TritonStep:
     def _capture(
         self, make_graph: MakeGraph, geometry: Geometry, shared: _PoolGraphs, shape: _Shape
     ) -> _Captured:
-        """Capture a graph; with the output layer if rows are few and memory suffices for logits.
-
-        Who gives vectors chooses tokens himself.
-        """
-        if shape.bucket <= MAX_ROWS and not (shape.has_wide or shape.is_given):
+        """Capture a graph; with the output layer if that is wanted and memory suffices for it."""
+        if shape.num_best:
             try:
-                head = FusedLmHead(self._ops, self._weights, self._sampler)
+                head = FusedLmHead(
+                    self._ops, self._weights, self._sampler, shape.num_best, shape.draft_vocab
+                )
                 return self._record(make_graph(), geometry, shared, shape, head)
             except Exception:
                 logger.warning(
@@ -289,7 +302,7 @@ class TritonStep:
         shape: _Shape,
         head: FusedLmHead | None,
     ) -> _Captured:
-        pool, windows, (bucket, has_wide, taps, is_given) = geometry.pool, self._windows, shape
+        pool, windows, (bucket, has_wide, taps, is_given, *_) = geometry.pool, self._windows, shape
         num_words = shared.num_words(bucket, pool.page_size, len(windows))
         room = fields(bucket, len(windows), num_words, bucket if head else 0)
         graph_inputs = GraphInputs(room, pool.data.device, num_hosts=NUM_BUFFERS)

@@ -17,7 +17,7 @@ from ...base import ExpertWeights, Ops, PackedLinear, Routing
 from ...layers import run_mlp
 from .experts_kernels import add_up_kernel, expert_linear_kernel, route_kernel, sort_kernel
 from .tiled_linear import TiledLinear
-from .tiles import FEW_ROWS
+from .tiles import FEW_ROWS, Bits, step_inputs
 
 COLUMNS = 64  # outputs of a tile
 NEIGHBOURS = 16  # tiles of rows that are computed beside each other for one tile of a weight
@@ -41,8 +41,9 @@ class ExpertMatrices:
     """One matrix of every expert, all of one shape: where each lies on the device."""
 
     weights: Addresses
-    scales: Addresses | None  # of int8 weights
+    scales: Addresses | None  # of weights of few bits
     biases: Addresses | None
+    bits: Bits
 
     @classmethod
     def of(cls, matrices: Sequence[PackedLinear]) -> ExpertMatrices:
@@ -52,6 +53,7 @@ class ExpertMatrices:
             weights=Addresses([each.weight for each in matrices]),
             scales=_addresses(scales),
             biases=_addresses([each.bias for each in matrices]),
+            bits=matrices[0].tiles.bits if isinstance(matrices[0], TiledLinear) else 0,
         )
 
 
@@ -156,7 +158,7 @@ def _linear(x: Tensor, by_expert: _Sorted, matrices: ExpertMatrices, *, sharers:
         weights.like, x if scales is None else scales.like, out,
         num_tiles, x.shape[1], out_features,
         **expert_constants(
-            x.dtype, x.shape[1], sharers=sharers, is_int8=scales is not None,
+            x.dtype, x.shape[1], sharers=sharers, bits=matrices.bits,
             has_bias=biases is not None,
         ),
         **EXPERT_OPTIONS,
@@ -165,10 +167,10 @@ def _linear(x: Tensor, by_expert: _Sorted, matrices: ExpertMatrices, *, sharers:
 
 
 def expert_constants(
-    dtype: torch.dtype, in_features: int, *, sharers: int, is_int8: bool, has_bias: bool
+    dtype: torch.dtype, in_features: int, *, sharers: int, bits: Bits, has_bias: bool
 ) -> dict[str, int]:
     """Constants that `expert_linear_kernel` is compiled with."""
-    inner = 32 if dtype == torch.float32 else 128 if is_int8 else 64
+    inner = step_inputs(dtype, bits)
     return {
         "SHARERS": sharers,
         "TILE_ROWS": FEW_ROWS,
@@ -176,7 +178,7 @@ def expert_constants(
         "TILE_IN": inner,
         "NEIGHBOURS": NEIGHBOURS,
         "IS_EVEN": in_features % inner == 0,
-        "IS_INT8": is_int8,
+        "BITS": bits,
         "HAS_BIAS": has_bias,
     }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .linear import add_products, scaled_and_biased
+from .linear import add_products, numbers_of, scaled_and_biased
 
 
 @triton.jit
@@ -174,10 +174,10 @@ def expert_linear_kernel(
     order_ptr,  # [num_pairs]
     tiles_ptr,  # [num_tiles, 3], as `sort_kernel` leaves them
     weights_ptr,  # [num_experts] int64: addresses of weights, each as `linear_kernel` has it
-    scales_ptr,  # likewise, of [OUT] float32, read where IS_INT8
+    scales_ptr,  # likewise, of its scales, read where BITS
     biases_ptr,  # likewise, of [OUT], read where HAS_BIAS
-    items_ptr,  # int16, where IS_INT8 a tensor of these; else x
-    floats_ptr,  # a tensor of float32
+    items_ptr,  # a tensor of a weight's type
+    floats_ptr,  # of its scales' type
     out_ptr,  # [num_pairs, OUT]
     num_tiles,
     IN,
@@ -188,7 +188,7 @@ def expert_linear_kernel(
     TILE_IN: tl.constexpr,
     NEIGHBOURS: tl.constexpr,  # tiles that share what is read of a weight
     IS_EVEN: tl.constexpr,  # whether TILE_IN divides IN
-    IS_INT8: tl.constexpr,
+    BITS: tl.constexpr,  # of a weight, 8 or 4; 0: it is plain
     HAS_BIAS: tl.constexpr,
 ):
     """Some outputs of rows of one expert. A sum is made by one program, in one order."""
@@ -203,30 +203,31 @@ def expert_linear_kernel(
     pair = tl.load(order_ptr + place, mask=is_row, other=0).to(tl.int64)
 
     num_steps = tl.cdiv(IN, TILE_IN)
-    WIDTH: tl.constexpr = TILE_IN // 2 if IS_INT8 else TILE_IN
+    WIDTH: tl.constexpr = TILE_IN * BITS // 16 if BITS else TILE_IN
     column = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     inner = tl.arange(0, WIDTH)
     is_column = column < OUT
     x_at = x_ptr + (pair // SHARERS)[:, None] * IN + inner[None, :]
-    stride = num_steps * WIDTH if IS_INT8 else IN
+    stride = num_steps * WIDTH if BITS else IN
     from_column = tl.minimum(column, OUT - 1).to(tl.int64)
     weight_ptr = address_of(weights_ptr, expert, items_ptr)
     weight_at = weight_ptr + from_column[:, None] * stride + inner[None, :]
-    if IS_INT8:
+    if BITS:
         total = tl.zeros([TILE_OUT, TILE_ROWS], tl.float32)
     else:
         total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
+    scale_ptr = address_of(scales_ptr, expert, floats_ptr) if BITS else floats_ptr
+    numbers_at = numbers_of(scale_ptr, from_column, num_steps, BITS)
     for step in range(num_steps):
         total = add_products(
-            total, x_at, weight_at, step, is_row, inner, IN, TILE_IN, IS_EVEN, IS_INT8, ""
+            total, x_at, weight_at, numbers_at, step, is_row, inner, IN, TILE_IN, IS_EVEN, BITS, ""
         )
-    if IS_INT8:
+    if BITS:
         total = tl.trans(total)
 
     bias_ptr = address_of(biases_ptr, expert, x_ptr) if HAS_BIAS else x_ptr
-    scale_ptr = address_of(scales_ptr, expert, floats_ptr) if IS_INT8 else floats_ptr
     total = scaled_and_biased(
-        total, scale_ptr, bias_ptr, column, is_column, TILE_ROWS, TILE_OUT, IS_INT8, HAS_BIAS
+        total, scale_ptr, bias_ptr, column, is_column, TILE_ROWS, TILE_OUT, BITS, HAS_BIAS
     )
     at = pair[:, None] * OUT + column[None, :]
     is_out = is_row[:, None] & is_column[None, :]

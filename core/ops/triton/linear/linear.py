@@ -46,6 +46,37 @@ def halves_of(words, dtype: tl.constexpr):
 
 
 @triton.jit
+def levels_of(words, dtype: tl.constexpr):
+    """The four levels, 0 to 15, of int16 ``words``, the lowest bits first, each as ``dtype``."""
+    if dtype == tl.bfloat16:
+        # As in `halves_of`: 128 and four bits of its fraction, less 128.
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            """{
+                .reg .b32 bits, one, less;
+                mov.b32 one, 0x3F803F80;
+                mov.b32 less, 0xC300C300;
+                lop3.b32 bits, $4, 0x000F000F, 0x43004300, 0xEA;
+                fma.rn.bf16x2 $0, bits, one, less;
+                shr.u32 bits, $4, 4;
+                lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
+                fma.rn.bf16x2 $1, bits, one, less;
+                shr.u32 bits, $4, 8;
+                lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
+                fma.rn.bf16x2 $2, bits, one, less;
+                shr.u32 bits, $4, 12;
+                lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
+                fma.rn.bf16x2 $3, bits, one, less;
+            }""",
+            "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        first, second = (words & 15).to(dtype), ((words >> 4) & 15).to(dtype)
+        third, fourth = ((words >> 8) & 15).to(dtype), ((words >> 12) & 15).to(dtype)
+    return first, second, third, fourth
+
+
+@triton.jit
 def x_tile(x_at, is_row, inner, num_inner, IS_EVEN: tl.constexpr):
     """Rows of x; zeros where there are none, or no input."""
     if IS_EVEN:
@@ -54,20 +85,85 @@ def x_tile(x_at, is_row, inner, num_inner, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def add_products(
-    total, x_at, weight_at, step, is_row, inner, IN,
-    TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, IS_INT8: tl.constexpr, POLICY: tl.constexpr,
+def column_of(numbers, place: tl.constexpr):
+    """One column ``[OUT, 1]`` of ``numbers`` [OUT, 8]."""
+    is_it = (tl.arange(0, 8) == place)[None, :]
+    return tl.sum(tl.where(is_it, numbers, 0.0), 1).to(numbers.dtype)[:, None]
+
+
+@triton.jit
+def spread_levels(levels, scale, minimum):
+    """``levels`` [OUT, WIDTH] times a scale, plus a minimum, of each output [OUT, 1]."""
+    if levels.dtype == tl.bfloat16:  # two at a time, which the compiler does not see
+        weight = tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [levels, scale, minimum],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        weight = levels * scale + minimum
+    return weight
+
+
+@triton.jit
+def add_group(
+    total, levels, numbers, x_at, is_row, inner, num_inner,
+    place: tl.constexpr, IS_EVEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """``total`` and what one step's inputs add to it; turned where the weight is int8."""
-    WIDTH: tl.constexpr = TILE_IN // 2 if IS_INT8 else TILE_IN
+    """``total`` and what one group of a step's inputs adds, the one at ``place`` of four."""
+    x = x_tile(x_at + place * WIDTH, is_row, inner, num_inner - place * WIDTH, IS_EVEN)
+    weight = spread_levels(levels, column_of(numbers, place), column_of(numbers, place + 4))
+    return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+
+
+@triton.jit
+def add_rough_products(
+    total, x_at, weight_at, numbers_at, step, is_row, inner, IN,
+    TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """`add_products` of four levels in each word, of groups with a scale and a minimum."""
+    WIDTH: tl.constexpr = TILE_IN // 4
+    at, rest = x_at + step * TILE_IN, IN - step * TILE_IN
+    words = tl.load(weight_at + step * WIDTH, eviction_policy=POLICY)
+    numbers = tl.load(numbers_at + step * 8, eviction_policy=POLICY)
+    first, second, third, fourth = levels_of(words, x_at.dtype.element_ty)
+    total = add_group(total, first, numbers, at, is_row, inner, rest, 0, IS_EVEN, WIDTH)
+    total = add_group(total, second, numbers, at, is_row, inner, rest, 1, IS_EVEN, WIDTH)
+    total = add_group(total, third, numbers, at, is_row, inner, rest, 2, IS_EVEN, WIDTH)
+    return add_group(total, fourth, numbers, at, is_row, inner, rest, 3, IS_EVEN, WIDTH)
+
+
+@triton.jit
+def add_products(
+    total, x_at, weight_at, numbers_at, step, is_row, inner, IN,
+    TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """``total`` and what one step's inputs add to it; turned where the weight is of few bits."""
+    if BITS == 4:
+        total = add_rough_products(
+            total, x_at, weight_at, numbers_at, step, is_row, inner, IN, TILE_IN, IS_EVEN, POLICY
+        )
+    else:
+        total = add_exact_products(
+            total, x_at, weight_at, step, is_row, inner, IN, TILE_IN, IS_EVEN, BITS, POLICY
+        )
+    return total
+
+
+@triton.jit
+def add_exact_products(
+    total, x_at, weight_at, step, is_row, inner, IN,
+    TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """`add_products` of a plain weight, or of two int8 in each word."""
+    WIDTH: tl.constexpr = TILE_IN // 2 if BITS == 8 else TILE_IN
     lo = step * TILE_IN
     x = x_tile(x_at + lo, is_row, inner, IN - lo, IS_EVEN)
-    if IS_EVEN or IS_INT8:
+    if IS_EVEN or BITS == 8:
         weight = tl.load(weight_at + step * WIDTH, eviction_policy=POLICY)
     else:
         is_inner = (inner < IN - lo)[None, :]
         weight = tl.load(weight_at + lo, mask=is_inner, other=0.0, eviction_policy=POLICY)
-    if IS_INT8:
+    if BITS == 8:
         x_high = x_tile(x_at + lo + WIDTH, is_row, inner, IN - lo - WIDTH, IS_EVEN)
         low, high = halves_of(weight, x.dtype)
         total = tl.dot(low, tl.trans(x), total, input_precision="ieee")
@@ -80,13 +176,13 @@ def add_products(
 @triton.jit
 def scaled_and_biased(
     total, scale_ptr, bias_ptr, column, is_column,
-    TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, IS_INT8: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, BITS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Outputs from sums [TILE_ROWS, TILE_OUT]."""
     bias = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
     if HAS_BIAS:
         bias += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if IS_INT8:
+    if BITS == 8:
         scale = tl.load(scale_ptr + column, mask=is_column, other=0.0)[None, :]
         # Rounded once, whether a compiler likes to join the two or not.
         total = tl.fma(total, tl.broadcast_to(scale, [TILE_ROWS, TILE_OUT]), bias)
@@ -95,11 +191,21 @@ def scaled_and_biased(
     return total
 
 
+@triton.jit
+def numbers_of(scale_ptr, column, num_steps, BITS: tl.constexpr):
+    """Point to the scales and minima of outputs, eight for each step; void but for 4 bits."""
+    if BITS == 4:
+        numbers_at = scale_ptr + (column * num_steps * 8)[:, None] + tl.arange(0, 8)[None, :]
+    else:
+        numbers_at = scale_ptr
+    return numbers_at
+
+
 @triton.jit(do_not_specialize=["num_rows", "pieces"])
 def linear_kernel(
     x_ptr,  # [num_rows, IN]
-    weight_ptr,  # [OUT, IN]; or two int8 in one of [OUT, steps * TILE_IN / 2]
-    scale_ptr,  # [OUT] float32, read where IS_INT8
+    weight_ptr,  # [OUT, IN]; or int16 of BITS each in [OUT, steps * TILE_IN * BITS / 16]
+    scale_ptr,  # where BITS is 8 [OUT] float32; where it is 4 [OUT, steps, 8], see `add_group`
     bias_ptr,  # [OUT], read where HAS_BIAS
     out_ptr,  # [num_rows, OUT]
     parts_ptr,  # [pieces, num_rows, OUT] float32, used where IS_APART
@@ -115,7 +221,7 @@ def linear_kernel(
     IS_APART: tl.constexpr,  # whether each has a program of its own
     NEIGHBOURS: tl.constexpr,  # tiles of rows that share what is read of a weight
     IS_EVEN: tl.constexpr,  # whether TILE_IN divides IN
-    IS_INT8: tl.constexpr,
+    BITS: tl.constexpr,  # of a weight, 8 or 4; 0: it is plain
     HAS_BIAS: tl.constexpr,
     POLICY: tl.constexpr,  # how the cache treats the weight
     IS_CHAINED: tl.constexpr,
@@ -127,16 +233,17 @@ def linear_kernel(
     column_tile = tl.program_id(1) // pieces if IS_APART else tl.program_id(1)
     piece = tl.program_id(1) % pieces if IS_APART else 0
     num_steps = tl.cdiv(IN, TILE_IN)
-    WIDTH: tl.constexpr = TILE_IN // 2 if IS_INT8 else TILE_IN
+    WIDTH: tl.constexpr = TILE_IN * BITS // 16 if BITS else TILE_IN
     row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = column_tile * TILE_OUT + tl.arange(0, TILE_OUT)
     inner = tl.arange(0, WIDTH)
     is_row, is_column = row < num_rows, column < OUT
     x_at = x_ptr + row.to(tl.int64)[:, None] * IN + inner[None, :]
-    stride = num_steps * WIDTH if IS_INT8 else IN
+    stride = num_steps * WIDTH if BITS else IN
     # Columns that are not there read the last one again: they are not stored.
     from_column = tl.minimum(column, OUT - 1).to(tl.int64)
     weight_at = weight_ptr + from_column[:, None] * stride + inner[None, :]
+    numbers_at = numbers_of(scale_ptr, from_column, num_steps, BITS)
 
     steps = tl.cdiv(num_steps, pieces)  # of a piece; the last may have fewer
     if IS_CHAINED:
@@ -144,7 +251,7 @@ def linear_kernel(
         prefetch(weight_ptr + from_column[:, None] * stride + ahead[None, :])
         begin(IS_CHAINED)
     stop = tl.minimum((piece + 1) * steps, num_steps) if IS_APART else num_steps
-    if IS_INT8:
+    if BITS:
         total = tl.zeros([TILE_OUT, TILE_ROWS], tl.float32)
     else:
         total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
@@ -152,8 +259,9 @@ def linear_kernel(
     end = steps  # of the piece that is being added up
     for step in range(piece * steps, stop):
         part = add_products(
-            part, x_at, weight_at, step, is_row, inner, IN, TILE_IN, IS_EVEN, IS_INT8, POLICY
-        )
+            part, x_at, weight_at, numbers_at, step, is_row, inner, IN,
+            TILE_IN, IS_EVEN, BITS, POLICY,
+        )  # fmt: skip
         # Not a loop around this one, which would wait for its first bytes once per piece.
         if IS_CUT and not IS_APART:  # noqa: SIM102  (decided by the compiler; the other is not)
             if step + 1 == end:
@@ -161,7 +269,7 @@ def linear_kernel(
                 part = tl.zeros_like(part)
                 end += steps
     total += part
-    if IS_INT8:
+    if BITS:
         total = tl.trans(total)
 
     is_out = is_row[:, None] & is_column[None, :]
@@ -179,6 +287,6 @@ def linear_kernel(
             part_at = parts_ptr + each * part_size + at
             total += tl.load(part_at, mask=is_out, other=0.0, cache_modifier=".cg")
     total = scaled_and_biased(
-        total, scale_ptr, bias_ptr, column, is_column, TILE_ROWS, TILE_OUT, IS_INT8, HAS_BIAS
+        total, scale_ptr, bias_ptr, column, is_column, TILE_ROWS, TILE_OUT, BITS, HAS_BIAS
     )
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_out)

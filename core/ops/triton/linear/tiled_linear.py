@@ -1,7 +1,8 @@
-"""TiledLinear: a weight for `linear_kernel`, plain or as int8, and its call."""
+"""TiledLinear: a weight for `linear_kernel`, plain, as int8 or in 4 bits, and its call."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,36 +11,100 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources as OutOfResources  # to whoever tries launches
 
 from ...base import PackedLinear
-from ...quantize import quantize_weight
+from ...quantize import GROUP, quantize_weight, round_to_levels
 from ..chain import chained
 from .linear import linear_kernel
-from .tiles import FEW_COLUMNS, LinearLaunch, LinearTiles, linear_launch, linear_tiles
+from .tiles import (
+    FEW_COLUMNS,
+    ROUGH_STEP,
+    LinearLaunch,
+    LinearTiles,
+    linear_launch,
+    linear_tiles,
+)
+
+ROUNDED_AT_ONCE = 2**24  # numbers of a weight: bounds what a rough copy takes besides
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledLinear(PackedLinear):
-    """``weight`` [out_features, in_features] of the activations' dtype, or int8 in pairs.
+    """``weight`` [out_features, in_features] of the activations' dtype, or of few bits.
 
-    A pair is an int16 with an input of a step's first half below and of its second half above, so
-    that a tensor core takes both halves as they come: [out_features, steps * inner / 2].
+    Of few bits it is int16 ``[out_features, steps * inner * bits / 16]``. Of int8 a word has an
+    input of a step's first half below and of its second half above, so that a tensor core takes
+    both halves as they come; of 4 bits likewise one of each quarter, which is a group.
     """
 
-    scale: Tensor | None  # [out_features] float32
+    scale: Tensor | None  # [out_features] float32; of 4 bits [out_features, steps, 8]: the scales
+    # of the four groups, then their minima, in the activations' dtype
     tiles: LinearTiles
     arrived: Tensor  # pieces per tile of the output: zeros but within a call, one call at a time
+
+    @property
+    def num_weights(self) -> int:
+        """Weights, those included that fill up a step."""
+        words = self.weight.numel()
+        return words * 16 // self.tiles.bits if self.tiles.bits else words
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight and its scales."""
+        return self.weight.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
 def pack_tiled(weight: Tensor, bias: Tensor | None, *, is_int8: bool = False) -> TiledLinear:
     """Lay out ``[out_features, in_features]``, quantised per output if asked."""
     out_features, in_features = weight.shape
-    tiles = linear_tiles(out_features, in_features, weight.dtype, is_int8=is_int8)
+    tiles = linear_tiles(out_features, in_features, weight.dtype, bits=8 if is_int8 else 0)
     items, scale = weight.contiguous(), None
     if is_int8:
         quantized = quantize_weight(weight, "int8")
         items, scale = _pairs(quantized.values, tiles.inner), quantized.scale
-    num_counts = -(-out_features // FEW_COLUMNS)
-    arrived = torch.zeros(num_counts, dtype=torch.int32, device=weight.device)
-    return TiledLinear(items, bias, True, scale, tiles, arrived)
+    return TiledLinear(items, bias, True, scale, tiles, _no_arrivals(items))
+
+
+def rough_copy(packed: PackedLinear, dtype: torch.dtype) -> TiledLinear:
+    """The same weight in 4 bits, for activations of ``dtype``: for drafts; the bias is shared.
+
+    Takes weights of 8 bits or more; raises ValueError for others.
+    """
+    rows = max(1, ROUNDED_AT_ONCE * len(packed.weight) // packed.num_weights)
+    parts = [_rounded(part, dtype) for part in _plain_parts(packed, rows)]
+    words, numbers = (torch.cat(each) for each in zip(*parts, strict=True))
+    in_features = ROUGH_STEP * numbers.shape[1]
+    tiles = linear_tiles(len(words), in_features, dtype, bits=4)
+    return TiledLinear(words, packed.bias, True, numbers, tiles, _no_arrivals(words))
+
+
+def _plain_parts(packed: PackedLinear, num_rows: int) -> Iterator[Tensor]:
+    """The weight in float32, so many rows at once."""
+    bits = packed.tiles.bits if isinstance(packed, TiledLinear) else 0
+    if bits == 4:
+        raise ValueError("a weight of fewer than 8 bits has no rough copy")
+    for start in range(0, len(packed.weight), num_rows):
+        rows = slice(start, start + num_rows)
+        part = packed.weight[rows]
+        if isinstance(packed, TiledLinear) and packed.scale is not None:
+            yield _from_pairs(part, packed.tiles.inner) * packed.scale[rows].unsqueeze(1)
+        else:
+            yield part.float()
+
+
+def _rounded(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Words and numbers of float32 ``[n, in_features]``, as `TiledLinear` has them of 4 bits."""
+    wide = F.pad(wide, (0, -wide.shape[1] % ROUGH_STEP))
+    rounded = round_to_levels(wide, dtype)
+    assert rounded.minimum is not None
+    quarters = rounded.values.to(torch.int16).view(len(wide), -1, 4, GROUP)
+    shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=wide.device).view(4, 1)
+    words = (quarters << shifts).sum(2, dtype=torch.int16).flatten(1)
+    numbers = [each.view(len(wide), -1, 4) for each in (rounded.scale, rounded.minimum)]
+    return words, torch.cat(numbers, dim=2)
+
+
+def _no_arrivals(items: Tensor) -> Tensor:
+    num_counts = -(-len(items) // FEW_COLUMNS)
+    return torch.zeros(num_counts, dtype=torch.int32, device=items.device)
 
 
 def tiled_linear(
@@ -75,6 +140,12 @@ def _pairs(values: Tensor, inner: int) -> Tensor:
     return halves.view(torch.int16).view(len(values), -1)
 
 
+def _from_pairs(words: Tensor, inner: int) -> Tensor:
+    """Pairs to float32 ``[out, steps * inner]``."""
+    halves = words.contiguous().view(torch.int8).view(len(words), -1, inner // 2, 2)
+    return halves.transpose(2, 3).flatten(1).float()
+
+
 def linear_constants(
     tiles: LinearTiles, launch: LinearLaunch, in_features: int, *, has_bias: bool
 ) -> dict[str, int | str]:
@@ -87,7 +158,7 @@ def linear_constants(
         "IS_APART": launch.is_apart,
         "NEIGHBOURS": launch.neighbours,
         "IS_EVEN": in_features % tiles.inner == 0,
-        "IS_INT8": tiles.is_int8,
+        "BITS": tiles.bits,
         "HAS_BIAS": has_bias,
         "POLICY": launch.policy,
     }

@@ -15,15 +15,19 @@ costs 128 operations, 0.16 ps at the 790 TFLOP/s that an H200 was seen to reach,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 
+Bits: TypeAlias = Literal[0, 4, 8]  # of a weight; 0: it is plain
+ROUGH_STEP = 128  # inputs of a step of a weight in 4 bits: four groups, one in each part of a word
 FILL = 192  # programs that keep an H100's 132 multiprocessors reading
 BUSY = 128  # programs that keep them busy
 FEW_ROWS = 64
+ROUGH_ROWS = 16  # of a tile of a weight in 4 bits, whose sums need no fixed order
 MANY_ROWS = 128
 FEW_COLUMNS = 64
-_WIDE = 4096  # outputs from which an int8 tile has 128 of them
+_WIDE = 4096  # outputs from which a tile of few bits has 128 of them
 _MIN_STEPS = 6  # of a piece: fewer would only wait for their first bytes
 _NEIGHBOURS = 1024  # rows whose x stays in the L2 cache while the weight goes by
 # Rows and columns of a tile for many rows: the largest read each number least often, and are used
@@ -38,7 +42,7 @@ class LinearTiles:
 
     inner: int
     pieces: int
-    is_int8: bool
+    bits: Bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +59,28 @@ class LinearLaunch:
     grid: tuple[int, int, int]
 
 
+def step_inputs(dtype: torch.dtype, bits: Bits) -> int:
+    """Inputs of a step of a weight whose activations have ``dtype``."""
+    if bits == 4:
+        return ROUGH_STEP
+    return 32 if dtype == torch.float32 else 128 if bits else 64
+
+
 def linear_tiles(
-    out_features: int, in_features: int, dtype: torch.dtype, *, is_int8: bool = False
+    out_features: int, in_features: int, dtype: torch.dtype, *, bits: Bits = 0
 ) -> LinearTiles:
     """The tiles of a weight whose activations have ``dtype``.
 
     A step reads 128 bytes of each of the weight's rows: a line of the cache. A weight of few
     outputs is cut into pieces, a power of two, until one row alone makes `FILL` programs.
     """
-    inner = 32 if dtype == torch.float32 else 128 if is_int8 else 64
-    columns = 128 if is_int8 and out_features >= _WIDE else FEW_COLUMNS
+    inner = step_inputs(dtype, bits)
+    columns = 128 if bits and out_features >= _WIDE else FEW_COLUMNS
     most = max(1, -(-in_features // inner) // _MIN_STEPS)
     pieces = 1
     while pieces * 2 <= most and -(-out_features // columns) * pieces < FILL:
         pieces *= 2
-    return LinearTiles(inner, pieces, is_int8)
+    return LinearTiles(inner, pieces, bits)
 
 
 def linear_launch(
@@ -82,8 +93,9 @@ def linear_launch(
     """The programs for ``num_rows`` rows; ``shape``: rows and columns of a tile, to try others.
 
     Pieces are apart where one tile has all rows: beyond, their sums take longer to write and to
-    read than programs gain. For int8 the weight is the left side of the product, as that may come
-    from registers, where it is widened; rows are the instruction's width then and so always 64.
+    read than programs gain. A weight of few bits is the left side of the product, as that may come
+    from registers, where it is widened; rows are the instruction's width then and so always 64, but
+    for a rough copy's, whose bits may depend on their number.
     """
     rows, columns = shape or _shape(tiles, out_features, num_rows)
     row_tiles, column_tiles = -(-num_rows // rows), -(-out_features // columns)
@@ -93,7 +105,7 @@ def linear_launch(
         rows=rows,
         columns=columns,
         is_apart=is_apart,
-        num_warps=(columns if tiles.is_int8 else rows) // 16,
+        num_warps=(columns if tiles.bits else rows) // 16,
         num_stages=3 if (rows, columns) == _WIDEST else 4,
         neighbours=neighbours,
         policy="evict_first" if num_rows <= FEW_ROWS else "",
@@ -107,8 +119,9 @@ def linear_launch(
 
 def _shape(tiles: LinearTiles, out_features: int, num_rows: int) -> tuple[int, int]:
     """Rows and columns of a tile."""
-    if tiles.is_int8:
-        return FEW_ROWS, 128 if out_features >= _WIDE else FEW_COLUMNS
+    if tiles.bits:
+        rows = ROUGH_ROWS if tiles.bits == 4 and num_rows <= ROUGH_ROWS else FEW_ROWS
+        return rows, 128 if out_features >= _WIDE else FEW_COLUMNS
     if num_rows <= FEW_ROWS:
         return FEW_ROWS, 128 if out_features >= 128 * BUSY else FEW_COLUMNS
     programs = {shape: _programs(out_features, num_rows, *shape) for shape in _SHAPES}

@@ -95,8 +95,7 @@ class TritonSampler:
             return []
         places = list(enumerate(rows))
         words, refusals = self._gumbel_argmax(logits, places, num_best, draft_vocab)
-        found = AsyncCopy(words.flatten()).read().reshape(len(rows), num_best)
-        return _bests(found, refusals, None if draft_vocab is None else draft_vocab.names)
+        return TritonPendingBest(words.view(-1, num_best), refusals, draft_vocab).bests()
 
     def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> TritonPendingTokens:
         """Draw as `sample` does, for at least one row and without waiting."""
@@ -113,10 +112,11 @@ class TritonSampler:
         return write_plain_controls(draws, vocab_size)
 
     def gumbel_argmax(
-        self, logits: Tensor, controls: Tensor, cuts: Tensor, hashes: Tensor
+        self, logits: Tensor, controls: Tensor, cuts: Tensor, hashes: Tensor, num_best: int = 1
     ) -> Tensor:
-        """Winners of places without edits, int64 [num_places], for a graph; see `GumbelArgmax`."""
-        return GumbelArgmax(logits, controls, cuts, hashes, tile=self._tile).run()
+        """Winners of places without edits, for a graph; see `GumbelArgmax.run`."""
+        race = GumbelArgmax(logits, controls, cuts, hashes, tile=self._tile, num_best=num_best)
+        return race.run()
 
     def _choose(self, logits: Tensor, places: Sequence[LogitsRow]) -> list[SampledToken]:
         return self._begin(logits, places).choices() if places else []
@@ -173,6 +173,22 @@ class TritonPendingTokens:
     def choices(self) -> list[SampledToken]:
         """Wait for the words."""
         return _choices(self._reply.read(), self._refusals)
+
+
+class TritonPendingBest:
+    """`PendingBest`: the words of each place's best, on their way to the host."""
+
+    def __init__(
+        self, words: Tensor, refusals: dict[int, str], draft_vocab: DraftVocab | None = None
+    ) -> None:
+        """``words`` [num_places, num_best], as `GumbelArgmax.run` leaves them."""
+        self._shape, self._reply = words.shape, AsyncCopy(words.flatten())
+        self._refusals, self._draft_vocab = refusals, draft_vocab
+
+    def bests(self) -> list[Best]:
+        """Wait for the words."""
+        names = None if self._draft_vocab is None else self._draft_vocab.names
+        return _bests(self._reply.read().reshape(self._shape), self._refusals, names)
 
 
 def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[SampledToken]:

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ from foretoken.core.ops.triton.linear.experts_kernels import (
 )
 from foretoken.core.ops.triton.linear.linear import linear_kernel
 from foretoken.core.ops.triton.linear.tiled_linear import linear_constants, linear_options
-from foretoken.core.ops.triton.linear.tiles import linear_launch, linear_tiles
+from foretoken.core.ops.triton.linear.tiles import Bits, linear_launch, linear_tiles
 from foretoken.core.ops.triton.sampling.gumbel_argmax import EDIT_TILE, LIST_TILE, ROUNDED, TILE
 from foretoken.core.ops.triton.sampling.gumbel_argmax_kernels import (
     gumbel_argmax_kernel,
@@ -168,24 +168,29 @@ LINEAR_SHAPES = (  # [out, in] of qkv, o, gate and up, down, lm_head
     *((3072, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),  # 3.2 1B
 )
 LINEAR_ROWS = (1, 65, 512, 4096)
+WEIGHTS: Mapping[Bits, str] = {0: "bf16", 8: "int8", 4: "in 4 bits"}
+FEW_BITS: Mapping[Bits, Mapping[str, str]] = {
+    0: {},
+    8: {"weight_ptr": "i16"},
+    4: {"weight_ptr": "i16", "scale_ptr": "bf16"},
+}
 
 
 def linear_variants() -> dict[str, Variant]:
     """One for everything that can be compiled for these shapes, named by what is special in it."""
     variants = {}
     for out_features, in_features in LINEAR_SHAPES:
-        for is_int8 in (False, True):
-            tiles = linear_tiles(out_features, in_features, torch.bfloat16, is_int8=is_int8)
+        for bits, kind in WEIGHTS.items():
+            tiles = linear_tiles(out_features, in_features, torch.bfloat16, bits=bits)
             for num_rows in LINEAR_ROWS:
                 launch = linear_launch(tiles, out_features, num_rows)
-                kind = "int8" if is_int8 else "bf16"
                 pieces = " apart" if launch.is_apart else " in pieces" if tiles.pieces > 1 else ""
                 policy = " streamed" if launch.policy else ""
                 name = f"linear {kind}{pieces}, {launch.rows} x {launch.columns}{policy}"
                 variants[name] = Variant(
                     linear_kernel,
-                    linear_constants(tiles, launch, in_features, has_bias=is_int8),
-                    {"weight_ptr": "i16"} if is_int8 else NONE,
+                    linear_constants(tiles, launch, in_features, has_bias=bits == 8),
+                    FEW_BITS[bits],
                     linear_options(launch),
                 )
     return variants
@@ -234,16 +239,18 @@ ADDRESSES = {
 def expert_variants() -> dict[str, Variant]:
     """Both matrices of Qwen3 30B-A3B's experts, and what other models' have besides."""
     variants = {}
-    for is_int8, in_features, has_bias in (
-        (False, 2048, False), (False, 768, True), (False, 2080, False), (True, 2048, True),
-    ):  # fmt: skip
+    cases: Sequence[tuple[Bits, int, bool]] = (
+        (0, 2048, False), (0, 768, True), (0, 2080, False), (8, 2048, True), (4, 2048, False),
+    )  # fmt: skip
+    for bits, in_features, has_bias in cases:
         sharers = 1 if in_features == 768 else 8
         constants = expert_constants(
-            torch.bfloat16, in_features, sharers=sharers, is_int8=is_int8, has_bias=has_bias
+            torch.bfloat16, in_features, sharers=sharers, bits=bits, has_bias=has_bias
         )
-        kind = "int8" if is_int8 else "bf16"
-        dtypes = {**ADDRESSES, "items_ptr": "i16"} if is_int8 else ADDRESSES
-        name = f"expert linear {kind} of {in_features}"
+        dtypes = {**ADDRESSES, "items_ptr": "i16"} if bits else dict(ADDRESSES)
+        if bits == 4:
+            dtypes["floats_ptr"] = "bf16"
+        name = f"expert linear {WEIGHTS[bits]} of {in_features}"
         variants[name] = Variant(expert_linear_kernel, constants, dtypes, EXPERT_OPTIONS)
     return variants
 

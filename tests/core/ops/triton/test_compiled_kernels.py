@@ -19,6 +19,7 @@ SHARED_BYTES = 228 * 2**10  # of a multiprocessor; a block may use all but the 1
 SET_ASIDE = 2**10  # of each block
 REGISTERS = 2**16
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
+ROUGH = "in 4 bits"
 LITTLE = 32  # bytes of a thread, which the compiler may find cheaper than another register
 ALONE = (  # many stages, two sums of rows, or tiles of 128 queries in two groups of warps
     "linear bf16, 128", "linear bf16 in pieces, 128", "attend wide"
@@ -108,13 +109,19 @@ def test_sums_are_on_their_way_before_those_ahead_of_them_are_merged(kernels) ->
 def test_every_linear_uses_hoppers_tensor_cores_and_copies_ahead(kernels) -> None:
     for name, kernel in those(kernels, "linear").items():
         assert kernel["tensor cores"] == "wgmma", name
-        assert kernel["bytes of a copy"] == [16], name
+        assert ends_with_wide_copies(name, kernel), name
+
+
+def ends_with_wide_copies(name: str, kernel: dict[str, Any]) -> bool:
+    """Beside the weight few threads copy the few rows and scales of a copy in 4 bits."""
+    sizes = kernel["bytes of a copy"]
+    return sizes[-1] == 16 and (len(sizes) == 1 or ROUGH in name)
 
 
 def test_every_linear_of_experts_does_so_by_addresses_that_it_reads(kernels) -> None:
     for name, kernel in those(kernels, "expert linear").items():
         assert kernel["tensor cores"] == "wgmma", name
-        assert kernel["bytes of a copy"] == [16], name
+        assert ends_with_wide_copies(name, kernel), name
         assert kernel["multiplies"] == ["m64n64k16.f32.bf16.bf16"], name
 
 
@@ -126,10 +133,23 @@ def test_a_part_is_written_before_it_is_counted_and_read_after(kernels) -> None:
         assert kernel["around a count"] == [order], name
 
 
-def test_int8_weights_are_widened_in_pairs_not_converted(kernels) -> None:
-    for name, kernel in those(kernels, "linear int8").items():
+@pytest.mark.parametrize("kind", ["int8", ROUGH])
+def test_weights_of_few_bits_are_widened_in_pairs_not_converted(kernels, kind: str) -> None:
+    for name, kernel in those(kernels, f"linear {kind}").items():
         assert "fma.rn.bf16x2" in kernel["multiply-adds"], name
+        assert "fma.rn.bf16" not in kernel["multiply-adds"], name
         assert not kernel["integer conversions"], name
+
+
+def test_few_rows_of_a_copy_in_4_bits_have_the_narrowest_instructions(kernels) -> None:
+    """Widened levels are an operand in registers, which only Hopper's instructions take."""
+    rows = {16: 0, 64: 0}
+    for name, kernel in those(kernels, f"linear {ROUGH}").items():
+        count = 16 if " 16 x " in name else 64
+        rows[count] += 1
+        assert kernel["multiplies"] == [f"m64n{count}k16.f32.bf16.bf16"], name
+        assert kernel["operands"] == ["kWidth = 2"], name
+    assert all(rows.values())
 
 
 @pytest.mark.parametrize(

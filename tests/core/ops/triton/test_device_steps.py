@@ -161,9 +161,9 @@ def test_what_warms_up_computes_the_largest_steps_and_draws_in_every_way() -> No
             decoder.sampler.best(logits, rows, num_best)
             told.append(f"{num_best} of {len(rows)}")
 
-        def warm_up(self, _: object, max_len: int, taps: tuple[int, ...]) -> None:
+        def warm_up(self, _: object, max_len: int, wanted: Wanted) -> None:
             told.append(max_len)
-            tapped.add(taps)
+            tapped.add(wanted.taps)
 
         def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
             tapped.add(wanted.taps)
@@ -174,7 +174,7 @@ def test_what_warms_up_computes_the_largest_steps_and_draws_in_every_way() -> No
             return decoder.batch(segments, page_size=page_size)
 
     watched: Any = Watched()
-    warm_up(watched, pool, max_len=4096, num_tokens=64, num_requests=5, taps=(0, 1))
+    warm_up(watched, pool, max_len=4096, num_tokens=64, num_requests=5, wanted=Wanted(taps=(0, 1)))
     assert tapped == {(0, 1)}, "the graphs and every step leave the boundaries that are observed"
     kinds, many = [1] * 4, [[1] * 65, 65]
     assert told == [48, [48], *kinds, [1] * 5, 5, *many], "the pool, a prompt, decodes, many rows"
@@ -196,7 +196,9 @@ def test_a_gpu_is_made_ready_before_the_first_request_and_a_cpu_is_not(monkeypat
     assert not warmed
     building._warm_up((target, None), (draft, None), limits, None, taps=(2,))  # type: ignore[arg-type]
     sizes = {"max_len": 99, "num_tokens": 64, "num_requests": 8}
+    draws = warmed[1][1]["wanted"].draws  # type: ignore[attr-defined]
     assert warmed == [
-        (target, sizes | {"taps": (2,), "num_best": 0}),
-        (draft, sizes | {"taps": (), "num_best": NUM_BEST}),
+        (target, sizes | {"wanted": Wanted(taps=(2,)), "num_best": 0}),
+        (draft, sizes | {"wanted": Wanted(draws), "num_best": NUM_BEST}),
     ]
+    assert draws.num_best == 1, "without prices tokens are drawn alone"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.rough_copy import rough_decoder
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 
@@ -112,6 +113,24 @@ def test_passes_one_after_another_have_the_bits_of_kernels_launched_one_by_one(
         twins.check(PASSES[name])
     assert twins.graphs.num_replayed == len(names)
     assert len(twins.graphs.made) == num_graphs, "one for each number of rows"
+
+
+def test_a_copy_in_4_bits_has_graphs_of_its_own_over_the_pages_of_its_model() -> None:
+    graphs = Graphs()
+    target, eager = make_decoder(graphs), make_decoder(None)
+    pools = make_pool(target), make_pool(eager)
+    copies = rough_decoder(target), rough_decoder(eager)
+    for number, name in enumerate(("decode", "fewer rows on other pages"), 1):
+        run(target, pools[0], PASSES[name])
+        run(eager, pools[1], PASSES[name])
+        found, expected = (
+            run(copy, pool, PASSES[name]) for copy, pool in zip(copies, pools, strict=True)
+        )
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+        assert torch.equal(pools[0].data, pools[1].data)
+        assert [graph.num_replayed for graph in graphs.made[:2]] == [number, number]
+    assert [*graphs_of(copies[0])] == [*graphs_of(target)] == [pools[0]]
 
 
 def test_a_graph_has_room_for_whatever_experts_its_rows_choose() -> None:

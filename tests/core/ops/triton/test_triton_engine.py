@@ -21,11 +21,13 @@ from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.rough_copy import rough_decoder
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.proposers.lm_proposer import LmProposer
+from foretoken.draft.proposers.self_draft import SelfProposer
 from foretoken.radix_cache import PrefixCache
-from support.checkpoints import make_reference, save
+from support.checkpoints import make_checkpoint, make_reference, save
 from support.draft_trees import RandomTrees, TreeDepth, TreeRows, tree_of
 from support.equality_harness import make_speculator
 from support.fake_model import Driver
@@ -33,6 +35,10 @@ from support.fixed_depth import FixedDepth
 from support.tiny_heads import join_random
 
 pytest.importorskip("triton")
+
+from foretoken.core.ops.triton.sampling.sampler import TritonSampler
+from foretoken.core.ops.triton.triton_ops import TritonOps
+from support.graph_fixture import Graphs
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -93,6 +99,7 @@ def make_driver(
     *,
     speculator: Speculator,
     with_lm: bool = False,
+    with_self: bool = False,
     head: str | None = None,
     num_pages: int = 40,
     page_size: int = PAGE_SIZE,
@@ -110,6 +117,8 @@ def make_driver(
     for pool in pools:
         pool.data.fill_(torch.nan)
     proposer: Proposer | None = LmProposer(draft, pools[1], window=16) if with_lm else None
+    if with_self:
+        proposer = SelfProposer(rough_decoder(target), pools[0])
     if head is not None:
         joined = join_random(head, target)
         proposer = joined.proposer(joined.make_pool(num_pages, page_size=page_size))
@@ -156,6 +165,19 @@ def test_a_draft_model_changes_no_token_and_is_often_right(decoders, alone) -> N
     assert sum(request.usage.accepted_tokens for request in asked) > 0
 
 
+@pytest.mark.parametrize("speculator", [FixedDepth(2), TreeDepth(5)], ids=["chains", "trees"])
+def test_a_model_that_drafts_for_itself_changes_no_token_and_is_often_right(
+    decoders, alone, speculator
+) -> None:
+    """In 4 bits, over the pages of its own; a cached prompt is what it left there."""
+    driver = make_driver(decoders, speculator=speculator, with_self=True, page_size=2)
+    for _ in range(2):
+        asked = requests()
+        assert serve(driver, asked) == alone
+        assert sum(request.usage.accepted_tokens for request in asked) > 2
+    assert all(request.usage.cached_tokens for request in asked)
+
+
 def test_draft_trees_change_no_token(decoders, alone) -> None:
     trees = RandomTrees(alone, depth=3, vocab_size=32)
     driver = make_driver(decoders, speculator=trees, page_size=2)
@@ -177,6 +199,41 @@ def test_trees_that_grow_by_the_races_best_few_change_no_token(decoders, wild, d
         assert sum(request.usage.tree_steps for request in asked) > 0
     if drafter == "lm":
         assert sum(request.usage.accepted_tokens for request in asked) > 0
+
+
+@pytest.mark.parametrize("drafter", ["lm", "self", "eagle3", "reduced", "mtp", "block"])
+def test_drafts_whose_passes_are_graphs_change_no_token(
+    folders, wild, drafter, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Levels of trees, the race for the best few among them, and the model's own steps."""
+    graphs = Graphs()
+    monkeypatch.setattr(TritonOps, "_make_graph", lambda *_: graphs)
+    options = {"device": device, "dtype": "float32", "backend": "triton", "exact": "batch"}
+    decoders = [load_decoder(folder, **options) for folder in folders]
+    own = {"lm": {"with_lm": True}, "self": {"with_self": True}}
+    driver = make_driver(
+        decoders, speculator=TreeDepth(6), page_size=2, **own.get(drafter, {"head": drafter})
+    )
+    asked = requests(WILD)
+    behind = counted(monkeypatch)
+    assert serve(driver, asked) == wild
+    assert sum(request.usage.proposed_tokens for request in asked) > 0
+    assert graphs.num_replayed > sum(request.usage.verify_steps for request in asked) / 2
+    is_block = drafter in ("block", "reduced")  # whose levels have logits of their own
+    assert bool(behind) == is_block
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Calls that choose the best few behind a pass."""
+    calls: list[int] = []
+    best = TritonSampler.best
+
+    def noted(sampler: TritonSampler, *args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return best(sampler, *args, **options)
+
+    monkeypatch.setattr(TritonSampler, "best", noted)
+    return calls
 
 
 @pytest.mark.parametrize(("page_size", "length"), [(1, 9), (4, 14)])
@@ -224,8 +281,21 @@ def answers(
 
 
 def test_an_engine_built_over_them_says_the_same(folders, alone, device: torch.device) -> None:
-    drafting = {"draft": f"ngram,{folders[1]}", "speculation": 2}
-    assert answers(folders[0], device, requests(), **drafting) == alone
+    for draft in (f"ngram,{folders[1]}", "self"):
+        drafting = {"draft": draft, "speculation": 2}
+        assert answers(folders[0], device, requests(), **drafting) == alone
+
+
+def test_a_model_with_states_drafts_for_itself_in_chains_of_its_device(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """Each pass writes the log of the request, whose tokens the device alone knows."""
+    with torch.device("cpu"):
+        folder = make_checkpoint(tmp_path, "qwen3_5")
+    plain = answers(folder, device, requests(WILD), speculation="off")
+    asked = requests(WILD)
+    assert answers(folder, device, asked, draft="self", speculation=2) == plain
+    assert sum(request.usage.accepted_tokens for request in asked) > 0
 
 
 def test_an_engine_that_launches_a_step_before_the_last_is_read_says_the_same(

@@ -90,6 +90,26 @@ def test_int8_experts_are_those_of_one_linear_after_another(bias: bool) -> None:
     assert torch.equal(ops.experts(x[4:6], weights), found[4:6])
 
 
+def test_experts_in_4_bits_are_those_of_one_linear_after_another() -> None:
+    ops, x = TritonOps(), torch.randn(9, HIDDEN)
+    weights = make_experts(ops, Routing(3, renorm=0.0), torch.float32, bias=True)
+    rough = replace(
+        weights,
+        experts=tuple(
+            replace(
+                mlp,
+                gate_up=ops.rough_copy(mlp.gate_up, x.dtype),
+                down=ops.rough_copy(mlp.down, x.dtype),
+            )
+            for mlp in weights.experts
+        ),
+    )
+    found = ops.experts(x, rough)
+    torch.testing.assert_close(found, run_oracle(ops, x, rough), **CLOSE[torch.float32])
+    error = (found - ops.experts(x, weights)).norm() / found.norm()
+    assert 0.01 < float(error) < 0.3
+
+
 def test_experts_that_the_library_would_multiply_are_the_same() -> None:
     """With exact off, weights are not in tiles; experts have no library."""
     x, routing = torch.randn(5, HIDDEN), Routing(3, renorm=0.0)
