@@ -287,7 +287,7 @@ def test_an_engine_built_over_them_says_the_same(folders, alone, device: torch.d
 
 
 def test_a_model_with_states_drafts_for_itself_in_chains_of_its_device(
-    tmp_path: Path, device: torch.device
+    tmp_path: Path, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each pass writes the log of the request, whose tokens the device alone knows."""
     with torch.device("cpu"):
@@ -296,6 +296,7 @@ def test_a_model_with_states_drafts_for_itself_in_chains_of_its_device(
     asked = requests(WILD)
     assert answers(folder, device, asked, draft="self", speculation=2) == plain
     assert sum(request.usage.accepted_tokens for request in asked) > 0
+    assert "the proposer failed" not in caplog.text
 
 
 def test_an_engine_that_launches_a_step_before_the_last_is_read_says_the_same(
