@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from ...core.engine.inbox import TokenStream
 from ...core.interface.request import Request
-from ...core.telemetry.metrics import EngineObserver
+from ...core.telemetry.observers import EngineObserver
 from ...core.telemetry.overview import RecentRequest
 from ..types.results import Body
 

@@ -19,7 +19,7 @@ from ...core.interface.output import StepOutput
 from ...core.interface.plan import StepPlan
 from ...core.interface.request import Delta
 from ...core.interface.request import Request as EngineRequest
-from ...core.telemetry.metrics import EngineObserver
+from ...core.telemetry.observers import EngineObserver
 from ...core.telemetry.overview import MAX_REQUESTS, RecentRequest
 from ..serving.serving_context import Service
 from ..serving.sse import EventStream, event

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.types import ASGIApp
 
 from ...core.errors import InvalidRequest
-from ...core.telemetry.metrics import EngineObserver
+from ...core.telemetry.observers import EngineObserver
 from ..runtime.engine_client import EngineClient
 from ..serving.metrics import ServerMetrics
 from ..serving.serving_context import Service

@@ -27,7 +27,7 @@ from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.request import Delta, Request
 from ...core.interface.sampling import TokenSamplingParams
 from ...core.scheduling.chunk_budget import num_step_tokens
-from ...core.telemetry.metrics import EngineObserver
+from ...core.telemetry.observers import EngineObserver
 from ..runtime.serving_engine import ServingEngine
 from ..types.request_context import CONTEXT, RequestContext
 from ..types.sampling_params import SamplingParams

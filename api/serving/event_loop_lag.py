@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from ...core.telemetry.metrics import Histogram, gauge
+from ...core.telemetry.families import Histogram, gauge
 
 INTERVAL_SECONDS = 0.1
 _BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)

@@ -37,7 +37,7 @@ from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.engine.inbox import TokenStream
 from ...core.interface.request import Delta, FinishReason, Request
-from ...core.telemetry.metrics import EngineObserver
+from ...core.telemetry.observers import EngineObserver
 from ...core.telemetry.overview import RecentRequest
 from ...core.telemetry.spec_decode_stats import Load
 from ...draft.training import __file__ as _training

@@ -23,7 +23,7 @@ from ...core.engine.engine import Engine
 from ...core.execution.model_runner import ModelRunner
 from ...core.interface.output import StepOutput
 from ...core.interface.plan import StepPlan
-from ...core.telemetry.metrics import EngineObserver
+from ...core.telemetry.observers import EngineObserver
 from ...draft.control.cost_model import CostCurve, StepProfile
 from ...draft.speculator import DraftSpeculator
 from ..common.report import machine

@@ -158,7 +158,7 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """How long a step may take, and what is left behind when an engine dies.
+    """Limits on the seconds of a step, and what is left behind when an engine dies.
 
     ``step_timeout``: seconds after which a step is given up and the engine with it; 0 is never.
     ``ready_step_seconds``: a longer step makes the engine unready meanwhile. ``dump_dir``: where

@@ -54,7 +54,7 @@ class Proposer(Protocol):
 
     @property
     def traits(self) -> ProposerTraits:
-        """How it works, as far as prices depend on it; fixed."""
+        """Traits that the price of its drafts depends on; fixed."""
 
     @property
     def taps(self) -> Taps:

@@ -20,7 +20,7 @@ from .request import Request
 
 @dataclass(frozen=True, slots=True)
 class ProposerTraits:
-    """How a proposer works, as far as the prices of its drafts depend on it."""
+    """Traits of a proposer that the price of its drafts depends on."""
 
     tokens_per_pass: int  # of a draft, that one of its passes yields
     catches_up: bool  # whether it must compute tokens of a request itself before it drafts

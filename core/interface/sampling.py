@@ -38,7 +38,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSamplingParams:
-    """How to choose the next tokens. A bad value raises `InvalidRequest` naming its field.
+    """Options of the choice of tokens. A bad value raises `InvalidRequest` naming its field.
 
     ``max_tokens=None`` means up to the end of the context; ``temperature=0`` is greedy; ``top_k=0``
     and ``top_p=1`` are off. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives

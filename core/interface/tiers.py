@@ -30,7 +30,7 @@ class PageStore(Protocol):
 
     @property
     def capacity(self) -> int:
-        """How many pages fit."""
+        """Number of pages that fit."""
 
     def __len__(self) -> int:
         """Return how many pages are kept; any thread may ask."""
@@ -119,11 +119,11 @@ class KVTiers(Protocol):
 
     @property
     def least_tokens(self) -> int:
-        """How many tokens are worth a load, at least."""
+        """Least number of tokens that are worth a load."""
 
     @property
     def pages_per_call(self) -> int:
-        """How many pages one call of `load` should be given: others wait for its end."""
+        """Number of pages that one call of `load` should be given: others wait for its end."""
 
     @property
     def num_state_pages(self) -> int:

@@ -27,9 +27,8 @@ from .config import DecoderConfig, LayerSpec
 from .decoder import OwnDecoder
 from .families.registry import parse_config
 from .fields import Fields, read_json
-from .formats.checkpoint import OnRead, check_tensors
+from .formats.checkpoint import OnRead, check_tensors, observed
 from .formats.safetensors import SafetensorsCheckpoint
-from .loader import Assembly, observed
 from .page_layout import PageLayout
 from .shapes import (
     CENTROIDS,
@@ -42,6 +41,7 @@ from .shapes import (
     ignored,
     tensor_shapes,
 )
+from .weights.assembly import Assembly
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _OUTPUTS = (LM_HEAD, EMBEDDING)  # the latter where they are tied

@@ -262,7 +262,7 @@ class DecoderConfig:
 
     @property
     def head_layouts(self) -> tuple[HeadLayout, ...]:
-        """How a row of each layer's packed QKV is cut into heads, [num_layers].
+        """Heads in a row of each layer's packed QKV, [num_layers].
 
         What it is for layers without attention means nothing.
         """

@@ -44,7 +44,7 @@ NO_FOLD = Fold()
 
 
 class Recipe(NamedTuple):
-    """How a packed linear was made of matrices of the files; biases aside.
+    """Matrices of the files that a packed linear was made of; biases aside.
 
     These were multiplied by their ``factors``, stacked, and their rows put in ``order``.
     """

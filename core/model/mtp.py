@@ -22,8 +22,7 @@ from ..ops.kv_pool import KVPool
 from ..ops.layers import write_kv
 from .config import DecoderConfig, MtpNames
 from .decoder import OwnDecoder
-from .formats.checkpoint import Checkpoint, OnRead, check_tensors
-from .loader import Assembly, observed
+from .formats.checkpoint import Checkpoint, OnRead, check_tensors, observed
 from .opening import open_model
 from .shapes import (
     FINAL_NORM,
@@ -35,6 +34,7 @@ from .shapes import (
     layer_prefix,
     tensor_shapes,
 )
+from .weights.assembly import Assembly
 
 # -- what a checkpoint has ------------------------------------------------------------------------
 

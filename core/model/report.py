@@ -182,7 +182,7 @@ def _missing(folder: Path) -> str | None:
 
 
 def _quantization(path: Path) -> str:
-    """How the matrices of the files are quantised, or of those that a config.json describes."""
+    """Quantisation of the matrices of the files, or of those that a config.json describes."""
     file = gguf_file(path)
     if file is not None:
         types = GgufFile(file).types

@@ -18,9 +18,9 @@ from ..errors import InvalidRequest
 from ..ops.parallel import Comm
 from ..ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
 from .config import DecoderConfig, ExpertsSpec, LayerSpec, MlpNames
+from .formats.checkpoint import Read
 from .shapes import FUSED_GATE_UP, layer_prefix
 
-Read: TypeAlias = Callable[[str], StoredWeight]
 _Cut: TypeAlias = Callable[[StoredWeight], StoredWeight]
 
 

@@ -94,7 +94,7 @@ FIRST_TABLE = Tables()
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How a row of packed QKV is cut into heads: queries, then keys, then values.
+    """Heads in a row of packed QKV: queries, then keys, then values.
 
     With a ``rank`` (latent attention) there are no values of their own: a key's first items are its
     value, too, and RoPE turns the others alone, of queries likewise.
@@ -230,7 +230,7 @@ class MlpWeights:
 
 
 class Routing(NamedTuple):
-    """How a router chooses experts of its logits, and what they weigh.
+    """Choice of experts by the logits of a router, and their weights.
 
     A score is a softmax over all experts or a sigmoid; with ``of_chosen`` the ``top_k`` best logits
     are chosen, and scored among themselves. With ``num_groups`` above 1 experts are in so many
@@ -294,7 +294,7 @@ class ExpertsBeside:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenInputWeights:
-    """How a layer adds its input of each token to the stream, behind its MLP (Gemma 4).
+    """Weights that add a layer's input of each token to the stream, behind its MLP (Gemma 4).
 
     A gate that reads the stream is activated, times the input, and goes through ``out``.
     """

@@ -410,7 +410,7 @@ def _token_ids(segments: Sequence[Segment]) -> IntArray:
 def _pages(
     segments: Sequence[Segment], in_pages: IntArray, page_size: int
 ) -> tuple[IntArray, IntArray]:
-    """How many pages each segment reads or writes, and their ids in a row."""
+    """Number of pages that each segment reads or writes, and their ids in a row."""
     counts = (in_pages + (page_size - 1)) // page_size
     joined = array("q")
     for segment, count in zip(segments, counts.tolist(), strict=True):

@@ -179,7 +179,7 @@ def _draft_parts(recent: SpecDecodeStats) -> Iterator[str]:
 
 
 def by_source(proposed: Mapping[str, int], accepted: Mapping[str, int]) -> str:
-    """How many draft tokens of each source were served, and whether it is a simulation."""
+    """Number of draft tokens of each source that were served, and whether it is a simulation."""
     return ", ".join(
         f"{source} {accepted.get(source, 0)} of {count}"
         + (" (simulated)" if source.startswith(SIMULATED) else "")

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from .metrics import PREFIX
+from .families import PREFIX
 
 VLLM_PREFIX = "vllm:"
 VLLM_NAMES: Mapping[str, str] = {

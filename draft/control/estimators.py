@@ -168,7 +168,7 @@ class NodeWorth:
         return self._counts[sampled].refreshed().accepted[:most]
 
     def node_probability(self, most: int, *, sampled: bool) -> FloatArray:
-        """How often a draft has so many nodes, [most]; never rising."""
+        """Share of drafts with so many nodes, [most]; never rising."""
         return self._counts[sampled].refreshed().probability[:most]
 
     def observe(

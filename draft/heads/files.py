@@ -134,6 +134,7 @@ def own_gaps(fields: Fields) -> dict[bool, GapNumbers]:
 
 
 def check_taps(fields: Fields, name: str, taps: Taps, target: DecoderConfig) -> Taps:
+    """Return taps that the target has. Raises `ModelLoadError` for others, or none."""
     if not taps or min(taps) < 0 or max(taps) > target.num_layers:
         problem = f"names boundaries {list(taps)} of a target of {target.num_layers} layers"
         raise fields.error(name, problem)

@@ -159,7 +159,7 @@ def _choose_taps(folder: HeadFolder, head: Head, others: Taps, target: OwnDecode
 
 @torch.inference_mode()
 def score_taps(head: Head, taps: Taps, target: OwnDecoder) -> int:
-    """How many of `NUM_SCORED` greedy tokens of the target the head guesses, one at a time.
+    """Number of `NUM_SCORED` greedy tokens of the target the head guesses, one at a time.
 
     They follow a text that the target draws at temperature 1. The head was lent what it lacks and
     is not packed.

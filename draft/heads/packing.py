@@ -82,7 +82,7 @@ def filled(x: Tensor, num_rows: int) -> Tensor:
 
 
 def head_layout(config: HeadConfig) -> HeadLayout:
-    """How a row of packed queries, keys and values is cut into heads."""
+    """Heads in a row of packed queries, keys and values."""
     scale = config.head_dim**-0.5
     return HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, scale)
 

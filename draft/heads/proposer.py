@@ -114,7 +114,7 @@ class HeadProposer(ABC):
 
     @property
     def traits(self) -> ProposerTraits:
-        """How it works; a draft for rejection sampling has all its tokens, whatever they cost."""
+        """Traits for prices; a draft for rejection sampling has all tokens, whatever they cost."""
         return ProposerTraits(
             tokens_per_pass=self.config.tokens_per_pass,
             catches_up=False,  # its KV is written from the target's own passes

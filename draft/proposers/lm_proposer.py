@@ -32,7 +32,7 @@ SOURCE = "lm"
 
 @dataclass(slots=True)
 class _DraftKV:
-    """How far the draft's KV of one request reaches."""
+    """Reach of the draft's KV of one request."""
 
     num_computed: int = 0  # positions below it hold the draft KV of ``tokens``
     num_marked: int = 0  # whole pages among them that carry the ready mark
@@ -65,7 +65,7 @@ class LmProposer:
 
     @property
     def traits(self) -> ProposerTraits:
-        """How it works; a draft for rejection sampling has all its tokens, whatever they cost."""
+        """Traits for prices; a draft for rejection sampling has all tokens, whatever they cost."""
         return ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=not self._independent)
 
     @property

@@ -37,7 +37,7 @@ class SelfProposer:
 
     @property
     def traits(self) -> ProposerTraits:
-        """How it works: there is nothing to catch up with."""
+        """Traits for prices: there is nothing to catch up with."""
         return ProposerTraits(tokens_per_pass=1, catches_up=False, weighs=True)
 
     @property

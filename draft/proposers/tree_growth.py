@@ -56,6 +56,16 @@ class _Ranking(NamedTuple):
     scores: tuple[float, ...]  # of these; none where a token was drawn alone
 
 
+def _prices(plan: DraftPlan) -> list[float]:
+    """Tokens that 0, 1, ... ``max_draft`` nodes must bring; beyond the known prices as the last."""
+    known = plan.row_prices[: plan.max_draft]
+    if not known:
+        return [0.0] * (plan.max_draft + 1)
+    step = known[-1] - (known[-2] if len(known) > 1 else 0.0)
+    more = range(1, plan.max_draft - len(known) + 1)
+    return [0.0, *known, *(known[-1] + step * each for each in more)]
+
+
 @dataclass(slots=True, eq=False)
 class TreeGrowth:
     """One request's draft as it grows.
@@ -75,6 +85,7 @@ class TreeGrowth:
     drawn_from: list[Tensor] = field(default_factory=list)  # [vocab] each, where it matters
     num_levels: int = 0  # that were computed, one after another
     plan: DraftPlan = field(init=False)
+    _prices: list[float] = field(init=False)  # tokens that so many nodes must bring
     _root: _Node = field(init=False)
     _spare: list[int] = field(init=False)
 
@@ -82,6 +93,7 @@ class TreeGrowth:
         self.plan = self.scheduled.draft_plan
         # What follows a node of the last level could not be verified, and has no slot.
         self.most_levels = min(self.most_levels, self.plan.max_draft)
+        self._prices = _prices(self.plan)
         self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
         self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
         if self.is_tree and self.plan.draft.survival:
@@ -166,16 +178,15 @@ class TreeGrowth:
         A node comes behind those before it on its path. ``level``: those of one level alone.
         """
         least, chosen = self._least(), list[int]()
-        left = [self._left(node) for node in self.nodes]
+        left = self._left()
         if level is not None:
             for index in range(len(self.nodes) - 1, -1, -1):  # what lies behind must be reached
                 parent = self.nodes[index].parent
                 if parent != ROOT:
                     left[parent] = max(left[parent], left[index])
-        for index in sorted(range(len(left)), key=lambda each: -left[each]):
+        worth = [index for index, chance in enumerate(left) if chance > least]
+        for index in sorted(worth, key=lambda each: -left[each]):
             node = self.nodes[index]
-            if left[index] <= least:
-                break
             if node.is_open or level not in (None, node.level) or not self._can_open(node):
                 continue
             path = [i for i in self.path(index) if not self.nodes[i].is_open and i not in chosen]
@@ -183,11 +194,15 @@ class TreeGrowth:
                 chosen += path
         return chosen
 
-    def _left(self, node: _Node) -> float:
-        """The chance that the node comes true and no token is known for what follows it."""
-        if node.is_open:
-            return 0.0
-        return node.survival - sum(self.nodes[child].survival for child in node.children)
+    def _left(self) -> list[float]:
+        """The chance that each node comes true and no token is known for what follows it."""
+        left = [node.survival for node in self.nodes]
+        for node in self.nodes:
+            if node.parent != ROOT:
+                left[node.parent] -= node.survival
+        return [
+            0.0 if node.is_open else chance for node, chance in zip(self.nodes, left, strict=True)
+        ]
 
     def _can_open(self, node: _Node) -> bool:
         has_slot = node.is_first or not self.page_size or bool(self._spare)
@@ -212,8 +227,7 @@ class TreeGrowth:
 
     def _least(self) -> float:
         """The survival that one more node must exceed."""
-        survival, most = self._ranked_survival(), self.plan.max_draft
-        prices = [self._price(count) for count in range(most + 1)]
+        survival, most, prices = self._ranked_survival(), self.plan.max_draft, self._prices
         count = self._best(survival)[0]
         if count == most:
             return survival[-1] if len(survival) == most else survival[most - 1]
@@ -224,32 +238,22 @@ class TreeGrowth:
     def _ranked_survival(self) -> list[float]:
         return sorted((node.survival for node in self.nodes if node.survival), reverse=True)
 
-    def _price(self, count: int) -> float:
-        """Tokens that so many nodes must bring."""
-        prices = self.plan.row_prices
-        if not count or not prices:
-            return 0.0
-        if count <= len(prices):
-            return prices[count - 1]
-        last = prices[-1] - (prices[-2] if len(prices) > 1 else 0.0)
-        return prices[-1] + last * (count - len(prices))
-
     def _best(self, survival: Sequence[float]) -> tuple[int, float]:
         """Count the best nodes, by falling ``survival``, that bring most beyond their rows' price.
 
         Returns that count and gain. A row may cost nothing, and the next one a tile's price.
         """
         count, most, total = 0, 0.0, 0.0
-        for index, each in enumerate(survival[: self.plan.max_draft], 1):
+        for index, (each, price) in enumerate(zip(survival, self._prices[1:], strict=False), 1):
             total += each
-            if (net := total - self._price(index)) > most:
+            if (net := total - price) > most:
                 count, most = index, net
         return count, most
 
     def expected_gain(self, frontier: Sequence[int]) -> float:
         """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
-        survival = self._ranked_survival()
-        added = [self.gap_model.mean_best * self._left(self.nodes[node]) for node in frontier]
+        survival, left = self._ranked_survival(), self._left()
+        added = [self.gap_model.mean_best * left[node] for node in frontier]
         return self._best(sorted(survival + added, reverse=True))[1] - self._best(survival)[1]
 
     def path(self, node: int) -> list[int]:

@@ -22,7 +22,7 @@ KEEP_SHARE = 15 / 16  # of the bound is kept once it is exceeded: an eviction re
 
 @dataclass(slots=True)
 class _TreeCursor:
-    """How far a request's tokens run along the tree.
+    """Place in the tree up to which a request's tokens run.
 
     Nodes grow at their ends without notice; when one was cut or dropped the tree's epoch differs.
     """

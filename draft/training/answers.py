@@ -29,7 +29,7 @@ STEP_TOKENS = 512  # of a step, prompts included
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """How answers are made. ``temperatures`` take turns, by the prompt's place."""
+    """Options by which answers are made. ``temperatures`` take turns, by the prompt's place."""
 
     max_tokens: int = 384
     num_running: int = 96  # requests that are decoded together

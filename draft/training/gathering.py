@@ -23,7 +23,7 @@ TEXT_PROMPT = 64  # tokens of a text that stand for a prompt, if texts are answe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherOptions:
-    """How answers come about.
+    """Options by which answers come about.
 
     ``regenerate``: auto answers chats anew, and leaves recorded traffic and texts as they are; on
     answers all; off takes the answers that are there. ``minutes``: after so long what has no answer

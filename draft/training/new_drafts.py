@@ -284,7 +284,7 @@ def _ignore_pairs(head: EagleHead, pairs: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How heads of one kind are made and trained.
+    """Functions that make and train heads of one kind.
 
     ``make``: a head of random weights; the fields of its config that all kinds have are given.
     ``begin_as_target``: copies the target's last layers, by the number of its layers.

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 import uvicorn
 
@@ -255,6 +256,18 @@ def serve(built) -> Iterator[Callable[..., RunningServer]]:
     yield start
     for server in running:
         server.stop()
+
+
+@pytest.fixture
+def connect(serve) -> Iterator[Callable[..., openai.OpenAI]]:
+    """An OpenAI client of a server with these settings, closed at the end."""
+    with contextlib.ExitStack() as opened:
+
+        def connected(**settings: Any) -> openai.OpenAI:
+            url = f"{serve(**settings).url}/v1"
+            return opened.enter_context(openai.OpenAI(base_url=url, api_key="x", max_retries=0))
+
+        yield connected
 
 
 @pytest.fixture

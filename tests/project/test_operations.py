@@ -26,7 +26,7 @@ from foretoken.api.serving.metrics import ServerMetrics
 from foretoken.api.serving.settings import FrontOptions, Joining, Listen
 from foretoken.core.config import EngineConfig
 from foretoken.core.interface.adapter import Adapter, LoadedAdapter
-from foretoken.core.telemetry.metrics import read_states, read_transfers
+from foretoken.core.telemetry.readers import read_states, read_transfers
 from foretoken.radix_cache import PrefixCache, StateSlots
 from support.given import given, listening
 from support.observed_app import Observed

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import threading
-import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -289,8 +288,7 @@ def num_done(front: Server) -> float:
 
 def is_up(url: str) -> bool:
     with contextlib.suppress(OSError):
-        urllib.request.urlopen(f"{url}/health", timeout=5).close()
-        return True
+        return get(url, "/health").status == 200
     return False
 
 

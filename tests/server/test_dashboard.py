@@ -13,7 +13,7 @@ import pytest
 
 from foretoken.api.server.dashboard import MAX_STEPS, PAGE, Dashboard, Watched
 from foretoken.core.interface.request import Delta
-from foretoken.core.telemetry.metrics import EngineObserver
+from foretoken.core.telemetry.observers import EngineObserver
 from support.server_process import running
 
 SECRET = "xylophone"

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,8 +171,8 @@ class Router:
         deadline = time.monotonic() + SECONDS
         while True:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=SECONDS).close()
-                return
+                if get(self.url, "/health").status == 200:
+                    return
             assert time.monotonic() < deadline, "the router did not start"
 
     def lookups(self) -> dict[str, int]:

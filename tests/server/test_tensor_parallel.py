@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.api.build import engine_builder
+from foretoken.api.build import target
 from foretoken.api.cli.commands import main
 from foretoken.core.errors import EngineDead
 from foretoken.core.execution import ranks as ranks_module
@@ -78,7 +78,7 @@ def test_two_processes_say_what_one_does_and_a_killed_one_ends_every_stream(
     with LLM("builtin", **OPTIONS, speculation="off") as llm:
         alone, alone_logprobs = answers(llm)
     with monkeypatch.context() as threads:
-        threads.setattr(engine_builder, "Ranks", ThreadRanks)
+        threads.setattr(target, "Ranks", ThreadRanks)
         with LLM("builtin", **OPTIONS, speculation="off", tp=2) as llm:
             plain, logprobs = answers(llm)
     with LLM("builtin", **OPTIONS, tp=2, dump_dir=str(tmp_path)) as llm:

@@ -26,7 +26,7 @@ from foretoken.core.interface.protocols import OnKernelsStarted, Pending, ignore
 from foretoken.core.interface.request import Delta, Request
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.core.telemetry.metrics import EngineObserver
+from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.draft.training import __file__ as _training
 from foretoken.radix_cache import PrefixCache
 from support.fake_engine import make_built

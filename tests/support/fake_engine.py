@@ -24,7 +24,7 @@ from foretoken.core.errors import EngineDead, ForetokenError, InvalidRequest, Pr
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason, Request
 from foretoken.core.model.pooling import PoolingSpec
-from foretoken.core.telemetry.metrics import EngineObserver
+from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.core.telemetry.overview import RecentRequest
 from foretoken.core.telemetry.spec_decode_stats import Load
 

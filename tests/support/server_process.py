@@ -153,8 +153,9 @@ def _await_replicas(server: Server) -> None:
             urllib.request.urlopen(f"{server.url}/ready", timeout=START_SECONDS).close()
             return
         except urllib.error.HTTPError as refused:
-            if refused.code != 503:
-                return  # it needs a key, which is not known here
+            with refused:
+                if refused.code != 503:
+                    return  # it needs a key, which is not known here
             time.sleep(0.05)
     raise AssertionError("the replicas did not start")
 

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.decoder import Decoder, OwnDecoder
-from foretoken.core.model.loader import Assembly
 from foretoken.core.model.mtp import MtpLayer, mtp_config
 from foretoken.core.model.rope import RopeSpec
 from foretoken.core.model.shapes import (
@@ -30,6 +29,7 @@ from foretoken.core.model.shapes import (
     MTP_PROJECTION,
     layer_prefix,
 )
+from foretoken.core.model.weights.assembly import Assembly
 from foretoken.core.ops.kv_pool import KvShape
 from foretoken.draft.heads.block_network import BlockConfig, BlockHead
 from foretoken.draft.heads.eagle_network import EagleConfig, EagleHead

@@ -16,7 +16,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from ....core.telemetry.metrics import PREFIX, Observers, Reader, gauge
+from ....core.telemetry.families import PREFIX, Reader, gauge
+from ....core.telemetry.observers import Observers
 
 logger = logging.getLogger(__name__)
 LABEL = "replica"

@@ -190,10 +190,12 @@ def gpt_oss(fields: Fields) -> DecoderConfig:
 
 
 def top_k_of(fields: Fields) -> int:
+    """Number of experts that compute a token. Raises `ModelLoadError` below 1."""
     return fields.positive("num_experts_per_tok")
 
 
 def renorm_of(fields: Fields, default: bool) -> float | None:
+    """`Routing.renorm`: 0 where the config says that the chosen scores are divided by their sum."""
     return 0.0 if fields.flag("norm_topk_prob", default) else None
 
 

@@ -14,6 +14,8 @@ _NAMES_SHOWN = 4  # in an error
 OnRead: TypeAlias = Callable[[str, StoredWeight], StoredWeight]
 """Called with each tensor that is read, by name, before anything is made of it; returns the tensor
 to use in its place, which has the same values."""
+Read: TypeAlias = Callable[[str], StoredWeight]
+"""Returns a tensor by its name."""
 
 
 class Checkpoint(Protocol):
@@ -31,6 +33,11 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> StoredWeight:
         """One tensor, on the CPU, as it is stored. Raises `ModelLoadError`."""
+
+
+def observed(read: Read, on_read: OnRead) -> Read:
+    """Read tensors, and call ``on_read`` with each."""
+    return lambda name: on_read(name, read(name))
 
 
 def check_tensors(

@@ -23,17 +23,9 @@ from torch import Tensor
 
 from ...errors import ModelLoadError
 from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight, stack
-from .gguf_architectures import (
-    ARCHITECTURES,
-    LAYER_NAMES,
-    MODEL_NAMES,
-    NEXTN_NAMES,
-    REFUSED,
-    STACKED,
-    Architecture,
-    architecture_of,
-)
+from .gguf_architectures import ARCHITECTURES, REFUSED, Architecture, architecture_of
 from .gguf_metadata import Metadata, open_reader
+from .gguf_names import LAYER_NAMES, MODEL_NAMES, NEXTN_NAMES, STACKED
 from .quantized import half_of_power
 
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling, by frequency
@@ -124,7 +116,7 @@ class GgufFile:
 
     @property
     def types(self) -> dict[str, int]:
-        """How many matrices have which quantised type."""
+        """Number of matrices of each quantised type."""
         found: dict[str, int] = {}
         for tensor in self._tensors.values():
             if len(tensor.shape) > 1:

@@ -55,7 +55,7 @@ class QuantizedTensor:
 
 
 class Scheme(Protocol):
-    """How a checkpoint is quantised."""
+    """Quantisation of a checkpoint."""
 
     label: str  # for people
 

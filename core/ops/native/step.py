@@ -289,7 +289,7 @@ class NativeStep:
 
 
 def _turn(mixer: AttentionWeights | LatentWeights) -> TurnStruct:
-    """How it turns rows; it writes if QKV has keys and values of its own beside the queries."""
+    """The turning of rows; it writes if QKV has keys and values of its own beside the queries."""
     if isinstance(mixer, LatentWeights):
         return turn_struct(None, mixer.tables, writes=True)
     writes = _native(mixer.qkv).out_features > _native(mixer.o).in_features

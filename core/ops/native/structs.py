@@ -63,7 +63,7 @@ def norm_struct(norm: Norm) -> NormStruct:
 def turn_struct(
     norm: HeadNorm | None, tables: Tables, *, writes: bool, gate: int = 0
 ) -> TurnStruct:
-    """How queries and keys are turned, as the kernels take it.
+    """The turning of queries and keys, as the kernels take it.
 
     ``writes``: the rows have keys and values, which go to the pool. ``gate``: items behind these.
     """

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.api.build import engine_builder, kv_pools
+from foretoken.api.build import kv_pools
+from foretoken.api.build import target as target_loading
 from foretoken.api.build.engine_builder import build
 from foretoken.api.build.kv_pools import (
     LEAST_TOKENS,
@@ -46,7 +47,7 @@ def bytes_of(target: Decoder, num_pages: int) -> int:
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_free(num_bytes: int) -> None:
-        for module in (kv_pools, engine_builder):
+        for module in (kv_pools, target_loading):
             monkeypatch.setattr(module, "free_memory", lambda device: num_bytes)
 
     return set_free

@@ -33,7 +33,7 @@ def test_ranks_end_at_once_where_building_fails_behind_them(
     def fail(*_: Any) -> None:
         raise MemoryError("no memory for the pool")
 
-    monkeypatch.setattr(engine_builder, "_load_target", load)
+    monkeypatch.setattr(engine_builder, "load_target", load)
     with monkeypatch.context() as broken:
         broken.setattr(engine_builder, "make_pools", fail)
         with pytest.raises(MemoryError):

@@ -11,7 +11,7 @@ from foretoken.api.cluster.wire.messages import Abort, Beat, Leaving, Load
 from foretoken.core.errors import DeadlineExceeded, EngineDead, QueueFull
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
-from foretoken.core.telemetry.metrics import EngineObserver
+from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.radix_cache import Eviction
 from support.scripted_replica import (
     front_of,

@@ -40,7 +40,7 @@ from foretoken.core.errors import (
     QueueFull,
 )
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
-from foretoken.core.telemetry.metrics import EngineObserver
+from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.core.tiers.keys import chain_keys, root_key
 from support.scripted_replica import (
     SECONDS,

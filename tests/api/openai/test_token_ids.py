@@ -92,9 +92,11 @@ def test_a_streamed_chat_returns_them_with_its_chunks(caller, odd_ids, engine):
 
 
 def test_openai_s_own_stream_helper_collects_the_message(server, odd_ids):
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x")
     options = {"model": "tiny/model", "extra_body": {"return_token_ids": True}}
-    with client.chat.completions.stream(messages=[HI], **options) as stream:
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client,
+        client.chat.completions.stream(messages=[HI], **options) as stream,
+    ):
         message = stream.get_final_completion().choices[0].message
     assert (message.content, message.token_ids) == (WORDS, odd_ids)
 

@@ -34,9 +34,8 @@ OTHER = CALL.replace("Paris", "Rome")
 
 
 @pytest.fixture
-def client(serve):
-    server = serve(tool_parser="hermes", reasoning_parser="think")
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+def client(connect):
+    return connect(tool_parser="hermes", reasoning_parser="think")
 
 
 def ask(client, **options):
@@ -146,9 +145,8 @@ def test_a_choice_that_has_its_only_call_is_aborted_while_another_goes_on(
     assert engine.aborted == [engine.requests[1].request_id]
 
 
-def test_tools_that_are_turned_off_are_refused(serve, say):
-    server = serve(tool_parser="none")
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+def test_tools_that_are_turned_off_are_refused(connect, say):
+    client = connect(tool_parser="none")
     with pytest.raises(openai.BadRequestError) as info:
         ask(client)
     assert info.value.param == "tools"
@@ -169,12 +167,11 @@ def long_context(monkeypatch, built):
 @pytest.mark.usefixtures("long_context")
 @pytest.mark.parametrize("beginning", ["", NO_SYSTEM])
 def test_a_model_whose_template_has_no_tools_is_told_of_them_in_text(
-    serve, engine, tokenizer, say, monkeypatch, beginning
+    connect, engine, tokenizer, say, monkeypatch, beginning
 ):
     compiled = chat_template._compiled
     monkeypatch.setattr(chat_template, "_compiled", lambda text: compiled(beginning + text))
-    server = serve()
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+    client = connect()
     assert client.models.list().data[0].tool_parser == "generic"
     say(CALL)
     choice = ask(client).choices[0]

@@ -21,7 +21,8 @@ from foretoken.core.interface.request import CacheOptions, Pin, Request
 from foretoken.core.scheduling.async_scheduling import plan_next, replan
 from foretoken.core.scheduling.leases import allocate_draft_pages
 from foretoken.core.scheduling.states import MAX_STATE_DRAFT, shared_len
-from foretoken.core.telemetry.metrics import PREFIX, EngineMetrics
+from foretoken.core.telemetry.families import PREFIX
+from foretoken.core.telemetry.metrics import EngineMetrics
 from support.draft_trees import tree_of
 from support.fake_model import (
     Driver,

@@ -20,7 +20,8 @@ from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingPar
 from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.core.telemetry.metrics import EngineMetrics, EngineObserver
+from foretoken.core.telemetry.metrics import EngineMetrics
+from foretoken.core.telemetry.observers import EngineObserver
 from foretoken.core.telemetry.spec_decode_stats import EngineLog, Load, SpecDecodeStats
 from foretoken.core.telemetry.vllm_names import VLLM_NAMES, render_vllm
 from foretoken.radix_cache import PrefixCache

@@ -94,7 +94,7 @@ def linear_constants(
 
 
 def linear_options(launch: LinearLaunch) -> dict[str, int]:
-    """How `linear_kernel` is compiled: with fused additions, which float32 has for tensor cores."""
+    """Options to compile `linear_kernel` with: fused additions, as tensor cores add float32."""
     return {
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,

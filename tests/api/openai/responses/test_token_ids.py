@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import openai
 import pytest
 
 from foretoken.api.openai.responses.inputs import to_messages
@@ -36,9 +35,10 @@ def ask(client, text, **options):
     ("text", "tools"),
     [("hello world", []), ("<think>\nhm\n</think>\nhello", []), (f"hello {CALL}", [TOOL])],
 )
-def test_a_stored_answer_is_rendered_by_its_ids(serve, say_oddly, engine, text, tools, is_streamed):
-    server = serve(token_history=False, tool_parser="hermes", reasoning_parser="think")
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+def test_a_stored_answer_is_rendered_by_its_ids(
+    connect, say_oddly, engine, text, tools, is_streamed
+):
+    client = connect(token_history=False, tool_parser="hermes", reasoning_parser="think")
     ids = say_oddly(text)
     if is_streamed:
         *_, last = ask(client, "hi", tools=tools, stream=True)

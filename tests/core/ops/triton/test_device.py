@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.api.build import engine_builder as building
+from foretoken.api.build.target import device_of
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.ops.backends import choose_ops
@@ -80,9 +80,9 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_and_cuda_is_refused(no_gpu, caplo
 
 
 def test_who_names_the_native_kernels_need_not_name_the_cpu(gpu) -> None:
-    assert building._choose_device(EngineConfig(backend="native")) == CPU
-    assert building._choose_device(EngineConfig()) == CUDA
-    assert building._choose_device(EngineConfig(device="cpu")) == CPU
+    assert device_of(EngineConfig(backend="native")) == CPU
+    assert device_of(EngineConfig()) == CUDA
+    assert device_of(EngineConfig(device="cpu")) == CPU
 
 
 # -- which kernels ------------------------------------------------------------------------------

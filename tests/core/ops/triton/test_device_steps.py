@@ -14,6 +14,7 @@ import torch
 
 from foretoken.api.build import engine_builder as building
 from foretoken.api.build import kv_pools
+from foretoken.api.build import target as target_loading
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.execution import model_runner as running
@@ -73,7 +74,7 @@ def test_memory_that_runs_out_while_loading_names_what_to_lower(monkeypatch) -> 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(building, "load_decoder", full)
+    monkeypatch.setattr(target_loading, "load_decoder", full)
     with pytest.raises(ModelLoadError, match="while loading target: use a smaller --dtype"):
         building.build(FOLDER, EngineConfig(device="cpu"))
     monkeypatch.undo()

@@ -1,0 +1,1 @@
+"""Parts beside the target: the model that drafts, and the cache that keeps KV of prompts."""

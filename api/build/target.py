@@ -1,0 +1,164 @@
+"""The target: its device, its threads, its weights, and what reads images for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.config import EngineConfig, format_size
+from ...core.errors import InvalidRequest
+from ...core.execution.ranks import Ranks, TpDecoder
+from ...core.interface.settings import parse_size
+from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.fields import UnsupportedConfig
+from ...core.model.formats.checkpoint import OnRead
+from ...core.model.loader import load_decoder
+from ...core.model.opening import read_config
+from ...core.model.report import weight_files
+from ...core.model.sharding import check_shards
+from ...core.model.vision import Vision, load_vision
+from ...core.ops.backends import choose_ops
+from ...core.ops.base import Ops
+from ...core.ops.device import choose_device, free_memory
+from ...core.ops.native.native_ops import NativeOps
+from ...core.ops.parallel import Comm
+from .kv_pools import out_of_memory_told
+
+logger = logging.getLogger(__name__)
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    """Choose the device; the native kernels imply the CPU."""
+    is_native = config.device == "auto" and config.backend == "native"
+    return choose_device("cpu" if is_native else config.device)
+
+
+def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
+    """Build the function that sets the number of threads; the native kernels get every core.
+
+    Their threads sleep as soon as they wait. OpenMP's spin, and take the event loop's core from it:
+    torch leaves one to it (measured: two threads on two cores were slower than one, and with the
+    native kernels 1.2 to 1.4 times faster).
+    What is left to torch beside the native kernels is small, and has one thread: a second one would
+    have to wait until the kernels' own one sleeps.
+    """
+    cores = len(os.sched_getaffinity(0))
+    is_native = isinstance(ops, NativeOps)
+    count = _threads(config) or (cores if is_native else max(1, cores - 1))
+
+    def set_threads() -> None:
+        ops.set_threads(count)
+        if is_native:
+            torch.set_num_threads(1)
+
+    return set_threads
+
+
+def _threads(config: EngineConfig) -> int | None:
+    """Threads of a process that computes; several of them share the cores."""
+    if config.tp == 1 or config.threads is not None:
+        return config.threads
+    return max(1, len(os.sched_getaffinity(0)) // config.tp)
+
+
+def load_target(
+    path: Path, config: EngineConfig, device: torch.device, on_read: OnRead | None
+) -> tuple[Decoder, Ranks | None]:
+    """Load the target, and start the processes that compute it with this one.
+
+    Raises `InvalidRequest` for a model that they cannot share.
+    """
+    if config.tp == 1:
+        return load_model(path, config, device, on_read), None
+    _check_shards(path, config.tp, device)
+    ranks = Ranks(path, config.tp, _load_options(config, device), threads=_threads(config) or 1)
+    try:
+        part = load_model(path, config, device, on_read, comm=ranks.comm)
+        assert isinstance(part, OwnDecoder), "ranks share no other"
+        ranks.wait_until_loaded()
+    except BaseException:
+        ranks.end(at_once=True)
+        raise
+    logger.info("%d processes compute the model", config.tp)
+    return TpDecoder(part, ranks), ranks
+
+
+def _check_shards(path: Path, size: int, device: torch.device) -> None:
+    """Raise `InvalidRequest` for what ranks do not share, before any of them starts."""
+    if device.type != "cpu":
+        raise InvalidRequest("tp computes on the CPU only: add --device cpu", param="tp")
+    try:
+        check_shards(read_config(path), size)
+    except UnsupportedConfig as reason:
+        why = f"tp does not share out transformers' modules, which would compute this: {reason}"
+        raise InvalidRequest(why, param="tp") from None
+
+
+def _load_options(config: EngineConfig, device: torch.device) -> dict[str, str]:
+    return {
+        "dtype": config.dtype,
+        "device": str(device),
+        "load_format": config.load_format,
+        "exact": config.exact,
+        "backend": config.backend,
+        "quantize": config.quantize,
+        "kv_dtype": config.kv_cache_dtype,
+        "impl": config.model_impl,
+    }
+
+
+def load_model(
+    path: Path,
+    config: EngineConfig,
+    device: torch.device,
+    on_read: OnRead | None = None,
+    comm: Comm | None = None,
+) -> Decoder:
+    """Load a decoder with the options of the engine. Raises `ModelLoadError`."""
+    if config.load_format == "auto" and config.quantize == "none":
+        _warn_of_short_memory(path, device)
+    remedy = "use a smaller --dtype, or --quantize"
+    options: dict[str, Any] = _load_options(config, device)
+    with out_of_memory_told(f"while loading {path.name}", remedy):
+        return load_decoder(path, **options, on_read=on_read, comm=comm)
+
+
+def load_images(
+    path: Path, config: EngineConfig, target: Decoder, on_read: OnRead | None
+) -> Vision | None:
+    """Load the image tower, whose linears are not quantised; None where images are not taken."""
+    # Only ids are sent to the other ranks; what evicts counts positions as for text.
+    if config.no_images or config.tp > 1 or config.kv_evict is not None:
+        return None
+    plain = target.ops
+    if config.quantize != "none":
+        plain = choose_ops(
+            target.device, exact=config.exact, backend=config.backend, dtype=target.dtype
+        )
+    with out_of_memory_told(f"while loading the image tower of {path.name}", "use --no-images"):
+        return load_vision(
+            path,
+            target,
+            plain,
+            cache_bytes=parse_size(config.image_cache),
+            has_weights=config.load_format == "auto",
+            on_read=on_read,
+        )
+
+
+def _warn_of_short_memory(path: Path, device: torch.device) -> None:
+    """Log it where the weights' files alone are larger than the free memory.
+
+    On a CPU the process is then killed while it loads, and can say no more.
+    """
+    num_bytes, free = weight_files(path)[1], free_memory(device)
+    if num_bytes > free:
+        logger.warning(
+            "%s: the weights have %s, and %s of memory are free",
+            path.name, format_size(num_bytes), format_size(free),
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+"""Counters, gauges and histograms as plain numbers, in the families that Prometheus reads.
+
+What a step counts is an addition to a list or a number: the library's own instruments take a lock
+for each observation, a dozen a step, and the event loop is the only writer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+PREFIX = "foretoken:"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    """A value as it is now."""
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    """A value that only grows."""
+    return CounterMetricFamily(PREFIX + name, text, value=value)
+
+
+def counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """One such value for each value of a label."""
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+class Buckets:
+    """The observations of one histogram, by bound. Belongs to one thread."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add ``value`` ``count`` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    @property
+    def sum(self) -> float:
+        """All observations together."""
+        return self._sum
+
+    def read(self) -> tuple[list[tuple[str, float]], float]:
+        """Each bucket with all that is at most its bound, and the sum."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True)), self._sum
+
+
+class Histogram(Buckets, Collector):
+    """A histogram without labels."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        super().__init__(bounds)
+        self._name, self._text = PREFIX + name, text
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the histogram's present value."""
+        buckets, total = self.read()
+        yield HistogramMetricFamily(self._name, self._text, buckets, total)
+
+
+class Histograms(Collector):
+    """A histogram for each value of one label, of which there must be few."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], label: str) -> None:
+        self._name, self._text, self._label = PREFIX + name, text, label
+        self.of: defaultdict[str, Buckets] = defaultdict(lambda: Buckets(bounds))
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the present value of each label's histogram."""
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
+        for value, each in self.of.items():
+            family.add_metric([value], *each.read())
+        yield family
+
+
+class Reader(Collector):
+    """The metrics that a function reads when Prometheus scrapes."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the present values; called by the registry."""
+        return self._read()

@@ -1,0 +1,247 @@
+"""Metrics of what others count already, read when Prometheus scrapes, at no cost to a step."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from typing import Protocol, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ..._version import __version__
+from ...radix_cache import PrefixCache, StateSlots
+from ..interface.tiers import KVTiers
+from ..interface.transfers import Refusal
+from ..scheduling.page_loads import PageLoads
+from ..scheduling.scheduler import Scheduler
+from .families import PREFIX, Histogram, counter, counters, gauge
+from .spec_decode_stats import SpecDecodeStats
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 65)
+
+
+class EngineHealth(Protocol):
+    """An engine's counts of its own failures."""
+
+    @property
+    def num_failed_steps(self) -> int:
+        """Runs of the model thread that raised."""
+
+    @property
+    def num_bisections(self) -> int:
+        """Steps that were run again in parts."""
+
+    @property
+    def num_audit_failures(self) -> int:
+        """Audits that found something wrong."""
+
+    @property
+    def num_crash_dumps(self) -> int:
+        """Dumps that were written."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether its loop runs."""
+
+
+def read_queue(scheduler: Scheduler) -> Iterator[Metric]:
+    """Running and waiting requests."""
+    limits = scheduler.limits
+    running, waiting = len(scheduler.running), len(scheduler.waiting)
+    yield gauge("num_requests_running", "Requests that are running", running)
+    yield gauge("num_requests_waiting", "Requests that are waiting in the queue", waiting)
+    yield gauge("max_requests_running", "Largest number of running requests", limits.max_running)
+    yield gauge("max_requests_waiting", "Largest number of waiting requests", limits.max_queued)
+    yield counter("num_preemptions", "Preempted requests", scheduler.num_preemptions)
+
+
+def read_pool(cache: PrefixCache) -> Iterator[Metric]:
+    """Occupancy of the KV pool. A page is either free, evictable or held."""
+    total, free, evictable = (
+        cache.num_total_pages, cache.num_free_pages, cache.num_evictable_pages
+    )  # fmt: skip
+    held = total - free - evictable
+    yield gauge(
+        "kv_cache_occupancy",
+        "Share of KV pages in use or pinned; suited to autoscaling",
+        held / total,
+    )
+    yield gauge("kv_cache_usage_perc", "Share of KV pages that running requests use", cache.usage)
+    yield gauge("kv_cache_total_pages", "KV pages in the pool", total)
+    yield gauge("kv_cache_free_pages", "KV pages in the free list", free)
+    yield gauge("kv_cache_evictable_pages", "Cached KV pages that can be evicted", evictable)
+    yield gauge("kv_cache_held_pages", "KV pages that running requests and pins hold", held)
+    yield gauge("kv_cache_pinned_pages", "KV pages that pins hold", cache.num_pinned_pages)
+    yield gauge("kv_cache_sessions", "Sessions whose last turn is pinned", cache.pins.num_sessions)
+    yield counter(
+        "kv_cache_session_yields",
+        "Pins of sessions that gave way before their time: to a request or to the quota",
+        cache.pins.num_session_yields,
+    )
+    yield gauge("kv_cache_page_tokens", "Tokens in one KV page", cache.page_size)
+    yield _pool_config(cache)
+    yield counters("kv_cache_evicted_pages", "Cached KV pages that were evicted", "cause", {
+        "pressure": cache.tree.num_evicted - cache.tree.num_evicted_by_quota,
+        "quota": cache.tree.num_evicted_by_quota,
+    })  # fmt: skip
+    yield counter(
+        "prefix_cache_queries", "Prompt tokens looked up in the prefix cache", cache.num_queries
+    )
+    yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", cache.num_hits)
+
+
+def read_states(states: StateSlots) -> Iterator[Metric]:
+    """Slots for recurrent states, of models that have them."""
+    yield gauge("state_slots_total", "Slots for recurrent states", states.num_total)
+    yield gauge(
+        "state_slots_attached", "Slots that keep the state at the end of a cached page",
+        len(states.attached),
+    )  # fmt: skip
+    yield counter("state_evictions", "Kept states that made room for others", states.num_evicted)
+    yield counter(
+        "state_recomputed_tokens",
+        "Prompt tokens computed again although their KV was cached: no state behind them was kept",
+        states.num_recomputed_tokens,
+    )
+
+
+def _pool_config(cache: PrefixCache) -> Metric:
+    """Size of the pool as labels, which is where routers that know vLLM look for it."""
+    family = GaugeMetricFamily(
+        f"{PREFIX}cache_config_info",
+        "Tokens in one KV page, and KV pages in the pool",
+        labels=["block_size", "num_gpu_blocks"],
+    )
+    family.add_metric([str(cache.page_size), str(cache.num_total_pages)], 1)
+    return family
+
+
+def read_tiers(loads: PageLoads, page_size: int) -> Iterator[Metric]:
+    """Stores of KV pages beyond the pool."""
+    tiers = loads.tiers.describe()
+    for name, text, read in (
+        ("pages", "KV pages in the tier", lambda tier: tier.pages),
+        ("capacity_pages", "KV pages that fit", lambda tier: tier.capacity_pages),
+        ("queued_pages", "KV pages that wait to be saved", lambda tier: tier.queued_pages),
+        ("closed", "1 while the tier is left alone", lambda tier: not tier.is_open),
+    ):
+        values = {str(tier.medium): float(read(tier)) for tier in tiers}
+        yield _by_tier(GaugeMetricFamily, name, text, values)
+    for name, text, read in (
+        ("hit_tokens", "Prompt tokens that came from the tier",
+         lambda tier: tier.loaded_pages * page_size),
+        ("load_seconds", "Seconds that loads took", lambda tier: tier.load_seconds),
+        ("saved_pages", "KV pages that were written", lambda tier: tier.saved_pages),
+        ("times_closed", "Times that the tier failed or was late", lambda tier: tier.times_closed),
+    ):  # fmt: skip
+        values = {str(tier.medium): float(read(tier)) for tier in tiers}
+        yield _by_tier(CounterMetricFamily, name, text, values)
+    dropped = CounterMetricFamily(
+        f"{PREFIX}kv_tier_dropped_pages",
+        "KV pages that the tier did not keep, by cause",
+        labels=["tier", "cause"],
+    )
+    for tier in tiers:
+        for cause, count in tier.dropped_pages.items():
+            dropped.add_metric([tier.medium, cause], count)
+    yield dropped
+    yield counter("kv_tier_late", "Loads that requests did not wait for", loads.num_late)
+
+
+def read_transfers(cache: PrefixCache, tiers: KVTiers | None) -> Iterator[Metric]:
+    """Pages of prompts that go from one engine to another."""
+    transfers = cache.transfers
+    yield gauge("kv_transfer_held", "Prompts whose KV pages another server is to read",
+                len(transfers))  # fmt: skip
+    yield gauge("kv_transfer_held_pages", "KV pages of them", transfers.num_pages)
+    yield counters("kv_transfer_ended", "Prompts whose KV pages are held no longer", "cause",
+                   transfers.ended)  # fmt: skip
+    peers = (None if tiers is None else tiers.refused_offers) or {}
+    yield counters(
+        "kv_transfer_refused", "kv_transfer_params that were of no use, by cause", "cause",
+        {cause: transfers.refused[cause] + peers.get(cause, 0) for cause in get_args(Refusal)},
+    )  # fmt: skip
+
+
+def _by_tier(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    values: Mapping[str, float],
+) -> Metric:
+    family = kind(f"{PREFIX}kv_tier_{name}", text, labels=["tier"])
+    for medium, value in values.items():
+        family.add_metric([medium], value)
+    return family
+
+
+def read_drafters(scheduler: Scheduler) -> Iterator[Metric]:
+    """Whether each drafter was given up."""
+    family = GaugeMetricFamily(
+        f"{PREFIX}drafter_disabled",
+        "1 for a drafter that was switched off after repeated failures",
+        labels=["source"],
+    )
+    for name, works in scheduler.speculator.drafters().items():
+        family.add_metric([name], not works)
+    yield family
+
+
+def read_faults(engine: EngineHealth) -> Iterator[Metric]:
+    """Failures of the engine, and whether it is alive."""
+    yield gauge("engine_alive", "1 while the engine's loop runs", engine.alive)
+    yield counter("failed_steps", "Model steps that raised an exception", engine.num_failed_steps)
+    yield counter("bisections", "Failed steps that were run again in smaller parts",
+                  engine.num_bisections)  # fmt: skip
+    yield counter("audit_failures", "Audits of the KV pages that failed", engine.num_audit_failures)
+    yield counter("crash_dumps", "Crash dumps written", engine.num_crash_dumps)
+
+
+def read_build() -> Iterator[Metric]:
+    """Versions of this build, as labels of a gauge that is always 1."""
+    family = GaugeMetricFamily(
+        f"{PREFIX}build_info", "Versions of foretoken and Python", labels=["version", "python"]
+    )
+    family.add_metric([__version__, platform.python_version()], 1)
+    yield family
+
+
+def read_tokens(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
+    """Statistics of tokens and speculation."""
+    yield counter("generation_tokens", "Output tokens served", spec_stats.num_tokens)
+    for name, text, value in (
+        ("drafts", "Drafts verified, one per request and step", spec_stats.num_drafts),
+        ("draft_tokens", "Draft tokens verified", spec_stats.num_proposed),
+        ("accepted_tokens", "Draft tokens accepted and served", spec_stats.accepted.total()),
+    ):
+        yield counter(f"spec_decode_num_{name}", text, value)
+    yield from _by_label(spec_stats)
+    lengths = Histogram("spec_decode_acceptance_length", "Tokens served by a step with a "
+    "draft, per request",
+                        LENGTHS)  # fmt: skip
+    for length, count in spec_stats.lengths.items():
+        lengths.observe(length, count)
+    yield from lengths.collect()
+
+
+def _by_label(spec_stats: SpecDecodeStats) -> Iterator[Metric]:
+    depth = max([*spec_stats.path_lens, *spec_stats.runs], default=0)
+    for name, text, label, values in (
+        ("draft_tokens_per_pos", "Drafts whose first path reaches the position", "position",
+         _reaching(spec_stats.path_lens, depth)),
+        ("accepted_tokens_per_pos", "Drafts accepted up to the position", "position",
+         _reaching(spec_stats.runs, depth)),
+        ("draft_tokens_per_source", "Draft tokens verified, by "
+        "drafter", "source", spec_stats.proposed),
+        ("accepted_tokens_per_source", "Draft tokens accepted and served, by "
+        "drafter", "source", spec_stats.accepted),
+    ):  # fmt: skip
+        yield counters(f"spec_decode_num_{name}", text, label, values)
+
+
+def _reaching(lens: Mapping[int, int], depth: int) -> dict[str, int]:
+    """Number of the runs with these lengths that have a token at each position."""
+    return {
+        str(position): sum(count for length, count in lens.items() if length > position)
+        for position in range(depth)
+    }
