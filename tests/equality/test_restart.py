@@ -16,7 +16,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from foretoken.api.build import engine_builder, kv_tiers
+from foretoken.api.build import kv_tiers
+from foretoken.api.build.beside import kept_kv
 from foretoken.api.build.engine_builder import build
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
@@ -135,7 +136,7 @@ def test_tiers_that_keep_no_states_are_refused_by_name(
 ) -> None:
     for name in ("check_reachable", "_kv_transfer"):
         monkeypatch.setattr(kv_tiers, name, lambda *_: MagicMock())
-    monkeypatch.setattr(engine_builder, "_kv_transfer", MagicMock())
+    monkeypatch.setattr(kept_kv, "_kv_transfer", MagicMock())
     with pytest.raises(InvalidRequest, match="does not keep recurrent states") as refusal:
         build(folder / "hybrid", EngineConfig(device="cpu", **SIZES, **options))
     assert refusal.value.param == next(iter(options))
