@@ -91,7 +91,7 @@ def _host_stores(
     num_bytes, quota = parse_size(config.kv_host or "0"), config.cache_quota
     share = num_bytes if states is None else num_bytes // 2
     least = max(LEAST_PAGES * records.num_bytes, states.num_bytes * LEAST_STATES if states else 0)
-    _check_host(num_bytes, num_bytes // share * least)
+    _check_host(num_bytes, least if states is None else 2 * least)
     sizes = [each.num_bytes for each in (records, states) if each is not None]
     return [HostStore(size, share, pinned=pinned, quota=quota) for size in sizes]
 

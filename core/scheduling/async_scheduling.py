@@ -25,6 +25,9 @@ def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | No
     evicted prefixes even if the plan is withdrawn: they stay in the leases, and the plan made
     instead uses them.
     """
+    loads = scheduler.page_loads
+    if loads is not None and loads.is_late(now):
+        return None  # the next round gives it up
     continuing = _continuing(scheduler, plan) if plan.is_decode_only else []
     requests = [request for _, request in continuing]
     if not continuing or not scheduler.speculator.drafts_nothing(requests, num_new_tokens=1):

@@ -59,6 +59,7 @@ class PageLoads:
         self._now = 0.0  # of the latest round
         self._loaded_pages = array("q")  # since the last plan
         self._leases: dict[PageLoad, KVLease] = {}  # left by their requests, not yet by the thread
+        self.has_room: Callable[[Request], bool] = lambda _: True  # beside the running ones
 
     @property
     def num_loading(self) -> int:
@@ -105,12 +106,17 @@ class PageLoads:
         if request.load is None:
             self._end_fetch(request)
 
-    def _begin_fetch(self, request: Request) -> None:
+    def _begin_fetch(self, request: Request, load: PageLoad, now: float) -> None:
+        if load.offer is not None:  # a later offer may have come: it is not for this one
+            del load.keys[len(load.offer.page_ids) :]
+        if not self.has_room(request):
+            self._end_fetch(request)
+            return
         request.lease = self._cache.acquire(
             request.tokens, namespace=request.namespace, is_first=False
         )
         request.num_computed = request.lease.num_cached_tokens
-        self.begin(request, self._now, 0.0)
+        self.begin(request, now, 0.0)
         if request.load is None:
             self._end_fetch(request)
 
@@ -146,7 +152,7 @@ class PageLoads:
         self.look_ups.append(load)
         self.on_order(load)
 
-    def found(self, load: PageLoad, keys: list[bytes]) -> None:
+    def found(self, load: PageLoad, keys: list[bytes], now: float) -> None:
         """Take the outcome of a look-up."""
         offer = load.offer
         if offer is not None and offer.is_met and len(keys) < len(offer.page_ids):
@@ -155,7 +161,11 @@ class PageLoads:
             load.keys, load.is_found = keys, True
             del self._awaited[load.request_id]
             if (request := self._fetched.get(load.request_id)) is not None:
-                self._begin_fetch(request)
+                self._begin_fetch(request, load, now)
+
+    def is_late(self, now: float) -> bool:
+        """Whether something is to be given up by the next `begin_round`."""
+        return any(each.due <= now for each in self._awaited.values())
 
     def begin_round(self, now: float) -> None:
         """Give up what takes too long: look-ups and loads of which nobody may wait longer."""
@@ -334,11 +344,15 @@ class PageLoads:
         elif lease is not None:
             if request.cache.write:
                 self._keep_loaded(request, load)
+            wanted = [] if lease.state is None else list(lease.state.wanted)
             self._keep_lease(load, lease)
             request.lease = self._cache.acquire(
                 request.tokens, namespace=request.namespace, is_first=False
             )
             request.num_computed = request.lease.num_cached_tokens
+            for position, rank in wanted:
+                if request.lease.state is not None and position > request.num_computed:
+                    request.lease.state.want(position, rank)
         request.usage.cache_loss = Eviction("late", self._now)
         self.forget(request)
 

@@ -36,6 +36,7 @@ from .leases import (
     pin_session,
     publish,
     release_kv,
+    would_fit,
 )
 from .output_processor import late_end, request_error, take_output
 from .page_loads import PageLoads
@@ -84,6 +85,8 @@ class Scheduler:
         self.num_evicted_tokens = 0  # of answers, whose KV was given up to their budgets
         self.openings: Sequence[array[int]] = ()  # see `set_openings`
         self.page_loads = None if tiers is None else PageLoads(cache, tiers)
+        if self.page_loads is not None:
+            self.page_loads.has_room = self._has_room
         self._chunk_budget = ChunkBudget(limits.max_slowdown)
         self._released_request_ids: list[str] = []  # since the last plan
 
@@ -118,6 +121,9 @@ class Scheduler:
         """
         if self.page_loads is not None:
             self.page_loads.fetch(request, now)
+
+    def _has_room(self, request: Request) -> bool:
+        return would_fit(self.cache, request, self.running.values())
 
     def abort(
         self, request_id: str, now: float, error: ForetokenError | None = None

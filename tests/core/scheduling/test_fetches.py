@@ -149,6 +149,18 @@ def test_a_fetch_that_is_late_is_given_up(late: Callable[[Apart], None]) -> None
     check_and_serve(apart, computed=LEN - LOADED)
 
 
+def test_a_fetch_after_a_rest_has_its_full_time() -> None:
+    apart = Apart()
+    apart.d.now += 100.0  # no step has told the time since
+    fetch(apart)
+    for _ in range(2):  # it is met and looked up
+        apart.d.end_call(apart.d.begin_call())
+    apart.d.step()
+    apart.d.run_calls()
+    assert num_cached(apart) == PART
+    check_and_serve(apart, computed=LEN - LOADED)
+
+
 def test_no_running_request_yields_pages_for_a_fetch() -> None:
     apart = Apart(num_pages=LEN // PAGE_SIZE + 4)
     other = make_request("other", prompt_of(seed=3), max_tokens=8)
