@@ -380,7 +380,9 @@ class Scheduler:
             share_stop = request.num_computed + shares.get(request.request_id, 0)
             if (packing := request.next_packing(request.num_computed)) is not None:
                 share_stop = min(share_stop, packing)
-            stop = chunk_stop(request.images, request.num_computed, share_stop)
+            stop = share_stop
+            if request.images:
+                stop = chunk_stop(request.images, request.num_computed, share_stop)
             if stop > share_stop:
                 if is_exceeded:
                     continue

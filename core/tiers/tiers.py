@@ -88,7 +88,7 @@ class _StateSave:
 
 @dataclass(frozen=True, slots=True)
 class StateTiers:
-    """What `Tiers` keeps of recurrent states: a store of them beside each store of pages."""
+    """Recurrent states in `Tiers`: a store of them beside each store of pages."""
 
     slots: StateSlots
     records: SlotRecords

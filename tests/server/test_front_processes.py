@@ -200,7 +200,7 @@ def test_replicas_outlive_their_front_and_the_next_one_knows_their_cache() -> No
                 first.process.send_signal(signal.SIGKILL)
                 first.process.wait(60)
         with front_at(address, own, num_replicas=2) as second:
-            assert {each["pid"] for each in replicas(second.url)} == pids
+            _wait(lambda: {each["pid"] for each in replicas(second.url)} == pids)
             _wait(lambda: post(second.url, "/debug/audit").json["requests"]["running"] == 0)
             assert post(second.url, "/debug/audit").json["ok"]
             assert read(second.url, "long").answer == answer

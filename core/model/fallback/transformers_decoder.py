@@ -516,9 +516,12 @@ def _behind(output: ForwardOutput, count: int) -> ForwardOutput:
 
 def _joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
     """The outputs of passes one behind the other."""
-    hidden, logits, _, taps = zip(*outputs, strict=True)
-    tapped = None if taps[0] is None else torch.cat(taps)
-    return ForwardOutput(torch.cat(hidden), torch.cat(logits), None, tapped)
+    taps = [each.taps for each in outputs if each.taps is not None]
+    return ForwardOutput(
+        torch.cat([each.hidden for each in outputs]),
+        torch.cat([each.logits for each in outputs]),
+        taps=torch.cat(taps) if taps else None,
+    )
 
 
 def _without_states(part: KVPool) -> KVPool:

@@ -90,7 +90,7 @@ def test_what_is_found_ends_at_the_last_page_whose_state_is_kept(scene: Scene) -
 
 
 def test_a_state_that_gave_way_while_it_was_written_is_not_kept(scene: Scene) -> None:
-    """Its slot has another state by then."""
+    """The slot has another state by then."""
     lease = scene.compute(4, 12)
     scene.cache.release(lease, TOKENS, 0, keep=False)
 
