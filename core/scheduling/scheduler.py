@@ -381,7 +381,7 @@ class Scheduler:
             if (packing := request.next_packing(request.num_computed)) is not None:
                 share_stop = min(share_stop, packing)
             stop = share_stop
-            if request.images:
+            if request.images and stop > request.num_computed:
                 stop = chunk_stop(request.images, request.num_computed, share_stop)
             if stop > share_stop:
                 if is_exceeded:
