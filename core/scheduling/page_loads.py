@@ -96,7 +96,7 @@ class PageLoads:
     # -- fetches --------------------------------------------------------------------------------
 
     def fetch(self, request: Request, now: float) -> None:
-        """Load the pages that a request offers into the tree, as far as there is room for them.
+        """Load the pages that a request offers into the tree, if its prompt fits beside what runs.
 
         What is missing, late or unsound stays away. No running request yields pages for it.
         """
