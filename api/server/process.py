@@ -94,8 +94,9 @@ async def _serve(
             server = _Server(config, lambda address: _announce(llm, listen, address))
             observing.metrics.num_connections = lambda: len(server.server_state.connections)
             warm_up = partial(prewarm, llm, chat_client(llm, listen.settings), warms)
-            await _serve_on(sock, server, llm, warm_up, supervisor)
-            return supervisor.exit_code
+            listening = partial(_listens, sock, listen)
+            served = await _serve_on(sock, server, llm, warm_up, listening, supervisor)
+            return supervisor.exit_code if served else 1
     finally:
         _unbind(sock, listen.uds)
 
@@ -112,7 +113,9 @@ def _bind(config: uvicorn.Config) -> socket.socket:
         address = (config.host, config.port)
     sock = socket.socket(family)
     try:
-        if config.uds is None:
+        # A named port may be taken while old connections linger. For port 0 that would let the
+        # system name a port that is bound and does not listen yet: another server's, loading.
+        if config.uds is None and config.port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except BaseException:
@@ -121,6 +124,16 @@ def _bind(config: uvicorn.Config) -> socket.socket:
     if config.uds is not None:
         Path(config.uds).chmod(SOCKET_MODE)  # nobody is in yet: it does not listen
     return sock
+
+
+def _listens(sock: socket.socket, listen: Listen) -> bool:
+    """Listen; False, and a line in the log, where another program was faster on the same port."""
+    try:
+        sock.listen()
+    except OSError as error:
+        logger.error("%s", _why_not_bound(error, listen))
+        return False
+    return True
 
 
 def _why_not_bound(error: OSError, listen: Listen) -> str:
@@ -151,12 +164,17 @@ async def _serve_on(
     server: _Server,
     llm: EngineClient,
     warm_up: Callable[[], Awaitable[int]],
+    listening: Callable[[], bool],
     supervisor: Supervisor,
-) -> None:
+) -> bool:
+    """Serve until a signal. False: another program has the port, and nobody was served."""
     try:
         with supervisor.watching(server.stop):
             await warm_up()
+            if not listening():
+                return False
             await server.serve([sock])
+            return True
     finally:
         await supervisor.end()
         await llm.close()

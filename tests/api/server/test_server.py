@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -130,6 +131,22 @@ def test_a_port_that_is_taken_is_an_error_and_not_a_traceback(start):
     port = first.url.rpartition(":")[2]
     assert f"port {port} is in use by another program; choose another with --port" in second.line
     assert "Traceback" not in second.process.stderr.read()
+
+
+def test_a_port_that_another_took_while_the_model_was_loading_is_one_line(
+    built, monkeypatch, caplog
+):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # both may bind it so
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+
+        async def start(self):
+            other.listen()
+
+        monkeypatch.setattr(AsyncLLM, "start", start)
+        assert run(AsyncLLM.from_built(built), Listen(port=port)) == 1
+    assert f"port {port} is in use by another program" in caplog.text
 
 
 # -- a Unix socket ------------------------------------------------------------------------------
