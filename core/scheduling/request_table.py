@@ -307,6 +307,11 @@ class RequestTable:
         if request.deadline is not None:
             del self._due[request.arrival_time + request.deadline, request.serial]
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next deadline passes; None: no request has one."""
+        return self._due.peekitem(0)[0][0] if self._due else None
+
     def expired(self, now: float) -> list[Request]:
         """Return the requests whose deadline has passed. O(1), and O(log n) for each."""
         count = self._due.bisect_right((now, self._num_arrived))
