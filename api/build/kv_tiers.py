@@ -53,13 +53,14 @@ def make_tiers(
 ) -> Tiers:
     """Open the stores that the options ask for; a proposer's share of a page is kept, too.
 
-    ``make_peers``: makes the store of other engines' pools, of records with so many bytes. Of a model with recurrent states, half of each store's size is for states. Raises
-    `InvalidRequest` for a folder that cannot be used, and for a size of too few pages or more than
-    there is.
+    ``make_peers``: makes the store of other engines' pools, of records with so many bytes. Of a
+    model with recurrent states, half of each store's size is for states. Raises `InvalidRequest`
+    for a folder that cannot be used, and for a size of too few pages or more than there is.
     """
     parts = () if proposer is None else proposer.stored
     records = PageRecords(
-        [pool.data, *(each.source for each in parts)], [pool.data, *(each.target for each in parts)]
+        [*pool.stored, *(each.source for each in parts)],
+        [*pool.stored, *(each.target for each in parts)],
     )
     states = None if pool.states is None else StateRecords(pool.states)
     stores, of_states = list[PageStore](), list[PageStore]()

@@ -148,6 +148,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": ("target", {"model_impl": "transformers"}),
     "mixed layers": ("gemma4", {}),
     "recurrent states": ("hybrid", {}),
+    "2 ranks": ("target", {"tp": 2, "device": "cpu", "threads": 1}),
     "draft model": ("target", {"draft": "draft", "speculation": 4}),
     "block head": ("target", {"draft": "block", "speculation": 4}),
     "eagle head": ("target", {"draft": "eagle3", "speculation": 4}),
