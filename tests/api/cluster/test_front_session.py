@@ -322,7 +322,7 @@ def test_pages_that_a_request_names_are_let_go_at_once_where_it_fails(
 def test_a_request_whose_pages_are_named_by_no_json_fails_alone(within) -> None:
     async def test(replica: Replica, _task: object) -> None:
         front = await replica.joined()
-        replica.built.transfers = SimpleNamespace()
+        replica.built.transfers = SimpleNamespace(read=lambda _: NO_HANDOVER)
         bad = msgspec.structs.replace(submit("r", [5, 6, 7], PARAMS), transfer=b"[]")
         assert (await front.serve(bad)).last.error is not None
         replica.built.transfers = None
