@@ -110,12 +110,12 @@ MUTATIONS = (
         "latents in the pages are normed",
     ),
     Mutation(
-        "latent-kernel-keys-of-the-head-before",
+        "latent-kernel-values-of-one-row-alone",
         "make_values",
         "(copy_job){space->one, space->other, count, rank, count * rank, rank, rank,",
         "(copy_job){space->one, space->other, count, rank, count * rank, rank, 0,",
         (_LATENT,),
-        "each head's values are made of what it read",
+        "each row's values are made of what it read",
     ),
     Mutation(
         "latent-positions-are-not-interleaved",
