@@ -228,7 +228,7 @@ def _mamba_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str
 
 
 def _falcon_mamba_factors(name: str, config: dict[str, Any]) -> Array:
-    """Of the rows of a matrix of Mamba-2: of gates, values, keys, queries and steps."""
+    """Factors of the rows of a matrix of Mamba-2: gates, values, keys, queries, steps."""
     if name.endswith("out_proj.weight"):
         return np.full((1, 1), config["ssm_out_multiplier"], np.float32)
     width, groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]

@@ -88,7 +88,7 @@ class Metadata:
         self.architecture = str(self._get("general.architecture", str))
 
     def error(self, problem: str) -> ModelLoadError:
-        """What to raise for a file that has a problem."""
+        """The error of a file that has a problem."""
         return ModelLoadError(f"{self._file}: {problem}")
 
     def number(self, name: str) -> Any:  # noqa: ANN401 - an int or a float, as the file has it
