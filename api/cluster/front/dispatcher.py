@@ -261,7 +261,7 @@ class Dispatcher:
         for_prompts = {
             peer
             for peer, each in links.items()
-            if each.role == "prefill" and each.unready is None and each.has_room
+            if each.role == "prefill" and each.unready is None and each.takes(live.request)
         }
         if not (for_prompts and live.may_be_prefilled):
             return False
@@ -291,7 +291,7 @@ class Dispatcher:
     ) -> Choice[bytes] | None:
         """The replica for a request: one that is ready, else any with room."""
         links = self._roster.links
-        full = {peer for peer, each in links.items() if not each.has_room}
+        full = {peer for peer, each in links.items() if not each.takes(live.request)}
         for_prompts = {peer for peer, each in links.items() if each.role == "prefill"}
         if len(for_prompts) < len(links):  # else they compute whole requests
             full |= for_prompts

@@ -204,7 +204,7 @@ OWN = {
     "keys",
     "set_openings",
     "transfers",
-    "load_adapter",
+    "adapters",
 }  # fields of `Built` that each process has of its own
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from foretoken.api.build.adapter_loader import OwnAdapters
 from foretoken.api.runtime import adapters as module
 from foretoken.api.runtime.adapters import Adapters
 from foretoken.core.errors import InvalidRequest
@@ -34,7 +35,7 @@ def test_a_salt_has_namespaces_of_all_adapters_in_memory(monkeypatch: pytest.Mon
 
     async def body() -> None:
         flushes = Flushes()
-        adapters = Adapters(loaded, flushes, most=4)
+        adapters = Adapters(OwnAdapters(loaded), flushes, most=4)
         first = await adapters.load("a", Path())
         await adapters.load("b", Path())
         adapters.enter("a")
@@ -56,7 +57,7 @@ def test_a_salt_has_namespaces_of_all_adapters_in_memory(monkeypatch: pytest.Mon
 
 def test_an_adapter_that_is_replaced_in_use_counts_until_its_requests_have_ended() -> None:
     async def body() -> None:
-        adapters = Adapters(loaded, Flushes(), most=1)
+        adapters = Adapters(OwnAdapters(loaded), Flushes(), most=1)
         await adapters.load("a", Path())
         used = await adapters.load("a", Path())  # in the place of one that no request has
         adapters.enter("a")

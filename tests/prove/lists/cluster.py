@@ -111,9 +111,9 @@ MUTATIONS = (
     ),
     Mutation(
         "cluster-queues-take-one-more",
-        "ReplicaLink.has_room",
-        "len(self.requests) < self.capacity",
-        "len(self.requests) <= self.capacity",
+        "ReplicaLink.takes",
+        "return has_adapter and len(self.requests) < self.capacity",
+        "return has_adapter and len(self.requests) <= self.capacity",
         ("test_the_queue_is_full_when_every_replica_has_all_it_takes",),
         "no replica refuses what the front has accepted",
     ),
