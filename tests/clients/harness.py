@@ -12,6 +12,7 @@ import json
 import os
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TextIO, TypeVar
@@ -43,7 +44,6 @@ BLUE = (
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEElEQVR42mNgYPiPAw0pCQCp"
     "cD/B/MtF/AAAAABJRU5ErkJggg=="
 )
-LOOK = "Look well at this picture, then name its colour:"
 PREFIX = " ".join(f"Rule {number} of the house holds." for number in range(40))
 
 
@@ -64,14 +64,16 @@ def expect(got: object, wanted: object, what: str = "") -> None:
         raise AssertionError(f"{what or 'answer'}: got {got!r}, wanted {wanted!r}")
 
 
-def check_sight(look: Callable[[str], tuple[str, int, int]]) -> None:
-    """Pictures reach the model, and the cache keeps them apart.
+def check_sight(look: Callable[[str, str], tuple[str, int, int]], num_tokens: int = 4) -> None:
+    """Pictures reach the model as so many tokens, and the cache keeps them apart.
 
-    ``look`` asks about a picture, and returns the answer, the tokens of the image and those of the
-    prompt that were cached.
+    ``look`` asks about a text with a picture behind it, and returns the answer, the tokens of the
+    image and those of the prompt that were cached.
     """
-    first, again, other = look(RED), look(RED), look(BLUE)
-    expect([each[1] for each in (first, again, other)], [4, 4, 4], "tokens of the image")
+    text = f"Look well at this picture, then name its colour ({uuid.uuid4()}):"  # a new prompt
+    first, again, other = look(text, RED), look(text, RED), look(text, BLUE)
+    found = [each[1] for each in (first, again, other)]
+    expect(found, [num_tokens] * 3, "tokens of the image")
     expect(again[0], first[0], "the answer about the same picture")
     if not again[2] > other[2] > 0:
         raise AssertionError(f"cached tokens: {again[2]} with the same picture, {other[2]} else")

@@ -10,7 +10,6 @@ from anthropic import Anthropic, AsyncAnthropic
 from harness import (
     KEY,
     LONG,
-    LOOK,
     MODEL,
     PREFIX,
     SEEING,
@@ -173,16 +172,16 @@ def cache_usage() -> None:
 
 @features.feature("images")
 def images() -> None:
-    def look(png: str) -> tuple[str, int, int]:
+    def look(text: str, png: str) -> tuple[str, int, int]:
         source: Any = {"type": "base64", "media_type": "image/png", "data": png}
-        parts = [{"type": "text", "text": LOOK}, {"type": "image", "source": source}]
+        parts = [{"type": "text", "text": text}, {"type": "image", "source": source}]
         answer: Any = client.with_options(base_url=SEEING_URL).messages.create(
             model=SEEING, messages=user(parts), max_tokens=8, temperature=0
         )
         usage = answer.usage
         return answer.content[0].text, usage.image_tokens, usage.cache_read_input_tokens
 
-    check_sight(look)
+    check_sight(look, 20)  # in tiles: there is no detail
 
 
 @features.feature("thinking")

@@ -124,6 +124,26 @@ def text_completions() -> None:
     expect(answer.choices[0].text, "Completed.")
 
 
+@features.feature("embeddings")
+def embeddings() -> None:
+    texts = ["One text.", "Another text."]
+    answer = litellm.embedding(input=texts, encoding_format="float", **options)
+    again = litellm.embedding(input=texts[:1], encoding_format="float", **options)
+    expect(answer.data[0]["embedding"], again.data[0]["embedding"])
+    assert answer.data[1]["embedding"] != again.data[0]["embedding"]
+
+
+@features.feature("rerank")
+def rerank() -> None:
+    documents = ["A marathon has 42 kilometres.", "Bears sleep in winter."]
+    answer = litellm.rerank(query="How long is it?", documents=documents, top_n=1, **options)
+    (best,) = answer.results
+    whole = litellm.rerank(query="How long is it?", documents=documents, **options).results
+    expect(best["relevance_score"], max(each["relevance_score"] for each in whole))
+    expect(sorted(each["index"] for each in whole), [0, 1])
+    expect(best["document"]["text"], documents[best["index"]])
+
+
 @features.feature("errors")
 def errors() -> None:
     refused(litellm.ContextWindowExceededError, lambda: ask(LONG))

@@ -20,7 +20,6 @@ export const RED =
   "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEUlEQVR42mP4z8CAFTEMLQkAKP8/wc53yE8AAAAASUVORK5CYII=";
 export const BLUE =
   "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEElEQVR42mNgYPiPAw0pCQCpcD/B/MtF/AAAAABJRU5ErkJggg==";
-export const LOOK = "Look well at this picture, then name its colour:";
 export const PREFIX = Array.from({ length: 40 }, (_, i) => `Rule ${i} of the house holds.`).join(" ");
 
 /** A message that the scripted server answers so. */
@@ -42,12 +41,13 @@ export function check(truth, what) {
 }
 
 /**
- * Pictures reach the model, and the cache keeps them apart. `look` asks about a picture, and gives the answer, the
- * tokens of the image and those of the prompt that were cached.
+ * Pictures reach the model as so many tokens, and the cache keeps them apart. `look` asks about a text with a picture
+ * behind it, and gives the answer, the tokens of the image and those of the prompt that were cached.
  */
-export async function checkSight(look) {
-  const [first, again, other] = [await look(RED), await look(RED), await look(BLUE)];
-  expect([first[1], again[1], other[1]], [4, 4, 4], "tokens of the image");
+export async function checkSight(look, numTokens = 4) {
+  const text = `Look well at this picture, then name its colour (${crypto.randomUUID()}):`; // a new prompt
+  const [first, again, other] = [await look(text, RED), await look(text, RED), await look(text, BLUE)];
+  expect([first[1], again[1], other[1]], [numTokens, numTokens, numTokens], "tokens of the image");
   expect(again[0], first[0], "the answer about the same picture");
   check(again[2] > other[2] && other[2] > 0, [again, other]);
 }
