@@ -199,7 +199,13 @@ class Dispatcher:
                 live.reader = choice.replica
         reader = None if live.reader is None else links.get(live.reader)
         live.part = part
-        if reader is None or not self._roster.send(reader, fetch_of(live.request, part.transfer)):
+        if reader is None:
+            self._free(part)
+            return
+        page_size = reader.hello.page_size
+        if not self._roster.send(
+            reader, fetch_of(live.request, part.transfer, page_size=page_size)
+        ):
             self._free(part)
 
     def _forget_reader(self, peer: bytes) -> None:

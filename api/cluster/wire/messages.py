@@ -353,6 +353,7 @@ class _Handed(Struct):
     """A prompt in `Step.handed`, as far as a front reads it."""
 
     remote_request_id: str
+    remote_block_ids: list[Count] = []  # pages that are held
 
 
 _handed = msgspec.json.Decoder(_Handed)
@@ -542,14 +543,22 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     )
 
 
-def fetch_of(request: Request, transfer: bytes) -> Fetch:
+def fetch_of(request: Request, transfer: bytes, *, page_size: int) -> Fetch:
     """The message by which a replica reads the part of a prompt that another one has computed.
 
-    Its request has an id of its own: the one that it is for may come before it has ended.
+    Its request has an id of its own: the one that it is for may come before it has ended. It has
+    the tokens of the pages that are held and one behind them, which is never read; rows of images
+    have their ids there, so images are not sent. Raises `WireError` for a transfer that is none.
     """
-    request_id = f"{request.request_id}/{secrets.token_hex(8)}"
+    num_pages = len(_decoded(_handed.decode, transfer).remote_block_ids)
+    part = request.tokens[: min(request.prompt_len, num_pages * page_size + 1)]
     submit = msgspec.structs.replace(
-        prefill_of(request), request_id=request_id, hands_over=False, transfer=transfer
+        prefill_of(request),
+        request_id=f"{request.request_id}/{secrets.token_hex(8)}",
+        prompt=ids_form(part),
+        images=[],
+        hands_over=False,
+        transfer=transfer,
     )
     return Fetch(submit=submit)
 

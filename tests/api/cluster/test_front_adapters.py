@@ -64,6 +64,7 @@ from support.scripted_replica import (
 FILES, OTHERS = b"digest", b"another"
 FOLDER = Path("adapters/sql")
 ABSOLUTE = str(FOLDER.absolute())
+HANDED = b'{"remote_request_id": "x"}'
 PROMPT = list(range(5, 69))
 
 
@@ -289,7 +290,7 @@ def _store(replica: ScriptedReplica, namespace: str | None, num_tokens: int) -> 
 def test_every_message_of_a_request_names_its_adapter() -> None:
     remote = ServedAdapter("sql", 7, LoadedAdapter(RemoteAdapter(7), 4, 100, FILES))
     asked = of(remote)
-    messages = (submit_of(asked), prefill_of(asked), fetch_of(asked, b"{}").submit)
+    messages = (submit_of(asked), prefill_of(asked), fetch_of(asked, HANDED, page_size=16).submit)
     assert [each.adapter for each in messages] == [7, 7, 7]
     own = ServedAdapter("sql", 7, LoadedAdapter(Adapter(), 4, 100, FILES))
     with pytest.raises(WireError, match="adapter of this process"):
