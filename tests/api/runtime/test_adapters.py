@@ -55,6 +55,19 @@ def test_a_salt_has_namespaces_of_all_adapters_in_memory(monkeypatch: pytest.Mon
     asyncio.run(body())
 
 
+def test_each_loading_of_the_same_files_has_namespaces_of_its_own() -> None:
+    async def body() -> None:
+        adapters = Adapters(OwnAdapters(loaded), Flushes(), most=1)
+        found = set()
+        for _ in range(2):
+            found.add((await adapters.load("a", Path())).namespace("s"))
+        await adapters.unload("a")
+        found.add((await adapters.load("a", Path())).namespace("s"))
+        assert len(found) == 3
+
+    asyncio.run(body())
+
+
 def test_an_adapter_that_is_replaced_in_use_counts_until_its_requests_have_ended() -> None:
     async def body() -> None:
         adapters = Adapters(OwnAdapters(loaded), Flushes(), most=1)

@@ -118,6 +118,14 @@ MUTATIONS = (
         "no replica refuses what the front has accepted",
     ),
     Mutation(
+        "cluster-fetch-asks-for-the-whole-prompt",
+        "fetch_of",
+        "min(request.prompt_len, num_pages * page_size + 1)",
+        "request.prompt_len",
+        ("test_a_fetch_has_the_tokens_of_its_part_with_the_ids_of_rows_and_no_images",),
+        "a replica gets what a part needs",
+    ),
+    Mutation(
         "cluster-aborted-requests-move",
         "Dispatcher._move",
         "if live.is_aborted:",
