@@ -191,7 +191,9 @@ class Adapters:
     async def _drop(self, adapter: ServedAdapter) -> None:
         """Once no request has it, drop what is cached of it, and the adapter itself."""
         await adapter.unused.wait()
-        if self._flush is not None and adapter.namespaces:
-            await self._flush(adapter.group, *adapter.namespaces)
-        if self._loader is not None:
-            await self._loader.unload(adapter.loaded)
+        try:
+            if self._flush is not None and adapter.namespaces:
+                await self._flush(adapter.group, *adapter.namespaces)
+        finally:
+            if self._loader is not None:
+                await self._loader.unload(adapter.loaded)
