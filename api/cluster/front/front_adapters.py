@@ -102,6 +102,8 @@ class FrontAdapters:
 
     async def _equip(self, link: ReplicaLink) -> None:
         for remote, (question, digest) in list(self._loaded.items()):
+            if self._roster.links.get(link.peer) is not link:
+                return
             try:
                 facts = (await self._ask(question, [link])).get(link)
                 if facts is not None and facts.digest != digest:
@@ -112,11 +114,9 @@ class FrontAdapters:
                     self._roster.lose(link, "wrong", reason)
                     return
                 continue
-            if facts is None:
-                return  # it is gone
-            if remote in self._loaded:
+            if facts is not None and remote in self._loaded:
                 link.adapters.add(remote)
-            else:
+            elif facts is not None:
                 await self._unload(remote.number)
         self._on_equipped()
 
