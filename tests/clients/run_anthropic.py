@@ -172,11 +172,11 @@ def cache_usage() -> None:
 
 @features.feature("images")
 def images() -> None:
-    def look(text: str, png: str) -> tuple[str, int, int]:
+    def look(png: str, text: str) -> tuple[str, int, int]:
         source: Any = {"type": "base64", "media_type": "image/png", "data": png}
-        parts = [{"type": "text", "text": text}, {"type": "image", "source": source}]
+        parts = [{"type": "image", "source": source}, {"type": "text", "text": text}]
         answer: Any = client.with_options(base_url=SEEING_URL).messages.create(
-            model=SEEING, messages=user(parts), max_tokens=8, temperature=0
+            model=SEEING, messages=user(parts), max_tokens=8, extra_body={"temperature": 0}
         )
         usage = answer.usage
         return answer.content[0].text, usage.image_tokens, usage.cache_read_input_tokens

@@ -133,17 +133,6 @@ def embeddings() -> None:
     assert answer.data[1]["embedding"] != again.data[0]["embedding"]
 
 
-@features.feature("rerank")
-def rerank() -> None:
-    documents = ["A marathon has 42 kilometres.", "Bears sleep in winter."]
-    answer = litellm.rerank(query="How long is it?", documents=documents, top_n=1, **options)
-    (best,) = answer.results
-    whole = litellm.rerank(query="How long is it?", documents=documents, **options).results
-    expect(best["relevance_score"], max(each["relevance_score"] for each in whole))
-    expect(sorted(each["index"] for each in whole), [0, 1])
-    expect(best["document"]["text"], documents[best["index"]])
-
-
 @features.feature("errors")
 def errors() -> None:
     refused(litellm.ContextWindowExceededError, lambda: ask(LONG))

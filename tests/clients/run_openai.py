@@ -275,9 +275,9 @@ def embeddings() -> None:
 
 @features.feature("images")
 def images() -> None:
-    def look(text: str, png: str) -> tuple[str, int, int]:
+    def look(png: str, text: str) -> tuple[str, int, int]:
         url: Any = {"url": f"data:image/png;base64,{png}", "detail": "low"}
-        parts = [{"type": "text", "text": text}, {"type": "image_url", "image_url": url}]
+        parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": text}]
         answer: Any = client.with_options(base_url=f"{SEEING_URL}/v1").chat.completions.create(
             model=SEEING, messages=user(parts), max_tokens=8, temperature=0
         )

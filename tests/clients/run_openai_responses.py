@@ -146,7 +146,7 @@ def agent() -> None:
 
 @features.feature("images")
 def images() -> None:
-    def look(text: str, png: str) -> tuple[str, int, int]:
+    def look(png: str, text: str) -> tuple[str, int, int]:
         image = {
             "type": "input_image",
             "image_url": f"data:image/png;base64,{png}",
@@ -154,7 +154,7 @@ def images() -> None:
         }
         answer: Any = client.with_options(base_url=f"{SEEING_URL}/v1").responses.create(
             model=SEEING,
-            input=user([{"type": "input_text", "text": text}, image]),
+            input=user([image, {"type": "input_text", "text": text}]),
             max_output_tokens=8,
             temperature=0,
         )

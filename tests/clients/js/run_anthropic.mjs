@@ -63,9 +63,9 @@ await run(["@anthropic-ai/sdk"], {
 
   async images() {
     const seeing = client.withOptions({ baseURL: SEEING_URL });
-    await checkSight(async (text, data) => {
+    await checkSight(async (data, text) => {
       const source = { type: "base64", media_type: "image/png", data };
-      const messages = user([{ type: "text", text }, { type: "image", source }]);
+      const messages = user([{ type: "image", source }, { type: "text", text }]);
       const options = { model: SEEING, messages, max_tokens: 8, temperature: 0 };
       const { content, usage } = await seeing.messages.create(options);
       return [content[0].text, usage.image_tokens, usage.cache_read_input_tokens];

@@ -95,9 +95,9 @@ await run(["openai"], {
 
   async images() {
     const seeing = client.withOptions({ baseURL: `${SEEING_URL}/v1` });
-    await checkSight(async (text, png) => {
+    await checkSight(async (png, text) => {
       const image_url = { url: `data:image/png;base64,${png}`, detail: "low" };
-      const messages = user([{ type: "text", text }, { type: "image_url", image_url }]);
+      const messages = user([{ type: "image_url", image_url }, { type: "text", text }]);
       const options = { model: SEEING, messages, max_tokens: 8, temperature: 0 };
       const { choices, usage } = await seeing.chat.completions.create(options);
       const { image_tokens, cached_tokens } = usage.prompt_tokens_details;
@@ -107,9 +107,9 @@ await run(["openai"], {
 
   async "responses images"() {
     const seeing = client.withOptions({ baseURL: `${SEEING_URL}/v1` });
-    await checkSight(async (text, png) => {
+    await checkSight(async (png, text) => {
       const image = { type: "input_image", image_url: `data:image/png;base64,${png}`, detail: "low" };
-      const input = user([{ type: "input_text", text }, image]);
+      const input = user([image, { type: "input_text", text }]);
       const options = { model: SEEING, input, max_output_tokens: 8, temperature: 0 };
       const { output_text, usage } = await seeing.responses.create(options);
       const { image_tokens, cached_tokens } = usage.input_tokens_details;
