@@ -50,7 +50,7 @@ MUTATIONS = (
         "TextProposer._read",
         "del reading.computed[num_same + common_len(behind, now) :]",
         "pass",
-        ("test_drafts_are_those_of_a_newcomer_whatever_was_rejected_before",),
+        ("test_what_differs_from_the_draft_is_computed_anew",),
         "KV of text that turned out otherwise is computed anew",
     ),
     Mutation(
