@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ...core.interface.adapter import LoadedAdapter
 from ...core.model.pooling import NO_POOLING, PoolingSpec
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
+from .adapter_loader import AdapterLoader
 
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
@@ -47,7 +47,6 @@ class Built(Generic[EngineT]):
     keys: PageKeys | None = None  # of cached pages, where they were asked for
     # Takes the token ids with which prompts end and answers open; of models with recurrent states.
     set_openings: Callable[[Sequence[array[int]]], None] | None = None
-    # Reads an adapter for the model from a folder, blocking. Raises `ModelLoadError`.
-    load_adapter: Callable[[Path], LoadedAdapter] | None = None
+    adapters: AdapterLoader | None = None  # brings adapters to the model; None: it takes none
     events: KVEventPublisher | None = None  # closed behind the engine, by the owner of both
     transfers: TransferParams | None = None  # of prompts between engines, where asked for

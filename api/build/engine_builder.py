@@ -36,6 +36,7 @@ from ...draft.control.profiler import TriedProposer
 from ...draft.heads.joined import JoinedHead
 from ...draft.heads.proposer import HeadProposer
 from ..types.sampling_params import SamplingDefaults
+from .adapter_loader import OwnAdapters
 from .beside.drafter import Drafter, Model, load_drafter
 from .beside.kept_kv import KeptKV, check_places, page_keys, prefix_cache, refuse_tiers
 from .built import Built
@@ -239,9 +240,9 @@ def _built(parts: _Parts, source: ModelSource, config: EngineConfig) -> LocalBui
         kernels="" if models.digests is None else models.digests.kernels(target),
         keys=kept.keys,
         set_openings=None if kept.pool.states is None else parts.scheduler.set_openings,
-        load_adapter=None
+        adapters=None
         if config.tp > 1
-        else partial(load_lora, decoder=target, max_rank=config.max_lora_rank),
+        else OwnAdapters(partial(load_lora, decoder=target, max_rank=config.max_lora_rank)),
         events=parts.events,
         transfers=parts.transfers,
     )

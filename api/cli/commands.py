@@ -41,8 +41,12 @@ if TYPE_CHECKING:
     from ..cluster.replica.front_session import FrontLink
     from ..runtime.engine_client import EngineClient
 
-FRONT_ENGINE_OPTIONS = ("chat_template", "default_chat_template_kwargs", "step_timeout", "dump_dir")
-"""Options of `EngineConfig` that a front has itself: its text, its event loop and its dumps."""
+FRONT_ENGINE_OPTIONS = (
+    "chat_template", "default_chat_template_kwargs", "step_timeout", "dump_dir", "lora",
+    "max_loras",
+)  # fmt: skip
+"""Options of `EngineConfig` that a front has itself: its text, its event loop, its dumps, and the
+adapters that it has its replicas load."""
 
 SERVER_MODULES = ("starlette", "uvicorn", "h11", "uvloop")
 """Modules of the extra ``server``: all that speaks HTTP needs them, nothing else does."""
@@ -371,7 +375,8 @@ def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any
     from ..cluster.launcher import PlannedReplicas, plan_of
     from ..cluster.ray_app import RayCluster
 
-    return PlannedReplicas(plan_of(model, front, options), RayCluster(owns_ray=not is_joined))
+    own = {name: value for name, value in options.items() if name != "lora"}  # by the front
+    return PlannedReplicas(plan_of(model, front, own), RayCluster(owns_ray=not is_joined))
 
 
 def _replica(parsed: argparse.Namespace) -> int:

@@ -94,4 +94,8 @@ def planned(parsed: argparse.Namespace) -> Deployment:
     for name in given:
         if name in UNUSED[parsed.target]:
             raise InvalidRequest(f"{name} means nothing for {parsed.target}", param=name)
-    return Deployment(**given, engine=engine_options(parsed))
+    engine = engine_options(parsed)
+    if parsed.target == "ray" and "lora" in engine:
+        message = "lora: start the front with --lora, its replicas load the adapters"
+        raise InvalidRequest(message, param="lora")
+    return Deployment(**given, engine=engine)

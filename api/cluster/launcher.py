@@ -306,6 +306,9 @@ def _changed(
         ever = max(plan.most, plan.most_ever)
         wanted = replace(wanted, least=bounds[0], most=bounds[1], most_ever=ever)
     if options is not None:
+        if "lora" in options:
+            message = "lora: load adapters by /v1/load_lora_adapter"
+            raise InvalidRequest(message, param="options.lora")
         wanted = replace(wanted, options={**plan.options, **options})
         _check_same_model(make_config(plan.options), make_config(wanted.options))
     return wanted

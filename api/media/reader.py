@@ -150,6 +150,31 @@ class ImageReader:
             raise source.refusal("the image is damaged") from error
 
     @property
+    def token_id(self) -> int | None:
+        """The id of the token that stands for a row of an image, as the config names it."""
+        return _token_id(self._written, "image")
+
+    def tokens(self, text_of: Callable[[int], str]) -> ImageTokens | None:
+        """The texts of the tokens that the config names for images; None where it names none.
+
+        ``text_of``: the text of a token id.
+        """
+        values = self._written
+        row, begin, end = (
+            "" if (token_id := _token_id(values, kind)) is None else text_of(token_id)
+            for kind in ("image", "boi", "eoi")
+        )
+        rules = RULES.get(values.get("model_type", ""))
+        place = begin if rules is not None and rules.is_begun else row
+        return ImageTokens(row, place, begin, end) if row and place else None
+
+    @cached_property
+    def _written(self) -> dict[str, Any]:
+        """The model's config as its file has it."""
+        found: dict[str, Any] = msgspec.json.decode((self.path / "config.json").read_bytes())
+        return found
+
+    @property
     def _too_large(self) -> str:
         most = self._config.max_image_pixels
         return f"an image may have {most} pixels (the server's --max-image-pixels)"
@@ -192,31 +217,6 @@ def _tower_input(name: str, values: NDArray[Any]) -> TowerInput:
     kind = "float32" if values.dtype.kind == "f" else "int64"
     stored = np.ascontiguousarray(values, np.dtype(kind).newbyteorder("<"))
     return TowerInput(name, kind, stored.shape, stored.tobytes())  # type: ignore[arg-type]
-
-
-def image_token_id(path: Path) -> int | None:
-    """The id of the token that stands for a row of an image, as a config names it."""
-    return _token_id(_config(path), "image")
-
-
-def image_tokens(path: Path, text_of: Callable[[int], str]) -> ImageTokens | None:
-    """The texts of the tokens that a config names for images; None where it names none.
-
-    ``text_of``: the text of a token id.
-    """
-    values = _config(path)
-    row, begin, end = (
-        "" if (token_id := _token_id(values, kind)) is None else text_of(token_id)
-        for kind in ("image", "boi", "eoi")
-    )
-    rules = RULES.get(values.get("model_type", ""))
-    place = begin if rules is not None and rules.is_begun else row
-    return ImageTokens(row, place, begin, end) if row and place else None
-
-
-def _config(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.json.decode((path / "config.json").read_bytes())
-    return found
 
 
 def _token_id(values: Mapping[str, Any], kind: str) -> int | None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from ...core.engine.inbox import TokenStream
 from ...core.errors import InvalidRequest
 from ...core.interface.adapter import LoadedAdapter, adapter_group, adapter_namespace
+from ..build.adapter_loader import AdapterLoader
 
 logger = logging.getLogger(__name__)
 MAX_NAMESPACES = 4096  # of one adapter that are dropped from KV tiers when it is unloaded
 NAME = re.compile(r"[^\s=\0-\x1f]{1,256}")
-Load = Callable[[Path], LoadedAdapter]
+NO_ADAPTERS = "adapters are not supported with --tp"
 Flush = Callable[..., Awaitable[int]]
 
 
@@ -75,20 +76,20 @@ class ServedAdapter:
 class Adapters:
     """Adapters by name; belongs to one event loop.
 
-    ``load`` reads one from a folder, blocking; None: the engine takes none. ``flush`` drops
-    namespaces from the cache. At most ``most`` are in memory, those included that are unloaded and
+    ``loader`` brings them to the model; None: the engine takes none. ``flush`` drops namespaces
+    from the cache. At most ``most`` are in memory, those included that are unloaded and
     wait for their requests. ``reserved``: names that no adapter may have.
     """
 
     def __init__(
         self,
-        load: Load | None = None,
+        loader: AdapterLoader | None = None,
         flush: Flush | None = None,
         *,
         most: int = 0,
         reserved: frozenset[str] = frozenset(),
     ) -> None:
-        self._load, self._flush, self._most, self._reserved = load, flush, most, reserved
+        self._loader, self._flush, self._most, self._reserved = loader, flush, most, reserved
         self._served: dict[str, ServedAdapter] = {}
         self._leaving: set[ServedAdapter] = set()
         self._last_number = 0
@@ -131,21 +132,22 @@ class Adapters:
     async def load(self, name: str, folder: Path) -> ServedAdapter:
         """Load an adapter, in the place of one that has the name: its requests go on with it.
 
-        Raises `InvalidRequest` for a name that cannot be had or too many adapters, and
-        `ModelLoadError` for files that are not of an adapter for this model.
+        Raises `InvalidRequest` for a name that cannot be had or too many adapters, and what the
+        loader raises.
         """
-        load = self._load
-        if load is None:
-            message = (
-                "adapters are not supported with --tp, nor by a server that computes in replicas"
-            )
-            raise InvalidRequest(message, param="lora_name")
+        loader = self._loader
+        if loader is None:
+            raise InvalidRequest(NO_ADAPTERS, param="lora_name")
         self._check_name(name)
         async with self._loading:
             self._check_room(name)
-            loaded = await asyncio.to_thread(load, folder)
-            self._check_room(name)  # requests may have begun that keep the one of that name
             self._last_number += 1
+            loaded = await loader.load(name, self._last_number, folder)
+            try:  # requests may have begun that keep the one of that name
+                self._check_room(name)
+            except InvalidRequest:
+                await loader.unload(loaded)
+                raise
             adapter = ServedAdapter(name, self._last_number, loaded)
             replaced, self._served[name] = self._served.pop(name, None), adapter
         logger.info("adapter %s: rank %d, %d bytes", name, loaded.rank, loaded.num_bytes)
@@ -187,7 +189,11 @@ class Adapters:
         return task
 
     async def _drop(self, adapter: ServedAdapter) -> None:
-        """Once no request has it, drop what is cached of it."""
+        """Once no request has it, drop what is cached of it, and the adapter itself."""
         await adapter.unused.wait()
-        if self._flush is not None and adapter.namespaces:
-            await self._flush(adapter.group, *adapter.namespaces)
+        try:
+            if self._flush is not None and adapter.namespaces:
+                await self._flush(adapter.group, *adapter.namespaces)
+        finally:
+            if self._loader is not None:
+                await self._loader.unload(adapter.loaded)

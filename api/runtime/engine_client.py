@@ -118,7 +118,7 @@ class EngineClient:
                 set_openings(await find_openings(tokenizer))
             built = self._built
             self.adapters = Adapters(
-                built.load_adapter,
+                built.adapters,
                 built.engine.flush_cache,
                 most=self.config.max_loras,
                 reserved=frozenset({built.name, *built.aliases}),

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.errors import InvalidRequest
 from ...core.interface.images import PromptImage, image_key
-from ..media.reader import ImageReader, ReadImage, image_token_id, image_tokens
+from ..media.reader import ImageReader, ReadImage
 from ..media.sources import ImageSource, split_marks, template_parts
 from ..text.tokenizer import Tokenizer
 from .chat_input import ChatInput
@@ -97,10 +97,8 @@ async def see(
         return NO_IMAGES
     if reader is None:
         raise chat.images[0].refusal(reason or "the model takes no images")
-    token_id = image_token_id(reader.path)
-    tokens = image_tokens(
-        reader.path, lambda each: tokenizer.decode([each], skip_special_tokens=False)
-    )
+    token_id = reader.token_id
+    tokens = reader.tokens(lambda each: tokenizer.decode([each], skip_special_tokens=False))
     if token_id is None or tokens is None:
         raise chat.images[0].refusal("the model's files name no image token")
     sources = {source.digest: source for source in chat.images}

@@ -20,6 +20,14 @@ def adapted_ops(ops: Ops, adapted: Sequence[AdaptedRows], device: torch.device) 
     return cast("Ops", _AdaptedOps(ops, rows))
 
 
+def masked_ops(ops: Ops, parts: Mapping[object, PackedLora], mask: Tensor) -> Ops:
+    """As `adapted_ops`, for one adapter and its rows in a mask [T] bool that may change.
+
+    The backend's `Ops.add_lora` must take masks.
+    """
+    return cast("Ops", _AdaptedOps(ops, [(parts, mask)]))
+
+
 class _AdaptedOps:
     """All operations of the backend but `linear`, which is another one."""
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = HERE.parent.parent / ".venv-clients"  # made by `make test`
@@ -78,6 +79,19 @@ CLIENTS = (
 )
 
 
+class Urls(NamedTuple):
+    """Addresses of the servers that clients are run against, without /v1."""
+
+    scripted: str
+    seeing: str  # its model is tiny and random, and sees images
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of a client's process."""
+        local = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
+        return local | {"FORETOKEN_URL": self.scripted, "FORETOKEN_SEEING_URL": self.seeing}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Results of one client's run, by feature."""
@@ -93,15 +107,15 @@ class Outcome:
         return {feature: why for feature, why in self.failures.items() if why}
 
 
-def run_client(client: Client, url: str) -> Outcome:
-    """Run a client against the scripted server at ``url``."""
+def run_client(client: Client, urls: Urls) -> Outcome:
+    """Run a client against the two servers."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
     done = subprocess.run(
         client.command(),
         capture_output=True,
         text=True,
         timeout=RUN_SECONDS,
-        env=kept | {"FORETOKEN_URL": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
+        env=kept | urls.variables,
         check=False,
     )
     head, *rows = [json.loads(line) for line in done.stdout.splitlines()] or [{"versions": {}}]

@@ -12,6 +12,7 @@ import json
 import os
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TextIO, TypeVar
@@ -20,7 +21,11 @@ Refusal = TypeVar("Refusal", bound=Exception)
 URL = os.environ.get(
     "FORETOKEN_URL", "http://127.0.0.1:8000"
 )  # of tests/support/scripted_server.py
+SEEING_URL = os.environ.get(
+    "FORETOKEN_SEEING_URL", "http://127.0.0.1:8001"
+)  # of a tiny random model that sees images, with the same key
 MODEL = "foretoken-builtin"
+SEEING = "seeing"  # the name of that other model
 KEY = "sk-local"  # that server's --api-key
 
 WEATHER: dict[str, Any] = {
@@ -30,6 +35,15 @@ WEATHER: dict[str, Any] = {
     "additionalProperties": False,
 }
 LONG = "All work and no play makes a prompt too long. " * 1_000
+# Pictures of 8 x 8 pixels, PNG in base64.
+RED = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEUlEQVR42mP4z8CAFTEMLQkA"
+    "KP8/wc53yE8AAAAASUVORK5CYII="
+)
+BLUE = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEElEQVR42mNgYPiPAw0pCQCp"
+    "cD/B/MtF/AAAAABJRU5ErkJggg=="
+)
 PREFIX = " ".join(f"Rule {number} of the house holds." for number in range(40))
 
 
@@ -48,6 +62,21 @@ def expect(got: object, wanted: object, what: str = "") -> None:
     """Equal, or an AssertionError that shows both."""
     if got != wanted:
         raise AssertionError(f"{what or 'answer'}: got {got!r}, wanted {wanted!r}")
+
+
+def check_sight(look: Callable[[str, str], tuple[str, int, int]], num_tokens: int = 4) -> None:
+    """Pictures reach the model as so many tokens, and the cache keeps them apart.
+
+    ``look`` asks about a picture with a text behind it, and returns the answer, the tokens of the
+    image and those of the prompt that were cached.
+    """
+    text = f"Look well at this picture, then name its colour. {uuid.uuid4()}"  # a new prompt
+    first, again, other = look(RED, text), look(RED, text), look(BLUE, text)
+    found = [each[1] for each in (first, again, other)]
+    expect(found, [num_tokens] * 3, "tokens of the image")
+    expect(again[0], first[0], "the answer about the same picture")
+    if not again[2] > other[2]:
+        raise AssertionError(f"cached tokens: {again[2]} with the same picture, {other[2]} else")
 
 
 def refused(kind: type[Refusal], work: Callable[[], object]) -> Refusal:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from clients.catalog import CLIENTS, HERE, Client, Outcome, run_client
+from clients.catalog import CLIENTS, HERE, Client, Outcome, Urls, run_client
+from support.image_folders import write_image_folder
 from support.server_process import running
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "clients.md"
 KEY = "sk-local"  # as the scripts have it
-FLAGS = ["--api-key", KEY, "--reasoning-parser", "think", "--log-level", "error", "--port", "0"]
-SERVER = [sys.executable, str(TESTS / "support" / "scripted_server.py"), *FLAGS]
+FLAGS = ["--api-key", KEY, "--log-level", "error"]
+SCRIPTED = [sys.executable, str(TESTS / "support" / "scripted_server.py"), *FLAGS, "--port", "0",
+            "--reasoning-parser", "think"]  # fmt: skip
+SEEING = [*FLAGS, "--served-model-name", "seeing"]
 HEAD = """# Clients
 
 These clients work with foretoken by their base URL alone. `PYTHONPATH=tests python -m
 clients.page` writes this page: it runs each client in a process of its own against a real server
-whose model gives scripted answers (`tests/support/scripted_server.py`). `make test` runs them again
-and fails if this table is not true. The client's script (`tests/clients/`) shows under the name of
-a feature what is asserted; a feature that fails is in bold.
+whose model gives scripted answers (`tests/support/scripted_server.py`), and for images against a
+tiny model that sees. `make test` runs them again and fails if this table is not true. The client's
+script (`tests/clients/`) shows under the name of a feature what is asserted; a feature that fails
+is in bold.
 
 """
 POINTING = """
@@ -40,6 +46,15 @@ SERVED = {
     r"\bMODEL\b": '"smollm2"',
     r"\bKEY\b": f'"{KEY}"',
 }
+
+
+@contextlib.contextmanager
+def servers() -> Iterator[Urls]:
+    """The servers that clients are run against: a scripted one, and one that sees images."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_image_folder(Path(folder))
+        with running(started_by=SCRIPTED) as scripted, running(SEEING, model=folder) as seeing:
+            yield Urls(scripted.url, seeing.url)
 
 
 def row(outcome: Outcome) -> str:
@@ -115,8 +130,8 @@ def main() -> int:
         if client.missing():
             print(f"{client.title}: {client.missing()}", file=sys.stderr)
             return 1
-    with running(started_by=SERVER) as server:
-        outcomes = [run_client(client, server.url) for client in CLIENTS]
+    with servers() as urls:
+        outcomes = [run_client(client, urls) for client in CLIENTS]
     PAGE.write_text(page(outcomes))
     for outcome in outcomes:
         for feature, why in outcome.failed.items():

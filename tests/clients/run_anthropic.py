@@ -7,7 +7,22 @@ from typing import Any
 
 import anthropic
 from anthropic import Anthropic, AsyncAnthropic
-from harness import KEY, LONG, MODEL, PREFIX, URL, WEATHER, Features, call, expect, refused, say
+from harness import (
+    KEY,
+    LONG,
+    MODEL,
+    PREFIX,
+    SEEING,
+    SEEING_URL,
+    URL,
+    WEATHER,
+    Features,
+    call,
+    check_sight,
+    expect,
+    refused,
+    say,
+)
 
 # docs: begin
 client = Anthropic(base_url=URL, api_key=KEY)
@@ -153,6 +168,20 @@ def cache_usage() -> None:
     ]
     expect(totals[1], totals[0], "input tokens in all")
     assert again.cache_read_input_tokens > 200, again
+
+
+@features.feature("images")
+def images() -> None:
+    def look(png: str, text: str) -> tuple[str, int, int]:
+        source: Any = {"type": "base64", "media_type": "image/png", "data": png}
+        parts = [{"type": "image", "source": source}, {"type": "text", "text": text}]
+        answer: Any = client.with_options(base_url=SEEING_URL).messages.create(
+            model=SEEING, messages=user(parts), max_tokens=8, extra_body={"temperature": 0}
+        )
+        usage = answer.usage
+        return answer.content[0].text, usage.image_tokens, usage.cache_read_input_tokens
+
+    check_sight(look, 20)  # in tiles: there is no detail
 
 
 @features.feature("thinking")

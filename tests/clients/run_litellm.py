@@ -124,6 +124,15 @@ def text_completions() -> None:
     expect(answer.choices[0].text, "Completed.")
 
 
+@features.feature("embeddings")
+def embeddings() -> None:
+    texts = ["One text.", "Another text."]
+    answer = litellm.embedding(input=texts, encoding_format="float", **options)
+    again = litellm.embedding(input=texts[:1], encoding_format="float", **options)
+    expect(answer.data[0]["embedding"], again.data[0]["embedding"])
+    assert answer.data[1]["embedding"] != again.data[0]["embedding"]
+
+
 @features.feature("errors")
 def errors() -> None:
     refused(litellm.ContextWindowExceededError, lambda: ask(LONG))

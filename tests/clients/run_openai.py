@@ -7,7 +7,22 @@ import json
 from typing import Any
 
 import openai
-from harness import KEY, LONG, MODEL, PREFIX, URL, WEATHER, Features, call, expect, refused, say
+from harness import (
+    KEY,
+    LONG,
+    MODEL,
+    PREFIX,
+    SEEING,
+    SEEING_URL,
+    URL,
+    WEATHER,
+    Features,
+    call,
+    check_sight,
+    expect,
+    refused,
+    say,
+)
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -256,6 +271,20 @@ def embeddings() -> None:
     expect([each.index for each in plain.data], [0, 1])
     assert abs(sum(number**2 for number in plain.data[0].embedding) - 1) < 1e-5
     assert plain.usage.prompt_tokens == plain.usage.total_tokens > 2
+
+
+@features.feature("images")
+def images() -> None:
+    def look(png: str, text: str) -> tuple[str, int, int]:
+        url: Any = {"url": f"data:image/png;base64,{png}", "detail": "low"}
+        parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": text}]
+        answer: Any = client.with_options(base_url=f"{SEEING_URL}/v1").chat.completions.create(
+            model=SEEING, messages=user(parts), max_tokens=8, temperature=0
+        )
+        details = answer.usage.prompt_tokens_details
+        return answer.choices[0].message.content, details.image_tokens, details.cached_tokens
+
+    check_sight(look)
 
 
 @features.feature("concurrency")

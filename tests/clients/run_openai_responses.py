@@ -6,7 +6,22 @@ import json
 from typing import Any
 
 import openai
-from harness import KEY, LONG, MODEL, PREFIX, URL, WEATHER, Features, call, expect, refused, say
+from harness import (
+    KEY,
+    LONG,
+    MODEL,
+    PREFIX,
+    SEEING,
+    SEEING_URL,
+    URL,
+    WEATHER,
+    Features,
+    call,
+    check_sight,
+    expect,
+    refused,
+    say,
+)
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -127,6 +142,26 @@ def agent() -> None:
     events = list(stream)
     expect(events[-1].type, "response.completed")
     expect(events[-1].response.output[-1].name, "get_weather")
+
+
+@features.feature("images")
+def images() -> None:
+    def look(png: str, text: str) -> tuple[str, int, int]:
+        image = {
+            "type": "input_image",
+            "image_url": f"data:image/png;base64,{png}",
+            "detail": "low",
+        }
+        answer: Any = client.with_options(base_url=f"{SEEING_URL}/v1").responses.create(
+            model=SEEING,
+            input=user([image, {"type": "input_text", "text": text}]),
+            max_output_tokens=8,
+            temperature=0,
+        )
+        details = answer.usage.input_tokens_details
+        return answer.output_text, details.image_tokens, details.cached_tokens
+
+    check_sight(look)
 
 
 @features.feature("errors")

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from clients.catalog import CLIENTS, Client, run_client
-from clients.page import PAGE, SERVER, pointing, row
-from support.server_process import running
+from clients.catalog import CLIENTS, Client, Urls, run_client
+from clients.page import PAGE, pointing, row, servers
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(started_by=SERVER) as server:
-        yield server.url
+def urls() -> Iterator[Urls]:
+    with servers() as urls:
+        yield urls
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=[client.key for client in CLIENTS])
@@ -27,7 +26,7 @@ def test_a_client_works_unchanged_and_the_page_says_so(
         pytest.fail(why_not)  # these are there wherever Python is
     if why_not:
         pytest.skip(why_not)
-    outcome = run_client(client, request.getfixturevalue("url"))
+    outcome = run_client(client, request.getfixturevalue("urls"))
     assert outcome.versions, outcome.stderr
     assert outcome.failed == {}, outcome.stderr[-2_000:]
     text = PAGE.read_text()

@@ -15,7 +15,8 @@ from foretoken.api.cli.commands import _parser
 from support.forked import code as run_code
 from support.forked import run_forked
 from support.lora_models import AdaptedModel
-from support.server_process import running
+from support.plain_http import get
+from support.server_process import free_port, front_at, running, start_replica
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "lora.md").read_text("utf-8")
@@ -43,12 +44,27 @@ def urls(names: dict[str, str]) -> Iterator[dict[str, str]]:
     """The address of each server of the page, started by its command."""
     found = {}
     commands = [block for block in SHELL if block.startswith("foretoken serve")]
-    words = [shlex.split(shown(block, names)) for block in commands]
+    words = [shlex.split(shown(block, names)) for block in commands if "replica" not in block]
     first, second = (running(each[3:-2], model=each[2]) for each in words)
     with first as one, second as other:
         for each, server in zip(words, (one, other), strict=True):
             found[f"http://127.0.0.1:{_parser().parse_args(each[1:]).port}"] = server.url
         yield found
+
+
+def test_a_front_and_its_replica_serve_an_adapter(names: dict[str, str]) -> None:
+    [block] = [block for block in SHELL if "foretoken replica" in block]
+    address = f"tcp://127.0.0.1:{free_port()}"
+    lines = shown(block.replace("tcp://127.0.0.1:5570", address), names).splitlines()
+    front, replica = map(shlex.split, lines)
+    process = start_replica(address, replica[5:], model=replica[2])
+    try:
+        with front_at(address, front[5:-2], model=front[2]) as server:
+            listed = get(server.url, "/v1/models").json["data"]
+            assert [each["id"] for each in listed][1:] == ["sql"]
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_every_shell_block_is_of_a_kind_that_is_run() -> None:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 import foretoken
+from foretoken.api.build.adapter_loader import OwnAdapters
 from foretoken.api.cli import commands
 from foretoken.api.cli.config import REPLICA, Given
 from foretoken.api.cluster.front.front_metrics import FrontMetrics
@@ -56,7 +57,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def of_adapters() -> set[str]:
     """Names of the samples of a server with an adapter."""
     metrics, loaded = ServerMetrics(), LoadedAdapter(Adapter(), 1, 1, b"")
-    adapters = Adapters(lambda _: loaded, most=1)
+    adapters = Adapters(OwnAdapters(lambda _: loaded), most=1)
     asyncio.run(adapters.load("sql", Path()))
     metrics.adapters = lambda: adapters
     return {sample.name for each in metrics.collect() for sample in each.samples}

@@ -171,7 +171,7 @@ def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
         setting = engines.get(words[0].partition("=")[0])
         if setting is not None and not (setting.is_switch or "=" in words[0]):
             words.append(rest.pop(0))
-        if setting is not None:
+        if setting is not None and setting.name != "lora":
             engine += words
         if setting is None or setting.name in FRONT_ENGINE_OPTIONS:
             own += words

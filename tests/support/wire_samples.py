@@ -31,11 +31,13 @@ from foretoken.api.cluster.wire.messages import (
     Hello,
     Leaving,
     Load,
+    LoadAdapter,
     Metrics,
     Overview,
     Report,
     Step,
     Submit,
+    UnloadAdapter,
     body_form,
     page_news,
 )
@@ -131,7 +133,8 @@ def submit() -> Submit:
         params=params_form(SamplingParams(**given)), seed=2**64 - 1,  # type: ignore[arg-type]
         bad_words_ids=[[1, 2], [3]], shown_ids=[4, 5], limit=6, prediction=ids_form([7, 8]),
         pooling=[5, 6], tenant="key-0", cache=cache_form(CacheOptions(**CACHE)),  # type: ignore[arg-type]
-        deadline=2.5, num_prompt_logprobs=2, images=[IMAGE], hands_over=True, transfer=b"{}",
+        deadline=2.5, num_prompt_logprobs=2, images=[IMAGE], adapter=3,
+        hands_over=True, transfer=b"{}",
     )  # fmt: skip
 
 
@@ -164,6 +167,7 @@ def of_front() -> list[FromFront]:
     questions = (
         FlushCache(namespaces=[None, "mine"]), FlushPrefix(tokens=ids_form([1]), namespace="mine"),
         CacheInfo(namespace="mine"), Overview(), Audit(), Metrics(), Report(reason="asked"),
+        LoadAdapter(name="sql", number=3, path="/adapters/sql"), UnloadAdapter(number=3),
     )  # fmt: skip
     calls = [Call(call_id=index, question=each) for index, each in enumerate(questions)]
     return [submit(), Abort(request_id="r-1"), *calls, Beat(), Drop(name="t"),

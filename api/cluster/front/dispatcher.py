@@ -199,7 +199,13 @@ class Dispatcher:
                 live.reader = choice.replica
         reader = None if live.reader is None else links.get(live.reader)
         live.part = part
-        if reader is None or not self._roster.send(reader, fetch_of(live.request, part.transfer)):
+        if reader is None:
+            self._free(part)
+            return
+        page_size = reader.hello.page_size
+        if not self._roster.send(
+            reader, fetch_of(live.request, part.transfer, page_size=page_size)
+        ):
             self._free(part)
 
     def _forget_reader(self, peer: bytes) -> None:
@@ -261,7 +267,7 @@ class Dispatcher:
         for_prompts = {
             peer
             for peer, each in links.items()
-            if each.role == "prefill" and each.unready is None and each.has_room
+            if each.role == "prefill" and each.unready is None and each.takes(live.request)
         }
         if not (for_prompts and live.may_be_prefilled):
             return False
@@ -291,7 +297,7 @@ class Dispatcher:
     ) -> Choice[bytes] | None:
         """The replica for a request: one that is ready, else any with room."""
         links = self._roster.links
-        full = {peer for peer, each in links.items() if not each.has_room}
+        full = {peer for peer, each in links.items() if not each.takes(live.request)}
         for_prompts = {peer for peer, each in links.items() if each.role == "prefill"}
         if len(for_prompts) < len(links):  # else they compute whole requests
             full |= for_prompts

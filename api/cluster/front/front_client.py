@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,7 +127,7 @@ class FrontClient(EngineClient):
                 await self._launcher.start(replicas.address, lambda: replicas.num_joined)
                 await self._while_launching(self._launcher, first)
                 self._watch = asyncio.create_task(self._watch_launcher(self._launcher, replicas))
-            return built_of(await first, replicas, path)
+            return replace(built_of(await first, replicas, path), adapters=replicas.adapters)
         except BaseException:
             await replicas.close()
             if self._launcher is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ....core.errors import EngineDead, ForetokenError
@@ -24,15 +24,16 @@ async def ask_all(
     question: Question,
     read: Callable[[Answer], T],
     *,
+    links: Sequence[ReplicaLink] | None = None,
     seconds: float = CALL_SECONDS,
     skips: bool = False,
 ) -> dict[ReplicaLink, T]:
-    """The answers of all replicas; those that are lost meanwhile are left out.
+    """The answers of all replicas, or of these; those that are lost meanwhile are left out.
 
     ``read`` is one of the functions below. Raises what one of them answered, or with ``skips``
     leaves it out, too.
     """
-    links = list(roster.links.values())
+    links = list(roster.links.values()) if links is None else links
     asked = [_ask(roster, each, question, seconds) for each in links]
     answers = await asyncio.gather(*asked, return_exceptions=True)
     found: dict[ReplicaLink, T] = {}

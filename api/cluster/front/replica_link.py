@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ....core.errors import EngineDead
-from ....core.interface.request import FinishReason
+from ....core.interface.adapter import Adapter
+from ....core.interface.request import FinishReason, Request
 from ...types.results import Body
 from ..wire.forms import DeltaForm, WireError
 from ..wire.messages import Answer, Call, FromFront, Hello, Load, Question
@@ -36,6 +37,7 @@ class ReplicaLink:
     load: Load = NO_LOAD
     unready: str | None = None  # why it cannot take requests, in its own words
     requests: dict[str, LiveRequest] = field(default_factory=dict)
+    adapters: set[Adapter] = field(default_factory=set)  # that it has loaded
     num_served: int = 0  # requests that ended there
     num_silent_beats: int = 0  # beats of the front since its last message
     _ended: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_ENDED))
@@ -51,10 +53,10 @@ class ReplicaLink:
         """Requests that it accepts, running and waiting."""
         return self.hello.max_running + self.hello.max_queued
 
-    @property
-    def has_room(self) -> bool:
-        """Whether its queue would take another request."""
-        return len(self.requests) < self.capacity
+    def takes(self, request: Request) -> bool:
+        """Whether its queue would take another request, and it has the adapter of this one."""
+        has_adapter = request.adapter is None or request.adapter in self.adapters
+        return has_adapter and len(self.requests) < self.capacity
 
     def describe(self, now: float, owed: int) -> Body:
         """A row for lists of replicas; ``owed`` tokens are left to compute for its requests."""

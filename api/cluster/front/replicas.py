@@ -45,6 +45,7 @@ from ..wire.messages import (
     Step,
 )
 from .dispatcher import DeadReplicaError, Dispatcher
+from .front_adapters import FrontAdapters
 from .front_metrics import FrontMetrics
 from .merged import merged_audit, merged_cache, merged_overview
 from .questions import ask_all, body_in, bytes_of, number_of
@@ -99,6 +100,7 @@ class Replicas:
             failover_seconds=failover_seconds,
             clock=clock,
         )
+        self.adapters = FrontAdapters(self._roster, self._dispatcher.serve_waiting)
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -230,6 +232,7 @@ class Replicas:
                 raise message
 
     def _joined(self, link: ReplicaLink) -> None:
+        self.adapters.equip(link)
         self._dispatcher.add(link)
 
     def _lost(self, link: ReplicaLink, cause: str) -> None:
@@ -293,6 +296,7 @@ class Replicas:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        self.adapters.close()
         self._roster.close()
 
     # -- what all replicas answer ---------------------------------------------------------------

@@ -124,7 +124,12 @@ def engine_flags(plan: Deployment, among: Collection[str] = EngineConfig.names()
     """Flags of ``foretoken`` for the engine options that are given."""
     known = settings_of(EngineConfig)
     given = {name: value for name, value in plan.engine_options.items() if name in among}
-    return [text for name, value in given.items() for text in (known[name].flag, str(value))]
+    return [
+        text
+        for name, value in given.items()
+        for each in (value if isinstance(value, list | tuple) else (value,))  # a flag is repeated
+        for text in (known[name].flag, str(each))
+    ]
 
 
 def replica_resources(plan: Deployment) -> Object:

@@ -26,7 +26,10 @@ RAY_VERSION = "2.60.0"
 AGENT_PORT = 52365  # of Ray's agent on each node, which answers health checks
 HEAD = resources("1", "4Gi")  # it runs no replica
 FRONT = resources("1", "2Gi")
-OF_TEXT = (  # engine options that the front needs, too
+LORA = "lora"  # the front has its replicas load adapters
+OF_FRONT = (  # engine options that the front needs, too, or alone
+    LORA,
+    "max_loras",
     "chat_template",
     "default_chat_template_kwargs",
     "generation_config",
@@ -58,7 +61,7 @@ def serve_config(plan: Deployment, **more: Any) -> Object:  # noqa: ANN401 - opt
 
 
 def _arguments(plan: Deployment) -> Object:
-    options = dict(plan.engine_options)
+    options = {name: value for name, value in plan.engine_options.items() if name != LORA}
     shared = {"most": plan.most} if "kv_disk" in options else {}  # among so many a disk is divided
     return {"model": plan.model, "front": plan.front, "options": options, **shared}
 
@@ -95,7 +98,7 @@ def kuberay(plan: Deployment) -> list[Object]:
 
 def _front(plan: Deployment) -> Object:
     args = ["--front", f"tcp://0.0.0.0:{FRONT_PORT}", "--replicas", str(plan.replicas)]
-    args += ["--route", plan.route, *engine_flags(plan, OF_TEXT)]
+    args += ["--route", plan.route, *engine_flags(plan, OF_FRONT)]
     ready = {"exec": {"command": ["python", "-c", _asks_if_ready(plan.port)]}}
     return container(
         plan,

@@ -330,6 +330,7 @@ class FrontSession:
         for live in self._live.values():
             self._drop(live)
         self._live.clear()
+        self._hosted.adapters.clear()
         self._link.close()
 
 

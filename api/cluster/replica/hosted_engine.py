@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 from ....core.interface.request import Delta, Request
@@ -30,16 +31,20 @@ from ..wire.messages import (
     FlushPrefix,
     Hello,
     Load,
+    LoadAdapter,
     Metrics,
     Overview,
     Question,
     Report,
     Submit,
+    UnloadAdapter,
     body_form,
     body_of,
+    facts_form,
     hello_of,
     request_of,
 )
+from .hosted_adapters import HostedAdapters
 from .page_log import PageLog
 
 TOKENS_AT_ONCE = 256  # of an output so far that are read before others have a turn
@@ -126,6 +131,11 @@ class HostedEngine:
         tokenizer, kernels = self.tokenizer.fingerprint(), self.built.kernels
         return hello_of(self.built, kernels=kernels, tokenizer=tokenizer, pid=os.getpid())
 
+    @cached_property
+    def adapters(self) -> HostedAdapters:
+        """Adapters that the front has had loaded."""
+        return HostedAdapters(self.built.adapters)
+
     # -- requests -------------------------------------------------------------------------------
 
     async def make(self, submit: Submit) -> HostedRequest:
@@ -147,6 +157,7 @@ class HostedEngine:
             eos_token_ids=self.built.eos_token_ids,
             grammar=grammar,
             on_token=text.push if text.watches else None,
+            adapter=self.adapters.find(submit.adapter),
         )
         if output:
             self._check_goes_on(request, params)
@@ -251,6 +262,11 @@ class HostedEngine:
                 return engine.metrics.render()[0]
             case Report():
                 return body_form(engine.report(question.reason))
+            case LoadAdapter(name=name, number=number, path=path):
+                return facts_form(await self.adapters.load(name, number, Path(path)))
+            case UnloadAdapter(number=number):
+                self.adapters.unload(number)
+                return 0
 
 
 async def _stops(text: AnswerText, output: array[int]) -> bool:

@@ -60,7 +60,8 @@ def make_host(
     without a free share.
     """
     if config.lora:
-        raise InvalidRequest("lora is not supported in replicas", param="lora")
+        message = "--lora is a flag of the front, which has its replicas load adapters"
+        raise InvalidRequest(message, param="lora")
     if num_shares is not None:
         config = _with_disk_share(config, num_shares, wait_seconds)
     built = build(model, config, wants_keys=True)

@@ -17,10 +17,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...._version import __version__
+from ....core.interface.adapter import Adapter, LoadedAdapter
 from ....core.interface.images import PromptImage
 from ....core.interface.request import CacheOptions, OnToken, Request
 from ....core.interface.sampling import Pooling
 from ...build.built import Built
+from ...runtime.adapters import ServedAdapter
 from ...runtime.preprocess import make_request, warm_params
 from ...runtime.serving_engine import ServingEngine
 from ...structured.matcher import Grammar, GrammarMatcher
@@ -177,6 +179,7 @@ class Submit(_Message, tag="submit", frozen=True, kw_only=True):
     deadline: Seconds | None = None  # seconds left
     num_prompt_logprobs: Count = 0  # sent already
     images: list[PromptImage] = []
+    adapter: Count | None = None  # number of its `LoadAdapter`
     hands_over: bool = False  # its prompt alone is wanted, for another replica
     transfer: bytes | None = None  # `Step.handed` of the replica that computed its prompt
 
@@ -240,7 +243,31 @@ class Report(_Question, tag="report", frozen=True, kw_only=True):
     reason: str
 
 
-Question = FlushCache | FlushPrefix | CacheInfo | Overview | Audit | Metrics | Report
+class LoadAdapter(_Question, tag="load_adapter", frozen=True, kw_only=True):
+    """`AdapterLoader.load`, of a folder where the replica runs; answered by `facts_form`."""
+
+    name: str
+    number: Count
+    path: str
+
+
+class UnloadAdapter(_Question, tag="unload_adapter", frozen=True, kw_only=True):
+    """`AdapterLoader.unload`; the answer is 0."""
+
+    number: Count
+
+
+Question = (
+    FlushCache
+    | FlushPrefix
+    | CacheInfo
+    | Overview
+    | Audit
+    | Metrics
+    | Report
+    | LoadAdapter
+    | UnloadAdapter
+)
 
 
 class Call(_Message, tag="call", frozen=True, kw_only=True):
@@ -326,6 +353,7 @@ class _Handed(Struct):
     """A prompt in `Step.handed`, as far as a front reads it."""
 
     remote_request_id: str
+    remote_block_ids: list[Count] = []  # pages that are held
 
 
 _handed = msgspec.json.Decoder(_Handed)
@@ -348,6 +376,28 @@ def body_form(body: Body) -> bytes:
 def body_of(data: bytes) -> Body:
     """Raises `WireError` unless it is a JSON object."""
     return _decoded(_json_object.decode, data)
+
+
+class AdapterFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`LoadedAdapter` without its weights."""
+
+    rank: Count
+    num_bytes: Count
+    digest: bytes
+
+
+_adapter_facts = msgspec.json.Decoder(AdapterFacts)
+
+
+def facts_form(loaded: LoadedAdapter) -> bytes:
+    """The answer to `LoadAdapter`."""
+    facts = AdapterFacts(rank=loaded.rank, num_bytes=loaded.num_bytes, digest=loaded.digest)
+    return msgspec.json.encode(facts)
+
+
+def facts_of(data: bytes) -> AdapterFacts:
+    """Raises `WireError`."""
+    return _decoded(_adapter_facts.decode, data)
 
 
 def page_news(*, is_stored: bool, keys: Iterable[bytes]) -> PageNews:
@@ -425,6 +475,15 @@ def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
 # -- requests --------------------------------------------------------------------------------------
 
 
+class RemoteAdapter(Adapter):
+    """An adapter whose weights are in replicas. ``number``: of its `LoadAdapter`."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     """The message of a request, with what it has so far.
 
@@ -437,6 +496,9 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         raise WireError("a request without parameters of the API")
     if not (constraint is None or isinstance(constraint, GrammarMatcher)):
         raise WireError("a request with a constraint that is no grammar")
+    adapter = request.adapter
+    if not (adapter is None or isinstance(adapter, RemoteAdapter)):
+        raise WireError("a request with an adapter of this process")
     guess, pooling = request.prediction, sampling.pooling
     return Submit(
         request_id=request.request_id,
@@ -454,6 +516,7 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         deadline=None if request.deadline is None else request.deadline - elapsed,
         num_prompt_logprobs=request.num_prompt_logprobs,
         images=list(request.images),
+        adapter=None if adapter is None else adapter.number,
     )
 
 
@@ -475,18 +538,27 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
         cache=cache_form(CacheOptions()),
         deadline=whole.deadline,
         images=whole.images,
+        adapter=whole.adapter,
         hands_over=True,
     )
 
 
-def fetch_of(request: Request, transfer: bytes) -> Fetch:
+def fetch_of(request: Request, transfer: bytes, *, page_size: int) -> Fetch:
     """The message by which a replica reads the part of a prompt that another one has computed.
 
-    Its request has an id of its own: the one that it is for may come before it has ended.
+    Its request has an id of its own: the one that it is for may come before it has ended. It has
+    the tokens of the pages that are held and one behind them, which is never read; rows of images
+    have their ids there, so images are not sent. Raises `WireError` for a transfer that is none.
     """
-    request_id = f"{request.request_id}/{secrets.token_hex(8)}"
+    num_pages = len(_decoded(_handed.decode, transfer).remote_block_ids)
+    part = request.tokens[: min(request.prompt_len, num_pages * page_size + 1)]
     submit = msgspec.structs.replace(
-        prefill_of(request), request_id=request_id, hands_over=False, transfer=transfer
+        prefill_of(request),
+        request_id=f"{request.request_id}/{secrets.token_hex(8)}",
+        prompt=ids_form(part),
+        images=[],
+        hands_over=False,
+        transfer=transfer,
     )
     return Fetch(submit=submit)
 
@@ -498,11 +570,13 @@ def request_of(
     eos_token_ids: frozenset[int],
     grammar: Grammar | None,
     on_token: OnToken | None,
+    adapter: ServedAdapter | None = None,
 ) -> Request:
     """The request of a message, in a replica.
 
     ``params``: `params_of` the message. ``grammar`` was compiled of them. ``on_token`` watches for
-    their stop strings, and knows of the output so far. Raises `WireError`.
+    their stop strings, and knows of the output so far. ``adapter``: the one of its number. Raises
+    `WireError`.
     """
     with meaningful("a request"):
         request = make_request(
@@ -518,6 +592,7 @@ def request_of(
             on_token=on_token,
             pooling=None if submit.pooling is None else Pooling(tuple(submit.pooling)),
             cache=cache_of(submit.cache),
+            adapter=adapter,
             images=tuple(submit.images),
         )
     request.tokens.extend(ids_of(submit.output))

@@ -37,6 +37,10 @@ LOOPBACK = "tcp://127.0.0.1:0"
         (["--front", LOOPBACK, "--route", "random"], "kv, session, even"),
         (["--front", LOOPBACK, "--failover-seconds", "-1"], "must be at least 0"),
         (["--front", LOOPBACK, "--kv-tokens", "64"], "--kv-tokens is a flag of the replicas"),
+        (
+            ["--front", LOOPBACK, "--max-lora-rank", "4"],
+            "--max-lora-rank is a flag of the replicas",
+        ),
         (["--front", "127.0.0.1:80"], "must be tcp://HOST:PORT"),
         (["--front", "tcp://0.0.0.0:80"], "set FORETOKEN_CLUSTER_KEY on both sides"),
         (["--front", "tcp://192.0.2.1:80"], "set FORETOKEN_CLUSTER_KEY on both sides"),
@@ -53,6 +57,13 @@ def test_flags_that_mean_nothing_are_refused(
     assert code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_replica_has_no_adapters_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["replica", "builtin", "--front", "tcp://127.0.0.1:5570", "--lora", "sql=/adapters/sql"]
+    assert commands.main(args) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--lora is a flag of the front" in line
 
 
 def test_an_address_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -615,6 +615,7 @@ def test_a_disk_has_a_share_more_than_replicas_and_is_never_divided_into_fewer()
         ({"kv_tokens": 0}, "kv_tokens"),
         ({"max_model_len": 64}, "max_model_len cannot change"),
         ({"page_size": 32}, "page_size cannot change"),
+        ({"lora": ["sql=/adapters/sql"]}, "load adapters by /v1/load_lora_adapter"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_at_once(

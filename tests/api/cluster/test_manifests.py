@@ -15,6 +15,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -408,6 +409,15 @@ def test_options_of_the_engine_reach_the_replicas() -> None:
     assert given(*args[1:]).options(EngineConfig).items() >= options.items()
 
 
+def test_adapters_are_named_to_the_front_and_to_whole_servers() -> None:
+    flags = ["--lora", "sql=/models/sql", "--lora", "legal=/models/legal"]
+    for target, container in (("kuberay", "front"), ("llm-d", "server")):
+        args = containers(objects(target, flags))[container]["args"]
+        found = [word for flag, word in pairwise(args) if flag == "--lora"]
+        assert found == ["sql=/models/sql", "legal=/models/legal"], target
+    assert "/models/sql" not in str(objects("kuberay", flags)[-1])  # the replicas
+
+
 def test_replicas_on_a_gpu_use_it_and_leave_their_threads_alone() -> None:
     [config] = objects("ray", ["--gpus", "1"])
     assert config["applications"][0]["args"]["options"] == {"device": "cuda"}
@@ -457,6 +467,7 @@ def test_the_serve_config_names_what_there_is() -> None:
         (["kuberay", "--memory", "much"], "--memory"),
         (["kuberay", "--gpus", "1", "--quantize", "int4"], "quantize"),
         (["llm-d", "--max-replicas", "3"], "max_replicas"),
+        (["ray", "--lora", "sql=/models/sql"], "start the front with --lora"),
         (["llm-d", "--kv-events", "tcp://127.0.0.1:5557"], "kv_events"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

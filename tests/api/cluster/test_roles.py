@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from foretoken.api.cluster.front.dispatcher import PREFILL_TOKENS
 from foretoken.api.cluster.front.replicas import Replicas
+from foretoken.api.cluster.wire.forms import ids_of
 from foretoken.api.cluster.wire.messages import Abort, Drop, Fetch, Submit, body_form
 from foretoken.core.errors import EngineDead, ForetokenError, QueueFull
 from foretoken.core.interface.output import TokenLogprob
@@ -287,9 +288,15 @@ def test_an_engine_that_ends_while_it_computes_a_prompt_is_lost() -> None:
 # -- parts of a prompt that is still computed ------------------------------------------------------
 
 
-def hand_part(replica: ScriptedReplica, name: str = "part") -> None:
-    """Say where the pages are that are computed so far."""
-    handed = {"r": b'{"remote_request_id": "%b"}' % name.encode()}
+def part_of(name: str, num_pages: int) -> bytes:
+    """Where the pages are that are computed so far."""
+    body = {"remote_request_id": name, "remote_block_ids": [*range(num_pages)]}
+    return msgspec.json.encode(body)
+
+
+def hand_part(replica: ScriptedReplica, name: str = "part", num_pages: int = 1) -> None:
+    """Say where they are."""
+    handed = {"r": part_of(name, num_pages)}
     replica.send(msgspec.structs.replace(step("r"), deltas=[], handed=handed))
 
 
@@ -299,13 +306,12 @@ def test_the_replica_of_the_answer_reads_a_prompt_while_it_is_computed() -> None
             stream = front.submit(request(prompt=LONG, temperature=0.5))
             whole = await p.submitted()
             ids = set[str]()
-            for name in ("one", "two"):
-                hand_part(p, name)
+            for name, num_pages, num_tokens in (("one", 3, 49), ("two", 16, 256)):
+                hand_part(p, name, num_pages)
                 part = (await d.next(Fetch)).submit
-                assert part.transfer == b'{"remote_request_id": "%b"}' % name.encode()
-                assert (part.prompt, part.cache, part.seed) == (
-                    whole.prompt, whole.cache, whole.seed,
-                )  # fmt: skip
+                assert part.transfer == part_of(name, num_pages)
+                assert (part.cache, part.seed) == (whole.cache, whole.seed)
+                assert ids_of(part.prompt) == ids_of(whole.prompt)[:num_tokens]
                 assert not part.hands_over
                 ids.add(part.request_id)
             assert len(ids | {"r"}) == 3, "each has an id of its own"
@@ -337,7 +343,7 @@ def test_parts_that_no_replica_reads_are_freed() -> None:
             assert (await p.next(Drop)).name == "one", "its reader is gone"
             hand_part(p, "two")
             other = others[1 - (reader - 2)]
-            assert (await other.next(Fetch)).submit.transfer == b'{"remote_request_id": "two"}'
+            assert (await other.next(Fetch)).submit.transfer == part_of("two", 1)
             hand_over(p)
             assert (await other.submitted()).transfer == HANDED
             other.finish("r", 10)

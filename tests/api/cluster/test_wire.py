@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from foretoken.api.build.built import Built
-from foretoken.api.cluster.wire.forms import WireError, params_of
+from foretoken.api.cluster.wire.forms import WireError, ids_of, params_of
 from foretoken.api.cluster.wire.messages import (
     KEY_BYTES,
     VERSION,
@@ -20,6 +20,7 @@ from foretoken.api.cluster.wire.messages import (
     Answer,
     Beat,
     Call,
+    Fetch,
     FromFront,
     FromReplica,
     Hello,
@@ -32,6 +33,7 @@ from foretoken.api.cluster.wire.messages import (
     body_of,
     built_of,
     encode,
+    fetch_of,
     from_front,
     from_replica,
     hello_of,
@@ -204,7 +206,7 @@ OWN = {
     "keys",
     "set_openings",
     "transfers",
-    "load_adapter",
+    "adapters",
 }  # fields of `Built` that each process has of its own
 
 
@@ -301,6 +303,21 @@ def test_all_that_a_caller_says_of_a_request_comes_back_with_its_output_so_far()
             assert mine != getattr(blank.sampling, each.name), each.name
             assert getattr(again.sampling, each.name) == mine, each.name
     assert again.usage == blank.usage
+
+
+def test_a_fetch_has_the_tokens_of_its_part_with_the_ids_of_rows_and_no_images() -> None:
+    request = make(SamplingParams())
+    handed = b'{"remote_request_id": "x", "remote_block_ids": [7]}'
+    sent = from_front(encode(fetch_of(request, handed, page_size=1)))
+    assert isinstance(sent, Fetch)
+    assert sent.submit.images == []
+    again = request_of(
+        sent.submit, SamplingParams(), eos_token_ids=EOS, grammar=None, on_token=None
+    )
+    assert again.tokens == request.tokens[:2]
+    assert again.tokens[1] == IMAGE.ids()[0] < 0
+    whole = fetch_of(request, handed, page_size=16).submit
+    assert ids_of(whole.prompt) == request.tokens[: request.prompt_len]
 
 
 def test_a_request_is_told_the_time_that_is_left_and_the_special_tokens_of_its_text() -> None:

@@ -6,6 +6,7 @@ import base64
 import builtins
 import json
 import logging
+import shutil
 import struct
 import zlib
 from collections.abc import Iterator
@@ -102,6 +103,15 @@ def test_prompts_and_tokens_are_transformers_own(tmp_path: Path, kind: str) -> N
         text = llm.chat([{"role": "user", "content": "what is"}], GREEDY)
     plain = "<|im_start|>User: what is<end_of_utterance>\nAssistant: "
     assert (list(text.prompt_token_ids), text.token_ids) == seeing.answer(plain, [])
+
+
+def test_the_config_is_read_once_for_all_requests(smolvlm: Seeing, tmp_path: Path) -> None:
+    folder = shutil.copytree(smolvlm.folder, tmp_path / "model")
+    reader = ImageReader(folder, tiny_config())
+    first = reader.tokens(str), reader.token_id
+    (folder / "config.json").unlink()
+    assert (reader.tokens(str), reader.token_id) == first
+    assert first[1] == smolvlm.tokenizer.convert_tokens_to_ids(IMAGE)
 
 
 def test_detail_low_takes_one_tile(llm: LLM, smolvlm: Seeing) -> None:

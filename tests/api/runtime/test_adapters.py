@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from foretoken.api.build.adapter_loader import OwnAdapters
 from foretoken.api.runtime import adapters as module
 from foretoken.api.runtime.adapters import Adapters
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.core.interface.adapter import Adapter, LoadedAdapter
 from foretoken.radix_cache import FlushedNamespaces
 
@@ -34,7 +35,7 @@ def test_a_salt_has_namespaces_of_all_adapters_in_memory(monkeypatch: pytest.Mon
 
     async def body() -> None:
         flushes = Flushes()
-        adapters = Adapters(loaded, flushes, most=4)
+        adapters = Adapters(OwnAdapters(loaded), flushes, most=4)
         first = await adapters.load("a", Path())
         await adapters.load("b", Path())
         adapters.enter("a")
@@ -54,9 +55,22 @@ def test_a_salt_has_namespaces_of_all_adapters_in_memory(monkeypatch: pytest.Mon
     asyncio.run(body())
 
 
+def test_each_loading_of_the_same_files_has_namespaces_of_its_own() -> None:
+    async def body() -> None:
+        adapters = Adapters(OwnAdapters(loaded), Flushes(), most=1)
+        found = set()
+        for _ in range(2):
+            found.add((await adapters.load("a", Path())).namespace("s"))
+        await adapters.unload("a")
+        found.add((await adapters.load("a", Path())).namespace("s"))
+        assert len(found) == 3
+
+    asyncio.run(body())
+
+
 def test_an_adapter_that_is_replaced_in_use_counts_until_its_requests_have_ended() -> None:
     async def body() -> None:
-        adapters = Adapters(loaded, Flushes(), most=1)
+        adapters = Adapters(OwnAdapters(loaded), Flushes(), most=1)
         await adapters.load("a", Path())
         used = await adapters.load("a", Path())  # in the place of one that no request has
         adapters.enter("a")
@@ -64,6 +78,58 @@ def test_an_adapter_that_is_replaced_in_use_counts_until_its_requests_have_ended
             await adapters.load("a", Path())
         assert adapters.num_loaded == 1
         used.leave()
+        await adapters.load("a", Path())
+
+    asyncio.run(body())
+
+
+class Loader:
+    """Loads when it may, and notes what is unloaded."""
+
+    def __init__(self) -> None:
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.made: list[LoadedAdapter] = []
+        self.unloaded: list[LoadedAdapter] = []
+
+    async def load(self, name: str, number: int, folder: Path) -> LoadedAdapter:
+        await self.may_load.wait()
+        self.made.append(loaded(folder))
+        return self.made[-1]
+
+    async def unload(self, loaded: LoadedAdapter) -> None:
+        self.unloaded.append(loaded)
+
+
+def test_an_adapter_that_finds_no_room_once_it_is_loaded_is_unloaded() -> None:
+    async def body() -> None:
+        loader = Loader()
+        adapters = Adapters(loader, Flushes(), most=1)
+        await adapters.load("a", Path())
+        loader.may_load.clear()
+        replacing = asyncio.create_task(adapters.load("a", Path()))
+        await asyncio.sleep(0)
+        used = adapters.enter("a")  # so the one that it replaces stays
+        loader.may_load.set()
+        with pytest.raises(InvalidRequest, match="as many as --max-loras allows"):
+            await replacing
+        assert loader.unloaded == loader.made[1:]
+        used.leave()
+
+    asyncio.run(body())
+
+
+def test_a_cache_that_cannot_be_flushed_keeps_no_adapter() -> None:
+    async def refuse(*namespaces: str | None) -> int:
+        raise ForetokenError("no answer")
+
+    async def body() -> None:
+        loader = Loader()
+        adapters = Adapters(loader, refuse, most=1)
+        (await adapters.load("a", Path())).namespace(None)
+        with pytest.raises(ForetokenError, match="no answer"):
+            await adapters.unload("a")
+        assert loader.unloaded == loader.made
         await adapters.load("a", Path())
 
     asyncio.run(body())

@@ -3,7 +3,9 @@
 import { readFileSync, writeSync } from "node:fs";
 
 export const URL = process.env.FORETOKEN_URL ?? "http://127.0.0.1:8000"; // of tests/support/scripted_server.py
+export const SEEING_URL = process.env.FORETOKEN_SEEING_URL ?? "http://127.0.0.1:8001"; // of a tiny random model that sees images
 export const MODEL = "foretoken-builtin";
+export const SEEING = "seeing"; // the name of that other model
 export const KEY = "sk-local"; // that server's --api-key
 
 export const WEATHER = {
@@ -13,6 +15,11 @@ export const WEATHER = {
   additionalProperties: false,
 };
 export const LONG = "All work and no play makes a prompt too long. ".repeat(1000);
+// Pictures of 8 x 8 pixels, PNG in base64.
+export const RED =
+  "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEUlEQVR42mP4z8CAFTEMLQkAKP8/wc53yE8AAAAASUVORK5CYII=";
+export const BLUE =
+  "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEElEQVR42mNgYPiPAw0pCQCpcD/B/MtF/AAAAABJRU5ErkJggg==";
 export const PREFIX = Array.from({ length: 40 }, (_, i) => `Rule ${i} of the house holds.`).join(" ");
 
 /** A message that the scripted server answers so. */
@@ -31,6 +38,18 @@ export function expect(got, wanted, what = "answer") {
 /** A truth, or an error that shows what there was instead. */
 export function check(truth, what) {
   if (!truth) throw new Error(typeof what === "string" ? what : JSON.stringify(what));
+}
+
+/**
+ * Pictures reach the model as so many tokens, and the cache keeps them apart. `look` asks about a picture with a text
+ * behind it, and gives the answer, the tokens of the image and those of the prompt that were cached.
+ */
+export async function checkSight(look, numTokens = 4) {
+  const text = `Look well at this picture, then name its colour. ${crypto.randomUUID()}`; // a new prompt
+  const [first, again, other] = [await look(RED, text), await look(RED, text), await look(BLUE, text)];
+  expect([first[1], again[1], other[1]], [numTokens, numTokens, numTokens], "tokens of the image");
+  expect(again[0], first[0], "the answer about the same picture");
+  check(again[2] > other[2], [again, other]);
 }
 
 /** What `work` is refused with. */

@@ -2,7 +2,7 @@
 
 import Anthropic from "@anthropic-ai/sdk";
 import {
-  KEY, LONG, MODEL, PREFIX, URL, WEATHER, call, check, expect, refusal, run, say,
+  KEY, LONG, MODEL, PREFIX, SEEING, SEEING_URL, URL, WEATHER, call, check, checkSight, expect, refusal, run, say,
 } from "./harness.mjs";
 
 // docs: begin
@@ -59,6 +59,17 @@ await run(["@anthropic-ai/sdk"], {
     await ask(say("Noted."), { system });
     const { usage } = await ask(say("Noted."), { system });
     check(usage.cache_read_input_tokens > 200, usage);
+  },
+
+  async images() {
+    const seeing = client.withOptions({ baseURL: SEEING_URL });
+    await checkSight(async (data, text) => {
+      const source = { type: "base64", media_type: "image/png", data };
+      const messages = user([{ type: "image", source }, { type: "text", text }]);
+      const options = { model: SEEING, messages, max_tokens: 8, temperature: 0 };
+      const { content, usage } = await seeing.messages.create(options);
+      return [content[0].text, usage.image_tokens, usage.cache_read_input_tokens];
+    }, 20); // in tiles: there is no detail
   },
 
   async errors() {

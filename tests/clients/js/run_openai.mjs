@@ -4,7 +4,7 @@ import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
 import {
-  KEY, LONG, MODEL, PREFIX, URL, WEATHER, call, check, expect, refusal, run, say,
+  KEY, LONG, MODEL, PREFIX, SEEING, SEEING_URL, URL, WEATHER, call, check, checkSight, expect, refusal, run, say,
 } from "./harness.mjs";
 
 // docs: begin
@@ -82,6 +82,39 @@ await run(["openai"], {
   async logprobs() {
     const { choices, usage } = await chat(say("Sure."), { logprobs: true, top_logprobs: 2 });
     expect(choices[0].logprobs.content.length, usage.completion_tokens);
+  },
+
+  async embeddings() {
+    const input = ["One text.", "Another text."];
+    const packed = await client.embeddings.create({ model: MODEL, input }); // the SDK asks for base64
+    const plain = await client.embeddings.create({ model: MODEL, input, encoding_format: "float" });
+    const [left, right] = [packed, plain].map(({ data }) => data.map(({ embedding }) => Array.from(embedding)));
+    expect(left.map((each) => each.map(Math.fround)), right.map((each) => each.map(Math.fround)));
+    check(Math.abs(right[0].reduce((sum, each) => sum + each * each, 0) - 1) < 1e-5, "length of a vector");
+  },
+
+  async images() {
+    const seeing = client.withOptions({ baseURL: `${SEEING_URL}/v1` });
+    await checkSight(async (png, text) => {
+      const image_url = { url: `data:image/png;base64,${png}`, detail: "low" };
+      const messages = user([{ type: "image_url", image_url }, { type: "text", text }]);
+      const options = { model: SEEING, messages, max_tokens: 8, temperature: 0 };
+      const { choices, usage } = await seeing.chat.completions.create(options);
+      const { image_tokens, cached_tokens } = usage.prompt_tokens_details;
+      return [choices[0].message.content, image_tokens, cached_tokens];
+    });
+  },
+
+  async "responses images"() {
+    const seeing = client.withOptions({ baseURL: `${SEEING_URL}/v1` });
+    await checkSight(async (png, text) => {
+      const image = { type: "input_image", image_url: `data:image/png;base64,${png}`, detail: "low" };
+      const input = user([image, { type: "input_text", text }]);
+      const options = { model: SEEING, input, max_output_tokens: 8, temperature: 0 };
+      const { output_text, usage } = await seeing.responses.create(options);
+      const { image_tokens, cached_tokens } = usage.input_tokens_details;
+      return [output_text, image_tokens, cached_tokens];
+    });
   },
 
   async errors() {

@@ -111,11 +111,19 @@ MUTATIONS = (
     ),
     Mutation(
         "cluster-queues-take-one-more",
-        "ReplicaLink.has_room",
-        "len(self.requests) < self.capacity",
-        "len(self.requests) <= self.capacity",
+        "ReplicaLink.takes",
+        "return has_adapter and len(self.requests) < self.capacity",
+        "return has_adapter and len(self.requests) <= self.capacity",
         ("test_the_queue_is_full_when_every_replica_has_all_it_takes",),
         "no replica refuses what the front has accepted",
+    ),
+    Mutation(
+        "cluster-fetch-asks-for-the-whole-prompt",
+        "fetch_of",
+        "min(request.prompt_len, num_pages * page_size + 1)",
+        "request.prompt_len",
+        ("test_a_fetch_has_the_tokens_of_its_part_with_the_ids_of_rows_and_no_images",),
+        "a replica gets what a part needs",
     ),
     Mutation(
         "cluster-aborted-requests-move",

@@ -30,6 +30,7 @@ def fields(num_rows: int, num_works: int, num_words: int, num_places: int = 0) -
     """Room for so many rows, work lists, words, and tokens to be chosen."""
     rows = (
         "token_ids", "positions", "slots", "logit_rows", "sources", "rows_in_tile", "last_seen",
+        "adapted",
     )  # fmt: skip
     return [
         *(Field(name, num_rows) for name in rows),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....sampling.sampler import DraftVocab
-from ...adapted import adapted_ops
+from ...adapted import adapted_ops, masked_ops
 from ...base import (
     AttentionWeights,
     DecoderWeights,
@@ -28,7 +28,7 @@ from ...base import (
 from ...batch import NOTHING_MORE, Taps, Wanted
 from ...kv_pool import KVPool
 from ...layers import run_layers
-from ...lora import AdaptedRows
+from ...lora import AdaptedRows, LoraWeights
 from ..attention.tile_schedule import NARROW_LEN, SPLIT, TileSchedule
 from ..graph_inputs import NUM_BUFFERS, GraphInputs
 from ..sampling.sampler import TritonSampler
@@ -100,7 +100,13 @@ class _Captured:
             and words_needed(plan.batch, works) <= len(self.graph_inputs.device["words"])
         )
 
-    def run(self, plan: TritonPlan, works: list[TileSchedule], wanted: Wanted) -> LayersOutput:
+    def run(
+        self,
+        plan: TritonPlan,
+        works: list[TileSchedule],
+        wanted: Wanted,
+        adapted: Sequence[AdaptedRows] = (),
+    ) -> LayersOutput:
         """Replay for a pass that fits; its rows hold until the next.
 
         Buffers of the device serve two launches in turn without a mark: the copy, the tokens taken
@@ -109,6 +115,9 @@ class _Captured:
         """
         batch, to = plan.batch, self.graph_inputs.open()
         num_words = fill(to, batch, works)
+        if adapted:  # else it is not read
+            to["adapted"][:] = 0
+            to["adapted"][adapted[0].rows] = 1
         has_chosen = self.head is not None and self.head.fill(to, wanted.draws, batch.num_logits)
         self.graph_inputs.upload(num_words)
         if self.given is not None and wanted.inputs is not None:
@@ -130,6 +139,10 @@ class _PoolGraphs:
         num_places = min(BUCKETS[-1] * self.num_splits, max_places(heads))
         self.partial_sums = PartialSums.of(num_places, heads, pool.data.device)
         self.captured: dict[_Shape, _Captured] = {}
+        # None: it could not be captured. An adapter that is unloaded takes its graphs along.
+        self.adapted: WeakKeyDictionary[LoraWeights, dict[_Shape, _Captured | None]] = (
+            WeakKeyDictionary()
+        )
         self._taps: dict[Taps, Tensor] = {}
         self._given: Tensor | None = None
 
@@ -170,7 +183,8 @@ class TritonStep:
     is in them it reads from its inputs. Long chunks have kernels of their own, so that a bucket
     which may have them has two graphs. What fits none runs as the same kernels one by one: more
     rows than the largest bucket, or more pages, partial sums or positions than the graph has room
-    for.
+    for. So do the rows of several adapters. One adapter has graphs of its own, with the inputs of
+    those without: a row's update is added where a mask says so.
     """
 
     def __init__(
@@ -200,22 +214,22 @@ class TritonStep:
         wanted: Wanted,
         adapted: Sequence[AdaptedRows] = (),
     ) -> LayersOutput:
-        """Compute token ids ``[T]``, those of the plan; writes KV to the pool.
-
-        A pass with adapters uses no graph.
-        """
+        """Compute token ids ``[T]``, those of the plan; writes KV to the pool."""
         (plan,) = plans  # all layers have heads alike
         assert isinstance(plan, TritonPlan)
         works = plan.work_lists(self._windows)
         num_rows = len(token_ids)
         bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
-        if bucket is not None and not adapted:
+        if bucket is not None and len(adapted) <= 1:
             shape = _Shape.of(bucket, wanted, has_wide=plan.has_wide)
             captured = self._captured(plan.geometry, shape)
-            if captured is not None and captured.fits(plan, works):
-                return captured.run(plan, works, wanted)
-            if captured is not None:
+            if captured is not None and not captured.fits(plan, works):
                 self._say(plan)
+                captured = None
+            if captured is not None and adapted:
+                captured = self._adapted(plan.geometry, shape, captured, adapted[0].weights)
+            if captured is not None:
+                return captured.run(plan, works, wanted, adapted)
         shared = self._graphs.get(plan.geometry.pool)
         partial_sums = None if shared is None else shared.partial_sums
         device = plan.on_device(self._windows, bucket or num_rows, partial_sums)
@@ -278,6 +292,28 @@ class TritonStep:
         shared.captured[shape] = captured
         return captured
 
+    def _adapted(
+        self, geometry: Geometry, shape: _Shape, base: _Captured, adapter: LoraWeights
+    ) -> _Captured | None:
+        """The graph of passes with one adapter, captured when it is first asked for.
+
+        ``base``: the one without. None where it cannot be captured.
+        """
+        shared = self._graphs[geometry.pool]
+        graphs = shared.adapted.setdefault(adapter, {})
+        if shape not in graphs and self._make_graph is not None:
+            try:
+                graph = self._make_graph()
+                graphs[shape] = self._record(
+                    graph, geometry, shared, shape, base.head, base=base, adapter=adapter
+                )
+            except Exception:
+                logger.warning(
+                    "no CUDA graph of %d rows with an adapter", shape.bucket, exc_info=True
+                )
+                graphs[shape] = None
+        return graphs.get(shape)
+
     def _capture(
         self, make_graph: MakeGraph, geometry: Geometry, shared: _PoolGraphs, shape: _Shape
     ) -> _Captured:
@@ -301,11 +337,18 @@ class TritonStep:
         shared: _PoolGraphs,
         shape: _Shape,
         head: FusedLmHead | None,
+        *,
+        base: _Captured | None = None,
+        adapter: LoraWeights | None = None,
     ) -> _Captured:
+        """Capture a graph; with the inputs of ``base``, if there is one."""
         pool, windows, (bucket, has_wide, taps, is_given, *_) = geometry.pool, self._windows, shape
-        num_words = shared.num_words(bucket, pool.page_size, len(windows))
-        room = fields(bucket, len(windows), num_words, bucket if head else 0)
-        graph_inputs = GraphInputs(room, pool.data.device, num_hosts=NUM_BUFFERS)
+        if base is not None:
+            graph_inputs = base.graph_inputs
+        else:
+            num_words = shared.num_words(bucket, pool.page_size, len(windows))
+            room = fields(bucket, len(windows), num_words, bucket if head else 0)
+            graph_inputs = GraphInputs(room, pool.data.device, num_hosts=NUM_BUFFERS)
         graph_inputs.upload(fill_idle(graph_inputs.open()))
         kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, partial_sums=True),))
         plan = device_plan(geometry, graph_inputs, kinds, shared.partial_sums, shared.turns)
@@ -313,8 +356,13 @@ class TritonStep:
         tapped = shared.tapped(taps, bucket, embedding)
         given = shared.given(bucket, embedding) if is_given else None
 
+        parts = None if adapter is None else adapter.parts  # the graph does not keep the adapter
+
         def work() -> GraphOutputs:
-            found = self._layers(plan, taps, tapped, given)
+            ops = self._ops
+            if parts is not None:
+                ops = masked_ops(ops, parts, graph_inputs.device["adapted"] != 0)
+            found = self._layers(plan, taps, tapped, given, ops)
             return GraphOutputs.of(found) if head is None else head.compute(found, graph_inputs)
 
         outcome = graph.capture(work)
