@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .formats.checkpoint import OnRead
 from .formats.files import gguf_file
 from .formats.nested import text_names
 from .formats.safetensors import SafetensorsCheckpoint
+from .head_threads import HeadThreads
 
 logger = logging.getLogger(__name__)
 GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
@@ -131,12 +133,14 @@ def load_vision(
     plain: Ops,
     *,
     cache_bytes: int,
+    threads: int = 1,
     has_weights: bool = True,
     on_read: OnRead | None = None,
 ) -> Vision | None:
     """The image tower of a folder; None for a model without one, or whose images are not served.
 
-    ``plain``: operations that pack the tower's linears, which are not quantised. ``on_read`` is
+    ``plain``: operations that pack the tower's linears, which are not quantised. ``threads``: for
+    its attention, beside kernels that leave torch one; 1: as many as torch has. ``on_read`` is
     called with its parameters and buffers. Raises `ModelLoadError` for files that cannot be read.
     """
     support = vision_support(path)
@@ -158,13 +162,15 @@ def load_vision(
     model = model.to(decoder.device)
     _pack(model, plain)
     hidden, device, dtype = decoder.config.hidden_size, decoder.device, decoder.dtype
+    heads = nullcontext() if threads == 1 else HeadThreads(threads)
 
     def compute(inputs: Mapping[str, Tensor]) -> Tensor:
         given = {
             name: each.to(device, dtype) if each.is_floating_point() else each.to(device)
             for name, each in inputs.items()
         }
-        found = model.get_image_features(**given)
+        with heads:
+            found = model.get_image_features(**given)
         behind = getattr(found, "deepstack_features", None) or ()
         vectors = [_rows(each, hidden) for each in (found.pooler_output, *behind)]
         return torch.cat(vectors, dim=1).to(dtype)
@@ -197,7 +203,7 @@ def _rows(found: Any, hidden: int) -> Tensor:  # noqa: ANN401 - of transformers
 def _pack(model: Any, plain: Ops) -> None:  # noqa: ANN401 - of transformers
     from .fallback.transformers_decoder import pack
 
-    pack(model, plain, plain, frozenset())
+    pack(model, plain, plain, frozenset(), by_row=False)  # an image is computed alone
 
 
 def count_tower(folder: Path) -> int:
