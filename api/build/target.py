@@ -47,8 +47,9 @@ def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
     What is left to torch beside the native kernels is small, and has one thread: a second one would
     have to wait until the kernels' own one sleeps.
     """
+    cores = len(os.sched_getaffinity(0))
     is_native = isinstance(ops, NativeOps)
-    count = _count_threads(config, ops)
+    count = _threads(config) or (cores if is_native else max(1, cores - 1))
 
     def set_threads() -> None:
         ops.set_threads(count)
@@ -56,11 +57,6 @@ def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
             torch.set_num_threads(1)
 
     return set_threads
-
-
-def _count_threads(config: EngineConfig, ops: Ops) -> int:
-    cores = len(os.sched_getaffinity(0))
-    return _threads(config) or (cores if isinstance(ops, NativeOps) else max(1, cores - 1))
 
 
 def _threads(config: EngineConfig) -> int | None:
@@ -150,7 +146,7 @@ def load_images(
             target,
             plain,
             cache_bytes=parse_size(config.image_cache),
-            threads=_count_threads(config, plain) if isinstance(plain, NativeOps) else 1,
+            kernels=plain if isinstance(plain, NativeOps) else None,
             has_weights=config.load_format == "auto",
             on_read=on_read,
         )

@@ -27,7 +27,7 @@ from .formats.checkpoint import OnRead
 from .formats.files import gguf_file
 from .formats.nested import text_names
 from .formats.safetensors import SafetensorsCheckpoint
-from .head_threads import HeadThreads
+from .tower_attention import TowerAttention
 
 logger = logging.getLogger(__name__)
 GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
@@ -133,15 +133,15 @@ def load_vision(
     plain: Ops,
     *,
     cache_bytes: int,
-    threads: int = 1,
+    kernels: Ops | None = None,
     has_weights: bool = True,
     on_read: OnRead | None = None,
 ) -> Vision | None:
     """The image tower of a folder; None for a model without one, or whose images are not served.
 
-    ``plain``: operations that pack the tower's linears, which are not quantised. ``threads``: for
-    its attention, beside kernels that leave torch one; 1: as many as torch has. ``on_read`` is
-    called with its parameters and buffers. Raises `ModelLoadError` for files that cannot be read.
+    ``plain``: operations that pack the tower's linears, which are not quantised. ``kernels``: those
+    that compute its attention; None: torch does. ``on_read`` is called with its parameters and
+    buffers. Raises `ModelLoadError` for files that cannot be read.
     """
     support = vision_support(path)
     reason = support.reason
@@ -162,14 +162,14 @@ def load_vision(
     model = model.to(decoder.device)
     _pack(model, plain)
     hidden, device, dtype = decoder.config.hidden_size, decoder.device, decoder.dtype
-    heads = nullcontext() if threads == 1 else HeadThreads(threads)
+    attention = nullcontext() if kernels is None else TowerAttention(kernels)
 
     def compute(inputs: Mapping[str, Tensor]) -> Tensor:
         given = {
             name: each.to(device, dtype) if each.is_floating_point() else each.to(device)
             for name, each in inputs.items()
         }
-        with heads:
+        with attention:
             found = model.get_image_features(**given)
         behind = getattr(found, "deepstack_features", None) or ()
         vectors = [_rows(each, hidden) for each in (found.pooler_output, *behind)]
@@ -201,9 +201,23 @@ def _rows(found: Any, hidden: int) -> Tensor:  # noqa: ANN401 - of transformers
 
 
 def _pack(model: Any, plain: Ops) -> None:  # noqa: ANN401 - of transformers
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     from .fallback.transformers_decoder import pack
 
     pack(model, plain, plain, frozenset(), by_row=False)  # an image is computed alone
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(_lay_out_rows)
+
+
+def _lay_out_rows(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ANN401 - a layer
+    """Give a layer rows that lie one behind the other.
+
+    Those of a patch embedding are columns of a convolution's output, and sums keep that layout:
+    all layers would read and write across memory.
+    """
+    return (args[0].contiguous(), *args[1:]) if args else args
 
 
 def count_tower(folder: Path) -> int:

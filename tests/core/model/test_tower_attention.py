@@ -1,0 +1,98 @@
+"""Attention of a tower by the kernels: torch's numbers, and what is left to torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foretoken.core.model.tower_attention import LEAST_ROWS, TowerAttention
+from foretoken.core.ops.base import Ops
+from foretoken.core.ops.native import NativeOps
+from foretoken.core.ops.native.library import native_library
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def qkv(
+    sequences: int, heads: int, kv_heads: int, rows: int, dim: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """As towers have them: heads are cut from rows."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randn(sequences, rows, each, dim, generator=generator).to(dtype).transpose(1, 2)
+        for each in (heads, kv_heads, kv_heads)
+    ]
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    library = native_library()
+    if library is None:
+        pytest.skip("no native kernels")
+    return NativeOps(library)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 4, 4, 64, 16), {}),
+        ((3, 2, 2, 101, 72), {"scale": 0.05}),
+        ((2, 6, 2, 130, 80), {"enable_gqa": True, "is_causal": False, "attn_mask": None}),
+    ],
+)
+def test_the_numbers_are_torch_s(
+    ops: Ops, sizes: Any, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    given = qkv(*sizes, dtype)
+    expected = F.scaled_dot_product_attention(*[each.float() for each in given], **options)
+    attention = TowerAttention(ops)
+    for _ in range(2):  # the second time over the pages of the first
+        with attention:
+            found = F.scaled_dot_product_attention(*given, **options)
+        assert found.shape == expected.shape
+        assert found.dtype == dtype
+        assert torch.allclose(found.float(), expected, atol=TOLERANCES[dtype])
+
+
+def test_a_sequence_has_the_bits_that_it_has_alone(ops: Ops) -> None:
+    given = qkv(3, 2, 2, 70, 32, torch.bfloat16)
+    attention = TowerAttention(ops)
+    with attention:
+        together = F.scaled_dot_product_attention(*given)
+        for index in range(3):
+            alone = F.scaled_dot_product_attention(*[each[index : index + 1] for each in given])
+            assert torch.equal(together[index : index + 1], alone)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 2, 2, LEAST_ROWS - 1, 16), {}),
+        ((1, 2, 2, 70, 16), {"is_causal": True}),
+        ((1, 2, 2, 70, 16), {"attn_mask": torch.ones(70, 70, dtype=torch.bool).tril()}),
+        ((1, 2, 2, 70, 15), {}),
+        ((1, 2, 2, 70, 1024), {}),
+    ],
+    ids=["few rows", "causal", "a mask", "an odd head", "too large a head"],
+)
+def test_what_the_kernels_do_not_compute_is_torch_s(
+    ops: Ops, sizes: Any, options: dict[str, Any]
+) -> None:
+    given = qkv(*sizes, torch.float32)
+    expected = F.scaled_dot_product_attention(*given, **options)
+    with TowerAttention(ops):
+        assert torch.equal(F.scaled_dot_product_attention(*given, **options), expected)
+
+
+def test_keys_of_another_length_are_torch_s(ops: Ops) -> None:
+    query, key, value = qkv(1, 2, 2, 70, 16, torch.float32)
+    given = (query, key[:, :, :66], value[:, :, :66])
+    with TowerAttention(ops):
+        found = F.scaled_dot_product_attention(*given)
+    assert torch.equal(found, F.scaled_dot_product_attention(*given))
