@@ -27,7 +27,6 @@ from .formats.checkpoint import OnRead
 from .formats.files import gguf_file
 from .formats.nested import text_names
 from .formats.safetensors import SafetensorsCheckpoint
-from .tower_attention import TowerAttention
 
 logger = logging.getLogger(__name__)
 GRID_TYPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
@@ -140,8 +139,8 @@ def load_vision(
     """The image tower of a folder; None for a model without one, or whose images are not served.
 
     ``plain``: operations that pack the tower's linears, which are not quantised. ``kernels``: those
-    that compute its attention; None: torch does. ``on_read`` is called with its parameters and
-    buffers. Raises `ModelLoadError` for files that cannot be read.
+    that compute its attention and activations; None: torch does. ``on_read`` is called with its
+    parameters and buffers. Raises `ModelLoadError` for files that cannot be read.
     """
     support = vision_support(path)
     reason = support.reason
@@ -160,16 +159,15 @@ def load_vision(
             on_read(f"vision.{name}", tensor)
     num_parameters = sum(each.numel() for each in model.parameters())
     model = model.to(decoder.device)
-    _pack(model, plain)
+    mode = _pack(model, plain, kernels)
     hidden, device, dtype = decoder.config.hidden_size, decoder.device, decoder.dtype
-    attention = nullcontext() if kernels is None else TowerAttention(kernels)
 
     def compute(inputs: Mapping[str, Tensor]) -> Tensor:
         given = {
             name: each.to(device, dtype) if each.is_floating_point() else each.to(device)
             for name, each in inputs.items()
         }
-        with attention:
+        with mode:
             found = model.get_image_features(**given)
         behind = getattr(found, "deepstack_features", None) or ()
         vectors = [_rows(each, hidden) for each in (found.pooler_output, *behind)]
@@ -200,24 +198,18 @@ def _rows(found: Any, hidden: int) -> Tensor:  # noqa: ANN401 - of transformers
     return torch.cat([part.reshape(-1, hidden) for part in parts])
 
 
-def _pack(model: Any, plain: Ops) -> None:  # noqa: ANN401 - of transformers
-    from transformers.modeling_layers import GradientCheckpointingLayer
+def _pack(model: Any, plain: Ops, kernels: Ops | None) -> Any:  # noqa: ANN401 - of transformers
+    """Pack a tower's linears; the mode in which it computes.
 
-    from .fallback.transformers_decoder import pack
-
-    pack(model, plain, plain, frozenset(), by_row=False)  # an image is computed alone
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.register_forward_pre_hook(_lay_out_rows)
-
-
-def _lay_out_rows(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ANN401 - a layer
-    """Give a layer rows that lie one behind the other.
-
-    Those of a patch embedding are columns of a convolution's output, and sums keep that layout:
-    all layers would read and write across memory.
+    Both modules import transformers, which engines of text start without.
     """
-    return (args[0].contiguous(), *args[1:]) if args else args
+    from .fallback.transformers_decoder import pack
+    from .tower_kernels import TowerAttention, use_kernels
+
+    if kernels is not None:
+        use_kernels(model, kernels)
+    pack(model, plain, plain, frozenset())
+    return nullcontext() if kernels is None else TowerAttention(kernels)
 
 
 def count_tower(folder: Path) -> int:

@@ -18,7 +18,7 @@ from foretoken.core.interface.images import PromptImage
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from foretoken.core.model import tower_attention
+from foretoken.core.model import tower_kernels
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.vision import Vision, load_vision
@@ -159,7 +159,7 @@ class Seeing:
 @pytest.fixture(autouse=True)
 def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels compute the attention of tiny towers, too."""
-    monkeypatch.setattr(tower_attention, "LEAST_ROWS", 1)
+    monkeypatch.setattr(tower_kernels, "LEAST_ROWS", 1)
 
 
 @pytest.fixture(scope="module", params=sorted(CLASSES))

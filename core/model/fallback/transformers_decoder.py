@@ -75,14 +75,11 @@ class Packed(nn.Module):
         return linear_of_few(self.ops, x, self.packed)
 
 
-def pack(
-    model: nn.Module, ops: Ops, plain: Ops, kept: frozenset[str], *, by_row: bool = True
-) -> None:
+def pack(model: nn.Module, ops: Ops, plain: Ops, kept: frozenset[str]) -> None:
     """Replace every linear of a model by a packed one, one after another.
 
-    ``plain`` packs what is never quantised. ``kept``: names that stay as they are. ``by_row``: a
-    row of activations has the same bits wherever it lies. Linears that share a weight are packed
-    once.
+    ``plain`` packs what is never quantised. ``kept``: names that stay as they are.
+    Linears that share a weight are packed once.
     """
     found: dict[tuple[int, ...], Packed] = {}
     for name, module in list(model.named_modules()):
@@ -97,7 +94,7 @@ def pack(
             bias = None if module.bias is None else module.bias.data
             found[tied] = Packed(plain if is_plain else ops, weight, bias)
         setattr(model.get_submodule(parent), own, found[tied])
-    for name, module in list(model.named_modules()) if by_row else ():
+    for name, module in list(model.named_modules()):
         if type(module) in _EXACT_ACTIVATIONS:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, _EXACT_ACTIVATIONS[type(module)]())

@@ -1,7 +1,7 @@
-"""TowerAttention: attention of an image tower by the backend's kernels, over pages of its own.
+"""What an image tower computes besides linears, by the backend's kernels: attention, activations.
 
-torch's attention on a CPU has one thread beside the native kernels, because threads of OpenMP spin
-while they wait, and that thread takes more of a tower's time than its linears.
+torch has one thread beside the native kernels, because threads of OpenMP spin while they wait, and
+that thread would take more of a tower's time than the linears. Attention has pages of its own.
 """
 
 from __future__ import annotations
@@ -12,17 +12,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..ops.base import ForwardPlan, HeadLayout, Ops
+from ..ops.base import Activation, ForwardPlan, HeadLayout, Ops
 from ..ops.batch import Segment, build_batch
 from ..ops.kv_pool import KVPool
 from .rope import Still
 
 PAGE_SIZE = 16  # rows
 LEAST_ROWS = 64  # of a sequence: shorter ones are left to torch
+_SILU, _GELU = Activation("silu", gated=False), Activation("gelu_tanh", gated=False)
+_ACTIVATIONS: dict[type[nn.Module], Activation] = {
+    nn.SiLU: _SILU,
+    SiLUActivation: _SILU,
+    GELUTanh: _GELU,
+    NewGELUActivation: _GELU,
+}
 
 
 class _Shape(NamedTuple):
@@ -125,3 +134,35 @@ def _plan(ops: Ops, shape: _Shape) -> ForwardPlan:
     ]
     batch = build_batch(segments, page_size=PAGE_SIZE, device=device, min_rows=1)
     return ops.plan(batch, pool, shape.heads, Still(shape.heads.head_dim, device))
+
+
+class _Activated(nn.Module):
+    """An activation by the kernels."""
+
+    def __init__(self, ops: Ops, activation: Activation) -> None:
+        super().__init__()
+        self._ops, self._activation = ops, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[.., width]`` to the same."""
+        return self._ops.activate(x.reshape(-1, x.shape[-1]), self._activation).view(x.shape)
+
+
+def use_kernels(model: nn.Module, ops: Ops) -> None:
+    """Compute a tower's activations by the kernels, and let its layers read rows in their order."""
+    for name, module in list(model.named_modules()):
+        if type(module) in _ACTIVATIONS:
+            parent, _, own = name.rpartition(".")
+            made = _Activated(ops, _ACTIVATIONS[type(module)])
+            setattr(model.get_submodule(parent), own, made)
+        elif isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(_lay_out_rows)
+
+
+def _lay_out_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give a layer rows that lie one behind the other.
+
+    Those of a patch embedding are columns of a convolution's output, and sums keep that layout:
+    all layers would read and write across memory.
+    """
+    return (args[0].contiguous(), *args[1:]) if args else args

@@ -1,4 +1,4 @@
-"""Attention of a tower by the kernels: torch's numbers, and what is left to torch."""
+"""Attention and activations of a tower by the kernels: torch's numbers, and what is left to it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.activations import GELUTanh
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from foretoken.core.model.tower_attention import LEAST_ROWS, TowerAttention
+from foretoken.core.model.tower_kernels import LEAST_ROWS, TowerAttention, use_kernels
 from foretoken.core.ops.base import Ops
 from foretoken.core.ops.native import NativeOps
 from foretoken.core.ops.native.library import native_library
@@ -96,3 +98,31 @@ def test_keys_of_another_length_are_torch_s(ops: Ops) -> None:
     with TowerAttention(ops):
         found = F.scaled_dot_product_attention(*given)
     assert torch.equal(found, F.scaled_dot_product_attention(*given))
+
+
+class Layer(GradientCheckpointingLayer):
+    """Notes whether its rows lie together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = GELUTanh(), nn.SiLU(), nn.ReLU()
+        self.was_contiguous = False
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        self.was_contiguous = x.is_contiguous()
+        found: Tensor = self.third(self.second(self.first(x))) * scale
+        return found
+
+
+def test_activations_are_the_kernels_and_rows_lie_together(ops: Ops) -> None:
+    model = nn.Sequential(Layer())
+    x = torch.randn(2, 48, 70, generator=torch.Generator().manual_seed(3)).transpose(1, 2)
+    with torch.inference_mode():
+        expected = model[0](x, 2.0)
+        assert not model[0].was_contiguous
+        use_kernels(model, ops)
+        found = model[0](x, 2.0)
+    assert model[0].was_contiguous
+    assert torch.allclose(found, expected, atol=1e-6)
+    kinds = [type(each).__name__ for each in (model[0].first, model[0].second, model[0].third)]
+    assert kinds == ["_Activated", "_Activated", "ReLU"]
