@@ -87,7 +87,8 @@ def test_a_picture_stands_before_the_prompt_and_is_seen_once_alone(tmp_path: Pat
     ask = Noted()
     assert measure(IMAGE, ask, prompts(IMAGE, tmp_path)) == pytest.approx(3.0)
     (call,) = ask.calls
-    assert Image.open(call.image).size == (SIDE, SIDE)
+    with Image.open(call.image) as picture:
+        assert picture.size == (SIDE, SIDE)
     assert call.num_new == 1
     ids = with_image(call.prompts[0])
     assert len(ids) == IMAGE.prompt_len + IMAGE_ROWS == IMAGE.max_len - IMAGE.num_new

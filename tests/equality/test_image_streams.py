@@ -24,7 +24,7 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.vision import Vision, load_vision
 from foretoken.core.ops.base import Ops
 from foretoken.core.ops.kv_pool import KVPool
-from foretoken.core.ops.native import NativeOps
+from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.scheduling.chunk_budget import num_step_tokens
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler

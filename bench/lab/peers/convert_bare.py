@@ -56,7 +56,7 @@ def _name_image_tokens(writer: Any, gguf: Any, count: int) -> None:  # noqa: ANN
 def _as_published(hparams: dict[str, Any]) -> None:
     """Fields as published configs have them, of which transformers writes newer forms."""
     if "text_config" in hparams:
-        hparams["text_config"].setdefault("architectures", ["LlamaForCausalLM"])
+        hparams["text_config"]["architectures"] = ["LlamaForCausalLM"]
     if dense := hparams.get("mlp_layer_types"):
         hparams.setdefault("first_k_dense_replace", dense.count("dense"))
     if hparams["model_type"] == "granitemoehybrid":

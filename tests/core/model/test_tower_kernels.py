@@ -13,8 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foretoken.core.model.tower_kernels import LEAST_ROWS, TowerAttention, use_kernels
 from foretoken.core.ops.base import Ops
-from foretoken.core.ops.native import NativeOps
 from foretoken.core.ops.native.library import native_library
+from foretoken.core.ops.native.native_ops import NativeOps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
