@@ -24,7 +24,7 @@ from ..ops.kv_pool import KVPool
 from .rope import Still
 
 PAGE_SIZE = 16  # rows
-LEAST_ROWS = 64  # of a sequence: shorter ones are left to torch
+LEAST_ROWS = 128  # of a sequence: windows, which are shorter, are left to torch
 _SILU, _GELU = Activation("silu", gated=False), Activation("gelu_tanh", gated=False)
 _ACTIVATIONS: dict[type[nn.Module], Activation] = {
     nn.SiLU: _SILU,
@@ -47,7 +47,7 @@ class TowerAttention(TorchFunctionMode):
     """Inside of it `F.scaled_dot_product_attention` is the kernels', where they compute it.
 
     That is where every row sees all rows of its sequence: no mask, no causality. A row's bits
-    depend on the rows of its sequence alone. Keeps the pages of the last shape.
+    depend on the rows of its sequence alone. Keeps the pages of the last shape until it is left.
     """
 
     def __init__(self, ops: Ops) -> None:
@@ -55,6 +55,11 @@ class TowerAttention(TorchFunctionMode):
         self._ops = ops
         self._shape: _Shape | None = None
         self._plan: ForwardPlan | None = None
+
+    def __exit__(self, *failure: Any) -> None:  # noqa: ANN401 - as torch's
+        """Leave the mode, and free the pages."""
+        self._shape = self._plan = None
+        super().__exit__(*failure)
 
     def __torch_function__(
         self,

@@ -43,8 +43,8 @@ def ops() -> Ops:
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ((1, 4, 4, 64, 16), {}),
-        ((3, 2, 2, 101, 72), {"scale": 0.05}),
+        ((1, 4, 4, 128, 16), {}),
+        ((3, 2, 2, 141, 72), {"scale": 0.05}),
         ((2, 6, 2, 130, 80), {"enable_gqa": True, "is_causal": False, "attn_mask": None}),
     ],
 )
@@ -63,7 +63,7 @@ def test_the_numbers_are_torch_s(
 
 
 def test_a_sequence_has_the_bits_that_it_has_alone(ops: Ops) -> None:
-    given = qkv(3, 2, 2, 70, 32, torch.bfloat16)
+    given = qkv(3, 2, 2, 130, 32, torch.bfloat16)
     attention = TowerAttention(ops)
     with attention:
         together = F.scaled_dot_product_attention(*given)
@@ -76,10 +76,10 @@ def test_a_sequence_has_the_bits_that_it_has_alone(ops: Ops) -> None:
     ("sizes", "options"),
     [
         ((1, 2, 2, LEAST_ROWS - 1, 16), {}),
-        ((1, 2, 2, 70, 16), {"is_causal": True}),
-        ((1, 2, 2, 70, 16), {"attn_mask": torch.ones(70, 70, dtype=torch.bool).tril()}),
-        ((1, 2, 2, 70, 15), {}),
-        ((1, 2, 2, 70, 1024), {}),
+        ((1, 2, 2, 130, 16), {"is_causal": True}),
+        ((1, 2, 2, 130, 16), {"attn_mask": torch.ones(130, 130, dtype=torch.bool).tril()}),
+        ((1, 2, 2, 130, 15), {}),
+        ((1, 2, 2, 130, 1024), {}),
     ],
     ids=["few rows", "causal", "a mask", "an odd head", "too large a head"],
 )
@@ -93,8 +93,8 @@ def test_what_the_kernels_do_not_compute_is_torch_s(
 
 
 def test_keys_of_another_length_are_torch_s(ops: Ops) -> None:
-    query, key, value = qkv(1, 2, 2, 70, 16, torch.float32)
-    given = (query, key[:, :, :66], value[:, :, :66])
+    query, key, value = qkv(1, 2, 2, 130, 16, torch.float32)
+    given = (query, key[:, :, :129], value[:, :, :129])
     with TowerAttention(ops):
         found = F.scaled_dot_product_attention(*given)
     assert torch.equal(found, F.scaled_dot_product_attention(*given))
