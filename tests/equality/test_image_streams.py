@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
@@ -208,15 +207,24 @@ def test_a_tower_s_attention_is_the_kernels(
     smolvlm: Seeing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside native kernels torch has one thread, which took most of the time of an image."""
+    if not isinstance(smolvlm.decoder.ops, NativeOps):
+        pytest.skip("no native kernels")
     asked = smolvlm.ask([smolvlm.text(3), random_inputs("smolvlm", 5), smolvlm.text(2)])
     vision, torchs = smolvlm.load_vision(kernels=smolvlm.decoder.ops), smolvlm.load_vision()
     assert vision is not None
     assert torchs is not None
     expected = torchs.vectors(asked.images[0])
-    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
-    if not isinstance(smolvlm.decoder.ops, NativeOps):
-        pytest.skip("no native kernels")
+    mutual: list[bool] = []
+    attention = NativeOps.attention
+
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        mutual.append(options["is_mutual"])
+        return attention(*args, **options)
+
+    monkeypatch.setattr(NativeOps, "attention", noted)
     assert torch.allclose(vision.vectors(asked.images[0]), expected, atol=1e-5)
+    layers = smolvlm.reference.config.vision_config.num_hidden_layers
+    assert mutual == [True] * layers
 
 
 @pytest.mark.parametrize("max_batch_tokens", [7, 64])
