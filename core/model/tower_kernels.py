@@ -59,7 +59,7 @@ class TowerAttention(TorchFunctionMode):
     def __exit__(self, *failure: Any) -> None:  # noqa: ANN401 - as torch's
         """Leave the mode, and free the pages."""
         self._shape = self._plan = None
-        super().__exit__(*failure)
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,

@@ -62,7 +62,8 @@ def write_smolvlm(target: Path, config: Idefics3Config) -> None:
     if (target / "preprocessor_config.json").is_file():
         return
     torch.manual_seed(0)
-    model = Idefics3ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    build: Any = Idefics3ForConditionalGeneration
+    model = build._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(target)
     text = json.dumps(_PROCESSOR)
     (target / "preprocessor_config.json").write_text(text, encoding="utf-8")

@@ -137,7 +137,8 @@ def _seeing(job: Job) -> Generate:
     from PIL import Image
 
     model: Any = AutoModelForImageTextToText.from_pretrained(job.target, dtype=DTYPES[job.dtype])
-    processor: Any = AutoImageProcessor.from_pretrained(job.target, backend="pil")
+    processors: Any = AutoImageProcessor
+    processor = processors.from_pretrained(job.target, backend="pil")
 
     @torch.inference_mode()
     def generate(call: Call) -> Tokens:
