@@ -1,4 +1,4 @@
-"""What an image tower computes besides linears, by the backend's kernels: attention, activations.
+"""Attention and activations of an image tower by the backend's kernels.
 
 torch has one thread beside the native kernels, because threads of OpenMP spin while they wait, and
 that thread would take more of a tower's time than the linears. Attention has pages of its own.
@@ -35,7 +35,7 @@ _ACTIVATIONS: dict[type[nn.Module], Activation] = {
 
 
 class _Shape(NamedTuple):
-    """What a plan is made for."""
+    """Sizes of a plan."""
 
     num_sequences: int
     num_rows: int  # of each

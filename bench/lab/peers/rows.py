@@ -8,7 +8,7 @@ from typing import Literal
 from ...common.real_tasks import KINDS
 
 IMAGE_ROWS = 67
-"""Of one tile of SmolVLM: two tokens, 64 vectors, one token."""
+"""Rows of one tile of SmolVLM: two tokens, 64 vectors, one token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 def qkv(
     sequences: int, heads: int, kv_heads: int, rows: int, dim: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """As towers have them: heads are cut from rows."""
+    """Make queries, keys and values like those of towers: heads are cut from rows."""
     generator = torch.Generator().manual_seed(7)
     return [
         torch.randn(sequences, rows, each, dim, generator=generator).to(dtype).transpose(1, 2)
