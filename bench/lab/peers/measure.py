@@ -69,6 +69,9 @@ class Prompts:
         return list(self.text[start : start + num_tokens])
 
 
+WARM_PROMPT = 256  # tokens of a prompt that is long in a conversation
+
+
 def measure(row: Row, ask: Ask, prompts: Prompts) -> float:
     """One figure of one engine, in the row's unit. Raises `WrongAnswerError`."""
     if row.kind == "decode":
@@ -88,6 +91,8 @@ def measure(row: Row, ask: Ask, prompts: Prompts) -> float:
         task = Call(prompts.next(), row.num_new, row.num_shared, task=row.kind)
         seconds = _timed(ask, task)
         return row.batch * row.prompt_len / seconds if row.is_rate else seconds
+    if row.kind == "turn":
+        return _second_turn(row, ask, prompts)
     call = Call(prompts.next(), row.num_new, row.num_shared)
     seconds = _timed(ask, call)
     if row.kind == "warm":
@@ -101,9 +106,17 @@ def _behind_picture(row: Row, ask: Ask, prompts: Prompts) -> float:
     first = Call([prompt], row.num_new, image=picture)
     if row.kind == "image":
         return _timed(ask, first)
-    answer = _answered(ask, first).tokens[0]
+    answer = _asked(ask, first).tokens[0]
     (question,) = prompts.next()
     return _timed(ask, Call([prompt + answer + question], 1, image=picture))
+
+
+def _second_turn(row: Row, ask: Ask, prompts: Prompts) -> float:
+    """Half of the first answer is taken for thinking, which no template renders again."""
+    (first,), num_thought = prompts.next(1), row.num_new // 2
+    (said,) = _asked(ask, Call([first], row.num_new)).tokens
+    (more,) = prompts.next(1)
+    return _timed(ask, Call([first + said[num_thought:] + more[:num_thought]], 1))
 
 
 def warm_up(row: Row, ask: Ask, prompts: Prompts) -> None:
@@ -112,8 +125,11 @@ def warm_up(row: Row, ask: Ask, prompts: Prompts) -> None:
         _behind_picture(row, ask, prompts)
         return
     batch = 2 if row.num_shared or row.kind == "embed" else row.batch
+    made = prompts.next(batch)
+    if row.kind == "turn":
+        made = [prompt[:WARM_PROMPT] for prompt in made]
     call = Call(
-        prompts.next(batch),
+        made,
         min(row.num_new, 4),
         row.num_shared,
         task=row.kind if row.kind in ("embed", "score") else "",
@@ -123,10 +139,11 @@ def warm_up(row: Row, ask: Ask, prompts: Prompts) -> None:
 
 
 def _timed(ask: Ask, call: Call) -> float:
-    return _answered(ask, call).seconds
+    return _asked(ask, call).seconds
 
 
-def _answered(ask: Ask, call: Call) -> Answer:
+def _asked(ask: Ask, call: Call) -> Answer:
+    """Ask, and check the answer. Raises `WrongAnswerError`."""
     answer = ask(call)
     if answer.error:
         raise WrongAnswerError(answer.error)
