@@ -33,7 +33,6 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
@@ -119,7 +118,7 @@ def add_kernels(pure: Path) -> None:
             packed.extractall(root)
         native = root / "foretoken/core/ops/native"
         recipe = runpy.run_path(str(native / "recipe.py"))
-        libraries = compile_kernels(native, recipe)
+        libraries = recipe["package"]()
         tag = f"py3-none-manylinux_2_{needed_glibc(libraries)}_x86_64"
         (about,) = root.glob("*.dist-info/WHEEL")
         text = about.read_text("utf-8").replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
@@ -139,30 +138,6 @@ def pack(root: Path, wheel: Path) -> None:
             packed.write(path, name)
         name = record.relative_to(root).as_posix()
         packed.writestr(name, "".join([*lines, f"{name},,\n"]))
-
-
-def compile_kernels(folder: Path, recipe: Mapping[str, Any]) -> list[Path]:
-    """Compile the kernels of each kind of CPU beside their sources."""
-    if lacking := unknown_flags(recipe):
-        sys.exit(f"gcc does not know {lacking}: the wheel with kernels needs gcc 11 or newer")
-    made = []
-    for variant in recipe["PACKAGED"]:
-        library = folder / recipe["packaged_name"](variant)
-        arguments = recipe["arguments"](recipe["sources"](), library)
-        run("gcc", *recipe["packaged_flags"](variant), *arguments)
-        recipe["seal"](library)
-        made.append(library)
-    return made
-
-
-def unknown_flags(recipe: Mapping[str, Any]) -> str:
-    """The flags of the kernels that gcc refuses; "" where it knows all of them."""
-    for variant in recipe["PACKAGED"]:
-        flags = recipe["VARIANT_FLAGS"][variant]
-        command = ["gcc", *flags, "-fsyntax-only", "-x", "c", os.devnull]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            return " ".join(flags)
-    return ""
 
 
 def needed_glibc(libraries: Sequence[Path]) -> int:
