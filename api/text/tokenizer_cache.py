@@ -71,7 +71,7 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
 
 
 def _kept_file(key: str) -> Path | None:
-    """Where a tokenizer is kept; None without a folder for it."""
+    """The file of a tokenizer in the cache; None without a folder for it."""
     try:
         return cache_folder() / "tokenizers" / f"{key}.json"
     except OSError as error:
