@@ -110,7 +110,7 @@ class Figures:
 
 
 class Turns(NamedTuple):
-    """How often the settings of a cell take turns."""
+    """Numbers of turns that the settings of a cell take."""
 
     most: int
     error: float  # of ``auto`` over the best fixed depth, below which a cell ends earlier

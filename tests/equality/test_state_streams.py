@@ -107,7 +107,7 @@ def test_drafts_over_page_ends_change_no_token(house: House, drafter: str) -> No
 def test_self_drafts_change_no_token_though_what_they_wrote_is_void(
     house: House, drafter: str
 ) -> None:
-    """They end with the page; of an unrounded copy they are right up to there."""
+    """Drafts end with the page; of an unrounded copy they are right up to there."""
     if isinstance(house.target.ops, TorchOps) or house.target.ops.quantize == "int4":
         pytest.skip("no rough copy")
     served = house.run(order(house, 2), drafter, depth=8, repeats=2, state_interval=16)

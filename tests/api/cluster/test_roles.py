@@ -186,7 +186,7 @@ def test_a_prompt_that_is_done_waits_for_room() -> None:
 
 
 def test_pages_of_a_prompt_that_ends_before_it_is_read_are_freed() -> None:
-    """They were held for half a minute."""
+    """Pages were held for half a minute."""
 
     async def body() -> None:
         async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):

@@ -176,7 +176,7 @@ def test_no_running_request_yields_pages_for_a_fetch() -> None:
 
 @pytest.mark.parametrize("num_calls", range(5))
 def test_the_request_may_come_while_its_part_is_read(num_calls: int) -> None:
-    """It lost pages that both transfers have when the part's one ended."""
+    """The request lost pages that both transfers have when the part's one ended."""
     apart = Apart()
     fetch(apart)
     for _ in range(num_calls):
