@@ -271,9 +271,8 @@ def build_batch(
         logit_rows = np.flatnonzero(indices >= (ends - wanted)[rows])
         row_pages = row_pages[rows]
     pages_before, places = np.divmod(positions, page_size)
-    if len(tails):
-        last_pages = np.repeat(page_counts - 1, lens)  # rows in a tail have no page
-        pages_before = np.minimum(pages_before, last_pages)
+    if len(tails):  # whose rows have no page
+        pages_before = np.minimum(pages_before, np.repeat(page_counts - 1, lens))
     slots = pages[row_pages + pages_before] * page_size + places
     if len(tails):
         behind = positions - np.repeat(in_pages, lens)
