@@ -5,7 +5,6 @@ torch may do so whenever it likes; a language that is half compiled and half int
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 
@@ -43,11 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def pytest_collection_finish() -> None:
-    """Keep the collector of garbage from looking through all modules and tests again and again."""
-    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
