@@ -128,6 +128,14 @@ MUTATIONS = (
         "a request waits for one look-up",
     ),
     Mutation(
+        "fetches-are-not-waited-for",
+        "RequestTable._computed_now",
+        "() if loads is None else loads.fetched",
+        "()",
+        ("test_a_request_waits_for_what_is_fetched_and_for_nothing_behind_it",),
+        "what is being read for a request is not computed by it",
+    ),
+    Mutation(
         "loads-publish-what-never-came",
         "PageLoads._keep_loaded",
         "num_tokens = load.num_loaded * self._cache.page_size",
