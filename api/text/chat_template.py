@@ -382,7 +382,7 @@ def deeper(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) ->
 
 
 def _depth(value: object) -> int:
-    """How deeply it is nested."""
+    """Levels to which a value is nested."""
     depth, level = 0, [value]
     while level:
         depth += 1

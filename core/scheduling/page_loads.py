@@ -257,7 +257,7 @@ class PageLoads:
         return load.state_slot is not None
 
     def _num_calls(self, load: PageLoad) -> int:
-        """How many calls for pages take as long as the next one for the load."""
+        """Number of calls for pages that take as long as the next one for the load."""
         num_pages = self.tiers.num_state_pages if load.lacks_state else 1
         return -(-num_pages // self.tiers.pages_per_call)
 

@@ -315,7 +315,7 @@ class RequestTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the next deadline passes; None: no request has one."""
+        """The time at which the next deadline passes; None: no request has one."""
         return self._due.peekitem(0)[0][0] if self._due else None
 
     def expired(self, now: float) -> list[Request]:

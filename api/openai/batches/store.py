@@ -310,6 +310,7 @@ class _Outputs:
         self._opened: dict[Path, int] = {}
 
     def put(self, line: OutputLine) -> None:
+        """Append a line to the output file, or to the error file if its status is not 200."""
         is_good = line.response is not None and line.response.status_code == 200
         path = self._paths[0 if is_good else 1]
         if path not in self._opened:

@@ -1,4 +1,4 @@
-"""How the kernels are compiled, and how a file of them proves to be whole.
+"""The recipe by which kernels are compiled, and the proof that a file of them is whole.
 
 This module needs the standard library alone and no other file of foretoken: a release loads it by
 its path and compiles the kernels of the wheel for Linux on x86-64 by it. An image does the same by

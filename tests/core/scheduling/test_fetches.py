@@ -197,7 +197,7 @@ def test_a_request_waits_for_what_is_fetched_and_for_nothing_behind_it() -> None
 
 @pytest.mark.parametrize("num_calls", range(5))
 def test_the_request_may_come_while_its_part_is_read(num_calls: int) -> None:
-    """It lost pages that both transfers have when the part's one ended."""
+    """The request lost pages that both transfers have when the part's one ended."""
     apart = Apart()
     fetch(apart)
     for _ in range(num_calls):
