@@ -1,7 +1,8 @@
 """``foretoken bench self``: what a model gains that drafts for itself in 4 bits, and what it costs.
 
 Models are SmolLM2 with its weights off the grid of its file (off_grid.py: a copy on that grid would
-be the model itself), and the shapes of Qwen3-0.6B and Llama-3.2-1B with random weights.
+be the model itself), and the shapes of Qwen3-0.6B, Llama-3.2-1B and, with recurrent states,
+Qwen3.5-0.8B with random weights.
 
 *Prices*: memory and seconds of the copy, and a pass of the drafter beside a step of the model, as
 the proposer runs it, choosing included. The floor is the share of bytes that it reads.
@@ -20,13 +21,14 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from msgspec.structs import replace
+from transformers import PretrainedConfig
 
 from ..api.build.engine_builder import LocalBuilt, build
 from ..core.config import EngineConfig
@@ -34,19 +36,20 @@ from ..core.execution.model_runner import ModelRunner
 from ..core.execution.proposer import PageRows, Proposer, VerifiedRequest
 from ..core.interface.draft import Draft, DraftPlan
 from ..core.interface.output import RequestOutput
-from ..core.interface.plan import ScheduledRequest
+from ..core.interface.plan import ScheduledRequest, StateUse
 from ..core.interface.protocols import ProposerTraits
 from ..core.interface.request import Request
 from ..core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..core.model.decoder import OwnDecoder
 from ..core.model.loader import load_decoder
 from ..core.model.rough_copy import rough_decoder, rounded_matrices
-from ..core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
+from ..core.ops.batch import ForwardOutput, RaggedBatch, Segment, SegmentState, Taps
+from ..core.ops.kv_pool import KVPool
 from ..draft.proposers.self_draft import SelfProposer
 from .common.drafting import FixedDrafts
 from .common.replay import ReplayRunner
 from .common.report import heading, table, write_json
-from .common.shapes import llama32_1b, qwen3_06b
+from .common.shapes import llama32_1b, qwen3_06b, qwen35_08b
 from .off_grid import write_off_grid
 from .real import Bench, Cell, Turns, paired, streams, total
 
@@ -55,7 +58,11 @@ ABOUT = (
     "position, and tokens a second over those without drafts."
 )
 OFF_GRID = "smollm2-off-grid"
-RANDOM = {"random-0.6b": qwen3_06b, "random-1b": llama32_1b}
+RANDOM: dict[str, Callable[[], PretrainedConfig]] = {
+    "random-0.6b": qwen3_06b,
+    "random-1b": llama32_1b,
+    "random-hybrid-0.8b": qwen35_08b,
+}
 SIMULATED = (0.85, 0.92)  # chances of a token
 CHAINS = (2, 3, 4, 6, 8)
 BY_POSITION = 6  # tokens of the chains whose acceptance is counted
@@ -155,20 +162,26 @@ def prices(name: str, folder: Path, args: argparse.Namespace) -> dict[str, objec
     line: dict[str, object] = {"model": name, "copy, s": time.perf_counter() - began}
     most = max(args.requests)
     each = (BEHIND + 64) // PAGE_SIZE
-    pool = target.make_pool(most * each, page_size=PAGE_SIZE)
+    pool = _make_pool(target, most, each)
     proposer = SelfProposer(copy, pool)
     pages = [array("q", range(i * each, (i + 1) * each)) for i in range(most)]
     rng = random.Random(3)
     tokens = array("q", (rng.randrange(target.config.vocab_size) for _ in range(BEHIND + 1)))
 
     def step(num_requests: int, rows: int) -> float:
-        segments = [Segment(tokens[:rows], BEHIND, own, rows) for own in pages[:num_requests]]
+        segments = [
+            Segment(tokens[:rows], BEHIND, own, rows, state=_state_of(pool, index))
+            for index, own in enumerate(pages[:num_requests])
+        ]
         began = time.perf_counter()
         target.forward(target.batch(segments, page_size=PAGE_SIZE), pool)
         return time.perf_counter() - began
 
     def drafts(num_requests: int, length: int) -> float:
-        asked = [_scheduled(tokens, own, length) for own in pages[:num_requests]]
+        asked = [
+            _scheduled(tokens, own, length, _state_of(pool, index))
+            for index, own in enumerate(pages[:num_requests])
+        ]
         began = time.perf_counter()
         proposer.propose(asked)
         return (time.perf_counter() - began) / length
@@ -190,7 +203,25 @@ def prices(name: str, folder: Path, args: argparse.Namespace) -> dict[str, objec
     return line
 
 
-def _scheduled(tokens: array[int], pages: array[int], length: int) -> ScheduledRequest:
+def _make_pool(target: OwnDecoder, num_requests: int, pages_each: int) -> KVPool:
+    """Pages of so many requests, and a state and a log of each where the model has them."""
+    states = None
+    if target.states:
+        states = target.make_state_pool(num_requests, num_requests, page_size=PAGE_SIZE)
+    return target.make_pool(num_requests * pages_each, page_size=PAGE_SIZE, states=states)
+
+
+def _state_of(pool: KVPool, index: int) -> SegmentState | None:
+    """The state of a request before the row at `BEHIND`, of any content; None without states."""
+    if pool.states is None:
+        return None
+    pool.states.stand_in(index, index, BEHIND)
+    return SegmentState(index, index, BEHIND + 1)
+
+
+def _scheduled(
+    tokens: array[int], pages: array[int], length: int, state: SegmentState | None
+) -> ScheduledRequest:
     params = TokenSamplingParams(temperature=1.0)
     return ScheduledRequest(
         request_id="",
@@ -200,6 +231,7 @@ def _scheduled(tokens: array[int], pages: array[int], length: int) -> ScheduledR
         page_ids=pages,
         sampling=SamplingMetadata(params=params, seed=0, prompt_len=1),
         draft_plan=DraftPlan(max_draft=length, row_prices=tuple([1e-6] * length)),
+        state=None if state is None else StateUse(state.slot, state.log),
     )
 
 

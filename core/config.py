@@ -438,9 +438,6 @@ class EngineConfig:
         _require(on_cpu, "tp", "computes on the CPU only: leave out --device cuda")
         is_own = self.model_impl != "transformers"
         _require(is_own, "tp", "does not share out transformers' modules (--model-impl)")
-        is_alone = not self.has_tiers and self.kv_transfer is None
-        others = "kv_host, kv_disk, kv_remote or kv_transfer"
-        _require(is_alone, "tp", f"cannot be combined with {others}")
         _require(not self.lora, "tp", "has no adapters yet: leave out --lora")
         _require(self.kv_evict is None, "tp", "cannot be combined with kv_evict")
 

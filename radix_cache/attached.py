@@ -120,6 +120,8 @@ class StateSlots:
         """The step of a lease was computed: its state stands at ``position`` now. O(1)."""
         self._forget_source(lease)
         lease.position = position
+        self.num_recomputed_tokens += lease.num_recomputed
+        lease.num_recomputed = 0
 
     def give_back(self, lease: StateLease) -> None:
         """End a lease that has its slot still: all that it owns is free. O(1)."""

@@ -218,6 +218,8 @@ class StateLease:
     source: KeptState | None = None  # copied to ``slot`` by the first step, until that is committed
     # Tokens that the state in ``slot`` covers: a page's end. 0: none, no step yet, or void.
     position: int = 0
+    # Tokens behind its beginning whose pages were cached: counted with the first step.
+    num_recomputed: int = 0
     # page ends to keep when a step passes them, by position; rising
     wanted: list[tuple[int, StateRank]] = field(default_factory=list)
     # (position, slot, rank) of page ends that the step under way keeps; the slots are owned by this

@@ -193,10 +193,9 @@ class PrefixCache:
         A page is the usual price: a state stands before its request's last token.
         """
         lease.num_found_tokens = num_found
-        if self.states is None:
+        if lease.state is None:
             return
-        num_lacking = num_found - lease.num_cached_tokens
-        self.states.num_recomputed_tokens += num_lacking
+        num_lacking = lease.state.num_recomputed = num_found - lease.num_cached_tokens
         if num_lacking > self.page_size:
             lease.eviction = Eviction("state_not_kept", self.eviction_log.now)
 
@@ -271,6 +270,7 @@ class PrefixCache:
         self.states.end_load(slot, page_id)
         if page_id is not None and lease is not None and lease.state is not None:
             self.states.move_on(lease.state, page_id)
+            lease.state.num_recomputed = max(0, lease.num_found_tokens - position)
 
     def part_state(self, lease: KVLease) -> None:
         """Free the slot and the log of a lease that no step will be computed for. O(1)."""

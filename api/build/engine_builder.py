@@ -192,7 +192,7 @@ def _keep_kv(
     fingerprint = None
     if digests is not None:
         head = models.drafter.stored_head
-        fingerprint = digests.fingerprint(models.target, head, config, models.sizes)
+        fingerprint = digests.fingerprint(models.target, head, models.vision, config, models.sizes)
     return KeptKV(
         config=config,
         cache=cache,

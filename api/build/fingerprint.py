@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ...core.config import EngineConfig, Sizes
 from ...core.model.decoder import Decoder
+from ...core.model.vision import Vision
 from ...core.ops.identity import machine_identity
 from ...core.tiers.fingerprint import (
     CODE,
@@ -37,11 +38,17 @@ class ModelDigests:
         return kernels_name(target.identity, machine, code)
 
     def fingerprint(
-        self, target: Decoder, head: JoinedHead | None, config: EngineConfig, sizes: Sizes
+        self,
+        target: Decoder,
+        head: JoinedHead | None,
+        vision: Vision | None,
+        config: EngineConfig,
+        sizes: Sizes,
     ) -> bytes:
         """Return the fingerprint of a target that was loaded with these options.
 
-        ``head``: the one whose KV is stored beside the target's. Called in a thread that has the
+        ``head``: the one whose KV is stored beside the target's. ``vision``: what makes rows of
+        prompts from images. Called in a thread that has the
         number of threads with which the model computes.
         """
         return kv_fingerprint(
@@ -61,5 +68,6 @@ class ModelDigests:
                 head=None
                 if head is None
                 else HeadParts(weights=self.head.digest(), config=repr(head.config)),
+                tower=None if vision is None else vision.identity,
             )
         )

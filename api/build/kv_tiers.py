@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from types import ModuleType
+from collections.abc import Callable
 
 import torch
 
@@ -22,6 +22,7 @@ from ...core.tiers.host_store import HostStore
 from ...core.tiers.keys import PageKeys
 from ...core.tiers.mooncake_store import MooncakeStore, check_reachable
 from ...core.tiers.page_records import PageRecords, StateRecords
+from ...core.tiers.peer_store import PeerStore
 from ...core.tiers.slab_files import LEAST_PAGES
 from ...core.tiers.slab_store import SlabStore
 from ...core.tiers.store_folder import make_root
@@ -38,8 +39,6 @@ def check_places(config: EngineConfig) -> None:
         make_root(disk[0])
     if (remote := config.kv_remote_place()) is not None:
         check_reachable(*remote[:2])
-    if config.takes_kv:
-        _kv_transfer().check_secret()
 
 
 def make_tiers(
@@ -50,16 +49,18 @@ def make_tiers(
     *,
     config: EngineConfig,
     fingerprint: bytes,
+    make_peers: Callable[[int], PeerStore] | None,
 ) -> Tiers:
     """Open the stores that the options ask for; a proposer's share of a page is kept, too.
 
-    Of a model with recurrent states, half of each store's size is for states. Raises
-    `InvalidRequest` for a folder that cannot be used, and for a size of too few pages or more than
-    there is.
+    ``make_peers``: makes the store of other engines' pools, of records with so many bytes. Of a
+    model with recurrent states, half of each store's size is for states. Raises `InvalidRequest`
+    for a folder that cannot be used, and for a size of too few pages or more than there is.
     """
     parts = () if proposer is None else proposer.stored
     records = PageRecords(
-        [pool.data, *(each.source for each in parts)], [pool.data, *(each.target for each in parts)]
+        [*pool.stored, *(each.source for each in parts)],
+        [*pool.stored, *(each.target for each in parts)],
     )
     states = None if pool.states is None else StateRecords(pool.states)
     stores, of_states = list[PageStore](), list[PageStore]()
@@ -77,7 +78,7 @@ def make_tiers(
     if (remote := config.kv_remote_place()) is not None:
         host, port, lent = remote
         stores.append(MooncakeStore(host, port, fingerprint, records.num_bytes, lent_bytes=lent))
-    peers = _kv_transfer().make_peers(records.num_bytes) if config.takes_kv else None
+    peers = None if make_peers is None else make_peers(records.num_bytes)
     kept = None
     if states is not None and cache.states is not None:
         kept = StateTiers(cache.states, states, of_states)
@@ -123,13 +124,6 @@ def _disk_stores(
         pages.close()
         raise
     return [pages, of_states]
-
-
-def _kv_transfer() -> ModuleType:
-    # Not at the top: nothing of NIXL is imported without it.
-    from . import kv_transfer
-
-    return kv_transfer
 
 
 def _check_host(num_bytes: int, least: int) -> None:

@@ -66,4 +66,4 @@ def make_params(
 
 
 def _parts(pool: KVPool, stored: Sequence[PageRows]) -> list[Tensor]:
-    return [pool.data, *(each.source for each in stored)]
+    return [*pool.stored, *(each.source for each in stored)]

@@ -25,6 +25,7 @@ from ...core.model.vision import Vision, load_vision
 from ...core.ops.backends import choose_ops
 from ...core.ops.base import Ops
 from ...core.ops.device import choose_device, free_memory
+from ...core.ops.host_memory import CAN_SHARE
 from ...core.ops.native.native_ops import NativeOps
 from ...core.ops.parallel import Comm
 from .kv_pools import out_of_memory_told
@@ -75,6 +76,8 @@ def load_target(
     """
     if config.tp == 1:
         return load_model(path, config, device, on_read), None
+    if _shares_pools(config) and not CAN_SHARE:
+        raise InvalidRequest("tp keeps and transfers KV on Linux alone", param="tp")
     _check_shards(path, config.tp, device)
     ranks = Ranks(path, config.tp, _load_options(config, device), threads=_threads(config) or 1)
     try:
@@ -85,7 +88,12 @@ def load_target(
         ranks.end(at_once=True)
         raise
     logger.info("%d processes compute the model", config.tp)
-    return TpDecoder(part, ranks), ranks
+    return TpDecoder(part, ranks, shares_pools=_shares_pools(config)), ranks
+
+
+def _shares_pools(config: EngineConfig) -> bool:
+    """Whether this process reads and writes the pools of all ranks between passes."""
+    return config.has_tiers or config.gives_kv
 
 
 def _check_shards(path: Path, size: int, device: torch.device) -> None:

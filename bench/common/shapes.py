@@ -152,6 +152,26 @@ def qwen35_moe_1b() -> Qwen3_5MoeTextConfig:
     )
 
 
+def tiny_qwen35() -> Qwen3_5TextConfig:
+    """A Qwen3.5 for rehearsals: a layer of the delta rule, then one of attention."""
+    return Qwen3_5TextConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+
+
 _QWEN35: dict[str, Any] = {
     "vocab_size": 248320,
     "hidden_size": 1024,

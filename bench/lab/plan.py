@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import re
 import tempfile
 from argparse import Namespace
@@ -200,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.prefill >= args.replicas:
         parser.error("--prefill must leave a replica for answers")
     args.write_trace = None
+    os.environ.setdefault("FORETOKEN_CLUSTER_KEY", "of this benchmark")
     report = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), "", sep="\n", flush=True)
     found = compared(args)

@@ -3,12 +3,16 @@
 Layers of the gated delta rule, by default of 32 heads of 128 x 128 as Qwen3.6-35B-A3B has them, are
 computed one after the other over states that no cache holds all of. Figures are microseconds of one
 layer: a decoding row at four places in its page, four rows (a token and three drafts), a row behind
-which nothing is folded and one before which a page is, and a token of a prompt.
+which nothing is folded and one before which a page is, and a token of a prompt. With
+``--checkpoint`` whole decode steps of a model are measured besides, at each place of a page and
+where a page is folded.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +22,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ...core.model.decoder import OwnDecoder
+from ...core.model.loader import load_decoder
 from ...core.ops.base import DeltaWeights, HeadLayout, PackedLinear, RecurrentShape
 from ...core.ops.batch import Segment, SegmentState, build_batch
 from ...core.ops.kv_pool import KVPool
@@ -73,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures = list(_Layers(NativeOps(library), options).measured(options.turns))
         print(table([msgspec.structs.asdict(figure) for figure in figures]))
         report[variant] = {"read_gbps": round(reads / 1e9, 1), "figures": figures}
+    if options.checkpoint is not None:
+        report["steps"] = steps = _measured_steps(options)
+        print(table([steps]))
     write_json(options.out, report)
 
 
@@ -94,6 +103,9 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=16, choices=STATE_PAGE_SIZES)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--turns", type=int, default=15, help="times that each is run")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="FOLDER", help="model whose decode steps are measured"
+    )
     parser.add_argument("--out", type=Path, default=_OUT)
     options = parser.parse_args(argv)
     options.variant = options.variant or [variants()[0]]
@@ -103,6 +115,41 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def _settings(options: argparse.Namespace) -> dict[str, object]:
     names = ("threads", "heads", "key_heads", "head_dim", "layers", "page_size", "dtype")
     return {name: getattr(options, name) for name in names}
+
+
+def _measured_steps(options: argparse.Namespace) -> dict[str, object]:
+    """Milliseconds of decode steps of one request, in turns over the places of a page."""
+    decoder = load_decoder(options.checkpoint, dtype=options.dtype, backend="native")
+    if not isinstance(decoder, OwnDecoder) or not decoder.states:
+        raise SystemExit(f"{options.checkpoint} has no recurrent layers that kernels compute")
+    decoder.ops.set_threads(options.threads)
+    page, pages = options.page_size, array("q", range(PROMPT // options.page_size + 2))
+    states = decoder.make_state_pool(1, 1, page_size=page)
+    pool = decoder.make_pool(len(pages), page_size=page, states=states)
+    pool.data.zero_()
+
+    def step(position: int, at: int) -> float:
+        states.stand_in(0, 0, at)
+        segment = Segment([1], position, pages, 1, state=SegmentState(0, 0, position + 1))
+        batch = decoder.batch([segment], page_size=page)
+        began = time.perf_counter()
+        decoder.forward(batch, pool)
+        return time.perf_counter() - began
+
+    plain, folding = list[float](), list[float]()
+    for turn in range(options.turns + 1):
+        found = [step(PROMPT + place, PROMPT + place) for place in range(page)]
+        last = step(PROMPT + page, PROMPT)
+        if turn:  # the first one warms up
+            plain.append(statistics.median(found))
+            folding.append(last)
+    ratios = [last / median for last, median in zip(folding, plain, strict=True)]
+    return {
+        "checkpoint": options.checkpoint.name,
+        "step, ms": round(1e3 * statistics.median(plain), 2),
+        "step that folds, ms": round(1e3 * statistics.median(folding), 2),
+        "step that folds / step": round(statistics.median(ratios), 3),
+    }
 
 
 class _Layers:

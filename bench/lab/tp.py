@@ -31,6 +31,7 @@ from ..common.report import RESULTS, heading, table, write_json
 
 BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin" / "target"
 ROWS, RANKS = (1, 8, 64, 256), (2, 4)
+LARGE = 1024  # rows of a sum of which each rank adds up a share
 _OUT = RESULTS / "tp.json"
 _TURNS, _WARM = 30, 5
 
@@ -107,7 +108,7 @@ def sums_of(size: int, width: int) -> list[Sum]:
 def measure_sums(comm: GlooComm, width: int) -> list[Sum]:
     """Time both kinds of sum in turns; every rank calls it."""
     found = []
-    for rows in ROWS:
+    for rows in (*ROWS, LARGE):
         part = torch.randn(rows, width, generator=torch.Generator().manual_seed(comm.rank))
         kinds: list[Callable[[], Tensor]] = [
             lambda part=part: comm.sum(part, torch.float32),  # type: ignore[misc]

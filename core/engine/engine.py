@@ -424,7 +424,12 @@ class Engine:
             self.scheduler.speculator.work()  # it forgets the requests that ended last
             self._inbox.mark_idle()
             await self._auditor.audit_while_idle(self._clock(), self._inbox.wake)
-        await self._inbox.wake.wait()
+        # Requests may be there and have nothing to compute: they wait for pages from a tier.
+        due = self.scheduler.request_table.next_deadline
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(
+                self._inbox.wake.wait(), None if due is None else due - self._clock()
+            )
         self._round_began = self._clock()
 
     def _deliver(self) -> None:

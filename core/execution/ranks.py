@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from ..errors import ModelLoadError, RankLost
 from ..model.decoder import OwnDecoder
 from ..ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Wanted
@@ -33,7 +35,7 @@ from ..ops.native.products import bfloat16_products
 from ..ops.parallel import GlooComm
 from ..ops.state_pool import StatePool
 from . import tp_worker
-from .tp_worker import Ints, copy_message, pass_message, pool_message
+from .tp_worker import Ints, copy_message, pass_message, pool_message, send_shared_pool
 
 logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # for ranks to start
@@ -50,6 +52,12 @@ class Followers(Protocol):
 
     def send(self, message: Ints) -> None:
         """Send the same message to each. Raises `RankLost`."""
+
+    def share_pool(self, rank: int, message: Ints, num_bytes: int) -> Tensor:
+        """Send a rank the message of a pool with so many bytes of memory, and return that memory.
+
+        Raises `RankLost`.
+        """
 
     def lose(self, failure: BaseException) -> RankLost:
         """Note that the ranks are out of step for good; the error that says so."""
@@ -147,14 +155,28 @@ class Ranks:
 
     def send(self, message: Ints) -> None:
         """Send the same message to each rank. Raises `RankLost`."""
-        if self._lost:
-            raise RankLost(self._lost)
+        self._check_here()
         data = message.tobytes()
         for rank, channel in enumerate(self._channels, start=1):
-            try:
+            with self._losing(rank):
                 channel.send_bytes(data)
-            except (OSError, ValueError) as failure:
-                raise self.lose(RankLost(f"rank {rank} is gone: {failure}")) from None
+
+    def share_pool(self, rank: int, message: Ints, num_bytes: int) -> Tensor:
+        """See `Followers.share_pool`."""
+        self._check_here()
+        with self._losing(rank):
+            return send_shared_pool(self._channels[rank - 1], message, num_bytes)
+
+    def _check_here(self) -> None:
+        if self._lost:
+            raise RankLost(self._lost)
+
+    @contextlib.contextmanager
+    def _losing(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as failure:
+            raise self.lose(RankLost(f"rank {rank} is gone: {failure}")) from None
 
     def lose(self, failure: BaseException) -> RankLost:
         """Note that the ranks are out of step for good; the error that says so."""
@@ -225,12 +247,16 @@ class TpDecoder(OwnDecoder):
     """Rank 0's part of a model, whose passes and pool the other ranks follow.
 
     ``config`` is the whole model's, weights and pool are this rank's. It has one pool at a time.
+    With ``shares_pools`` this process has the pools of all ranks in its memory, for what stores
+    pages: between two passes it may read and write them all.
     """
 
-    def __init__(self, part: OwnDecoder, followers: Followers) -> None:
+    def __init__(
+        self, part: OwnDecoder, followers: Followers, *, shares_pools: bool = False
+    ) -> None:
         """``part``: of rank 0."""
         super().__init__(part.config, part.weights, part.ops, part.layout, compiles=False)
-        self._followers = followers
+        self._followers, self._shares_pools = followers, shares_pools
         self._pool: weakref.ref[KVPool] | None = None
 
     @property
@@ -255,8 +281,21 @@ class TpDecoder(OwnDecoder):
         if states is not None:
             raise ValueError("the ranks of a model keep no recurrent states")
         pool = super().make_pool(num_pages, page_size=page_size, kv_dtype=kv_dtype)
-        self._followers.send(pool_message(num_pages, page_size, kv_dtype))
-        pool.mirror = self._mirror
+        message = pool_message(num_pages, page_size, kv_dtype, is_shared=self._shares_pools)
+        if self._shares_pools:
+            # Copies of slots are made here, not sent: a page is saved as soon as this rank is done.
+            pool.others = [
+                self.pool_over(
+                    partial(self._followers.share_pool, rank, message),
+                    num_pages,
+                    page_size=page_size,
+                    kv_dtype=kv_dtype,
+                )
+                for rank in range(1, self._followers.size)
+            ]
+        else:
+            self._followers.send(message)
+            pool.mirror = self._mirror
         self._pool = weakref.ref(pool)
         return pool
 

@@ -15,18 +15,22 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..errors import ForetokenError
-from ..model.decoder import Decoder
+from ..model.decoder import OwnDecoder
 from ..model.loader import load_decoder
 from ..ops.batch import RaggedBatch
+from ..ops.host_memory import map_shared, map_zeros, shared_zeros
 from ..ops.kv_pool import KvDtype, KVPool
 from ..ops.native.native_ops import NativeOps
 from ..ops.parallel import GlooComm
@@ -88,13 +92,31 @@ def copy_message(sources: Sequence[int], targets: Sequence[int]) -> Ints:
     return np.array([COPY, *sources, *targets], dtype=np.int64)
 
 
-def pool_message(num_pages: int, page_size: int, kv_dtype: KvDtype) -> Ints:
-    """The pool that later messages are about, in place of any before."""
-    return np.array([POOL, num_pages, page_size, _KV_DTYPES.index(kv_dtype)], dtype=np.int64)
+def pool_message(
+    num_pages: int, page_size: int, kv_dtype: KvDtype, *, is_shared: bool = False
+) -> Ints:
+    """The pool that later messages are about, in place of any before.
+
+    ``is_shared``: rank 0 has its memory, too; `send_shared_pool` sends it.
+    """
+    fields = [POOL, num_pages, page_size, _KV_DTYPES.index(kv_dtype), is_shared]
+    return np.array(fields, dtype=np.int64)
+
+
+def send_shared_pool(channel: Connection, message: Ints, num_bytes: int) -> Tensor:
+    """Send the message of a shared pool and its memory; returns the memory. Raises OSError."""
+    file = shared_zeros(num_bytes)
+    try:
+        channel.send_bytes(message.tobytes())
+        send_handle(channel, file, 0)
+    except BaseException:
+        os.close(file)
+        raise
+    return map_shared(file, num_bytes)
 
 
 @torch.inference_mode()
-def serve_rank(channel: Connection, decoder: Decoder) -> None:
+def serve_rank(channel: Connection, decoder: OwnDecoder) -> None:
     """Do what each message says until the other end is closed. Raises what a pass raises."""
     pool: KVPool | None = None
     while True:
@@ -105,9 +127,14 @@ def serve_rank(channel: Connection, decoder: Decoder) -> None:
             return
         kind = message[0]
         if kind == POOL:
-            num_pages, page_size, kv_dtype = (int(each) for each in message[1:])
+            num_pages, page_size, kv_dtype, is_shared = (int(each) for each in message[1:])
             pool = None  # free the one before first
-            pool = decoder.make_pool(num_pages, page_size=page_size, kv_dtype=_KV_DTYPES[kv_dtype])
+            pool = decoder.pool_over(
+                partial(map_shared, recv_handle(channel)) if is_shared else map_zeros,
+                num_pages,
+                page_size=page_size,
+                kv_dtype=_KV_DTYPES[kv_dtype],
+            )
             continue
         assert pool is not None, "a pool comes before all else"
         if kind == COPY:
@@ -132,6 +159,7 @@ def _run(channel: Connection) -> None:
     channel.send_bytes(HERE)
     comm = GlooComm(Path(job["folder"]), job["rank"], job["size"])
     decoder = load_decoder(job["path"], comm=comm, **job["options"])
+    assert isinstance(decoder, OwnDecoder), "ranks share no other"
     decoder.ops.set_threads(job["threads"])
     if isinstance(decoder.ops, NativeOps):
         torch.set_num_threads(1)  # as rank 0

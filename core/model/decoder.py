@@ -28,6 +28,7 @@ from ..ops.batch import (
     Wanted,
     build_batch,
 )
+from ..ops.host_memory import MapBytes, map_zeros
 from ..ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_pool
 from ..ops.layers import run_layers
 from ..ops.lora import adapted_rows
@@ -134,6 +135,20 @@ class PagedDecoder:
         states: StatePool | None = None,
     ) -> KVPool:
         """A KV pool of the shapes of the layers; on a device and of a dtype like the weights'."""
+        return self.pool_over(
+            map_zeros, num_pages, page_size=page_size, kv_dtype=kv_dtype, states=states
+        )
+
+    def pool_over(
+        self,
+        map_bytes: MapBytes,
+        num_pages: int,
+        *,
+        page_size: int,
+        kv_dtype: KvDtype,
+        states: StatePool | None = None,
+    ) -> KVPool:
+        """A pool as `make_pool` makes it; ``map_bytes`` gives its memory if it is on the host."""
         return make_pool(
             num_pages,
             self.shapes,
@@ -142,6 +157,7 @@ class PagedDecoder:
             device=self.device,
             kv_dtype=kv_dtype,
             states=states,
+            map_bytes=map_bytes,
         )
 
     def make_state_pool(self, num_slots: int, num_logs: int, *, page_size: int) -> StatePool:

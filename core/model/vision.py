@@ -6,6 +6,7 @@ image is computed alone, so its vectors depend on nothing beside it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -82,13 +83,18 @@ class Vision:
         *,
         cache_bytes: int,
         num_parameters: int = 0,
+        identity: Mapping[str, str] | None = None,
     ) -> None:
-        """``compute``: from the inputs of one image to its vectors, [num_rows, hidden]."""
+        """``compute``: from the inputs of one image to its vectors, [num_rows, hidden].
+
+        ``identity``: what besides weights decides them, see core/tiers/fingerprint.py.
+        """
         self._compute = compute
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the one used last comes last
         self._num_bytes = 0
         self.num_parameters = num_parameters
+        self.identity: Mapping[str, str] = identity or {}
         self.num_computed = 0  # images since the start
 
     @torch.inference_mode()
@@ -151,10 +157,11 @@ def load_vision(
     if reason or not support.is_served:
         return None
     model = _load_tower(path, decoder.dtype, has_weights=has_weights)
+    seen = {name: each for name, each in model.named_parameters() if _is_seen(model, name)}
     if on_read is not None:
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for name, tensor in (*seen.items(), *model.named_buffers()):
             on_read(f"vision.{name}", tensor)
-    num_parameters = sum(each.numel() for each in model.parameters())
+    num_parameters = sum(each.numel() for each in seen.values())
     model = model.to(decoder.device)
     _pack(model, plain)
     hidden, device, dtype = decoder.config.hidden_size, decoder.device, decoder.dtype
@@ -173,7 +180,24 @@ def load_vision(
         "%s: images by transformers' %s, %.3g million parameters",
         path.name, type(model).__name__, num_parameters / 1e6,
     )  # fmt: skip
-    return Vision(compute, cache_bytes=cache_bytes, num_parameters=num_parameters)
+    return Vision(
+        compute,
+        cache_bytes=cache_bytes,
+        num_parameters=num_parameters,
+        identity=_identity(model.config),
+    )
+
+
+def _identity(config: Any) -> dict[str, str]:  # noqa: ANN401 - of transformers
+    """transformers, whose modules compute the tower, and the config by which they do."""
+    from transformers import __version__
+
+    values = config.to_dict()
+    values.pop("_name_or_path", None)  # of the folder, wherever it lies
+    return {
+        "transformers": __version__,
+        "config": json.dumps(values, sort_keys=True, default=str),
+    }
 
 
 def _unsupported(model_type: str, decoder: OwnDecoder) -> str:

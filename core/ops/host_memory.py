@@ -10,12 +10,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import platform
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # the command line imports this before it needs torch
     from torch import Tensor
 
+MapBytes: TypeAlias = "Callable[[int], Tensor]"
+"""Gives so many zeros as uint8: `map_zeros`, or memory that other processes have, too."""
+CAN_SHARE = hasattr(os, "memfd_create")  # Linux
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of <malloc.h>
 _NEVER = 2**31 - 1
 _LARGEST = 32 * 2**20  # bytes; glibc takes no more
@@ -54,3 +59,33 @@ def map_zeros(num_bytes: int) -> Tensor:
             pages.madvise(mmap.MADV_HUGEPAGE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     return torch.frombuffer(pages, dtype=torch.uint8)[-start % _HUGE_PAGE :][:num_bytes]
+
+
+def shared_zeros(num_bytes: int) -> int:
+    """Return a descriptor of zeros that processes map with `map_shared`. Raises OSError.
+
+    They lie in no file system, so its limit does not bind them; each page is made on first touch.
+    """
+    file = os.memfd_create("foretoken")
+    try:
+        os.truncate(file, num_bytes)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def map_shared(file: int, num_bytes: int) -> Tensor:
+    """Map the memory of `shared_zeros` as uint8, and close the descriptor. Raises OSError.
+
+    In huge pages only where the system has them for such memory (``shmem_enabled``).
+    """
+    import torch
+
+    try:
+        pages = mmap.mmap(file, num_bytes)
+    finally:
+        os.close(file)
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .host_memory import map_zeros
+from .host_memory import MapBytes, map_zeros
 from .state_pool import StatePool
 
 KvDtype: TypeAlias = Literal["auto", "int8", "fp8"]
@@ -30,10 +30,13 @@ class KVPool:
     (e4m3) a block is scaled: the vectors of its tokens, a byte an item, then a float32 scale for
     each, and the last two dimensions are one. Content is void until written; who owns which page
     is the prefix cache's business. ``states``: of a model with recurrent layers, whose passes get
-    both through this pool. ``mirror`` is called with every copy of slots before it is made.
+    both through this pool. ``others``: the parts of other processes, of a model that several of
+    them compute, where their memory is shared with this one. Else ``mirror`` is called with every
+    copy of slots before it is made.
     """
 
     mirror: Callable[[Sequence[int], Sequence[int]], None] | None = None
+    others: Sequence[KVPool] = ()
 
     def __init__(
         self,
@@ -48,7 +51,9 @@ class KVPool:
         kv_dtype: KvDtype = "auto",
         states: StatePool | None = None,
         num_blocks: int = 2,
+        map_bytes: MapBytes = map_zeros,
     ) -> None:
+        """``map_bytes`` gives the memory of a pool on the host."""
         self.num_pages = num_pages
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
@@ -61,7 +66,14 @@ class KVPool:
         self.page_blocks = self.own_blocks  # from a page to the next
         items = (page_size, head_dim) if kv_dtype == "auto" else (self.block.num_items,)
         shape = (num_pages, num_layers, num_blocks, num_kv_heads, *items)
-        self.data: Tensor = _fresh(math.prod(shape), self.block.dtype, device).view(shape)
+        self.data: Tensor = _fresh(math.prod(shape), self.block.dtype, device, map_bytes).view(
+            shape
+        )
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """Tensors whose row p is of page p: this pool's, and those of others."""
+        return self.data, *(other.data for other in self.others)
 
     @property
     def parts(self) -> tuple[KVPool, ...]:
@@ -104,7 +116,8 @@ class KVPool:
         if self.mirror is not None:
             self.mirror(sources, targets)
         slots = torch.tensor([list(sources), list(targets)], dtype=torch.int64)
-        self._copy_slots(slots.to(self.data.device, non_blocking=True))
+        for pool in (self, *self.others):
+            pool._copy_slots(slots.to(self.data.device, non_blocking=True))
 
     def pack(self, page_ids: Sequence[int], kept: Tensor, first: int) -> None:
         """Move tokens of a request forward, over all layers, each KV head's own ones.
@@ -150,10 +163,12 @@ class KVPool:
         return self.data.nbytes
 
 
-def _fresh(num_items: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _fresh(
+    num_items: int, dtype: torch.dtype, device: torch.device | str, map_bytes: MapBytes
+) -> Tensor:
     """Zeros; on the host mapped on first touch, so that pages never written cost nothing."""
     if torch.device(device).type == "cpu":
-        return map_zeros(num_items * dtype.itemsize).view(dtype)
+        return map_bytes(num_items * dtype.itemsize).view(dtype)
     return torch.zeros(num_items, dtype=dtype, device=device)
 
 
@@ -208,7 +223,9 @@ class MixedKVPool(KVPool):
         device: torch.device | str,
         kv_dtype: KvDtype = "auto",
         states: StatePool | None = None,
+        map_bytes: MapBytes = map_zeros,
     ) -> None:
+        """``map_bytes``: as in `KVPool`."""
         self.num_pages, self.page_size, self.dtype = num_pages, page_size, dtype
         self.states = states
         self.num_layers = sum(shape.num_layers for shape in shapes)
@@ -216,7 +233,7 @@ class MixedKVPool(KVPool):
         items = page_items(shapes, blocks)
         size = num_pages * items
         # The last page of a part that begins later ends behind the last page of the first one.
-        memory = _fresh(size + items, blocks[0].dtype, device)
+        memory = _fresh(size + items, blocks[0].dtype, device, map_bytes)
         self.data = memory[:size].view(num_pages, items)
         starts = accumulate(map(_layers_items, shapes, blocks), initial=0)
         self._parts = tuple(
@@ -243,6 +260,7 @@ def make_pool(
     device: torch.device | str,
     kv_dtype: KvDtype = "auto",
     states: StatePool | None = None,
+    map_bytes: MapBytes = map_zeros,
 ) -> KVPool:
     """A pool of layers of these shapes: uniform where there is one."""
     if len(shapes) > 1:
@@ -254,6 +272,7 @@ def make_pool(
             device=device,
             kv_dtype=kv_dtype,
             states=states,
+            map_bytes=map_bytes,
         )
     (shape,) = shapes
     return KVPool(
@@ -264,6 +283,7 @@ def make_pool(
         device=device,
         kv_dtype=kv_dtype,
         states=states,
+        map_bytes=map_bytes,
     )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 MEETING = timedelta(seconds=120)  # for the ranks to meet; for a sum until the engine starts
+SHARED_ITEMS = 2**19  # of a sum, from which on each rank adds up a share of them (measured)
 _NEVER = timedelta(days=365)
 
 
@@ -71,13 +72,32 @@ class GlooComm:
         self._group._set_default_timeout(_NEVER)  # type: ignore[attr-defined]
 
     def sum(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gather the parts and add them up; see `Comm.sum`."""
-        parts = part.new_empty((self.size * len(part), *part.shape[1:]), dtype=torch.float32)
+        """Add up all parts on every rank, or of large ones each rank's share; see `Comm.sum`.
+
+        Both add the same items in the same order. The latter sends less and waits twice: on two
+        cores it took 0.6 to 0.9 times as long at `SHARED_ITEMS`, 0.5 to 0.7 at twice as many.
+        """
+        own = part.float().contiguous()
+        is_shared = own.numel() >= SHARED_ITEMS and own.numel() % self.size == 0
         try:
-            self._group._allgather_base(parts, part.float().contiguous()).wait()
+            return self._sum_shares(own, dtype) if is_shared else self._sum_all(own, dtype)
         except RuntimeError as failure:
             raise RankLost(f"a rank is gone: {failure}") from None
-        return in_rank_order(parts.view(self.size, *part.shape)).to(dtype)
+
+    def _sum_all(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        parts = own.new_empty((self.size, *own.shape))
+        self._group._allgather_base(parts.view(-1, *own.shape[1:]), own).wait()
+        return in_rank_order(parts).to(dtype)
+
+    def _sum_shares(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """Send each rank its share of the items, add up this one's, and gather the sums."""
+        parts, total = torch.empty_like(own), own.new_empty(own.shape, dtype=dtype)
+        self._group.alltoall_base(parts.view(-1), own.view(-1), [], []).wait()
+        share = in_rank_order(parts.view(self.size, -1)).to(dtype)
+        # As bytes: gloo does not know every type.
+        all_bytes, own_bytes = total.view(-1).view(torch.uint8), share.view(torch.uint8)
+        self._group._allgather_base(all_bytes, own_bytes).wait()
+        return total
 
     def all_reduce(self, part: Tensor) -> Tensor:
         """Add up the parts as torch does, for comparison alone: see `Comm.sum`."""

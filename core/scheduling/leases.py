@@ -36,7 +36,7 @@ def cache_limit(request: Request) -> int | None:
 
 
 def awaits_prefix(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request is about to compute this one's next page, or a tier may have it.
+    """Whether a running request is about to have this one's next page, or a tier may have it.
 
     Where the model has states: whether one will keep a state that this one can go on from.
     """

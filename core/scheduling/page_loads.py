@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ...radix_cache import Eviction, KVLease, PrefixCache
 from ..interface.request import Request
@@ -67,6 +67,11 @@ class PageLoads:
         return len(self._loading) - len(self._loading.keys() & self._fetched.keys())
 
     @property
+    def fetched(self) -> Collection[Request]:
+        """Requests that are fetched: their tokens end with the pages that they offer."""
+        return self._fetched.values()
+
+    @property
     def leases(self) -> list[KVLease]:
         """Leases of no running request: of fetched ones, and those with pages under I/O."""
         fetched = [each.lease for each in self._fetched.values() if each.lease is not None]
@@ -100,15 +105,15 @@ class PageLoads:
 
         What is missing, late or unsound stays away. No running request yields pages for it.
         """
+        if request.offer is not None:  # the request ends where its offer does
+            del request.tokens[len(request.offer.page_ids) * self._cache.page_size + 1 :]
         self._fetched[request.request_id] = request
         self.meet(request)
         self.look_up(request, now)
         if request.load is None:
             self._end_fetch(request)
 
-    def _begin_fetch(self, request: Request, load: PageLoad, now: float) -> None:
-        if load.offer is not None:  # a later offer may have come: it is not for this one
-            del load.keys[len(load.offer.page_ids) :]
+    def _begin_fetch(self, request: Request, now: float) -> None:
         if not self.has_room(request):
             self._end_fetch(request)
             return
@@ -161,7 +166,7 @@ class PageLoads:
             load.keys, load.is_found = keys, True
             del self._awaited[load.request_id]
             if (request := self._fetched.get(load.request_id)) is not None:
-                self._begin_fetch(request, load, now)
+                self._begin_fetch(request, now)
 
     def is_late(self, now: float) -> bool:
         """Whether something is to be given up by the next `begin_round`."""

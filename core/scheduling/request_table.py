@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from sortedcontainers import SortedDict
@@ -235,8 +236,8 @@ class RequestTable:
     def candidates(self, cache: PrefixCache, loads: PageLoads | None) -> Iterator[Request]:
         """Yield the requests whose turn it is; the caller admits each before it takes the next.
 
-        A request whose prefix is being computed by another one, or looked up, waits, and others go
-        first.
+        A request whose prefix is being computed by another one, looked up or fetched waits, and
+        others go first.
         """
         num_passed = 0
         while num_passed < MAX_PASSED and (request := self.waiting.first()) is not None:
@@ -244,7 +245,7 @@ class RequestTable:
                 return
             if loads is not None:  # the pool may have lost what it had when the request came
                 loads.look_up(request, self._now)
-            if awaits_prefix(cache, request, self.running.values()):
+            if awaits_prefix(cache, request, self._computed_now(loads)):
                 self.waiting.pass_over(request)
                 num_passed += 1
                 continue
@@ -273,11 +274,16 @@ class RequestTable:
                 return
             if loads is not None:
                 loads.look_up(request, self._now)
-            running = self.running.values()
-            if awaits_prefix(cache, request, running) or not would_fit(cache, request, running):
+            if awaits_prefix(cache, request, self._computed_now(loads)) or not would_fit(
+                cache, request, self.running.values()
+            ):
                 tried.add(request.tenant)
             else:
                 yield request
+
+    def _computed_now(self, loads: PageLoads | None) -> Iterable[Request]:
+        """Requests whose pages others wait for: those that run, and those that are fetched."""
+        return chain(self.running.values(), () if loads is None else loads.fetched)
 
     def admit(self, request: Request) -> None:
         """Move a waiting request to the running ones. O(1) if it is last in order, else O(n)."""
@@ -306,6 +312,11 @@ class RequestTable:
         del self._by_id[request.request_id]
         if request.deadline is not None:
             del self._due[request.arrival_time + request.deadline, request.serial]
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next deadline passes; None: no request has one."""
+        return self._due.peekitem(0)[0][0] if self._due else None
 
     def expired(self, now: float) -> list[Request]:
         """Return the requests whose deadline has passed. O(1), and O(log n) for each."""

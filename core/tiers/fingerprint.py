@@ -16,6 +16,7 @@ It covers, and `FingerprintParts` has a field for each:
 - ``code``: the Python sources of the engine that compute KV (`CODE`), and of heads (`HEAD_CODE`).
 - ``dtype``, ``asked_dtype`` (auto keeps weights as they are stored, the same dtype by name does
   not), ``quantize``, ``exact``, ``load_format``.
+- ``tower``: of a model that sees images, version of transformers and the whole config.
 - ``page_size`` and ``kv_dtype``: how a page is laid out.
 - ``head``: config and tensors of the trained head whose KV lies in the record, None without one.
 
@@ -113,6 +114,7 @@ class FingerprintParts:
     page_size: int  # tokens
     kv_dtype: str
     head: HeadParts | None = None
+    tower: Mapping[str, str] | None = None
 
 
 def kv_fingerprint(parts: FingerprintParts) -> bytes:

@@ -84,6 +84,7 @@ class _StateSave:
     slot: int
     key: bytes  # of the page before the state
     counter: int  # of the slot when it was attached to the page
+    num_before: int  # pages that had been queued by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class Tiers:
         self._tiers = [*self._keeping, *([] if peers is None else [_Tier(peers)])]
         self._clock = clock
         self._queue: deque[_Save] = deque()
+        self._num_queued = 0  # pages, saved ones included
         self._num_unqueued = 0  # pages for which the queue had no room
         self._on_saves: Callable[[], None] = lambda: None
         self._page_seconds = 0.0  # that a page took lately to load
@@ -205,9 +207,14 @@ class Tiers:
         return False
 
     def save(self) -> None:
-        """See `KVTiers.save`. States, which are large, go one at a time, behind all pages."""
-        if not self._queue and self._state_queue:
+        """See `KVTiers.save`. A state, which is large, goes alone, behind the pages before it.
+
+        Not behind all pages: the queue of a busy engine may never be empty.
+        """
+        num_taken = self._num_queued - len(self._queue)
+        if self._state_queue and self._state_queue[0].num_before <= num_taken:
             self._save_state(self._state_queue.popleft())
+            return
         for _ in range(min(self.pages_per_call, len(self._queue))):
             self._save_page(self._queue.popleft())
 
@@ -357,6 +364,7 @@ class Tiers:
         tag = self._tag(pages.namespace)
         for page_id, key in zip(pages.page_ids[:room], pages.keys, strict=False):
             self._queue.append(_Save(page_id, key, tag, self._keys.counters[page_id]))
+            self._num_queued += 1  # behind it: the thread that saves never takes too many as taken
         self._num_unqueued += max(0, len(pages.keys) - room)
         self._on_saves()
 
@@ -364,8 +372,8 @@ class Tiers:
         """Queue a state that was just attached to a page, unless as many wait as there are."""
         if self._states is None or len(self._state_queue) >= self._states.slots.num_total:
             return
-        counter = self._states.slots.counters[kept.slot]
-        self._state_queue.append(_StateSave(kept.slot, self._keys.key(kept.page_id), counter))
+        counter, key = self._states.slots.counters[kept.slot], self._keys.key(kept.page_id)
+        self._state_queue.append(_StateSave(kept.slot, key, counter, self._num_queued))
         self._on_saves()
 
     def dropped(self, namespace: str | None, keys: list[bytes], cause: Cause) -> None:

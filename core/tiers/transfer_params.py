@@ -99,14 +99,15 @@ class TransferParams:
         has_pool = self._memory is not None
         return has_pool and params is not None and params.get("do_remote_decode") is True
 
-    def hold_part(self, request: Request, earlier: HeldPages | None) -> HeldPages | None:
+    def is_held(self, part: HeldPages) -> bool:
+        """Whether another engine may still read a part of a prompt."""
+        return self._locks.is_held(part.name)
+
+    def hold_part(self, request: Request) -> HeldPages | None:
         """Hold what is computed so far of a prompt that another engine wants.
 
-        None while that engine still reads ``earlier`` pages of it, and where too little room would
-        be left to hold the whole prompt.
+        None where too little room would be left to hold the whole prompt. O(num_computed).
         """
-        if earlier is not None and self._locks.is_held(earlier.name):
-            return None
         return self._locks.hold(
             request.tokens,
             request.num_computed,

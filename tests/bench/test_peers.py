@@ -134,6 +134,20 @@ def test_a_warm_first_token_is_that_of_the_second_time():
     assert measure(warm, Clocked(), prompts(warm)) == pytest.approx(1.1)
 
 
+def test_a_second_turn_has_the_first_and_half_of_its_answer():
+    """The other half was thinking; as many tokens are the user's."""
+    row = replace(ROW, kind="turn", batch=1, num_new=8, prompt_len=1000)
+    ask = Clocked()
+    assert measure(row, ask, prompts(row)) == pytest.approx(1 + 0.01 * 1008 + 0.1)
+    (first,), (second,) = (call.prompts for call in ask.calls)
+    assert [call.num_new for call in ask.calls] == [8, 1]
+    assert second[:1004] == [*first, 0, 0, 0, 0]
+    assert len(second) == 1008
+    assert row.max_len == 1009
+    warm_up(row, ask, prompts(row, -1))
+    assert len(ask.calls[-1].prompts[0]) < 1000
+
+
 def test_text_is_counted_in_new_tokens_from_call_to_answer():
     ask = Clocked()
     assert measure(TEXT, ask, prompts(TEXT)) == pytest.approx(2 * 2 * 9 / (2 * 2.02))

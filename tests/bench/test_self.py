@@ -8,14 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.bench import self as bench
-from foretoken.bench.common.shapes import tiny_qwen3
+from foretoken.bench.common.shapes import tiny_qwen3, tiny_qwen35
 from foretoken.core.interface.draft import Draft, DraftPlan
 
 
+@pytest.mark.parametrize("shape", [tiny_qwen3, tiny_qwen35])
 def test_it_prices_passes_and_runs_chains_of_simulated_acceptance(
-    tmp_path, monkeypatch: pytest.MonkeyPatch, capsys
+    tmp_path, shape, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    monkeypatch.setattr(bench, "RANDOM", {"tiny": tiny_qwen3})
+    """The second has recurrent states."""
+    monkeypatch.setattr(bench, "RANDOM", {"tiny": shape})
     monkeypatch.setattr(bench, "SIMULATED", (1.0,))
     out = tmp_path / "self.json"
     sizes = "--prompts 1 --turns 1 --max-tokens 16 --repeats 1 --requests 1 2 --threads 1"

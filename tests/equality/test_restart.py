@@ -134,8 +134,7 @@ def test_states_come_back_from_host_memory_and_change_no_token(folder: Path) -> 
 def test_tiers_that_keep_no_states_are_refused_by_name(
     options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("check_reachable", "_kv_transfer"):
-        monkeypatch.setattr(kv_tiers, name, lambda *_: MagicMock())
+    monkeypatch.setattr(kv_tiers, "check_reachable", lambda *_: MagicMock())
     monkeypatch.setattr(kept_kv, "_kv_transfer", MagicMock())
     with pytest.raises(InvalidRequest, match="does not keep recurrent states") as refusal:
         build(folder / "hybrid", EngineConfig(device="cpu", **SIZES, **options))
@@ -149,6 +148,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": ("target", {"model_impl": "transformers"}),
     "mixed layers": ("gemma4", {}),
     "recurrent states": ("hybrid", {}),
+    "2 ranks": ("target", {"tp": 2, "device": "cpu", "threads": 1}),
     "draft model": ("target", {"draft": "draft", "speculation": 4}),
     "block head": ("target", {"draft": "block", "speculation": 4}),
     "eagle head": ("target", {"draft": "eagle3", "speculation": 4}),

@@ -28,6 +28,7 @@ from support.checkpoints import make_checkpoint
 from support.equality_harness import House, shuffled, tiny_house
 from support.fake_model import Driver
 from support.fake_tiers import CallingDriver, LateDriver
+from support.tiny_models import save_tiny
 
 FEW_PAGES = 59  # a tenth of what the requests fill
 FAULTS = ["raises", "lies", "damages", "is late", "is full", "is flushed"]
@@ -207,17 +208,31 @@ def test_states_that_come_back_or_are_lost_change_no_token(
     hybrid: House, fault: str | None, tmp_path: Path
 ) -> None:
     """Few slots and pages; the second run is a new process over the folder of the first."""
-    disk, loaded = OnDisk(tmp_path, fault), 0
-    order = [index for index in shuffled(8) if str(index) in hybrid.solo]
+    loads_states(hybrid, OnDisk(tmp_path, fault))
+
+
+def loads_states(house: House, disk: OnDisk) -> None:
+    """Run twice over a folder: tokens are those of each request alone, and something is loaded."""
+    loaded, order = 0, [index for index in shuffled(8) if str(index) in house.solo]
     for drafter in (None, "wrong"):
         options = {"num_slots": 4, "state_interval": 16, "repeats": 2}
-        hybrid.check(hybrid.run(order, drafter, num_pages=24, tiers=disk, **options))
-        run_checks(hybrid.scheduler.checks())
-        assert hybrid.scheduler.cache.states is not None
-        assert not hybrid.scheduler.cache.states.loading
-        loaded += num_loaded(hybrid)
+        house.check(house.run(order, drafter, num_pages=24, tiers=disk, **options))
+        run_checks(house.scheduler.checks())
+        assert house.scheduler.cache.states is not None
+        assert not house.scheduler.cache.states.loading
+        loaded += num_loaded(house)
     assert loaded > 0
     disk.close()
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "kimi_linear", "mamba2"])
+def test_states_of_modules_that_come_back_change_no_token(model_type: str, tmp_path: Path) -> None:
+    """Models that run through transformers' modules; one has no keys and values at all."""
+    torch.set_num_threads(1)
+    target = load_decoder(save_tiny(tmp_path / "target", model_type, vocab_size=256))
+    assert target.path == "transformers"
+    draft = load_decoder(make_checkpoint(tmp_path / "draft", "qwen3", vocab_size=256))
+    loads_states(House(target, draft, num_requests=4), OnDisk(tmp_path / "disk"))
 
 
 @pytest.mark.parametrize("drafter", ["block", "eagle3"])

@@ -72,9 +72,34 @@ def test_a_lease_tells_what_was_found_and_what_of_it_can_be_used() -> None:
     assert lease.num_shared_pages == 2, "what is computed again is not borrowed"
     assert lease.eviction is not None
     assert lease.eviction.cause == "state_not_kept"
-    assert slots(cache).num_recomputed_tokens == 8
     cache.check([lease])
     cache.release(lease, seq(18), 8)
+
+
+def test_tokens_are_counted_as_computed_again_with_the_first_step_and_once() -> None:
+    cache = make_cache()
+    serve(cache, seq(24), 8)
+    lease = cache.acquire(seq(18))
+    assert slots(cache).num_recomputed_tokens == 0, "nothing is computed yet"
+    compute(cache, lease, seq(18), 17, 8)
+    compute(cache, lease, seq(18), 18, 17)
+    assert slots(cache).num_recomputed_tokens == 8
+    cache.release(lease, seq(18), 18)
+
+
+@pytest.mark.parametrize("position", [12, 16])
+def test_what_a_tier_loads_is_not_counted_as_computed_again(position: int) -> None:
+    cache = make_cache()
+    serve(cache, seq(24), 8)
+    lease = cache.acquire(seq(18))
+    slot = cache.begin_state_load()
+    assert slot is not None
+    assert cache.extend(lease, position)
+    cache.publish(lease, seq(18), position)
+    cache.end_state_load(slot, lease, position)
+    compute(cache, lease, seq(18), 18, position)
+    assert slots(cache).num_recomputed_tokens == 16 - position
+    cache.release(lease, seq(18), 18)
 
 
 def test_a_page_that_is_computed_again_is_no_reported_loss() -> None:

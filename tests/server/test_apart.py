@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -82,8 +83,8 @@ def wait_until(holds: Any) -> None:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[Pair]:
-    flags = [*SMALL, *NIXL]
+def apart(*more: str) -> Iterator[Pair]:
+    flags = [*SMALL, *NIXL, *more]
     with (
         running([*flags, "--role", "prefill"], variables=SECRET) as p,
         running([*flags, "--role", "decode"], variables=SECRET) as d,
@@ -264,9 +265,11 @@ def test_behind_our_front_replicas_with_roles_say_what_one_server_says(pair: Pai
             assert post(front.url, "/debug/audit").json["ok"]
             wait_until(lambda: total(front, "kv_transfer_held_pages") == 0)
             assert total(front, "kv_transfer_ended_total", 'cause="done"') >= 5
-            long = body_of(76, prompt=prompt(76) * 4)
+            num_done = partial(total, front, "kv_transfer_ended_total", 'cause="done"')
+            before, long = num_done(), body_of(76, prompt=prompt(76) * 4)
             compare(front, pair, long, is_read=True)
-            assert total(front, "kv_transfer_ended_total", 'cause="done"') > 7, "part by part"
+            wait_until(lambda: total(front, "kv_transfer_held_pages") == 0)
+            assert num_done() > before + 1, "part by part"
             replicas[0].kill()
             compare(front, pair, body_of(75), is_read=False)
             assert front.stop() == 0
@@ -274,6 +277,54 @@ def test_behind_our_front_replicas_with_roles_say_what_one_server_says(pair: Pai
         for each in replicas:
             each.kill()
             each.wait()
+
+
+@needs_nixl
+def test_a_peer_that_is_killed_between_two_chunks_costs_no_answer(pair: Pair) -> None:
+    """D has read parts of the prompt by then, and computes the rest itself."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    flags = [*SMALL, *NIXL, "--role"]
+    p = start_replica(address, [*flags, "prefill", "--max-batch-tokens", "16"], variables=SECRET)
+    d = start_replica(address, [*flags, "decode"], variables=SECRET)
+    body = body_of(80, prompt=prompt(80) * 8)
+    try:
+        with (
+            front_at(address, num_replicas=2, variables=SECRET) as front,
+            ThreadPoolExecutor() as threads,
+        ):
+            answer = threads.submit(post, front.url, "/v1/completions", body)
+            wait_until(lambda: total(front, "kv_tier_hit_tokens_total", 'tier="peer"') > 0)
+            p.kill()
+            found = answer.result(timeout=60)
+            assert found.status == 200, found.content
+            alone = post(pair.p.url, "/v1/completions", body).json
+            assert found.json["choices"] == alone["choices"]
+            usage = found.json["usage"]
+            num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert 0 < num_cached < usage["prompt_tokens"] - 64, "it was not killed between chunks"
+            assert usage["moves"] == 1
+            audits = post(front.url, "/debug/audit").json
+            assert audits["ok"], audits
+            post(front.url, "/cache/flush", {})
+            cache = get(front.url, "/cache").json
+            assert cache["free_pages"] == cache["total_pages"], "a page is locked"
+            assert front.stop() == 0
+    finally:
+        for each in (p, d):
+            each.kill()
+            each.wait()
+
+
+@needs_nixl
+def test_two_servers_of_several_processes_each_say_what_one_says() -> None:
+    with apart("--tp", "2") as pair:
+        body = body_of(90)
+        alone = post(pair.p.url, "/v1/completions", body).json
+        post(pair.p.url, "/cache/flush", {})
+        found = pair.decode(body, pair.prefill(body))
+        assert found["choices"] == alone["choices"]
+        assert loaded(found) > 0.8
+        pair.check()
 
 
 def compare(front: Server, pair: Pair, body: dict[str, Any], *, is_read: bool) -> None:

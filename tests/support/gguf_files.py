@@ -32,7 +32,7 @@ ARCHS = {
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "youtu": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
-    "nemotron_h": "nemotron_h_moe",
+    "nemotron_h": "nemotron_h_moe", "falcon_h1": "falcon-h1",
 }  # fmt: skip
 TURNED = (
     "llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo",
@@ -149,6 +149,8 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
         if ".linear_attn." in name:
             found |= _hybrid_tensors(name, values, config)
             continue
+        if config["model_type"] == "falcon_h1":
+            values = values * np.float32(_falcon_factor(name, config))
         if name.endswith("kv_b_proj.weight"):
             found |= _keys_and_values(name, values, config)
             continue
@@ -220,7 +222,35 @@ def _mamba_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str
     if name.endswith("norm.weight"):
         groups = config.get("mamba_n_groups") or config["n_groups"]
         return {name: values.reshape(groups, -1)}
+    if config["model_type"] == "falcon_h1" and leaf == "weight":
+        return {name: values * _falcon_mamba_factors(name, config)}
     return {name: values}
+
+
+def _falcon_mamba_factors(name: str, config: dict[str, Any]) -> Array:
+    """Factors of the rows of a matrix of Mamba-2: gates, values, keys, queries, steps."""
+    if name.endswith("out_proj.weight"):
+        return np.full((1, 1), config["ssm_out_multiplier"], np.float32)
+    width, groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    counts = [width, width, groups, groups, config["mamba_n_heads"]]
+    factors = np.array(config["ssm_multipliers"], np.float32) * config["ssm_in_multiplier"]
+    return np.repeat(factors, counts)[:, None].astype(np.float32)
+
+
+def _falcon_factor(name: str, config: dict[str, Any]) -> float:
+    """The factor of a matrix outside of Mamba-2, which files have in its weights."""
+    into, (gate, down) = config["attention_in_multiplier"], config["mlp_multipliers"]
+    factors = {
+        "q_proj": into,
+        "k_proj": into * config["key_multiplier"],
+        "v_proj": into,
+        "o_proj": config["attention_out_multiplier"],
+        "gate_proj": gate,
+        "down_proj": down,
+        "embed_tokens": config["embedding_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+    }
+    return float(factors.get(name.split(".")[-2], 1.0))
 
 
 def _hybrid_tensors(name: str, values: Array, config: dict[str, Any]) -> dict[str, Array]:
@@ -544,6 +574,14 @@ def _nemotron_h(writer: Any, config: dict[str, Any]) -> None:
     writer.add_expert_group_used_count(config["topk_group"])
 
 
+def _falcon_h1(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_ssm_inner_size(config["mamba_d_ssm"])
+
+
 def _stablelm(writer: Any, config: dict[str, Any]) -> None:
     writer.add_parallel_residual(config["use_parallel_residual"])
 
@@ -583,6 +621,7 @@ _MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "stablelm": _stablelm,
     "granitemoehybrid": _granite_hybrid,
     "nemotron_h": _nemotron_h,
+    "falcon_h1": _falcon_h1,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     **dict.fromkeys(_HYBRIDS, _hybrid),

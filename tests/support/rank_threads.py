@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.core.errors import RankLost
 from foretoken.core.execution.ranks import TpDecoder
-from foretoken.core.execution.tp_worker import LOADED, Ints, serve_rank
+from foretoken.core.execution.tp_worker import LOADED, Ints, send_shared_pool, serve_rank
 from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment
@@ -107,6 +107,7 @@ class ThreadRanks:
     def _serve(self, channel: Connection, path: Path, comm: Comm, options: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         decoder = load_decoder(path, comm=comm, **options)
+        assert isinstance(decoder, OwnDecoder)
         channel.send_bytes(LOADED)
         try:
             serve_rank(channel, decoder)
@@ -123,6 +124,9 @@ class ThreadRanks:
             raise self._lost
         for channel in self._channels:
             channel.send_bytes(message.tobytes())
+
+    def share_pool(self, rank: int, message: Ints, num_bytes: int) -> Tensor:
+        return send_shared_pool(self._channels[rank - 1], message, num_bytes)
 
     def lose(self, failure: BaseException) -> RankLost:
         self._lost = self._lost or RankLost(str(failure))
@@ -141,13 +145,15 @@ class ThreadRanks:
 
 
 @contextlib.contextmanager
-def tp_decoder(path: Path, size: int, **options: Any) -> Iterator[TpDecoder]:
+def tp_decoder(
+    path: Path, size: int, *, shares_pools: bool = False, **options: Any
+) -> Iterator[TpDecoder]:
     """Rank 0's decoder of a model whose other ranks are threads, which end with the block."""
     ranks = ThreadRanks(path, size, options)
     try:
         part = load_decoder(path, comm=ranks.comm, **options)
         assert isinstance(part, OwnDecoder)
         ranks.wait_until_loaded()
-        yield TpDecoder(part, ranks)
+        yield TpDecoder(part, ranks, shares_pools=shares_pools)
     finally:
         ranks.end()

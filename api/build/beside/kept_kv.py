@@ -53,6 +53,7 @@ class KeptKV:
             self.proposer,
             config=self.config,
             fingerprint=self.fingerprint,
+            make_peers=_kv_transfer().make_peers if self.config.takes_kv else None,
         )
         return made
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from ....core.engine.inbox import TokenStream
 from ....core.errors import EngineDead, ForetokenError
 from ....core.interface.request import Delta, FinishReason
+from ....core.interface.transfers import PageOffer
 from ...runtime.preprocess import submit as submit_to
 from ...serving.errors import INTERNAL
 from ..wire.forms import DeltaForm, WireError, delta_form, error_form, usage_form
@@ -72,6 +72,7 @@ class _Live:
     request_id: str  # the front's
     task: asyncio.Task[None] | None = None
     hosted: HostedRequest | None = None
+    offer: PageOffer | None = None  # pages of another replica, until the engine has them
 
 
 class FrontSession:
@@ -177,13 +178,19 @@ class FrontSession:
         """Serve a request. An earlier one of its id ends unheard: the front has forgotten it."""
         self._drop(self._live.pop(message.request_id, None))
         live = self._live[message.request_id] = _Live(message.request_id)
+        try:
+            live.offer = self._hosted.offer_of(message)
+        except WireError as error:
+            self._fail(live, error)
+            return
         live.task = asyncio.create_task(self._serve(live, message))
 
     async def _serve(self, live: _Live, message: Submit) -> None:
         try:
             hosted = await self._hosted.make(message)
-            stream = self._submit_to_engine(message, hosted)
-            live.hosted = hosted
+            self._hosted.hand_over(message, hosted.request, live.offer)
+            stream = submit_to(self._hosted.engine, hosted.request)
+            live.hosted, live.offer = hosted, None
             async for delta in stream:
                 self._note(live, delta)
         except EngineDead as error:
@@ -192,17 +199,14 @@ class FrontSession:
             else:
                 self.leave(str(error), has_failed=True)
         except Exception as error:
-            _log_unless_on_purpose(error, "a request failed")
-            shown = error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)
-            self._note(live, Delta(error=shown))
+            self._fail(live, error)
+        finally:
+            self._end_offer(live)
 
-    def _submit_to_engine(self, message: Submit, hosted: HostedRequest) -> TokenStream:
-        self._hosted.hand_over(message, hosted.request)
-        try:
-            return submit_to(self._hosted.engine, hosted.request)
-        except BaseException:
-            self._hosted.end_offer(hosted.request)
-            raise
+    def _fail(self, live: _Live, error: Exception) -> None:
+        _log_unless_on_purpose(error, "a request failed")
+        shown = error if isinstance(error, ForetokenError) else ForetokenError(INTERNAL)
+        self._note(live, Delta(error=shown))
 
     def _abort(self, request_id: str) -> None:
         """End a request; its last delta says that it was aborted."""
@@ -220,8 +224,14 @@ class FrontSession:
             return
         if live.task is not None:
             live.task.cancel()
+        self._end_offer(live)  # the task may not have begun
         if live.hosted is not None:
             self._hosted.engine.abort(live.hosted.request.request_id)
+
+    def _end_offer(self, live: _Live) -> None:
+        """Let another replica free the pages that the engine did not take."""
+        offer, live.offer = live.offer, None
+        self._hosted.end_offer(offer)
 
     # -- what is said ---------------------------------------------------------------------------
 

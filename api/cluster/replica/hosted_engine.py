@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Protocol
 
 from ....core.interface.request import Delta, Request
+from ....core.interface.transfers import PageOffer
 from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
 from ....radix_cache import HeldPages
 from ...build.built import Built
@@ -82,7 +83,7 @@ class HostedRequest:
     num_deltas: int = 0
     closed_early: bool = False  # as the front knows it
     part: HeldPages | None = None  # of its prompt, the latest that was held for another replica
-    num_parted: int = 0  # tokens of it
+    num_parted: int = 0  # tokens of the prompt when a part was last to be held
 
     def needs_usage(self, delta: Delta) -> bool:
         """Whether the front needs the usage behind this delta; counts it.
@@ -153,21 +154,36 @@ class HostedEngine:
             raise WireError("the output so far has a stop string")
         return HostedRequest(request=request, text=text)
 
-    def hand_over(self, submit: Submit, request: Request) -> None:
+    def offer_of(self, submit: Submit) -> PageOffer | None:
+        """The pages of another replica that a message names; to be taken or ended.
+
+        Raises `WireError` for what no front sends.
+        """
+        transfers = self.built.transfers
+        if transfers is None or submit.transfer is None:
+            return None
+        return transfers.read(body_of(submit.transfer)).offer
+
+    def hand_over(self, submit: Submit, request: Request, offer: PageOffer | None) -> None:
         """Have the prompt's pages held, or read from the replica that computed them."""
         transfers = self.built.transfers
         if transfers is None:
             return
         request.hands_over = submit.hands_over
-        if submit.transfer is not None:
-            offer = transfers.read(body_of(submit.transfer)).offer
-            if offer is not None and transfers.check(offer, len(request.tokens)):
-                request.offer = offer
+        if offer is not None and transfers.check(offer, len(request.tokens)):
+            request.offer = offer
 
     async def fetch(self, submit: Submit) -> None:
         """Read the pages of a prompt that another replica still computes. Raises as `make` does."""
-        request = (await self.make(submit)).request
-        self.hand_over(submit, request)
+        offer = self.offer_of(submit)
+        if offer is None:
+            return
+        try:
+            request = (await self.make(submit)).request
+        except BaseException:
+            self.end_offer(offer)
+            raise
+        self.hand_over(submit, request, offer)
         if request.offer is not None:
             self.engine.fetch(request)
 
@@ -179,16 +195,16 @@ class HostedEngine:
             return None
         if request.num_computed >= request.prompt_len or request.handed is not None:
             return None  # all of it is held in a moment
-        held = transfers.hold_part(request, hosted.part)
-        if held is None:
-            return None
-        hosted.part, hosted.num_parted = held, request.num_computed
-        return body_form(transfers.write(request, held))
+        if hosted.part is not None and transfers.is_held(hosted.part):
+            return None  # it is still read
+        hosted.num_parted = request.num_computed  # without room, tried again as far behind that
+        hosted.part = transfers.hold_part(request)
+        return None if hosted.part is None else body_form(transfers.write(request, hosted.part))
 
-    def end_offer(self, request: Request) -> None:
+    def end_offer(self, offer: PageOffer | None) -> None:
         """Let another replica free what the engine did not take."""
-        if self.built.transfers is not None and request.offer is not None:
-            self.built.transfers.end(request.offer)
+        if self.built.transfers is not None and offer is not None:
+            self.built.transfers.end(offer)
 
     def drop(self, name: str) -> None:
         """Free the pages of a prompt that no other replica is going to read."""

@@ -61,6 +61,9 @@ class Prompts:
         return list(self.text[start : start + num_tokens])
 
 
+WARM_PROMPT = 256  # tokens of a prompt that is long in a conversation
+
+
 def measure(row: Row, ask: Ask, prompts: Prompts) -> float:
     """One figure of one engine, in the row's unit. Raises `WrongAnswerError`."""
     if row.kind == "decode":
@@ -73,6 +76,8 @@ def measure(row: Row, ask: Ask, prompts: Prompts) -> float:
         calls = [Call(prompts.next(), row.num_new) for _ in range(row.num_calls)]
         whole = sum(_timed(ask, call) for call in calls)
         return row.num_calls * row.batch * row.num_new / whole
+    if row.kind == "turn":
+        return _second_turn(row, ask, prompts)
     call = Call(prompts.next(), row.num_new, row.num_shared)
     seconds = _timed(ask, call)
     if row.kind == "warm":
@@ -80,17 +85,33 @@ def measure(row: Row, ask: Ask, prompts: Prompts) -> float:
     return row.batch * row.prompt_len / seconds if row.kind == "prefill" else seconds
 
 
+def _second_turn(row: Row, ask: Ask, prompts: Prompts) -> float:
+    """Half of the first answer is taken for thinking, which no template renders again."""
+    (first,), num_thought = prompts.next(1), row.num_new // 2
+    (said,) = _asked(ask, Call([first], row.num_new)).tokens
+    (more,) = prompts.next(1)
+    return _timed(ask, Call([first + said[num_thought:] + more[:num_thought]], 1))
+
+
 def warm_up(row: Row, ask: Ask, prompts: Prompts) -> None:
     """The same in small: what is compiled or allocated on first use is not measured."""
     batch = 2 if row.num_shared else row.batch
-    _timed(ask, Call(prompts.next(batch), min(row.num_new, 4), row.num_shared))
+    made = prompts.next(batch)
+    if row.kind == "turn":
+        made = [prompt[:WARM_PROMPT] for prompt in made]
+    _timed(ask, Call(made, min(row.num_new, 4), row.num_shared))
 
 
 def _timed(ask: Ask, call: Call) -> float:
+    return _asked(ask, call).seconds
+
+
+def _asked(ask: Ask, call: Call) -> Answer:
+    """Ask, and check the answer. Raises `WrongAnswerError`."""
     answer = ask(call)
     if answer.error:
         raise WrongAnswerError(answer.error)
     wrong = {len(tokens) for tokens in answer.tokens} - {call.num_new}
     if wrong or len(answer.tokens) != len(call.prompts):
         raise WrongAnswerError(f"wanted {call.num_new} tokens each, got {sorted(wrong) or 'fewer'}")
-    return answer.seconds
+    return answer

@@ -30,13 +30,14 @@ class Row:
     real_tasks.py, ``num_calls`` of them one after another; decode, tokens a second of all requests
     together, the first token aside; prefill, prompt tokens a second; burst, seconds for requests
     that arrive together and share a prefix; cold and warm, seconds to the first token of a prompt
-    never seen, and of the same once more.
+    never seen, and of the same once more; turn, seconds to the first token of the next prompt of a
+    conversation, which has the one before, the second half of its answer and as many tokens again.
     """
 
     name: str
     title: str
     setting: Setting
-    kind: Literal["text", "decode", "prefill", "burst", "cold", "warm"]
+    kind: Literal["text", "decode", "prefill", "burst", "cold", "warm", "turn"]
     prompt_len: int
     batch: int = 1
     num_new: int = 1
@@ -59,8 +60,8 @@ class Row:
 
     @property
     def max_len(self) -> int:
-        """Tokens of a request at its end."""
-        return self.prompt_len + self.num_new
+        """Tokens of a request at its end; of a conversation, at the end of its second turn."""
+        return self.prompt_len + self.num_new + (1 if self.kind == "turn" else 0)
 
 
 _BF16 = Setting("0.6b")
@@ -173,6 +174,23 @@ ROWS = (
     *_shape("llama-3.2-1b", "Llama-3.2-1B"),
     *_shape("moe-1b", "Qwen3-MoE, 0.9B", prefill=(1.0, 1.2)),
     *_shape("qwen35-0.8b", "Qwen3.5-0.8B", prefill=(0.9, 1.3)),
+    _decode(
+        "qwen35-0.8b-int4-1",
+        "Qwen3.5-0.8B, decode, batch 1, 4 bit",
+        Setting("qwen35-0.8b", "int4"),
+        (1.0, 1.15),
+        batch=1,
+    ),
+    Row(
+        name="qwen35-0.8b-turn",
+        title="Qwen3.5-0.8B, first token of turn 2 after 4,096 tokens",
+        setting=Setting("qwen35-0.8b", mode="turn"),
+        kind="turn",
+        prompt_len=4096,
+        num_new=64,
+        must=1.0,
+        stretch=2.0,
+    ),
     *_shape("qwen35-moe-1b", "Qwen3.6-MoE, 0.9B", prefill=(1.0, 1.2)),
     *_shape("lfm2-1b", "LFM2-1.2B", prefill=(0.9, 1.2), batches=(1,)),
     *_shape("granite4h-1b", "Granite 4 H 1B", prefill=(0.9, 1.2), batches=(1,)),

@@ -3,11 +3,13 @@
 Requests that run together are sequences of one context. Speculation is as llama.cpp's own
 example has it: the draft decodes token by token, the target reads what was drafted in one batch.
 Requests with a long shared prefix run one after another and keep it in the cache: llama.cpp
-shares what is finished, and that is faster than all of them at once.
+shares what is finished, and that is faster than all of them at once. Where a conversation goes on,
+recurrent states are kept as llama.cpp's server keeps them: at two places before a prompt's end.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 else:  # run as a script, beside wire.py
     from wire import Call, Generate, Job, Tokens, serve
 
+# Of llama.cpp's server: tokens before the end of a prompt at which it keeps a state.
+KEPT_BEFORE_END = (4 + 512, 4)
+PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 MAX_SEQS = 16
 BATCH = 2048
 CONTEXT = 4096
@@ -34,18 +39,22 @@ def _common(left: list[int], right: list[int]) -> int:
 
 
 class Model:
-    """A model and one context; ``cached[seq]``: the tokens whose KV a sequence holds."""
+    """A model and one context; ``cached[seq]``: the tokens whose KV a sequence holds.
+
+    ``states``: recurrent states of sequence 0 by their position, where they are kept at all.
+    """
 
     def __init__(self, path: Path, job: Job) -> None:
         self._vocab_size = 0
         self.cached: Tokens = [[] for _ in range(MAX_SEQS)]
+        self.states: dict[int, Any] = {}
         self._model = llama_cpp.llama_model_load_from_file(
             bytes(path), llama_cpp.llama_model_default_params()
         )
         if not self._model:
             raise SystemExit(f"{path}: llama.cpp does not load it")
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = CONTEXT
+        params.n_ctx = max(CONTEXT, job.max_len)
         params.n_batch, params.n_ubatch = BATCH, 512
         params.n_seq_max, params.kv_unified = MAX_SEQS, True
         params.n_threads = params.n_threads_batch = job.threads
@@ -55,11 +64,36 @@ class Model:
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(
             llama_cpp.llama_model_get_vocab(self._model)
         )
+        self.keeps_states = job.mode == "turn" and (
+            llama_cpp.llama_model_is_hybrid(self._model)
+            or llama_cpp.llama_model_is_recurrent(self._model)
+        )
+
+    def keep_state(self) -> None:
+        """Keep the recurrent state of sequence 0 where it stands."""
+        size = llama_cpp.llama_state_seq_get_size_ext(self._context, 0, PARTIAL)
+        data = (ctypes.c_uint8 * size)()
+        llama_cpp.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL)
+        self.states[len(self.cached[0])] = data
+
+    def go_back(self, num_tokens: int) -> None:
+        """Have sequence 0 stand at the last kept state within its first ``num_tokens``, or at 0."""
+        if num_tokens >= len(self.cached[0]):
+            return
+        self.states = {at: each for at, each in self.states.items() if at <= num_tokens}
+        position = max(self.states, default=0)
+        if position:
+            data = self.states[position]
+            args = (self._context, data, len(data), 0, PARTIAL)
+            if not llama_cpp.llama_state_seq_set_data_ext(*args):
+                raise RuntimeError(f"the state at {position} cannot be restored")
+        self.keep(0, position)
 
     def keep(self, seq: int, num_tokens: int) -> None:
         """Forget what a sequence holds beyond ``num_tokens``."""
         if num_tokens < len(self.cached[seq]):
-            llama_cpp.llama_memory_seq_rm(self._memory, seq, num_tokens, -1)
+            if not llama_cpp.llama_memory_seq_rm(self._memory, seq, num_tokens, -1):
+                raise RuntimeError(f"sequence {seq} cannot go back to token {num_tokens}")
             del self.cached[seq][num_tokens:]
 
     def extend(self, news: dict[int, list[int]], *, all_logits: bool = False) -> Tokens:
@@ -159,9 +193,21 @@ def _prefill(model: Model, rows: list[Row]) -> Tokens:
     """All of the prompts but what the sequence holds from before; its last token is read anew."""
     for seq in range(len(rows), MAX_SEQS):
         model.keep(seq, 0)
+    if model.keeps_states:
+        return [_prefill_with_states(model, rows[0].prompt)]
     for seq, row in enumerate(rows):
         model.keep(seq, min(_common(model.cached[seq], row.prompt), len(row.prompt) - 1))
     return model.extend({seq: row.prompt[len(model.cached[seq]) :] for seq, row in enumerate(rows)})
+
+
+def _prefill_with_states(model: Model, prompt: list[int]) -> list[int]:
+    """The same of one prompt, whose states are kept on the way."""
+    model.go_back(min(_common(model.cached[0], prompt), len(prompt) - 1))
+    for before_end in KEPT_BEFORE_END:
+        if len(model.cached[0]) < len(prompt) - before_end:
+            model.extend({0: prompt[len(model.cached[0]) : len(prompt) - before_end]})
+            model.keep_state()
+    return model.extend({0: prompt[len(model.cached[0]) :]})[0]
 
 
 def _draft(draft: Model, live: dict[int, Row], depth: int) -> dict[int, list[int]]:

@@ -33,10 +33,10 @@ _NOT_WEIGHTS = (_ROPE_DIVISORS, "rope_factors_long.weight", "rope_factors_short.
 _PLAIN = {GgmlType.F32: "float32", GgmlType.F16: "float16", GgmlType.BF16: "bfloat16"}
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias|scale))?")
-# Parameters whose names in transformers have no ending.
+# Parameters whose names have no ending, in transformers or in files.
 _BARE = (
     "self_attn.sinks", "e_score_correction_bias", "layer_scalar", "router.scale",
-    "per_expert_scale", "A_log", "dt_bias", "mamba.D", "expert_bias",
+    "per_expert_scale", "A_log", "dt_bias", "mamba.D", "expert_bias", "pre_ff_layernorm.weight",
 )  # fmt: skip
 _ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transformers
 _CONV = (

@@ -81,6 +81,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts="each",
     ),
     "exaone4": Architecture(model_type="exaone4", fields=plain.exaone4, names=names.AFTER),
+    "falcon-h1": Architecture(
+        model_type="falcon_h1", fields=mixed.falcon_h1, names=names.FALCON_H1
+    ),
     "gemma": Architecture(model_type="gemma", fields=plain.gelu, norm_offset=1.0),
     "gemma2": Architecture(
         model_type="gemma2", fields=plain.gemma2, names=names.BEFORE_AND_AFTER, norm_offset=1.0
@@ -264,7 +267,7 @@ _NO_DECODER = "it does not predict text token by token"
 # Architectures that are refused, whatever names their tensors have.
 REFUSED = dict.fromkeys(
     (
-        "arwkv7", "falcon-h1", "jamba", "kimi-linear", "mamba", "mamba2", "plamo2", "plamo3",
+        "arwkv7", "jamba", "kimi-linear", "mamba", "mamba2", "plamo2", "plamo3",
         "rwkv6", "rwkv6qwen2", "rwkv7",
     ),
     _STATE,

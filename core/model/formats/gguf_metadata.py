@@ -87,6 +87,10 @@ class Metadata:
         self._reader, self._file = reader, file
         self.architecture = str(self._get("general.architecture", str))
 
+    def error(self, problem: str) -> ModelLoadError:
+        """The error of a file that has a problem."""
+        return ModelLoadError(f"{self._file}: {problem}")
+
     def number(self, name: str) -> Any:  # noqa: ANN401 - an int or a float, as the file has it
         """A required number."""
         return self._get(f"{self.architecture}.{name}", (int, float))
@@ -129,8 +133,8 @@ class Metadata:
     def _get(self, name: str, kinds: type | tuple[type, ...]) -> Any:  # noqa: ANN401
         field = self._reader.fields.get(name)
         if field is None:
-            raise ModelLoadError(f"{self._file}: {name} is missing")
+            raise self.error(f"{name} is missing")
         value = field.contents() if field.types[0] != GGUFValueType.ARRAY else None
         if not isinstance(value, kinds):
-            raise ModelLoadError(f"{self._file}: {name} has an unexpected type")
+            raise self.error(f"{name} has an unexpected type")
         return value

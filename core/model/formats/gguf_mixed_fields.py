@@ -90,6 +90,23 @@ def granite_hybrid(meta: Metadata) -> dict[str, Any]:
     return found
 
 
+def falcon_h1(meta: Metadata) -> dict[str, Any]:
+    """Fields of Falcon-H1: attention and Mamba-2 in each layer; its factors are in the weights.
+
+    Raises `ModelLoadError` without a matrix of logits: the embedding in the file has its own
+    factor, and that of logits is nowhere.
+    """
+    if not meta.has_tensor("output.weight"):
+        raise meta.error("without output.weight (tied embeddings), the scale of logits is unknown")
+    found = _mamba(meta)
+    del found["layer_types"]
+    return found | {
+        "mamba_d_ssm": meta.number("ssm.inner_size"),
+        "mamba_rms_norm": meta.has_tensor("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
 def nemotron_h(meta: Metadata) -> dict[str, Any]:
     """Fields of Nemotron-H, whose layers have one part each."""
     mamba = _mamba(meta)

@@ -47,7 +47,8 @@ static void begin_task(const attend_task *task, attend_space *space) {
         float *wide = space->wide + i * task->dim;
         const float *sinks = task->job->rule->sinks;
         space->max_score[i] = sinks ? sinks[task->first + i % task->group] : HIDDEN;
-        space->exp_sum[i] = sinks ? 1.0f : 0.0f;
+        v_store(space->exp_sums[i], v_set(0.0f));
+        space->exp_sums[i][0] = sinks ? 1.0f : 0.0f;
         if (is_int8(task)) {
             pack_query(space, i, query, task->dim, heads->dtype == FT_BFLOAT16);
             continue;
@@ -70,9 +71,10 @@ static void end_task(const attend_task *task, const attend_space *space) {
     int is_bf16 = task->job->heads->dtype == FT_BFLOAT16;
     for (int64_t i = 0; i < space->first_query[task->num_parts]; i++) {
         int64_t dim = task->value_dim, at = place_of(task, space, i) * dim;
+        ft_vec exp_sum = v_set(v_sum(v_load(space->exp_sums[i])));
         for (int64_t d = 0; d < dim; d += FT_WIDTH) {
             ft_vec sum = v_load(space->acc + i * task->padded + d);
-            v_put(task->job->out, at + d, v_div(sum, v_set(space->exp_sum[i])), dim - d, is_bf16);
+            v_put(task->job->out, at + d, v_div(sum, exp_sum), dim - d, is_bf16);
         }
     }
 }

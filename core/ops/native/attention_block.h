@@ -59,7 +59,8 @@ typedef struct {
     _Alignas(64) bf16 weights[ROOM][KEYS];        /* rounded, where sums of products are of bf16 */
     _Alignas(64) float acc[QUERIES * MAX_DIM];    /* [queries][padded] weighted values */
     _Alignas(64) float wide[ROOM * MAX_DIM];      /* [queries][dim] queries widened to fp32 */
-    float max_score[QUERIES], exp_sum[QUERIES], keep[QUERIES];
+    _Alignas(64) float exp_sums[QUERIES][16];     /* of every sixteenth key */
+    float max_score[QUERIES], keep[QUERIES];
     /* Of int8 keys and values alone. */
     _Alignas(64) float key_scales[KEYS], value_scales[KEYS];
     float taint;

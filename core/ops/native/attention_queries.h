@@ -131,14 +131,17 @@ static void weigh(const attend_task *task, attend_space *space, int64_t query, i
     if (!all_seen) fill_hidden(row, from, to, HIDDEN);
     ft_vec at[SUBS];
     for (int sub = 0; sub < SUBS; sub++) at[sub] = v_load(row + sub * 16);
-    float before = space->max_score[query];
-    float max_score = v_top(v_max(v_max(at[0], at[1]), v_max(at[2], at[3])));
-    max_score = max_score > before ? max_score : before;
-    for (int sub = 0; sub < SUBS; sub++) {
-        at[sub] = v_exp(v_sub(at[sub], v_set(max_score)));
-        v_store(row + sub * 16, at[sub]);
+    ft_vec top = v_max(v_max(at[0], at[1]), v_max(at[2], at[3]));
+    float max_score = space->max_score[query];
+    space->keep[query] = 1.0f;
+    if (v_exceeds(top, v_set(max_score))) { /* seldom, behind the first blocks */
+        max_score = v_top(top);
+        space->keep[query] = exp_one(space->max_score[query] - max_score);
+        space->max_score[query] = max_score;
     }
+    for (int sub = 0; sub < SUBS; sub++) at[sub] = v_exp(v_sub(at[sub], v_set(max_score)));
     if (!all_seen) {
+        for (int sub = 0; sub < SUBS; sub++) v_store(row + sub * 16, at[sub]);
         fill_hidden(row, from, to, 0.0f);
         for (int sub = 0; sub < SUBS; sub++) at[sub] = v_load(row + sub * 16);
     }
@@ -146,11 +149,11 @@ static void weigh(const attend_task *task, attend_space *space, int64_t query, i
         pack_weights(space, query, at);
     else if (uses_dot(task->job->heads))
         round_weights(space->weights[query], at);
-    float keep = max_score == before ? 1.0f : exp_one(before - max_score);
-    space->max_score[query] = max_score;
-    space->keep[query] = keep;
-    float sum = v_sum(v_add(v_add(at[0], at[1]), v_add(at[2], at[3])));
-    space->exp_sum[query] = space->exp_sum[query] * keep + sum;
+    else
+        for (int sub = 0; sub < SUBS; sub++) v_store(row + sub * 16, at[sub]);
+    float *sums = space->exp_sums[query];
+    ft_vec sum = v_add(v_add(at[0], at[1]), v_add(at[2], at[3]));
+    v_store(sums, v_fma(v_load(sums), v_set(space->keep[query]), sum));
 }
 
 /* The query's first and last visible key within the block at `lo`. */

@@ -146,10 +146,12 @@ FT_INLINE void v_store_bf16(bf16 *p, ft_vec x) {
 
 #endif
 
-/* Sum and maximum of the sixteen: halves, then quarters, and so on. */
+/* Sum and maximum of the sixteen: halves, then quarters, and so on. And whether one of x is greater
+ * than its like in y. */
 #if defined(FT_AVX512)
 FT_INLINE float v_sum(ft_vec x) { return _mm512_reduce_add_ps(x); }
 FT_INLINE float v_top(ft_vec x) { return _mm512_reduce_max_ps(x); }
+FT_INLINE int v_exceeds(ft_vec x, ft_vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ) != 0; }
 #elif defined(FT_AVX2)
 #define FT_FOLD(f, x)                                                                  \
     __m256 eight = _mm256_##f##_ps((x).a, (x).b);                                        \
@@ -158,6 +160,10 @@ FT_INLINE float v_top(ft_vec x) { return _mm512_reduce_max_ps(x); }
     return _mm_cvtss_f32(_mm_##f##_ps(two, _mm_movehdup_ps(two)))
 FT_INLINE float v_sum(ft_vec x) { FT_FOLD(add, x); }
 FT_INLINE float v_top(ft_vec x) { FT_FOLD(max, x); }
+FT_INLINE int v_exceeds(ft_vec x, ft_vec y) {
+    __m256 greater = _mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ);
+    return _mm256_movemask_ps(_mm256_or_ps(greater, _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))) != 0;
+}
 #else
 FT_INLINE float v_sum(ft_vec x) {
     float at[FT_WIDTH];
@@ -173,6 +179,12 @@ FT_INLINE float v_top(ft_vec x) {
     for (int half = FT_WIDTH / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) at[i] = at[i] > at[i + half] ? at[i] : at[i + half];
     return at[0];
+}
+
+FT_INLINE int v_exceeds(ft_vec x, ft_vec y) {
+    int any = 0;
+    for (int i = 0; i < FT_WIDTH; i++) any |= x.at[i] > y.at[i];
+    return any;
 }
 #endif
 

@@ -19,6 +19,7 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
 from foretoken.draft.heads.kinds import save_head
 from support.checkpoints import make_checkpoint
+from support.image_models import save_image_model
 from support.tiny_heads import random_head
 
 
@@ -138,3 +139,14 @@ def test_another_process_makes_the_same_one_and_imports_nothing_until_then(
     command = [sys.executable, "-c", PROCESS, str(folder), impl]
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     assert found.stdout.split()[-1] == of(folder, model_impl=impl).hex()
+
+
+def test_of_a_model_that_sees_the_tower_counts_and_nothing_that_is_not_read(tmp_path: Path) -> None:
+    folder, _ = save_image_model(tmp_path, "llava")
+    before = of(folder)
+    torch.manual_seed(1)
+    assert of(folder) == before
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_feature_layer"] = -1  # other vectors by the same weights
+    (folder / "config.json").write_text(json.dumps(config))
+    assert of(folder) != before

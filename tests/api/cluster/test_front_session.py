@@ -38,6 +38,7 @@ from foretoken.api.cluster.wire.messages import (
     Overview,
     Report,
     Step,
+    Submit,
     body_of,
     page_keys,
 )
@@ -46,6 +47,7 @@ from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import QueueFull
+from foretoken.core.interface.request import Request
 from foretoken.core.interface.transfers import NO_HANDOVER, Handover
 from foretoken.core.tiers.keys import PageKeys, StoredPages
 from support.fake_engine import FakeEngine, make_built
@@ -199,7 +201,8 @@ def test_a_part_of_a_prompt_leaves_with_the_news_of_its_pages(
         held = SimpleNamespace(name="t")
         replica.engine.by_hand = True
         replica.built.transfers = SimpleNamespace(
-            hold_part=lambda request, earlier: None if earlier is held else held,
+            hold_part=lambda _: held,
+            is_held=lambda part: part is held,
             write=lambda request, part=None: {"remote_request_id": part.name},
             read=lambda _: NO_HANDOVER,
         )
@@ -218,6 +221,31 @@ def test_a_part_of_a_prompt_leaves_with_the_news_of_its_pages(
             assert [each for each in handed if each] == [
                 {"r": b'{"remote_request_id":"t"}'}
             ] * parts
+
+    within(test)
+
+
+def test_a_part_without_room_is_tried_again_only_when_more_is_computed(
+    within, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted_engine, "PART_TOKENS", 64)
+    tried: list[int] = []
+
+    def hold_part(request: Request) -> None:
+        tried.append(request.num_computed)
+
+    async def test(replica: Replica, _task: object) -> None:
+        replica.engine.by_hand = True
+        replica.built.transfers = SimpleNamespace(hold_part=hold_part)
+        front = await replica.joined()
+        front.begin(msgspec.structs.replace(submit("r", [5] * 200, PARAMS), hands_over=True))
+        await replica.submitted(1)
+        for num_computed in (100, 101, 120, 163, 164):
+            replica.engine.requests[0].num_computed = num_computed
+            replica.host._hosted.pages.stored(SimpleNamespace(keys=[b"k" * 32]))  # type: ignore[arg-type]
+            seen = len(front.messages)
+            await front.until(lambda seen=seen: any(news(each) for each in front.messages[seen:]))
+        assert tried == [100, 164]
 
     within(test)
 
@@ -243,6 +271,62 @@ def test_a_prompt_is_fetched_without_a_request(within) -> None:
         await front.ask(CacheInfo())
         assert [each.offer for each in replica.engine.fetched] == [offer]
         assert replica.engine.requests == []
+
+    within(test)
+
+
+def end_before_it_is_made(replica: Replica, front: HandFront, message: Submit) -> None:
+    front.begin(message)
+    front.abort(message.request_id)
+
+
+def go_on_behind_the_end(replica: Replica, front: HandFront, message: Submit) -> None:
+    front.begin(msgspec.structs.replace(message, output=ids_form([1] * 9)))
+
+
+def fetch_behind_the_end(replica: Replica, front: HandFront, message: Submit) -> None:
+    front.say(Fetch(submit=msgspec.structs.replace(message, output=ids_form([1] * 9))))
+
+
+def ask_a_full_engine(replica: Replica, front: HandFront, message: Submit) -> None:
+    replica.engine.refusal = QueueFull("full")
+    front.begin(message)
+
+
+@pytest.mark.parametrize(
+    "fail", [end_before_it_is_made, go_on_behind_the_end, fetch_behind_the_end, ask_a_full_engine]
+)
+def test_pages_that_a_request_names_are_let_go_at_once_where_it_fails(
+    within, fail: Callable[[Replica, HandFront, Submit], None]
+) -> None:
+    """Their replica held them until their time was over."""
+
+    async def test(replica: Replica, _task: object) -> None:
+        offer, ended = SimpleNamespace(page_ids=[1]), list[object]()
+        replica.built.transfers = SimpleNamespace(
+            read=lambda _: Handover(offer=offer),  # type: ignore[arg-type]
+            check=lambda *_: True,
+            end=ended.append,
+        )
+        front = await replica.joined()
+        message = msgspec.structs.replace(submit("r", [5, 6, 7], PARAMS), transfer=b"{}")
+        fail(replica, front, message)
+        for _ in range(2):  # it was heard, and begun
+            await front.ask(CacheInfo())
+        assert ended == [offer]
+        assert replica.engine.requests == replica.engine.fetched == []
+
+    within(test)
+
+
+def test_a_request_whose_pages_are_named_by_no_json_fails_alone(within) -> None:
+    async def test(replica: Replica, _task: object) -> None:
+        front = await replica.joined()
+        replica.built.transfers = SimpleNamespace(read=lambda _: NO_HANDOVER)
+        bad = msgspec.structs.replace(submit("r", [5, 6, 7], PARAMS), transfer=b"[]")
+        assert (await front.serve(bad)).last.error is not None
+        replica.built.transfers = None
+        assert (await front.serve(submit("s", [5, 6, 7], PARAMS))).last.error is None
 
     within(test)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Sequence
 
+import pytest
+
 from foretoken.core.engine.engine import Engine
+from foretoken.core.errors import DeadlineExceeded
 from foretoken.core.interface.transfers import PageServer, PoolMemory
 from foretoken.radix_cache import HeldPages
 from foretoken.radix_cache.transfers import SECONDS
@@ -153,3 +157,18 @@ def test_a_request_that_waits_for_held_pages_runs_when_they_are_free() -> None:
             await serving.engine.audit()
 
     asyncio.run(run())
+
+
+def test_a_deadline_is_kept_while_transfers_hold_the_room_and_no_step_runs() -> None:
+    async def run() -> None:
+        async with Serving(num_pages=13) as serving:
+            serving.engine._clock = time.monotonic  # the loop's own, by which it waits
+            await serving.hold()
+            late = serving.engine.submit(make_request("late", PROMPT[::-1], deadline=0.05))
+            with pytest.raises(DeadlineExceeded):
+                async for _ in late:
+                    pass
+            await serving.engine.audit()
+            assert len(serving.cache.transfers) == 1
+
+    asyncio.run(asyncio.wait_for(run(), 10))

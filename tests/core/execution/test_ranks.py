@@ -28,9 +28,12 @@ from foretoken.core.execution.tp_worker import (
     pool_message,
     serve_rank,
 )
+from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.rough_copy import NoRoughCopyError, rough_decoder
 from foretoken.core.ops.batch import RaggedBatch, Segment, Wanted, build_batch
+from foretoken.core.ops.kv_pool import KvDtype
+from foretoken.core.tiers.page_records import PageRecords
 from support.checkpoints import make_checkpoint
 from support.rank_threads import tp_decoder
 
@@ -72,11 +75,16 @@ def test_a_pass_is_told_in_integers_and_comes_whole() -> None:
     assert np.array_equal(found.page_table, batch.page_table)
 
 
-def test_slots_are_copied_on_every_rank(folder: Path, decoder: TpDecoder) -> None:
+@pytest.mark.parametrize("shares_pools", [False, True])
+def test_slots_are_copied_on_every_rank(folder: Path, shares_pools: bool) -> None:
     """Rows that lie elsewhere first give the logits of rows in their place."""
-    alone = load_decoder(folder)
+    with tp_decoder(folder, 2, shares_pools=shares_pools) as decoder:
+        check_copies(load_decoder(folder), decoder)
+
+
+def check_copies(*decoders: Decoder) -> None:
     found = []
-    for each in (alone, decoder):
+    for each in decoders:
         pool = each.make_pool(8, page_size=8)
 
         def run(segment: Segment, decoder=each, pool=pool) -> torch.Tensor:
@@ -88,6 +96,27 @@ def test_slots_are_copied_on_every_rank(folder: Path, decoder: TpDecoder) -> Non
         pool.copy_slots([40, 41], [3, 4])
         found.append(run(Segment([10], 5, PAGES[:1], 1)))
     torch.testing.assert_close(*found, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_page_of_all_ranks_is_read_and_written_by_rank_0_where_pools_are_shared(
+    folder: Path, kv_dtype: KvDtype
+) -> None:
+    with tp_decoder(folder, 2, shares_pools=True) as decoder:
+        pool = decoder.make_pool(8, page_size=8, kv_dtype=kv_dtype)
+
+        def logits(segment: Segment) -> torch.Tensor:
+            return decoder.forward(decoder.batch([segment], page_size=8), pool).logits.clone()
+
+        logits(Segment([5, 6, 7, 8, 9, 10, 11, 12], 0, PAGES[2:3], 0))
+        expected = logits(Segment([13], 8, PAGES[2:4], 1))
+        records = PageRecords(pool.stored)
+        assert records.num_bytes == decoder.bytes_per_page(page_size=8, kv_dtype=kv_dtype)
+        page = bytes(records.read(2))
+        records.target(6)[:] = page
+        records.write(6)
+        assert torch.equal(logits(Segment([13], 8, array("q", [6, 1]), 1)), expected)
+        assert decoder.make_pool(2, page_size=8).stored[1].count_nonzero() == 0
 
 
 def test_a_rank_has_a_part_of_the_pool_and_the_whole_is_counted(
@@ -140,6 +169,7 @@ def test_a_message_that_a_rank_cannot_compute_ends_it(folder: Path) -> None:
     """The process ends with it, so its socket closes: by that rank 0 knows."""
     ours, theirs = Pipe()
     rank = load_decoder(folder)
+    assert isinstance(rank, OwnDecoder)
     ours.send_bytes(pool_message(2, 8, "auto").tobytes())
     ours.send_bytes(copy_message([1], [1]).tobytes())
     with pytest.raises(ValueError, match="cannot be copied"):

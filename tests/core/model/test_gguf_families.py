@@ -72,6 +72,24 @@ _NEMOTRON = {
     "n_group": 1,
     "routed_scaling_factor": 1.6,
 }
+_FALCON = {  # factors are powers of 2: weights are rounded alike with and without them
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 96,
+    "mamba_chunk_size": 16,
+    "ssm_multipliers": [0.5, 2.0, 0.25, 4.0, 1.0],
+    "mlp_multipliers": [2.0, 0.5],
+    "key_multiplier": 0.25,
+    "lm_head_multiplier": 0.25,
+    "embedding_multiplier": 4.0,
+    "attention_in_multiplier": 2.0,
+    "attention_out_multiplier": 0.25,
+    "ssm_in_multiplier": 0.5,
+    "ssm_out_multiplier": 0.25,
+}
 _NO_EXPERTS = {
     "granitemoehybrid": _MAMBA | {"num_local_experts": 0, "position_embedding_type": "rope"},
     "nemotron_h": _NEMOTRON
@@ -124,6 +142,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(HYBRIDS, _DELTA),
     "granitemoehybrid": _MAMBA,
     "nemotron_h": _NEMOTRON,
+    "falcon_h1": _FALCON,
     "lfm2": _CONV,
     "lfm2_moe": _CONV,
     "phi3": {
@@ -189,12 +208,26 @@ def test_a_file_of_a_hybrid_without_experts(model_type: str, tmp_path: Path) -> 
     check(logits_of(file), expected_of(model))
 
 
+def test_a_file_of_falcon_h1_with_a_norm_behind_its_gate(tmp_path: Path) -> None:
+    shape = _FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
+    model, file = made("falcon_h1", tmp_path, **shape)
+    check(logits_of(file), expected_of(model))
+
+
+def test_a_file_of_falcon_h1_that_lost_the_scale_of_its_logits_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("falcon_h1", **_FALCON, tie_word_embeddings=True)
+    save(model, tmp_path / "plain")
+    file = write_gguf(tmp_path / "plain", tmp_path / "model.gguf")
+    with pytest.raises(ModelLoadError, match=r"without output\.weight .* scale of logits"):
+        load_decoder(file)
+
+
 @pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q4_0, GgmlType.Q5_1])
 @pytest.mark.parametrize(
     "model_type",
     [
         *("granite", "olmo2", "qwen3", "smollm3", "qwen3_5_text", "qwen3_next", "lfm2"),
-        *("granitemoehybrid", "nemotron_h"),
+        *("granitemoehybrid", "nemotron_h", "falcon_h1"),
     ],
 )
 def test_a_quantised_file_says_what_its_dequantised_weights_say(
@@ -259,6 +292,7 @@ def test_matrices_of_latents_stay_packed_and_lose_nothing(tmp_path: Path) -> Non
         "lfm2_moe",
         "granitemoehybrid",
         "nemotron_h",
+        "falcon_h1",
     ],
 )
 def test_greedy_tokens_of_a_file_equal_generate(model_type: str, tmp_path: Path) -> None:

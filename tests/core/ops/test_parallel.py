@@ -17,8 +17,12 @@ def drawn(rank: int, rows: int = 8, width: int = 576) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(rank))
 
 
-def test_a_row_has_the_same_bits_beside_any_rows_and_all_reduce_gives_it_others(tmp_path) -> None:
+@pytest.mark.parametrize("shared_items", [1, 8 * 576, parallel.SHARED_ITEMS])
+def test_a_row_has_the_same_bits_beside_any_rows_and_all_reduce_gives_it_others(
+    tmp_path, monkeypatch, shared_items: int
+) -> None:
     """Why `Comm.sum` is not all_reduce: the sum of a row must not depend on the batch."""
+    monkeypatch.setattr(parallel, "SHARED_ITEMS", shared_items)
     comms = gloo_comms(tmp_path, 4)
 
     def of_rank(rank: int) -> list[torch.Tensor]:
@@ -39,12 +43,16 @@ def test_a_row_has_the_same_bits_beside_any_rows_and_all_reduce_gives_it_others(
     torch.testing.assert_close(found[0][0], found[0][2])
 
 
-def test_a_sum_is_in_rank_order_and_rounded_once(tmp_path) -> None:
+@pytest.mark.parametrize("shared_items", [1, parallel.SHARED_ITEMS])
+def test_a_sum_is_in_rank_order_and_rounded_once(tmp_path, monkeypatch, shared_items: int) -> None:
+    monkeypatch.setattr(parallel, "SHARED_ITEMS", shared_items)
     comms = gloo_comms(tmp_path, 3)
     parts = [drawn(rank) * 10.0**rank for rank in range(3)]
     found = on_ranks(lambda rank: comms[rank].sum(parts[rank], torch.bfloat16), range(3))
     expected = ((parts[0] + parts[1]) + parts[2]).bfloat16()
     assert all(torch.equal(each, expected) for each in found)
+    uneven = on_ranks(lambda rank: comms[rank].sum(parts[rank][:7, :575], torch.float32), range(3))
+    assert torch.equal(uneven[2], ((parts[0] + parts[1]) + parts[2])[:7, :575])
     narrow = on_ranks(lambda rank: summed(parts[rank].bfloat16(), comms[rank]), range(3))
     wide = in_rank_order(torch.stack([part.bfloat16().float() for part in parts]))
     assert torch.equal(narrow[0], wide.bfloat16())

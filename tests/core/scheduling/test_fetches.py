@@ -174,6 +174,27 @@ def test_no_running_request_yields_pages_for_a_fetch() -> None:
     assert apart.d.scheduler.num_preemptions == 0
 
 
+def test_a_request_waits_for_what_is_fetched_and_for_nothing_behind_it() -> None:
+    apart = Apart()
+    fetch(apart)
+    for _ in range(2):  # it is met and looked up
+        apart.d.end_call(apart.d.begin_call())
+    call = apart.d.begin_call()
+    sharer = make_request("s", apart.prompt, max_tokens=MAX_TOKENS)  # has no offer of its own
+    apart.d.loads.tiers.least_tokens = 10_000  # nor does it look for pages
+    apart.d.add(sharer)
+    apart.d.step()
+    assert apart.d.runner.num_computed == 0
+    apart.d.end_call(call)
+    apart.d.loads.tiers.least_tokens = 4
+    apart.d.run_calls()
+    assert num_cached(apart) == PART
+    apart.d.run()
+    assert sharer.usage.cached_tokens == PART
+    assert apart.d.runner.num_computed == LEN - PART + MAX_TOKENS - 1
+    apart.d.scheduler.audit()
+
+
 @pytest.mark.parametrize("num_calls", range(5))
 def test_the_request_may_come_while_its_part_is_read(num_calls: int) -> None:
     """It lost pages that both transfers have when the part's one ended."""
@@ -184,9 +205,13 @@ def test_the_request_may_come_while_its_part_is_read(num_calls: int) -> None:
     call = apart.d.begin_call()
     request = apart.ask()
     apart.d.end_call(call)
+    while (call := apart.d.next_call()) is not None:
+        apart.d.step()
+        apart.d.end_call(call)
     apart.d.run()
     take_notes(apart.server, apart.locks)
     assert apart.locks.ended == {"done": 2, "expired": 0}
+    assert apart.d.tiers.describe()[-1].loaded_pages == LOADED // PAGE_SIZE, "each is read once"
     assert apart.d.runner.num_computed == LEN - LOADED + MAX_TOKENS - 1
     apart.locks.ended["done"] = 1
     apart.check(request, was_read=request.usage.loaded_tokens > 0)

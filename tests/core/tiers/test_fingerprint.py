@@ -54,6 +54,7 @@ PARTS = FingerprintParts(
     page_size=16,
     kv_dtype="auto",
     head=HeadParts(weights=b"h", config="h"),
+    tower={"transformers": "5"},
 )
 CHANGES: dict[str, list[Any]] = {
     "weights": [b"x", b""],
@@ -65,6 +66,7 @@ CHANGES: dict[str, list[Any]] = {
         {},
     ],
     "machine": [{"torch": "3"}],
+    "tower": [{"transformers": "6"}, {}, None],
     "code": [b"d"],
     "dtype": ["torch.float32"],
     "asked_dtype": ["bfloat16"],

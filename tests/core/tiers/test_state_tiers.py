@@ -51,15 +51,15 @@ class Scene:
         kept = StateTiers(self.slots, self.records, [states])
         self.tiers = Tiers(self.cache.tree, keys, Bytes(), [pages], states=kept, least_tokens=1)
 
-    def compute(self, *ends: int) -> KVLease:
+    def compute(self, *ends: int, tokens: array[int] = TOKENS) -> KVLease:
         """Compute four pages; keep the states at these page ends."""
-        lease = self.cache.acquire(TOKENS)
+        lease = self.cache.acquire(tokens)
         self.cache.extend(lease, 17)
         assert lease.state is not None
         for end in ends:
             lease.state.want(end)
         self.cache.keep_states(lease, 0, 16)
-        self.cache.publish(lease, TOKENS, 16)
+        self.cache.publish(lease, tokens, 16)
         return lease
 
     def save(self) -> None:
@@ -87,6 +87,18 @@ def test_what_is_found_ends_at_the_last_page_whose_state_is_kept(scene: Scene) -
     scene.tiers.flush([None])
     assert len(scene.states) == 0
     scene.check(lease)
+
+
+def test_states_do_not_wait_until_no_page_is_left_to_save(scene: Scene) -> None:
+    """One call saves a page or a state: pages that come later go behind a state."""
+    lease = scene.compute(12)
+    for round in range(1, 4):
+        scene.cache.release(lease, TOKENS, 0, keep=False)
+        lease = scene.compute(tokens=array("q", range(100 * round, 100 * round + 17)))
+        for _ in range(4):
+            scene.tiers.save()
+        assert (len(scene.pages), len(scene.states)) == (4 * round - (round > 1), round > 1)
+        assert scene.tiers.has_saves
 
 
 def test_a_state_that_gave_way_while_it_was_written_is_not_kept(scene: Scene) -> None:

@@ -216,18 +216,19 @@ def test_parts_of_a_prompt_that_is_computed_are_held_one_after_the_other() -> No
     request = computed(p)
     p.params.drop(request)
     request.handed, request.num_computed = None, 22
-    part = p.params.hold_part(request, None)
+    part = p.params.hold_part(request)
     assert part is not None
     assert len(part.page_ids) == 5, "whole pages"
     offer = d.params.read(carried(p.params.write(request, part))).offer
     assert offer is not None
     assert offer.key == [*chain_keys(root_key(FINGERPRINT, None), TOKENS, 4)][4]
     request.num_computed = 30
-    assert p.params.hold_part(request, part) is None, "it is still read"
+    assert p.params.is_held(part), "it is still read"
     p.params.release(part.name)
-    later = p.params.hold_part(request, part)
+    assert not p.params.is_held(part)
+    later = p.params.hold_part(request)
     assert later is not None
     assert len(later.page_ids) == 7
     p.cache.transfers.end(later.name)
     p.cache.transfers.max_pages = 16
-    assert p.params.hold_part(request, later) is None, "the whole prompt would have no room"
+    assert p.params.hold_part(request) is None, "the whole prompt would have no room"

@@ -16,8 +16,8 @@ MUTATIONS = (
     Mutation(
         "kernel-exp-sum-is-not-rescaled",
         "weigh",
-        "space->exp_sum[query] * keep + sum",
-        "space->exp_sum[query] + sum",
+        "v_fma(v_load(sums), v_set(space->keep[query]), sum)",
+        "v_add(v_load(sums), sum)",
         ("test_attention_equals_torch_over_ragged_batches",),
         "the online softmax",
     ),

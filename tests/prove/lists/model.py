@@ -22,6 +22,14 @@ MUTATIONS = (
         "I7: the pages hold the KV of the path that won",
     ),
     Mutation(
+        "pool-copies-its-own-part-alone",
+        "KVPool.copy_slots",
+        "for pool in (self, *self.others):",
+        "for pool in (self,):",
+        ("test_slots_are_copied_on_every_rank",),
+        "pages of all ranks hold the KV of the path that won",
+    ),
+    Mutation(
         "attention-sees-the-future",
         "TorchPlan._seen",
         "seen = keys < reaches[:, None, :, None, None]",

@@ -44,6 +44,22 @@ MUTATIONS = (
         "a state is attached at commit",
     ),
     Mutation(
+        "states-that-were-loaded-count-as-computed",
+        "PrefixCache.end_state_load",
+        "            lease.state.num_recomputed = max(0, lease.num_found_tokens - position)\n",
+        "",
+        ("test_what_a_tier_loads_is_not_counted_as_computed_again",),
+        "what a tier loads is not computed again",
+    ),
+    Mutation(
+        "states-count-tokens-with-each-step",
+        "StateSlots.settle",
+        "        lease.num_recomputed = 0\n",
+        "",
+        ("test_tokens_are_counted_as_computed_again_with_the_first_step_and_once",),
+        "a token that is computed again is counted once",
+    ),
+    Mutation(
         "states-of-failed-chunks-are-attached",
         "Scheduler.take_back_chunks",
         "self.cache.void_state(request.lease)",

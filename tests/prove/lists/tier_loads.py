@@ -22,6 +22,22 @@ MUTATIONS = (
         "a state that changed while it was copied is not kept under its old key",
     ),
     Mutation(
+        "tiers-save-states-behind-all-pages",
+        "Tiers.save",
+        "self._state_queue[0].num_before <= num_taken",
+        "not self._queue",
+        ("test_states_do_not_wait_until_no_page_is_left_to_save",),
+        "states are saved while pages go on to come",
+    ),
+    Mutation(
+        "tiers-save-states-before-their-pages",
+        "Tiers.save",
+        "self._state_queue[0].num_before <= num_taken",
+        "self._state_queue",
+        ("test_states_do_not_wait_until_no_page_is_left_to_save",),
+        "a state without its pages is of no use",
+    ),
+    Mutation(
         "tiers-find-pages-without-a-state",
         "Tiers._last_state",
         "tier.states.find(keys[count - 1 : count])",
@@ -126,6 +142,14 @@ MUTATIONS = (
         "if num_tokens",
         ("test_a_request_that_waits_for_its_turn_is_looked_up_once",),
         "a request waits for one look-up",
+    ),
+    Mutation(
+        "fetches-are-not-waited-for",
+        "RequestTable._computed_now",
+        "() if loads is None else loads.fetched",
+        "()",
+        ("test_a_request_waits_for_what_is_fetched_and_for_nothing_behind_it",),
+        "what is being read for a request is not computed by it",
     ),
     Mutation(
         "loads-publish-what-never-came",
