@@ -136,7 +136,8 @@ def test_a_record_that_cannot_be_written_is_told_and_the_next_one_is_written(rec
     wrong = Delta(finish_reason=FinishReason.STOP)
     bad = request("a", (1, 2))
     unwritable = replace(
-        bad, sampling=replace(bad.sampling, prompt_len=object())  # no JSON has it
+        bad,
+        sampling=replace(bad.sampling, prompt_len=object()),  # no JSON has it
     )
     recorder, files = record((unwritable, b"", wrong), (request("b", (4, 5)), b"", STOP))
     assert [line.tokens for lines in files.values() for line in lines] == [[4, 5]]
