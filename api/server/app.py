@@ -36,7 +36,7 @@ from ..openai.responses.route import (
     ResponsesRoute,
 )
 from ..openai.responses.store import ResponseStore
-from ..openai.schema import DetokenizeRequest, TokenizeRequest, plain_chat
+from ..openai.schema import DetokenizeRequest, TokenizeRequest, tokenized_chat
 from ..protocol.sampling import decoder
 from ..runtime.adapters import ServedAdapter
 from ..runtime.engine_client import EngineClient
@@ -147,9 +147,7 @@ class TokenRoutes:
     async def _token_ids(self, body: TokenizeRequest) -> list[int]:
         llm = self.service.llm
         if body.messages is not None and body.prompt is None:
-            chat = await self.service.apart(
-                partial(plain_chat, body.messages, opens=body.add_generation_prompt)
-            )
+            chat = await self.service.apart(partial(tokenized_chat, body, body.messages))
             return [*(await self.service.chat.render(chat)).token_ids]
         if body.prompt is None or body.messages is not None:
             raise InvalidRequest(

@@ -2,9 +2,9 @@
 
 1. A source distribution and a wheel made from it, into ``dist``; on Linux and x86-64 a second wheel
    with compiled kernels; ``twine check --strict``.
-2. For each Python that is found, each wheel in an empty environment: the SDK alone answers, and a
-   server command names the extra that it lacks; with the extra a server answers and drains, and
-   ``foretoken selftest`` passes. With compiled kernels no compiler is on the PATH.
+2. For each Python that is found, each wheel in an empty environment: the SDK answers,
+   ``foretoken selftest`` passes, and a server answers and drains. With compiled kernels no
+   compiler is on the PATH.
 3. The two commands of the README, from the unpacked source distribution.
 4. ``dist/SHA256SUMS``.
 
@@ -167,8 +167,6 @@ def try_wheels(python: str, wheels: Sequence[Path]) -> None:
         bin_folder = Path(folder) / "bin"
         print(f"== {wheels[0].name} on {python}", flush=True)
         install(bin_folder, wheels[0])
-        check_needs_server(bin_folder)
-        install(bin_folder, f"{wheels[0]}[server]")
         for wheel in wheels:
             print(f"== {wheel.name} on {python}", flush=True)
             install(bin_folder, "--no-deps", "--force-reinstall", wheel)
@@ -179,17 +177,6 @@ def try_wheels(python: str, wheels: Sequence[Path]) -> None:
             command = (bin_folder / "foretoken", "serve", "builtin", "--port")
             with serving(*command, cwd=folder, settings=settings):
                 pass
-
-
-def check_needs_server(bin_folder: Path) -> None:
-    """Exit unless the SDK alone brings no server, and its command names the extra."""
-    has_server = f"{bin_folder}/python -c 'import uvicorn'"
-    if subprocess.run(has_server, shell=True, capture_output=True, check=False).returncode == 0:
-        sys.exit("the wheel without extras brings uvicorn")
-    command: list[Path | str] = [bin_folder / "foretoken", "serve", "builtin"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=bin_folder)
-    if refused.returncode != 2 or "foretoken[server]" not in refused.stderr:
-        sys.exit(f"`foretoken serve` without its extra: {refused.stderr}")
 
 
 def install(bin_folder: Path, *what: object) -> None:

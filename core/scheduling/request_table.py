@@ -61,7 +61,7 @@ def check_fits(request: Request, capacity: int) -> None:
         raise InvalidRequest("prompt must have at least one token", param="prompt")
     most = longest_prompt(capacity, generates=request.sampling.pooling is None)
     if request.prompt_len > most:
-        raise PromptTooLong(request.prompt_len, most)
+        raise PromptTooLong(request.prompt_len, most, context=capacity)
 
 
 def longest_prompt(capacity: int, *, generates: bool) -> int:
