@@ -166,7 +166,7 @@ class PageLoads:
         self.look_ups.append(load)
         self.on_order(load)
 
-    def found(self, load: PageLoad, keys: list[bytes], now: float) -> None:
+    def found(self, load: PageLoad, keys: list[bytes]) -> None:
         """Take the outcome of a look-up."""
         offer = load.offer
         if offer is not None and offer.is_met and len(keys) < len(offer.page_ids):
