@@ -119,8 +119,9 @@ class AsyncLLM(EngineClient):
     ) -> None:
         if offline:
             go_offline()
-        named = model if revision is None else at_revision(model and os.fspath(model), revision)
-        super().__init__(named, **options)
+        if revision is not None:
+            model = at_revision(None if model is None else os.fspath(model), revision)
+        super().__init__(model, **options)
 
     @overload
     async def generate(  # type: ignore[overload-overlap]

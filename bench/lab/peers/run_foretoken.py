@@ -77,9 +77,11 @@ class _Worker:
 
     def load_adapters(self, folder: Path) -> None:
         """Load all that are in a folder."""
-        load_adapter = self._built.load_adapter
-        assert load_adapter is not None
-        self._adapters = [load_adapter(each).weights for each in sorted(folder.iterdir())]
+        loader = self._built.adapters
+        assert loader is not None
+        for number, each in enumerate(sorted(folder.iterdir())):
+            loaded = self._loop.run_until_complete(loader.load(each.name, number, each))
+            self._adapters.append(loaded.weights)
 
     def generate(self, call: Call) -> Tokens | Numbers:
         """Compute a call."""
