@@ -31,7 +31,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is another user than the owner of what it has made, and neither is root."""
+    """Make this process another user than the owner of what it has made, neither of them root."""
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     monkeypatch.setattr(folders, "_ROOT", -1)
