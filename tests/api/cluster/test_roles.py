@@ -288,7 +288,7 @@ def test_an_engine_that_ends_while_it_computes_a_prompt_is_lost() -> None:
 
 
 def part_of(name: str, num_pages: int) -> bytes:
-    """Where the pages are that are computed so far."""
+    """The places of the pages that are computed so far."""
     body = {"remote_request_id": name, "remote_block_ids": [*range(num_pages)]}
     return msgspec.json.encode(body)
 

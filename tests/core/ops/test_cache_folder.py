@@ -31,7 +31,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is another user than the owner of what it has made, and neither is root."""
+    """Let this process be another user than the owner of what it has made, and neither is root."""
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     monkeypatch.setattr(folders, "_ROOT", -1)

@@ -114,7 +114,7 @@ def test_a_damaged_library_of_the_cache_is_built_anew(small, caplog):
 
 @needs_compiler
 def test_a_library_that_others_may_write_is_built_anew(small, caplog):
-    """They could have put any code into it, with the right checksum."""
+    """Others could have put any code into it, with the right checksum."""
     path = build("scalar")
     first = path.stat().st_ino
     path.chmod(0o757)
