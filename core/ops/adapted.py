@@ -21,7 +21,7 @@ def adapted_ops(ops: Ops, adapted: Sequence[AdaptedRows], device: torch.device) 
 
 
 def masked_ops(ops: Ops, parts: Mapping[object, PackedLora], mask: Tensor) -> Ops:
-    """Operations like those of `adapted_ops`, of one adapter and its rows in a mask [T] bool that may change.
+    """Operations like `adapted_ops`, of one adapter and its rows in a mask [T] that may change.
 
     The backend's `Ops.add_lora` must take masks.
     """

@@ -124,7 +124,7 @@ def test_the_wheel_with_kernels_has_all_that_the_other_has_and_sealed_libraries(
 def test_a_compiler_that_is_too_old_ends_the_release_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a one knows AVX2, as gcc 8 does, and not x86-64-v4."""
+    """The compiler knows AVX2, as gcc 8 does, and not x86-64-v4."""
     gcc = tmp_path / "gcc"
     gcc.write_text('#!/bin/sh\ncase "$*" in *v4*) exit 1;; esac\n')
     gcc.chmod(0o700)
