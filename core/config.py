@@ -116,6 +116,7 @@ class EngineConfig:
         "number of CPU threads for the model, of each process with --tp (all; with the torch "
         "backend all but one)",
         least=1,
+        most=1024,
         is_basic=True,
     )
     generation_config: Literal["model", "none"] = setting(

@@ -55,14 +55,17 @@ class InvalidRequest(ForetokenError, ValueError):  # noqa: N818 - the public con
 class PromptTooLong(InvalidRequest):
     """The prompt does not fit the model's context or the KV pool."""
 
-    def __init__(self, num_tokens: int, limit: int, *, param: str = "prompt") -> None:
+    def __init__(
+        self, num_tokens: int, limit: int, *, param: str = "prompt", context: int | None = None
+    ) -> None:
+        self.num_tokens, self.limit = num_tokens, limit
+        self.context = limit if context is None else context  # ``limit`` and what is generated
         # Agent frameworks recognise an overflow by these very words.
         super().__init__(
             f"prompt is too long: {num_tokens} tokens > {limit} maximum. "
-            f"This model's maximum context length is {limit} tokens.",
+            f"This model's maximum context length is {self.context} tokens.",
             param=param,
         )
-        self.num_tokens, self.limit = num_tokens, limit
 
 
 class QueueFull(ForetokenError):  # noqa: N818
@@ -92,4 +95,11 @@ class RankLost(ForetokenError):  # noqa: N818
 
 
 class ModelLoadError(ForetokenError):
-    """A checkpoint is incomplete, damaged or of a kind that foretoken does not support."""
+    """A checkpoint is incomplete, damaged or of a kind that foretoken does not support.
+
+    ``may_pass``: the same start may succeed later, as where a hub was out of reach.
+    """
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass

@@ -1,4 +1,4 @@
-"""Who owns which KV page: a radix tree of cached prefixes and the accountant around it.
+"""Owners of KV pages: a radix tree of cached prefixes and the accountant around it.
 
 Knows nothing of models, tensors or text: token ids in, page ids out.
 """

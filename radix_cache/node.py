@@ -140,7 +140,7 @@ class Node:
         return nodes[::-1]
 
     def below(self) -> Iterator[Node]:
-        """This node and all below it, parents first. O(n)."""
+        """The node and all below it, parents first. O(n)."""
         stack = [self]
         while stack:
             yield (node := stack.pop())
@@ -250,7 +250,7 @@ class KVLease:
 
     @property
     def num_shared_pages(self) -> int:
-        """How many of the first pages are lent by the tree; 0 once released."""
+        """Number of the first pages that the tree lends; 0 once released."""
         return self.lock.num_pages
 
     def require_live(self) -> None:

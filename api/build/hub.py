@@ -70,14 +70,19 @@ def download(name: str) -> Path:
     Raises `ModelLoadError` with the reason and what to do.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
     hub_id, revision = split_revision(name)
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*WANTED]))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         message = f"{name}: no such folder, and not to be had from the hub: {_cause(error)}"
-        raise ModelLoadError(message) from error
+        is_lasting = isinstance(error, RepositoryNotFoundError | HFValidationError)
+        raise ModelLoadError(message, may_pass=not is_lasting) from error
 
 
 def _cause(error: Exception) -> str:

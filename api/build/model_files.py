@@ -125,7 +125,7 @@ def list_models() -> int:
     default = find_model().name
     for model, what in (
         (SMOLLM2, "SmolLM2-135M-Instruct, 4-bit GGUF, chat"),
-        ("builtin", "a pair of 2M and 0.3M parameters that completes Python; a test fixture"),
+        ("builtin", "a pair of 5.8M and 1.0M parameters that completes Python; a test fixture"),
     ):
         problem = _problem(model)
         is_default = "  (default)" if not problem and find_model(model).name == default else ""
@@ -150,9 +150,9 @@ def _problem(model: str) -> str:
 
 
 def _families() -> list[str]:
-    from ...core.model.families.registry import MODEL_FAMILIES
+    from ...core.model.families.registry import MODEL_FAMILIES, TEXT_FAMILIES
 
-    return sorted(MODEL_FAMILIES)
+    return sorted(MODEL_FAMILIES | TEXT_FAMILIES)
 
 
 _PATHS = {

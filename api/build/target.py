@@ -154,6 +154,7 @@ def load_images(
             target,
             plain,
             cache_bytes=parse_size(config.image_cache),
+            kernels=plain if isinstance(plain, NativeOps) else None,
             has_weights=config.load_format == "auto",
             on_read=on_read,
         )

@@ -62,6 +62,9 @@ def certify(parsed: argparse.Namespace, model: str | None, options: Mapping[str,
     number = parsed.requests or (LONG_REQUESTS if parsed.long else REQUESTS)
     certifier = Certifier(model, options, number=number, only=parsed.only, tell=_tell)
     found = asyncio.run(certifier.run())
+    if found.exact and not found.passes:
+        why = "; ".join(found.skipped.values()) or f"no pass has {parsed.only!r} in its name"
+        raise ForetokenError(f"nothing was compared: {why}")
     found.command = _command()
     path = Path(parsed.out or f"certificate-{found.model.replace('/', '-')}")
     try:

@@ -310,13 +310,11 @@ def _line_editor() -> Iterator[None]:
     except ImportError:
         yield
         return
-    file = cache_folder() / "chat_history"
     with contextlib.suppress(OSError):
-        readline.read_history_file(file)
+        readline.read_history_file(cache_folder() / "chat_history")
     readline.set_history_length(HISTORY_LINES)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(file)
+            readline.write_history_file(cache_folder() / "chat_history")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._version import __version__
 from ...core.config import EngineConfig
-from ...core.errors import ForetokenError, InvalidRequest
+from ...core.errors import ForetokenError, InvalidRequest, ModelLoadError
 from ...core.interface.settings import settings_of
 from ..serving.limits import Limits
 from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except ForetokenError as error:
         print(f"foretoken: {error}", file=sys.stderr)
-        return 1
+        # What a flag names cannot be served, and a restart would not help.
+        return 2 if isinstance(error, ModelLoadError) and not error.may_pass else 1
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in SERVER_MODULES:
             raise

@@ -27,6 +27,7 @@ from .flags import Parser, engine_options
 
 KINDS = (Chosen, EngineConfig)
 URL = "http://127.0.0.1:8000"
+NO_MODEL = "MODEL"  # of --show, where no server tells its model's name
 NO_KEY = "none"  # clients want one, a server without keys takes any
 KEY_VARIABLE = "LOCAL_KEY"  # that Codex reads
 END_SECONDS = 10.0  # for a fresh server to end
@@ -144,6 +145,8 @@ def _server(parsed: argparse.Namespace, key: str | None) -> Iterator[tuple[str, 
     wants_own = parsed.model is not None or bool(engine_options(parsed))
     if parsed.url is not None and wants_own:
         parsed.parser.error("--url names a server, which has its model and its flags")
+    if parsed.show and wants_own:
+        parsed.parser.error("--show starts no server: leave out the model and its flags")
     if not wants_own:
         try:
             yield _connect(parsed.url or URL, key)
@@ -151,6 +154,9 @@ def _server(parsed: argparse.Namespace, key: str | None) -> Iterator[tuple[str, 
         except _NoServerError as problem:
             if parsed.url is not None:
                 raise ForetokenError(str(problem)) from None
+        if parsed.show:
+            yield URL, NO_MODEL
+            return
     with _fresh(_serve_args(parsed)) as url:
         yield _connect(url, key)
 

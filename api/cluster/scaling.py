@@ -25,7 +25,7 @@ class ReplicaLoad(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """How many replicas there should be, and what the next call needs to know."""
+    """The number of replicas that there should be, and what the next call needs to know."""
 
     replicas: int
     calm_since: float | None  # since when one replica fewer would have been enough

@@ -24,7 +24,8 @@ from ..protocol.sampling import (
     refuse_unsupported,
 )
 from ..runtime.chat_input import ChatInput, Handle
-from ..runtime.tools import CacheSpec, NamedChoice, ResponseFormat, Tools, plain_call
+from ..runtime.messages import ROLES, num_system, one_system
+from ..runtime.tools import CacheSpec, NamedChoice, ResponseFormat, Tools, plain_call, read_tools
 from ..types.results import Tool
 from ..types.sampling_params import SamplingParams
 
@@ -145,6 +146,7 @@ class PooledRequest(Struct, kw_only=True):
     add_special_tokens: Any = None
 
 
+NO_OPTIONS: Mapping[str, Any] = {}
 POOLED_REFUSED: Mapping[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (None,),
     "max_tokens_per_doc": (None,),
@@ -211,7 +213,10 @@ class TokenizeRequest(Struct, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    tools: Tools | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -237,12 +242,9 @@ def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
     System messages at the beginning become one: many templates accept only one. In the place of
     each image there is its mark.
     """
-    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    num_system = _num_system(messages)
-    if num_system < 2:
-        return plain
-    text = "\n\n".join(message["content"] for message in plain[:num_system])
-    return [{"role": "system", "content": text}, *plain[num_system:]]
+    return one_system(
+        [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    )
 
 
 def plain_chat(
@@ -251,22 +253,31 @@ def plain_chat(
     tools: Sequence[Tool] = (),
     opens: bool,
     cache_salt: str | None = None,
+    template: Mapping[str, Any] = NO_OPTIONS,
 ) -> ChatInput:
-    """A conversation that is only rendered. ``opens``: with what opens an answer at its end."""
+    """A conversation that is only rendered. ``opens``: with what opens an answer at its end.
+
+    ``template``: other options of the chat template.
+    """
     return ChatInput(
         messages=plain_messages(messages),
         images=read_images(messages),
         params=SamplingParams(cache_salt=cache_salt),
         handles=read_handles(messages),
         tools=tools,
-        template={"add_generation_prompt": opens},
+        template={**template, "add_generation_prompt": opens},
     )
 
 
-def _num_system(messages: list[Message]) -> int:
-    """System messages at the beginning."""
-    others = (i for i, each in enumerate(messages) if each.role not in ("system", "developer"))
-    return next(others, len(messages))
+def tokenized_chat(body: TokenizeRequest, messages: list[Message]) -> ChatInput:
+    """The conversation of /tokenize, with its options for the chat template."""
+    continues = bool(body.continue_final_message)
+    return plain_chat(
+        messages,
+        tools=read_tools(body.tools),
+        opens=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        template={**(body.chat_template_kwargs or {}), "continue_final_message": continues},
+    )
 
 
 def read_handles(messages: list[Message]) -> list[Handle]:
@@ -274,7 +285,8 @@ def read_handles(messages: list[Message]) -> list[Handle]:
 
     Raises `InvalidRequest` for ids of a message that is not the assistant's.
     """
-    shift = max(0, _num_system(messages) - 1)  # those at the beginning become one
+    # Those of the system at the beginning become one.
+    shift = max(0, num_system(message.role for message in messages) - 1)
     handles = []
     for index, message in enumerate(messages):
         if isinstance(message, KeptMessage) and message.kept_ids is not None:
@@ -290,7 +302,7 @@ def read_handles(messages: list[Message]) -> list[Handle]:
 
 
 def _plain(message: Message, path: str) -> dict[str, Any]:
-    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    role = ROLES.get(message.role, message.role)
     plain: dict[str, Any] = {"role": role, "content": _content(message.content, path).text}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
@@ -323,6 +335,8 @@ def _part(part: ContentPart, where: str) -> str | ImageSource:
         image = part.image_url
         where = image.param if isinstance(image, NamedImage) else where
         return ImageSource(image.url, where, image.detail or "auto")
+    if part.type in ("text", "image_url") and part.text is None:
+        raise InvalidRequest(f"{where}.{part.type} is missing", param=where)
     if part.type != "text" or part.text is None:
         raise InvalidRequest(f"{where}: {part.type} is not supported yet", param=where)
     return part.text

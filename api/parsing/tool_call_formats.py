@@ -1,4 +1,4 @@
-"""How the families of models write calls in JSON, and how each is read.
+"""Formats in which families of models write calls as JSON, and a reader of each.
 
 Sources: the models' published chat templates.
 """

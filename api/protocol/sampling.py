@@ -209,7 +209,8 @@ def is_prewarm(body: Sampling) -> bool:
 def refuse_unsupported(body: Sampling) -> None:
     """Raise `InvalidRequest` for a field that is known and not supported."""
     for name in REFUSED:
-        if getattr(body, name, None) not in HARMLESS:
+        value = getattr(body, name, None)
+        if not any(type(value) is type(each) and value == each for each in HARMLESS):
             raise InvalidRequest(f"{name} is not supported yet", param=name)
     if body.skip_special_tokens is False:
         raise InvalidRequest("skip_special_tokens must be true", param="skip_special_tokens")

@@ -446,7 +446,7 @@ def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """How the text of an answer stands for a message that a template wrote."""
+    """The way in which the text of an answer stands for a message that a template wrote."""
 
     start: int = 0  # the first character of the answer that the template keeps
     opening: str = ""  # what it writes before the answer, as the prompt of the answer ended

@@ -20,7 +20,7 @@ from ..types.results import Body
 
 
 class RequestLimits(Protocol):
-    """How many requests an engine accepts at once."""
+    """Bounds on the requests that an engine accepts at once."""
 
     @property
     def max_running(self) -> int:
@@ -80,7 +80,7 @@ class ServingEngine(Protocol):
 
     @property
     def limits(self) -> RequestLimits:
-        """How many requests it accepts."""
+        """Bounds on the requests that it accepts."""
 
     @property
     def page_size(self) -> int:

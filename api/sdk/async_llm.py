@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,16 +14,16 @@ import msgspec
 
 from ...core.errors import InvalidRequest, QueueFull
 from ...core.validation import MAX_INT, as_tuple, check_integer, require
-from ..media.sources import ImageSource, join_parts, read_part
+from ..build.hub import at_revision, go_offline
 from ..runtime.chat import ChatAnswer, ChatClient
 from ..runtime.chat_input import ChatInput, Handle
 from ..runtime.embedder import Embedder, unit_vector
 from ..runtime.engine_client import EngineClient
 from ..runtime.generation import Answer
+from ..runtime.messages import num_system, one_system, read_message
 from ..runtime.pooled_prompts import Pooled, PooledPrompts, entry_names, pool_params
 from ..runtime.preprocess import (
     Conversation,
-    Message,
     Prompt,
     is_one_conversation,
     is_one_prompt,
@@ -33,7 +34,8 @@ from ..runtime.preprocess import (
     with_adapter,
 )
 from ..runtime.reranker import Reranker, ranked
-from ..runtime.tools import NamedChoice, Tools, plain_call, read_choice, read_tools
+from ..runtime.tools import NamedChoice, Tools, read_choice, read_tools
+from ..text.chat_template import check_messages
 from ..types.results import Completion, Embedding, RankedDocument, TextDelta, Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
 
@@ -60,10 +62,11 @@ class ChatOptions:
     def chat_input(self, messages: Conversation, params: SamplingParams) -> ChatInput:
         """The chat request."""
         is_one_conversation(messages)  # for its errors
-        placed = [_placed(message, index) for index, message in enumerate(messages)]
+        check_messages(messages)
+        read = [read_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
         return ChatInput(
-            messages=[message for message, _ in placed],
-            images=[image for _, images in placed for image in images],
+            messages=one_system([message for message, _ in read]),
+            images=[image for _, images in read for image in images],
             params=params,
             handles=_handles(messages),
             tools=self._tools,
@@ -87,34 +90,13 @@ def _choice(given: GivenChoice, tools: Sequence[Tool], *, is_parallel: bool) -> 
     return read_choice(choice, tools, parallel=is_parallel)
 
 
-def _placed(message: Message, index: int) -> tuple[Message, list[ImageSource]]:
-    """A message as templates expect it, with marks in the places of images, and the images."""
-    plain = _plain(message)
-    content = plain.get("content") if isinstance(plain, Mapping) else None
-    kinds = [part.get("type") for part in content or () if isinstance(part, Mapping)]
-    if not isinstance(content, list) or "image_url" not in kinds:
-        return plain, []
-    parts = [read_part(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content)]
-    text, images = join_parts(parts)
-    return {**plain, "content": text}, images
-
-
-def _plain(message: Message) -> Message:
-    """Messages as templates expect them: arguments of earlier calls are objects."""
-    if not isinstance(message, Mapping):  # what it is instead is named later
-        return message  # type: ignore[unreachable]
-    plain = {name: each for name, each in message.items() if name != "token_ids"}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [plain_call(call, "messages") for call in message["tool_calls"]]
-    return plain
-
-
 def _handles(messages: Conversation) -> list[Handle]:
     """The messages that are rendered by their ids, as `Completion.message` has them."""
+    shift = max(0, num_system(message["role"] for message in messages) - 1)
     return [
-        Handle(index, message["token_ids"], f"messages[{index}].token_ids")
+        Handle(index - shift, message["token_ids"], f"messages[{index}].token_ids")
         for index, message in enumerate(messages)
-        if isinstance(message, Mapping) and message.get("token_ids") is not None
+        if message.get("token_ids") is not None
     ]
 
 
@@ -123,7 +105,23 @@ class AsyncLLM(EngineClient):
 
     ``options`` are those of `EngineConfig`, which are the flags of ``foretoken serve``. The model
     is loaded by `start`, by ``async with``, or by the first request. Belongs to one event loop.
+    ``revision``: branch, tag or commit of a model of the hub; `InvalidRequest` for another model.
+    ``offline``: take models of the hub from the cache alone, from now on in the whole process.
     """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        revision: str | None = None,
+        offline: bool = False,
+        **options: Any,  # noqa: ANN401 - EngineConfig checks them
+    ) -> None:
+        if offline:
+            go_offline()
+        if revision is not None:
+            model = at_revision(None if model is None else os.fspath(model), revision)
+        super().__init__(model, **options)
 
     @overload
     async def generate(  # type: ignore[overload-overlap]

@@ -130,8 +130,15 @@ class LLM:
     interpreter exits.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:  # noqa: ANN401 - EngineConfig checks them
-        self._boot(AsyncLLM(model, **options))
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        revision: str | None = None,
+        offline: bool = False,
+        **options: Any,  # noqa: ANN401 - EngineConfig checks them
+    ) -> None:
+        self._boot(AsyncLLM(model, revision=revision, offline=offline, **options))
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:

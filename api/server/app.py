@@ -36,7 +36,7 @@ from ..openai.responses.route import (
     ResponsesRoute,
 )
 from ..openai.responses.store import ResponseStore
-from ..openai.schema import DetokenizeRequest, TokenizeRequest, plain_chat
+from ..openai.schema import DetokenizeRequest, TokenizeRequest, tokenized_chat
 from ..protocol.sampling import decoder
 from ..runtime.adapters import ServedAdapter
 from ..runtime.engine_client import EngineClient
@@ -147,9 +147,7 @@ class TokenRoutes:
     async def _token_ids(self, body: TokenizeRequest) -> list[int]:
         llm = self.service.llm
         if body.messages is not None and body.prompt is None:
-            chat = await self.service.apart(
-                partial(plain_chat, body.messages, opens=body.add_generation_prompt)
-            )
+            chat = await self.service.apart(partial(tokenized_chat, body, body.messages))
             return [*(await self.service.chat.render(chat)).token_ids]
         if body.prompt is None or body.messages is not None:
             raise InvalidRequest(
@@ -358,19 +356,11 @@ def batch_dialects(service: Service, store: ResponseStore) -> dict[str, Dialect[
 
 def _routes(service: Service) -> list[Route]:
     models, tokens = ModelRoutes(service), TokenRoutes(service)
-    operator = OperatorRoutes(service)
     cache = CacheRoutes(service)
     store = ResponseStore(max_seconds=service.settings.limits.store_seconds)
     kept = KeptResponses(store)
     ollama = OllamaModels(service)
     in_batches = batch_dialects(service, store)
-    kept_batches = BatchStore(
-        service,
-        in_batches,
-        folder=service.settings.batch_dir,
-        max_bytes=service.settings.limits.max_files_bytes,
-    )
-    files, batches = FileRoutes(service, kept_batches), BatchRoutes(service, kept_batches)
     dialects: dict[str, Dialect[Any]] = in_batches | {
         "/v1/chat/completions/render": ChatRender(service),
         "/v1/completions/render": CompletionsRender(service),
@@ -388,6 +378,34 @@ def _routes(service: Service) -> list[Route]:
         Route("/v1/responses/{id}", kept.retrieve, methods=["GET"]),
         Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/input_items", kept.input_items, methods=["GET"]),
+        *_batch_routes(service, in_batches),
+        Route("/v1/models", models.index, methods=["GET"]),
+        Route("/v1/models/{name:path}", models.retrieve, methods=["GET"]),
+        Route("/api/tags", ollama.tags, methods=["GET"]),
+        Route("/api/ps", ollama.running, methods=["GET"]),
+        Route("/api/show", ollama.show, methods=["POST"]),
+        Route("/api/version", ollama.version, methods=["GET"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        *_operator_routes(service),
+        Route("/cache", cache.show, methods=["GET"]),
+        Route("/cache/explain", cache.explain, methods=["GET"]),
+        Route("/cache/flush", cache.flush, methods=["POST"]),
+        *_adapter_routes(service),
+        *Dashboard(service).routes,
+        *(ApiViewer().routes if service.settings.ui else []),
+        Route("/openapi.json", OpenApi(service.settings.root_path).show, methods=["GET"]),
+    ]
+
+
+def _batch_routes(service: Service, dialects: Mapping[str, Dialect[Any]]) -> list[Route]:
+    """Routes of files and of batches whose requests are in these dialects."""
+    limits = service.settings.limits
+    store = BatchStore(
+        service, dialects, folder=service.settings.batch_dir, max_bytes=limits.max_files_bytes
+    )
+    files, batches = FileRoutes(service, store), BatchRoutes(service, store)
+    return [
         Route("/v1/files", files.upload, methods=["POST"]),
         Route("/v1/files", files.index, methods=["GET"]),
         Route("/v1/files/{id}", files.retrieve, methods=["GET"]),
@@ -397,14 +415,13 @@ def _routes(service: Service) -> list[Route]:
         Route("/v1/batches", batches.index, methods=["GET"]),
         Route("/v1/batches/{id}", batches.retrieve, methods=["GET"]),
         Route("/v1/batches/{id}/cancel", batches.cancel, methods=["POST"]),
-        Route("/v1/models", models.index, methods=["GET"]),
-        Route("/v1/models/{name:path}", models.retrieve, methods=["GET"]),
-        Route("/api/tags", ollama.tags, methods=["GET"]),
-        Route("/api/ps", ollama.running, methods=["GET"]),
-        Route("/api/show", ollama.show, methods=["POST"]),
-        Route("/api/version", ollama.version, methods=["GET"]),
-        Route("/tokenize", tokens.tokenize, methods=["POST"]),
-        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+    ]
+
+
+def _operator_routes(service: Service) -> list[Route]:
+    """Routes for whoever runs the server, and for the probes and routers around it."""
+    operator = OperatorRoutes(service)
+    return [
         Route("/health", operator.health, methods=["GET"]),
         Route("/ready", operator.ready, methods=["GET"]),
         Route("/debug/audit", operator.audit, methods=["POST"]),
@@ -414,13 +431,6 @@ def _routes(service: Service) -> list[Route]:
         Route("/server_info", operator.server_info, methods=["GET"]),
         Route("/model_info", operator.model_info, methods=["GET"]),
         Route("/metrics", operator.metrics, methods=["GET"]),
-        Route("/cache", cache.show, methods=["GET"]),
-        Route("/cache/explain", cache.explain, methods=["GET"]),
-        Route("/cache/flush", cache.flush, methods=["POST"]),
-        *_adapter_routes(service),
-        *Dashboard(service).routes,
-        *(ApiViewer().routes if service.settings.ui else []),
-        Route("/openapi.json", OpenApi(service.settings.root_path).show, methods=["GET"]),
     ]
 
 

@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import ssl
-import stat
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
@@ -32,10 +31,10 @@ from .lifecycle import STUCK, Supervisor
 from .logs import announcement
 from .observability import Observing
 from .prewarm import prewarm, read_prewarm
+from .unix_socket import SOCKET_MODE, owned, remove
 
 logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 5  # for answers that are complete but not all sent
-SOCKET_MODE = 0o600  # other users of the machine have no business here
 STDERR = 2
 
 
@@ -82,12 +81,12 @@ async def _serve(
     warms = read_prewarm(listen.prewarm) if listen.prewarm else ()
     reserve_files(listen.settings.limits)
     config = uvicorn_config(llm, listen, observing)
-    try:
-        sock = _bind(config)  # a port that is taken shows before the model is loaded
-    except OSError as error:
-        logger.error("%s", _why_not_bound(error, listen))
-        return 1
-    try:
+    with contextlib.ExitStack() as closing:
+        try:
+            sock = _bind(config, closing)  # a port that is taken shows before the model is loaded
+        except OSError as error:
+            logger.error("%s", _why_not_bound(error, listen))
+            return 1
         await llm.start()
         gc.freeze()  # what is loaded stays: to look through it took 0.1 s again and again
         async with observing.serving(llm, _name(llm, listen)):
@@ -97,32 +96,30 @@ async def _serve(
             listening = partial(_listens, sock, listen)
             served = await _serve_on(sock, server, llm, warm_up, listening, supervisor)
             return supervisor.exit_code if served else 1
-    finally:
-        _unbind(sock, listen.uds)
 
 
-def _bind(config: uvicorn.Config) -> socket.socket:
-    """The socket that will listen. Raises OSError; uvicorn's own way would end the process."""
+def _bind(config: uvicorn.Config, closing: contextlib.ExitStack) -> socket.socket:
+    """The socket that will listen, until ``closing`` ends.
+
+    Raises OSError; uvicorn's own way would end the process.
+    """
     address: str | tuple[str, int]
     if config.uds is not None:
-        if _is_stale(Path(config.uds)):
-            Path(config.uds).unlink(missing_ok=True)
+        closing.enter_context(owned(Path(config.uds)))
         family, address = socket.AF_UNIX, config.uds
     else:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         address = (config.host, config.port)
-    sock = socket.socket(family)
-    try:
-        # A named port may be taken while old connections linger. For port 0 that would let the
-        # system name a port that is bound and does not listen yet: another server's, loading.
-        if config.uds is None and config.port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except BaseException:
-        sock.close()
-        raise
+    sock = closing.enter_context(socket.socket(family))
+    # A named port may be taken while old connections linger. For port 0 that would let the
+    # system name a port that is bound and does not listen yet: another server's, loading.
+    if config.uds is None and config.port:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(address)
     if config.uds is not None:
-        Path(config.uds).chmod(SOCKET_MODE)  # nobody is in yet: it does not listen
+        path = Path(config.uds)
+        path.chmod(SOCKET_MODE)  # nobody is in yet: it does not listen
+        closing.callback(remove, path, path.stat())
     return sock
 
 
@@ -142,21 +139,6 @@ def _why_not_bound(error: OSError, listen: Listen) -> str:
     if listen.uds is not None:
         return f"{listen.uds} is in use by another server, or no socket; choose another --uds"
     return f"port {listen.port} is in use by another program; choose another with --port N (0: any)"
-
-
-def _unbind(sock: socket.socket, uds: str | None) -> None:
-    sock.close()
-    if uds is not None:
-        Path(uds).unlink(missing_ok=True)
-
-
-def _is_stale(path: Path) -> bool:
-    """Whether a killed server left this socket; False for other kinds of files."""
-    if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a server that is busy would keep us waiting
-        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
 
 async def _serve_on(

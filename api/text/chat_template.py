@@ -111,7 +111,8 @@ class ChatTemplate:
         """
         token = BUDGET.set(budget)
         try:
-            return self._completed(messages, {"add_generation_prompt": True, **options})
+            opens = not options.get("continue_final_message", False)
+            return self._completed(messages, {"add_generation_prompt": opens, **options})
         except RecursionError:  # its traceback would be as long as what is nested is deep
             param = deeper(messages, options)
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
@@ -382,7 +383,7 @@ def deeper(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) ->
 
 
 def _depth(value: object) -> int:
-    """How deeply it is nested."""
+    """Levels to which a value is nested."""
     depth, level = 0, [value]
     while level:
         depth += 1

@@ -229,7 +229,8 @@ class Tokenizer:
         self, num_chars: int, param: str = "prompt", *, generates: bool = True
     ) -> PromptTooLong:
         num_tokens = -(-num_chars // self._most_chars_per_token)
-        return PromptTooLong(num_tokens, self.max_model_len - generates, param=param)
+        most = self.max_model_len
+        return PromptTooLong(num_tokens, most - generates, param=param, context=most)
 
     @cached_property
     def _most_chars_per_token(self) -> int:
@@ -257,7 +258,7 @@ class Tokenizer:
             raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
         most = self.max_model_len - generates
         if len(token_ids) > most:
-            raise PromptTooLong(len(token_ids), most, param=param)
+            raise PromptTooLong(len(token_ids), most, param=param, context=self.max_model_len)
         # By types and by extremes: a loop would hold the event loop for tens of milliseconds.
         kinds = {*map(type, token_ids)} - {int}
         if any(not issubclass(kind, int) or kind is bool for kind in kinds):

@@ -56,8 +56,8 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
 
     Raises what transformers raises, and `ModelLoadError` for a GGUF file that cannot be read.
     """
-    file = cache_folder() / "tokenizers" / f"{_key(path)}.json"
-    kept = _read(file)
+    file = _kept_file(_key(path))
+    kept = None if file is None else _read(file)
     if kept is not None:
         return kept
     hf = _convert(path)
@@ -65,9 +65,22 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
     backend = getattr(hf, "backend_tokenizer", None)
     template = getattr(hf, "chat_template", None) or _processor_template(path)
     loaded = LoadedTokenizer(backend, template, special_tokens)
-    if backend is not None and _is_whole(path, backend):
+    if file is not None and backend is not None and _is_whole(path, backend):
         _write(file, loaded)
     return loaded
+
+
+def _kept_file(key: str) -> Path | None:
+    """The file of a tokenizer in the cache; None without a folder for it."""
+    try:
+        return cache_folder() / "tokenizers" / f"{key}.json"
+    except OSError as error:
+        _tell_why_not_kept(error)
+        return None
+
+
+def _tell_why_not_kept(error: OSError) -> None:
+    logger.info("the tokenizer is not kept, and converted at every start: %s", error)
 
 
 def _processor_template(path: Path) -> str | None:
@@ -141,14 +154,14 @@ def _write(file: Path, loaded: LoadedTokenizer) -> None:
     kept = _Kept(loaded.backend_tokenizer.to_str(), template, dict(loaded.special_tokens_map))
     payload = msgspec.json.encode(kept)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.parent.mkdir(exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             written = Path(folder) / file.name
             written.write_bytes(_checksum(payload) + payload)
             written.replace(file)
         _drop_oldest(file.parent)
     except OSError as error:
-        logger.info("the tokenizer is not kept, and converted at every start: %s", error)
+        _tell_why_not_kept(error)
 
 
 def _drop_oldest(folder: Path) -> None:

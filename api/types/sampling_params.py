@@ -59,7 +59,7 @@ _ONE, _ZERO, _OFF = LeftOutFloat(1.0), LeftOutFloat(0.0), LeftOutInt(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(TokenSamplingParams):
-    """How to continue a prompt. Every bad value raises `InvalidRequest` naming its field.
+    """Parameters of an answer. Every bad value raises `InvalidRequest` naming its field.
 
     - ``max_tokens``: None means up to the end of the context.
     - ``temperature``: 0 is greedy. ``top_k=0`` and ``top_p=1`` are off.

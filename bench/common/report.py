@@ -71,7 +71,7 @@ def command() -> str:
 
 
 def _as_module(program: Path) -> str:
-    """How a file of this package is run: `foretoken bench serve`, or as a module of `bench/lab`."""
+    """Command of a file of this package: `foretoken bench serve`, or a module of `bench/lab`."""
     parts = [part for part in program.with_suffix("").parts if part != "__main__"]
     if "lab" not in parts:
         return f"foretoken bench {parts[-1]}"

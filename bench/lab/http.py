@@ -247,6 +247,7 @@ def summary(ours: Rounds, bare: Rounds) -> dict[str, Spread]:
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line, and those by which it starts itself as a server."""
     parser = argparse.ArgumentParser(prog="python -m foretoken.bench.lab.http")
     parser.add_argument("--out", type=Path, default=Path("bench/results/http.json"))
     parser.add_argument("--repeats", type=int, default=5)

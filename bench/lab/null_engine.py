@@ -85,7 +85,7 @@ class Clock:
 
 
 class Limits(NamedTuple):
-    """How many requests the null engine accepts."""
+    """Bounds on the requests that the null engine accepts."""
 
     max_running: int = 1024
     max_queued: int = 1024

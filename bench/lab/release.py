@@ -2,9 +2,9 @@
 
 1. A source distribution and a wheel made from it, into ``dist``; on Linux and x86-64 a second wheel
    with compiled kernels; ``twine check --strict``.
-2. For each Python that is found, each wheel in an empty environment: the SDK alone answers, and a
-   server command names the extra that it lacks; with the extra a server answers and drains, and
-   ``foretoken selftest`` passes. With compiled kernels no compiler is on the PATH.
+2. For each Python that is found, each wheel in an empty environment: the SDK answers,
+   ``foretoken selftest`` passes, and a server answers and drains. With compiled kernels no
+   compiler is on the PATH.
 3. The two commands of the README, from the unpacked source distribution.
 4. ``dist/SHA256SUMS``.
 
@@ -33,7 +33,6 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
@@ -118,7 +117,8 @@ def add_kernels(pure: Path) -> None:
         with zipfile.ZipFile(pure) as packed:
             packed.extractall(root)
         native = root / "foretoken/core/ops/native"
-        libraries = compile_kernels(native, runpy.run_path(str(native / "recipe.py")))
+        recipe = runpy.run_path(str(native / "recipe.py"))
+        libraries = recipe["package"]()
         tag = f"py3-none-manylinux_2_{needed_glibc(libraries)}_x86_64"
         (about,) = root.glob("*.dist-info/WHEEL")
         text = about.read_text("utf-8").replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
@@ -138,18 +138,6 @@ def pack(root: Path, wheel: Path) -> None:
             packed.write(path, name)
         name = record.relative_to(root).as_posix()
         packed.writestr(name, "".join([*lines, f"{name},,\n"]))
-
-
-def compile_kernels(folder: Path, recipe: Mapping[str, Any]) -> list[Path]:
-    """Compile the kernels of each kind of CPU beside their sources."""
-    made = []
-    for variant in recipe["PACKAGED"]:
-        library = folder / recipe["packaged_name"](variant)
-        arguments = recipe["arguments"](recipe["sources"](), library)
-        run("gcc", *recipe["packaged_flags"](variant), *arguments)
-        recipe["seal"](library)
-        made.append(library)
-    return made
 
 
 def needed_glibc(libraries: Sequence[Path]) -> int:
@@ -179,8 +167,6 @@ def try_wheels(python: str, wheels: Sequence[Path]) -> None:
         bin_folder = Path(folder) / "bin"
         print(f"== {wheels[0].name} on {python}", flush=True)
         install(bin_folder, wheels[0])
-        check_needs_server(bin_folder)
-        install(bin_folder, f"{wheels[0]}[server]")
         for wheel in wheels:
             print(f"== {wheel.name} on {python}", flush=True)
             install(bin_folder, "--no-deps", "--force-reinstall", wheel)
@@ -188,19 +174,9 @@ def try_wheels(python: str, wheels: Sequence[Path]) -> None:
             settings = {"FORETOKEN_CACHE": f"{folder}/{wheel.stem}", **compiler}
             run(bin_folder / "python", "-c", SDK, cwd=folder, settings=settings)
             run(bin_folder / "foretoken", "selftest", cwd=folder, settings=settings)
-        with serving(bin_folder / "foretoken", "serve", "builtin", "--port", cwd=folder):
-            pass
-
-
-def check_needs_server(bin_folder: Path) -> None:
-    """Exit unless the SDK alone brings no server, and its command names the extra."""
-    has_server = f"{bin_folder}/python -c 'import uvicorn'"
-    if subprocess.run(has_server, shell=True, capture_output=True, check=False).returncode == 0:
-        sys.exit("the wheel without extras brings uvicorn")
-    command: list[Path | str] = [bin_folder / "foretoken", "serve", "builtin"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=bin_folder)
-    if refused.returncode != 2 or "foretoken[server]" not in refused.stderr:
-        sys.exit(f"`foretoken serve` without its extra: {refused.stderr}")
+            command = (bin_folder / "foretoken", "serve", "builtin", "--port")
+            with serving(*command, cwd=folder, settings=settings):
+                pass
 
 
 def install(bin_folder: Path, *what: object) -> None:
@@ -226,13 +202,23 @@ def try_readme(sdist: Path) -> None:
 
 
 @contextmanager
-def serving(*command: object, cwd: object, last: str = "{port}") -> Iterator[str]:
-    """The URL of a server that the command starts; it must answer, and end by itself on SIGTERM."""
+def serving(
+    *command: object,
+    cwd: object,
+    last: str = "{port}",
+    settings: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """The URL of a server that the command starts; it must answer, and end by itself on SIGTERM.
+
+    ``settings`` are added to its environment.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     args = [*map(str, command), last.format(port=port)]
     url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(args, cwd=str(cwd), start_new_session=True)
+    print("$", " ".join(args), flush=True)
+    environment = stranger(settings)
+    server = subprocess.Popen(args, cwd=str(cwd), env=environment, start_new_session=True)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not answers(f"{url}/health"):
@@ -273,11 +259,15 @@ def run(
     """Run a command, with settings in its environment; exits where it fails, unless it may."""
     args = [str(each) for each in command]
     print("$", " ".join(args), flush=True)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= settings or {}
-    done = subprocess.run(args, cwd=str(cwd), env=environment, check=False)
+    done = subprocess.run(args, cwd=str(cwd), env=stranger(settings), check=False)
     if done.returncode and not may_fail:
         sys.exit(f"failed with {done.returncode}: {' '.join(args)}")
+
+
+def stranger(settings: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a command, with settings, which imports nothing from this checkout."""
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return own | dict(settings or {})
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ TICKS = (10_000, 5_000, 2_500, 1_250)  # microseconds between two tokens of a st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much of each part suits a model."""
+    """Sizes of the parts that suit a model."""
 
     kv_tokens: int  # pool of each engine; less than the eight beginnings
     prefix_len: int  # tokens

@@ -79,15 +79,18 @@ class Speculation:
 
     @classmethod
     def over(cls, *sources: Source, row_cost: float = CHEAP) -> Speculation:
+        """A speculator over ``sources``; a row costs ``row_cost`` of a step."""
         profile = StepProfile({n: 1.0 + row_cost * n for n in (1, 2, 4, 8, 16, 32, 64)})
         controller = Controller(CostModel(profile))
         return cls(DraftSpeculator(sources, controller, AcceptanceModel()), row_cost)
 
     def begin(self, request: Request) -> None:
+        """See `Guesser.begin`."""
         self.speculator.join(request)
         self.speculator.work()
 
     def guess(self, request: Request) -> Sequence[Sequence[int]]:
+        """See `Guesser.guess`."""
         limits = [min(NUM_DRAFTS, request.max_len - len(request.tokens) - 1)]
         (self.plan,) = self.speculator.plan([request], limits, budget=1000, num_prefill=0)
         draft = self.plan.draft
@@ -97,6 +100,7 @@ class Speculation:
         return [[draft.token_ids[node] for node in draft.path(leaf)] for leaf in leaves]
 
     def learn(self, request: Request, num_accepted: int, num_new: int) -> None:
+        """See `Guesser.learn`."""
         size = len(request.tokens)
         row = ScheduledRequest(
             request_id=request.request_id,
@@ -121,6 +125,7 @@ class Speculation:
         self.speculator.work()
 
     def end(self, request: Request) -> None:
+        """See `Guesser.end`."""
         self.speculator.leave(request)
         self.speculator.work()
 
@@ -135,16 +140,20 @@ class PromptLookup:
             num_output_tokens=NUM_DRAFTS, max_matching_ngram_size=2, max_length=1 << 20
         )
 
-    def begin(self, request: Request) -> None: ...
+    def begin(self, request: Request) -> None:
+        """Do nothing: the generator reads whole requests."""
 
     def guess(self, request: Request) -> Sequence[Sequence[int]]:
+        """See `Guesser.guess`."""
         ids = torch.frombuffer(request.tokens, dtype=torch.int64)[None].clone()
         found, _ = self._generator.get_candidates(ids)  # type: ignore[arg-type]
         return [found[0, len(request.tokens) :].tolist()]
 
-    def learn(self, request: Request, num_accepted: int, num_new: int) -> None: ...
+    def learn(self, request: Request, num_accepted: int, num_new: int) -> None:
+        """Do nothing: the generator keeps no state."""
 
-    def end(self, request: Request) -> None: ...
+    def end(self, request: Request) -> None:
+        """Do nothing: the generator keeps no state."""
 
 
 GUESSERS: dict[str, Callable[[], Guesser]] = {

@@ -86,6 +86,7 @@ async def run_once(built: LocalBuilt, load: Load, concurrency: int, depth: int |
 
 
 def make_request(index: int, stream: Stream, load: Load, depth: int | str) -> Request:
+    """A request for the stream's answer, with drafts of this depth."""
     prompt, answer = stream
     params = SamplingParams(
         temperature=load.temperature, max_tokens=len(answer), ignore_eos=True, seed=index

@@ -26,7 +26,7 @@ class PrefillPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float:
-        """How many times sooner the cached one comes."""
+        """Factor by which the cached one comes sooner."""
         return self.cold.median / self.cached.median
 
 

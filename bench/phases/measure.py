@@ -32,7 +32,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is measured. Lengths are in tokens, ``budget`` in seconds for one point."""
+    """Extent of a measurement. Lengths are in tokens, ``budget`` in seconds for one point."""
 
     max_len: int = 32768  # of a prompt
     repeats: int = 5

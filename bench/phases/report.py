@@ -202,7 +202,7 @@ def batch_sentence(phases: Phases) -> str:
 
 
 def cached_sentence(phases: Phases) -> str:
-    """How much sooner the first token comes."""
+    """A sentence that says how much sooner the first token comes."""
     first, last = phases.cached[0], phases.cached[-1]
     return (
         f"With its prompt in the cache, the first token of {last.prompt_len:,} tokens comes after "

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -137,8 +137,8 @@ def measured_costs(
     ``options``: of the engine, as `EngineConfig` has them.
     """
     # Speculation is on so that the cost model is filled; no request of the load uses it.
-    on = {"draft": "suffix", "speculation": "auto"}
-    return asyncio.run(_measured(AsyncLLM(model, **{**(options or {}), **on}), seed))
+    on: dict[str, Any] = {**(options or {}), "draft": "suffix", "speculation": "auto"}
+    return asyncio.run(_measured(AsyncLLM(model, **on), seed))
 
 
 async def _measured(llm: AsyncLLM, seed: int) -> StepCosts:

@@ -54,7 +54,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now
 
     def _write_to_self(self) -> None:
-        """There is nobody to wake."""
+        """Do nothing: no other thread is waiting."""
 
     def _run_once(self) -> None:
         """One turn: let time pass, take the timers that are due, run what is ready."""

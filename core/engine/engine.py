@@ -88,16 +88,7 @@ class Engine:
         self._lost: BaseException | None = None  # why no step can succeed any more
         self._round_began = 0.0
         self._inbox = RequestInbox(scheduler, self.metrics)
-        self._tier_io: TierIO | None = None
-        if scheduler.page_loads is not None:
-            io_thread = make_thread("foretoken-io", lambda: None)
-            weakref.finalize(self, io_thread.close)
-            self._tier_io = TierIO(
-                scheduler.page_loads,
-                io_thread,
-                clock=clock,
-                on_change=self._load_ended,
-            )
+        self._tier_io = self._loading(make_thread)
         self._transfer_desk: TransferDesk | None = None
         if page_server is not None:
             self._transfer_desk = TransferDesk(
@@ -114,6 +105,18 @@ class Engine:
             overlap_work=OverlapWork(self._work_while_computing, self._should_wait_for_kernels),
             clock=clock,
             overlap=overlap,
+        )
+
+    def _loading(
+        self, make_thread: Callable[[str, Callable[[], None]], StepThread]
+    ) -> TierIO | None:
+        """The loads of pages from tiers, with a thread of their own; None without tiers."""
+        if self.scheduler.page_loads is None:
+            return None
+        thread = make_thread("foretoken-io", lambda: None)
+        weakref.finalize(self, thread.close)
+        return TierIO(
+            self.scheduler.page_loads, thread, clock=self._clock, on_change=self._load_ended
         )
 
     # -- callers --------------------------------------------------------------------------------

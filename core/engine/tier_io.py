@@ -163,7 +163,7 @@ class TierIO:
     def _found(self, load: PageLoad, keys: list[bytes]) -> None:
         self._disarm(load)
         if not load.is_over:
-            self._loads.found(load, keys, self._clock())
+            self._loads.found(load, keys)
             self._on_change()
 
     def _loaded(self, load: PageLoad, num_asked: int, num_pages: int) -> None:

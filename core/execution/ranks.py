@@ -117,12 +117,16 @@ class Ranks:
         for rank, channel in enumerate(self._channels, start=1):
             try:
                 if not channel.poll(max(0.0, until - time.monotonic())):
-                    raise ModelLoadError(f"rank {rank} {problem} within {seconds:.0f} s")
+                    raise ModelLoadError(
+                        f"rank {rank} {problem} within {seconds:.0f} s", may_pass=True
+                    )
                 found = channel.recv_bytes()
             except (EOFError, OSError):
                 found = b""
             if found != word:
-                raise ModelLoadError(f"rank {rank} {problem}; the reason is in its log lines above")
+                raise ModelLoadError(
+                    f"rank {rank} {problem}; the reason is in its log lines above", may_pass=True
+                )
 
     def _meet(self) -> GlooComm:
         """Meet the ranks; in a thread, because none returns from that before all are there."""
@@ -138,11 +142,11 @@ class Ranks:
         while not wait([met], _LOOK_SECONDS).done:
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None:
-                    raise ModelLoadError(f"rank {rank} ended before the ranks met")
+                    raise ModelLoadError(f"rank {rank} ended before the ranks met", may_pass=True)
         try:
             return met.result()
         except RankLost as failure:
-            raise ModelLoadError(str(failure)) from None
+            raise ModelLoadError(str(failure), may_pass=True) from None
 
     @property
     def pids(self) -> list[int]:

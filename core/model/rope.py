@@ -334,3 +334,22 @@ class RopeTable:
             cos, sin = cos * longer, sin * longer
         self._cos = torch.cat((self._cos, cos))
         self._sin = torch.cat((self._sin, sin))
+
+
+class Still:
+    """`Rope` that turns nothing: of modules that have turned queries and keys already, or do not.
+
+    Its tables are [rows, head_dim / 2].
+    """
+
+    def __init__(self, head_dim: int, device: torch.device) -> None:
+        self._half, self._device = head_dim // 2, device
+
+    def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Tables of as many rows as there are positions."""
+        return self.table(len(positions))
+
+    def table(self, stop: int) -> tuple[Tensor, Tensor]:
+        """Tables of the first positions."""
+        cos = torch.ones((stop, self._half), device=self._device)
+        return cos, torch.zeros_like(cos)

@@ -286,7 +286,7 @@ def _of_stack(weight: StoredWeight, axis: int, of_one: int, comm: Comm) -> Store
 
 
 def _slice(weight: StoredWeight, axis: int, comm: Comm) -> StoredWeight:
-    """This rank's part of the rows (axis 0) or columns. Raises ValueError inside of a group."""
+    """The rank's part of the rows (axis 0) or columns. Raises ValueError inside of a group."""
     if isinstance(weight, Tensor):
         return _slice_tensor(weight, axis, comm)
     assert isinstance(weight, QuantizedWeight)
@@ -300,7 +300,7 @@ def _slice_tensor(weight: Tensor, axis: int, comm: Comm) -> Tensor:
 
 
 def _parts_of_rows(weight: StoredWeight, sizes: Sequence[int], comm: Comm) -> StoredWeight:
-    """This rank's rows of each of the matrices that are stacked into one, in these proportions."""
+    """The rank's rows of each of the matrices that are stacked into one, in these proportions."""
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     assert isinstance(values, Tensor)
     unit = len(values) // sum(sizes)

@@ -10,6 +10,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,13 +138,15 @@ def load_vision(
     plain: Ops,
     *,
     cache_bytes: int,
+    kernels: Ops | None = None,
     has_weights: bool = True,
     on_read: OnRead | None = None,
 ) -> Vision | None:
     """The image tower of a folder; None for a model without one, or whose images are not served.
 
-    ``plain``: operations that pack the tower's linears, which are not quantised. ``on_read`` is
-    called with its parameters and buffers. Raises `ModelLoadError` for files that cannot be read.
+    ``plain``: operations that pack the tower's linears, which are not quantised. ``kernels``: those
+    that compute its attention and activations; None: torch does. ``on_read`` is called with its
+    parameters and buffers. Raises `ModelLoadError` for files that cannot be read.
     """
     support = vision_support(path)
     reason = support.reason
@@ -163,7 +166,7 @@ def load_vision(
             on_read(f"vision.{name}", tensor)
     num_parameters = sum(each.numel() for each in seen.values())
     model = model.to(decoder.device)
-    _pack(model, plain)
+    mode = _pack(model, plain, kernels)
     hidden, device, dtype = decoder.config.hidden_size, decoder.device, decoder.dtype
 
     def compute(inputs: Mapping[str, Tensor]) -> Tensor:
@@ -171,7 +174,8 @@ def load_vision(
             name: each.to(device, dtype) if each.is_floating_point() else each.to(device)
             for name, each in inputs.items()
         }
-        found = model.get_image_features(**given)
+        with mode:
+            found = model.get_image_features(**given)
         behind = getattr(found, "deepstack_features", None) or ()
         vectors = [_rows(each, hidden) for each in (found.pooler_output, *behind)]
         return torch.cat(vectors, dim=1).to(dtype)
@@ -218,10 +222,18 @@ def _rows(found: Any, hidden: int) -> Tensor:  # noqa: ANN401 - of transformers
     return torch.cat([part.reshape(-1, hidden) for part in parts])
 
 
-def _pack(model: Any, plain: Ops) -> None:  # noqa: ANN401 - of transformers
-    from .fallback.transformers_decoder import pack
+def _pack(model: Any, plain: Ops, kernels: Ops | None) -> Any:  # noqa: ANN401 - of transformers
+    """Pack a tower's linears; the mode in which it computes.
 
+    Both modules import transformers, which engines of text start without.
+    """
+    from .fallback.transformers_decoder import pack
+    from .tower_kernels import TowerAttention, use_kernels
+
+    if kernels is not None:
+        use_kernels(model, kernels)
     pack(model, plain, plain, frozenset())
+    return nullcontext() if kernels is None else TowerAttention(kernels)
 
 
 def count_tower(folder: Path) -> int:

@@ -21,7 +21,7 @@ def adapted_ops(ops: Ops, adapted: Sequence[AdaptedRows], device: torch.device) 
 
 
 def masked_ops(ops: Ops, parts: Mapping[object, PackedLora], mask: Tensor) -> Ops:
-    """As `adapted_ops`, for one adapter and its rows in a mask [T] bool that may change.
+    """Operations of one adapter and its rows in a mask [T] bool that may change; see `adapted_ops`.
 
     The backend's `Ops.add_lora` must take masks.
     """

@@ -271,19 +271,14 @@ def build_batch(
         logit_rows = np.flatnonzero(indices >= (ends - wanted)[rows])
         row_pages = row_pages[rows]
     pages_before, places = np.divmod(positions, page_size)
-    if len(tails):
-        last_pages = np.repeat(page_counts - 1, lens)  # rows in a tail have no page
-        pages_before = np.minimum(pages_before, last_pages)
+    if len(tails):  # whose rows have no page
+        pages_before = np.minimum(pages_before, np.repeat(page_counts - 1, lens))
     slots = pages[row_pages + pages_before] * page_size + places
     if len(tails):
         behind = positions - np.repeat(in_pages, lens)
         first_tails = np.repeat(np.cumsum(tail_lens) - tail_lens, lens)
         slots[behind >= 0] = tails[(first_tails + behind)[behind >= 0]]
-    turned_until = 0
-    if any([s.shift for s in segments]):  # noqa: C419 - a list is faster
-        shifts = np.array([s.shift for s in segments], dtype=np.int64)
-        positions = positions + np.repeat(shifts, lens)
-        turned_until = int(positions.max()) + 1
+    positions, turned_until = _shifted(segments, positions, lens)
     return RaggedBatch(
         token_ids=padded_rows(_token_ids(segments), min_rows, device),
         positions=padded_rows(_turns(segments, positions), min_rows, device),
@@ -452,6 +447,20 @@ def first_pages(segment: Segment, count: int) -> array[int]:
     if len(segment.page_ids) < count:
         raise ValueError(f"{len(segment.page_ids)} pages for {segment.stop} positions")
     return segment.page_ids[:count]
+
+
+def _shifted(
+    segments: Sequence[Segment], positions: IntArray, lens: IntArray
+) -> tuple[IntArray, int]:
+    """Positions [num_rows] with the shifts of their segments, and the first one behind them all.
+
+    The latter is 0 where no segment has a shift.
+    """
+    if not any([s.shift for s in segments]):  # noqa: C419 - a list is faster
+        return positions, 0
+    shifts = np.array([s.shift for s in segments], dtype=np.int64)
+    shifted = positions + np.repeat(shifts, lens)
+    return shifted, int(shifted.max()) + 1
 
 
 def _turns(segments: Sequence[Segment], positions: IntArray) -> IntArray:

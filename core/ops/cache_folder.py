@@ -1,14 +1,54 @@
-"""The folder of files that are kept between processes."""
+"""The folder of files that are kept between processes.
+
+Compiled kernels lie there, and whoever can write a library runs code as its user. So a folder that
+others may write is not used.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
+from functools import cache
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_ROOT = 0
+_OTHERS_WRITE = 0o022
 
 
 def cache_folder() -> Path:
-    """Return ``FORETOKEN_CACHE``, else foretoken's folder in the user's cache."""
+    """Return ``FORETOKEN_CACHE``, else foretoken's folder in the user's cache; made if missing.
+
+    Where others may write it, a folder of this user below that of temporary files takes its place.
+    Raises `OSError` when neither can be had.
+    """
     own = os.environ.get("FORETOKEN_CACHE")
     if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+        return _trusted(Path(own))
+    return _trusted(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken")
+
+
+@cache
+def _trusted(asked: Path) -> Path:
+    asked.mkdir(parents=True, exist_ok=True, mode=0o700)
+    why = whoever_writes(asked)
+    if not why:
+        return asked
+    own = Path(tempfile.gettempdir()) / f"foretoken-{os.geteuid()}"
+    own.mkdir(exist_ok=True, mode=0o700)
+    if also := f"{own} is a link" if own.is_symlink() else whoever_writes(own):
+        raise PermissionError(f"{why}, and {also}")
+    logger.warning("%s is not used as the cache, but %s: %s", asked, own, why)
+    return own
+
+
+def whoever_writes(path: Path) -> str:
+    """Why others than this user and root could change a file or a folder; "" if none could."""
+    found = path.stat()
+    if found.st_uid not in (_ROOT, os.geteuid()):
+        return f"{path} belongs to another user ({found.st_uid})"
+    if found.st_mode & _OTHERS_WRITE:
+        return f"others may write to {path} (chmod go-w)"
+    return ""

@@ -101,7 +101,7 @@ class _Field:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, memory: Tensor) -> Tensor:
-        """It in the memory of one slot or log."""
+        """The part in the memory of one slot or log."""
         part = memory[self.at : self.at + self.num_bytes]
         return part.view(self.dtype).view(self.shape)
 

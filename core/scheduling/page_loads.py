@@ -56,6 +56,7 @@ class PageLoads:
         self._awaited: dict[str, PageLoad] = {}  # by the id of the request that waits for it
         self._loading: dict[str, Request] = {}  # requests that have pages and wait for theirs
         self._fetched: dict[str, Request] = {}  # requests that are fetched, until their ends
+        self._found_fetches: list[PageLoad] = []  # of these, looked up and not begun
         self._now = 0.0  # of the latest round
         self._loaded_pages = array("q")  # since the last plan
         self._leases: dict[PageLoad, KVLease] = {}  # left by their requests, not yet by the thread
@@ -113,6 +114,14 @@ class PageLoads:
         if request.load is None:
             self._end_fetch(request)
 
+    def begin_fetches(self, now: float) -> None:
+        """Begin the fetches that were looked up, while no step is under way."""
+        found, self._found_fetches = self._found_fetches, []
+        for load in found:
+            request = self._fetched.get(load.request_id)
+            if request is not None and request.load is load:
+                self._begin_fetch(request, now)
+
     def _begin_fetch(self, request: Request, now: float) -> None:
         if not self.has_room(request):
             self._end_fetch(request)
@@ -157,7 +166,7 @@ class PageLoads:
         self.look_ups.append(load)
         self.on_order(load)
 
-    def found(self, load: PageLoad, keys: list[bytes], now: float) -> None:
+    def found(self, load: PageLoad, keys: list[bytes]) -> None:
         """Take the outcome of a look-up."""
         offer = load.offer
         if offer is not None and offer.is_met and len(keys) < len(offer.page_ids):
@@ -165,15 +174,19 @@ class PageLoads:
         if not load.is_over:
             load.keys, load.is_found = keys, True
             del self._awaited[load.request_id]
-            if (request := self._fetched.get(load.request_id)) is not None:
-                self._begin_fetch(request, now)
+            if load.request_id in self._fetched:
+                self._found_fetches.append(load)
 
     def is_late(self, now: float) -> bool:
         """Whether something is to be given up by the next `begin_round`."""
         return any(each.due <= now for each in self._awaited.values())
 
     def begin_round(self, now: float) -> None:
-        """Give up what takes too long: look-ups and loads of which nobody may wait longer."""
+        """Give up look-ups and loads of which nobody may wait longer; begin fetches.
+
+        No step is under way: one that was launched ahead may write rows of a request that ended,
+        whose pages are free.
+        """
         self._now = now
         for load in [each for each in self._awaited.values() if each.due <= now]:
             if load.request_id in self._loading:
@@ -182,6 +195,7 @@ class PageLoads:
                 self._end(load)
             if (request := self._fetched.get(load.request_id)) is not None:
                 self._end_fetch(request)
+        self.begin_fetches(now)
 
     def _end(self, load: PageLoad) -> None:
         load.is_over = True
@@ -243,7 +257,7 @@ class PageLoads:
         return load.state_slot is not None
 
     def _num_calls(self, load: PageLoad) -> int:
-        """How many calls for pages take as long as the next one for the load."""
+        """Number of calls for pages that take as long as the next one for the load."""
         num_pages = self.tiers.num_state_pages if load.lacks_state else 1
         return -(-num_pages // self.tiers.pages_per_call)
 

@@ -61,7 +61,7 @@ def check_fits(request: Request, capacity: int) -> None:
         raise InvalidRequest("prompt must have at least one token", param="prompt")
     most = longest_prompt(capacity, generates=request.sampling.pooling is None)
     if request.prompt_len > most:
-        raise PromptTooLong(request.prompt_len, most)
+        raise PromptTooLong(request.prompt_len, most, context=capacity)
 
 
 def longest_prompt(capacity: int, *, generates: bool) -> int:
@@ -315,7 +315,7 @@ class RequestTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the next deadline passes; None: no request has one."""
+        """The time at which the next deadline passes; None: no request has one."""
         return self._due.peekitem(0)[0][0] if self._due else None
 
     def expired(self, now: float) -> list[Request]:

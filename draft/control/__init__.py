@@ -1,1 +1,1 @@
-"""How much to guess: measured survival against measured prices."""
+"""Lengths of drafts: measured survival against measured prices."""

@@ -76,6 +76,7 @@ class Recorder(Generic[T]):
         self._sizes = {path.name: path.stat().st_size for path in folder.glob("*.jsonl")}
         self.num_recorded = 0  # by the thread
         self.num_left_out = 0
+        self._is_closed = False
         self._queue: queue.Queue[tuple[str, T] | None] = queue.Queue(QUEUE_LEN)
         self._thread = threading.Thread(target=self._write_all, name=f"foretoken-{self.option}")
         self._thread.daemon = True
@@ -111,13 +112,19 @@ class Recorder(Generic[T]):
 
     def close(self) -> None:
         """Write what waits and end the thread; blocking, idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
-            logger.info(
-                "%s: %d answers recorded, %d skipped",
-                self.option, self.num_recorded, self.num_left_out,
-            )  # fmt: skip
+        else:  # nobody would take what waits
+            self.num_left_out += self._queue.qsize()
+            logger.error("%s: its thread ended early", self.option)
+        logger.info(
+            "%s: %d answers recorded, %d skipped",
+            self.option, self.num_recorded, self.num_left_out,
+        )  # fmt: skip
 
     def _write_all(self) -> None:
         while (finished := self._queue.get()) is not None:
@@ -125,6 +132,9 @@ class Recorder(Generic[T]):
                 is_written = self._write(*finished)
             except OSError as error:
                 logger.warning("%s: an answer could not be written: %s", self.option, error)
+                is_written = False
+            except Exception:  # one answer is lost, not all that follow
+                logger.exception("%s: an answer could not be written", self.option)
                 is_written = False
             if is_written:
                 self.num_recorded += 1
@@ -162,7 +172,7 @@ class TrafficRecorder(Recorder[_Finished]):
         return _Finished(
             array("q", request.tokens),
             request.prompt_len,
-            request.sampling.params.temperature,
+            float(request.sampling.params.temperature),  # a default's type has no JSON
             str(delta.finish_reason),
         )
 

@@ -61,6 +61,7 @@ def make_stage(tmp_path: Path, seconds: float = 60.0) -> Stage:
 # -- the whole ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_script_rehearses_from_end_to_end_without_a_gpu(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path)}
     environment |= {"OMP_NUM_THREADS": "1"}

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from setuptools._distutils.filelist import FileList
 
 from foretoken.bench.lab import release
 from foretoken.bench.lab.release import check_has, main, packages_of, run, serving, write_sums
+from foretoken.core.ops.native import recipe
 from foretoken.core.ops.native.recipe import is_whole
 
 SERVER = """
@@ -81,14 +84,19 @@ def test_checksums_are_read_by_the_usual_command(tmp_path: Path) -> None:
 SOURCES = {"a.c": "#include <math.h>\nfloat f(float x) { return expf(x); }\n", "a.h": ""}
 
 
-@pytest.mark.skipif(
-    shutil.which("gcc") is None or platform.machine() != "x86_64", reason="no gcc for x86-64"
+CAN_COMPILE = (
+    platform.machine() == "x86_64"
+    and shutil.which("gcc") is not None
+    and not recipe.unknown_flags()
 )
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="no gcc 11 or newer for x86-64")
 def test_the_wheel_with_kernels_has_all_that_the_other_has_and_sealed_libraries(tmp_path: Path):
     native = "foretoken/core/ops/native"
-    recipe = Path(release.ROOT, "core/ops/native/recipe.py").read_text("utf-8")
+    how = Path(release.ROOT, "core/ops/native/recipe.py").read_text("utf-8")
     about = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files = {f"{native}/recipe.py": recipe, "foretoken-1.dist-info/WHEEL": about}
+    files = {f"{native}/recipe.py": how, "foretoken-1.dist-info/WHEEL": about}
     files |= {f"{native}/{name}": text for name, text in SOURCES.items()}
     files["foretoken-1.dist-info/RECORD"] = "old"
     pure = tmp_path / "foretoken-1-py3-none-any.whl"
@@ -113,6 +121,20 @@ def test_the_wheel_with_kernels_has_all_that_the_other_has_and_sealed_libraries(
     }
 
 
+def test_a_compiler_that_is_too_old_ends_the_release_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some compiler that knows AVX2, as gcc 8 does, and not x86-64-v4."""
+    gcc = tmp_path / "gcc"
+    gcc.write_text('#!/bin/sh\ncase "$*" in *v4*) exit 1;; esac\n')
+    gcc.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(SystemExit, match=r"gcc does not know -march=x86-64-v4 .*need gcc 11"):
+        recipe.package()
+    monkeypatch.setattr(recipe, "PACKAGED", ("avx2",))
+    assert recipe.unknown_flags() == ""
+
+
 def test_the_tag_names_the_newest_version_of_glibc_that_is_called(tmp_path: Path) -> None:
     for name, content in {"a": b"\0GLIBC_2.4\0GLIBC_2.17\0", "b": b"GLIBC_2.9\0"}.items():
         (tmp_path / name).write_bytes(content)
@@ -123,6 +145,42 @@ def test_a_server_is_waited_for_and_ended(tmp_path: Path) -> None:
     with serving(sys.executable, "-c", SERVER, cwd=tmp_path) as url:
         assert release.answers(url)
     assert not release.answers(url)
+
+
+def test_each_wheel_serves_under_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wheel with kernels has no compiler then, as for its other trials."""
+    wheels = [
+        tmp_path / "a-1-py3-none-any.whl",
+        tmp_path / "a-1-py3-none-manylinux_2_34_x86_64.whl",
+    ]
+    served: list[dict[str, str]] = []
+
+    @contextmanager
+    def serve(*command: object, settings: dict[str, str], **_: object) -> Iterator[str]:
+        served.append(settings)
+        yield ""
+
+    for name in ("run", "install", "check_needs_server"):
+        monkeypatch.setattr(release, name, lambda *_, **__: None)
+    monkeypatch.setattr(release, "serving", serve)
+    release.try_wheels("python3", wheels)
+    plain, packed = served
+    assert plain["FORETOKEN_CACHE"] != packed["FORETOKEN_CACHE"]
+    assert "PATH" not in plain
+    assert packed["CC"] == ""
+    assert packed["PATH"].endswith("/bin")
+
+
+def test_a_server_has_the_settings_and_nothing_of_this_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "here")
+    needs = "import os\nassert os.environ['A'] == 'b' and 'PYTHONPATH' not in os.environ\n"
+    command = (sys.executable, "-c", needs + SERVER)
+    with serving(*command, cwd=tmp_path, settings={"A": "b"}) as url:
+        assert release.answers(url)
 
 
 def test_a_server_that_ends_stops_the_release(tmp_path: Path) -> None:

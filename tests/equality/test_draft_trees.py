@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -23,6 +23,7 @@ KINDS = {
     "torch int8": ("float32", "torch", "int8"),
     "native int8": ("bfloat16", "native", "int8"),
 }
+Take = Callable[[Sequence[int], int, int], int]  # the fixture `take`
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -30,8 +31,9 @@ def house(request: pytest.FixtureRequest) -> House:
     return tiny_house(*KINDS[request.param])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_known_trees_change_no_token(house: House, page_size: int) -> None:
+@pytest.mark.parametrize("place", range(2))
+def test_known_trees_change_no_token(house: House, place: int, take: Take) -> None:
+    page_size = take((1, 4, 16), 2, place)
     trees = RandomTrees(house.solo)
     order = shuffled(page_size)[:24]
     served = house.run(

@@ -17,10 +17,13 @@ from foretoken.core.interface.images import PromptImage
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from foretoken.core.model import tower_kernels
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.vision import load_vision
+from foretoken.core.model.vision import Vision, load_vision
+from foretoken.core.ops.base import Ops
 from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.scheduling.chunk_budget import num_step_tokens
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
@@ -109,9 +112,7 @@ class Seeing:
         )
         pool = self.decoder.make_pool(NUM_PAGES, page_size=page_size, states=states)
         pool.data.fill_(void_item(pool))
-        self.vision = load_vision(
-            self.path, self.decoder, self.decoder.ops, cache_bytes=cache_bytes
-        )
+        self.vision = self.load_vision(cache_bytes, kernels=self.decoder.ops)
         made = None
         self.targets: dict[str, list[int]] = {}
         if proposer is not None:
@@ -122,6 +123,11 @@ class Seeing:
         speculator = make_speculator(drafter) if drafter else FixedDepth(4 if made else 0)
         self.scheduler = Scheduler(cache, limits, speculator)
         self.driver = drive(self.scheduler, runner)
+
+    def load_vision(self, cache_bytes: int = 0, *, kernels: Ops | None = None) -> Vision | None:
+        ops = self.decoder.ops
+        kernels = kernels if isinstance(kernels, NativeOps) else None
+        return load_vision(self.path, self.decoder, ops, cache_bytes=cache_bytes, kernels=kernels)
 
     def serve(self, asked: Sequence[Asked], *, namespace: str | None = None) -> list[Request]:
         """Serve all at once, and compare with what is expected."""
@@ -147,6 +153,12 @@ class Seeing:
         served = [self.driver.served[request.request_id] for request in requests]
         assert served == [each.expected for each in asked]
         return requests
+
+
+@pytest.fixture(autouse=True)
+def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels compute the attention of tiny towers, too."""
+    monkeypatch.setattr(tower_kernels, "LEAST_ROWS", 1)
 
 
 @pytest.fixture(scope="module", params=sorted(CLASSES))
@@ -189,6 +201,30 @@ def one_and_three(model: Seeing) -> list[Asked]:
     ]
     assert asked[0].expected != asked[3].expected, "the image decides nothing"
     return asked
+
+
+def test_a_tower_s_attention_is_the_kernels(
+    smolvlm: Seeing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside native kernels torch has one thread, which took most of the time of an image."""
+    if not isinstance(smolvlm.decoder.ops, NativeOps):
+        pytest.skip("no native kernels")
+    asked = smolvlm.ask([smolvlm.text(3), random_inputs("smolvlm", 5), smolvlm.text(2)])
+    vision, torchs = smolvlm.load_vision(kernels=smolvlm.decoder.ops), smolvlm.load_vision()
+    assert vision is not None
+    assert torchs is not None
+    expected = torchs.vectors(asked.images[0])
+    mutual: list[bool] = []
+    attention = NativeOps.attention
+
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        mutual.append(options["is_mutual"])
+        return attention(*args, **options)
+
+    monkeypatch.setattr(NativeOps, "attention", noted)
+    assert torch.allclose(vision.vectors(asked.images[0]), expected, atol=1e-5)
+    layers = smolvlm.reference.config.vision_config.num_hidden_layers
+    assert mutual == [True] * layers
 
 
 @pytest.mark.parametrize("max_batch_tokens", [7, 64])

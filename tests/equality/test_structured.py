@@ -221,7 +221,7 @@ def test_what_bans_all_that_the_grammar_allows_fails_that_request_alone(drafting
 
 
 def test_a_grammar_that_becomes_too_big_fails_that_request_alone(drafting: LLM) -> None:
-    """It is seen when the first tokens are tried, before the request is taken."""
+    """The size is seen when the first tokens are tried, before the request is taken."""
     million = SamplingParams(grammar="start: a{100}\na: b{100}\nb: /x/{100}", seed=1)
     with pytest.raises(InvalidRequest, match=r"grammar: .*Too many items"):
         drafting.generate("x", million)

@@ -14,7 +14,7 @@ EXAMPLES, SEED = 8, 1
 
 @dataclass(frozen=True)
 class Effort:
-    """How many inputs each generator makes, and the seed that they follow from."""
+    """The number of inputs that each generator makes, and the seed that they follow from."""
 
     examples: int
     seed: int

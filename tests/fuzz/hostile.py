@@ -9,7 +9,7 @@ DEEP = 5_000
 
 
 def nested(depth: int, opening: str, closing: str) -> str:
-    """So many of one inside the other."""
+    """A form of this depth: one inside the other."""
     return opening * depth + closing * depth
 
 

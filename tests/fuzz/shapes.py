@@ -14,7 +14,7 @@ NO_FIELD = (
     "more than 100",
     "Number out",
 )
-"""How messages begin that can name no field, as the body as a whole is wrong."""
+"""Beginnings of messages that can name no field, as the body as a whole is wrong."""
 MAX_MESSAGE_CHARS = 4096
 
 

@@ -51,7 +51,7 @@ def test_a_bad_prompt_is_named(llm: LLM, prompt: Any):
 
 
 def _error(llm: LLM, prompt: Any, **params: Any) -> ForetokenError | None:
-    """How a request fails, if it does; whatever is no error of foretoken's own is raised."""
+    """The error of a request, None if it has none. An error that is not foretoken's is raised."""
     try:
         llm.generate(prompt, SamplingParams(**params))
     except ForetokenError as error:

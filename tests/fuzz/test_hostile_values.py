@@ -39,7 +39,7 @@ def test_a_hostile_value_is_refused_or_served_and_harms_nobody(app: App, effort:
 
 
 def _inputs(path: str, effort: Effort) -> Iterator[tuple[Place, str, bytes]]:
-    """So many values for each place; all of them where that many are asked for."""
+    """Some values for each place; all of them where that many are asked for."""
     rng = random.Random(f"{effort.seed} {path}")
     for body in BODIES[path]:
         for place in places(body):
@@ -64,7 +64,7 @@ def assert_in_order(response: httpx.Response, what: str) -> None:
 
 
 def assert_nothing_lost(app: App) -> None:
-    """When all is over, every page is free, can be had, or is pinned as was asked for."""
+    """Wait until every page is free, can be had, or is pinned as was asked for."""
     deadline = time.monotonic() + IDLE_SECONDS
     while True:  # what was refused midway is aborted between two steps
         told = app.cache()

@@ -34,7 +34,7 @@ OPTIONAL = {  # where an extra is needed, and imported for it alone
     "mooncake": "mooncake",
     "nixl": "pd",
     "ray": "ray",
-} | dict.fromkeys(("starlette", "uvicorn", "h11"), "server")
+}
 
 
 def declared(requirements: list[str]) -> set[str]:
@@ -88,7 +88,7 @@ def import_all(names, extras):
 
 def test_all_that_names_no_extra_is_imported_without_the_extras() -> None:
     """A plain installation has the dependencies alone, and `make serve` needs no more."""
-    extras = {*OPTIONAL} - {"h11"}  # which the hub's client brings
+    extras = {*OPTIONAL}
     extras |= {"httpx", "openai", "jsonschema", "pytest", "hypothesis", "schemathesis"}
     names = []
     for package in ("radix_cache", "core", "draft", "api"):
@@ -177,7 +177,16 @@ def test_what_the_server_uses_of_private_parts_is_there() -> None:
     assert issubclass(ChunkedWriter, object)
 
 
-def test_without_the_extra_a_command_of_the_server_says_so_in_one_line() -> None:
+def test_a_plain_installation_serves_and_leaves_newer_versions_to_its_user() -> None:
+    base = {Requirement(each).name: each for each in PROJECT["dependencies"]}
+    for bounded in map(Requirement, PROJECT["optional-dependencies"]["server"]):
+        plain = Requirement(base[bounded.name])
+        lower = [each for each in bounded.specifier if each.operator == ">="]
+        assert list(plain.specifier) == lower, bounded.name
+        assert plain.marker == bounded.marker
+
+
+def test_without_its_packages_a_command_of_the_server_says_so_in_one_line() -> None:
     blocked = "import sys; sys.modules.update(uvicorn=None, starlette=None, uvloop=None);"
     run = "from foretoken.api.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", blocked + run, "serve", "builtin"]
@@ -220,5 +229,4 @@ def test_every_extra_is_explained_where_it_is_installed() -> None:
 def test_nothing_is_declared_that_is_not_imported() -> None:
     used = set().union(*(imported(each) for each in ("radix_cache", "core", "draft", "api")))
     names = {DISTRIBUTIONS.get(module, module).lower() for module in used}
-    needed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["server"]]
-    assert declared(needed) - names <= {"uvloop"}  # it is imported by name
+    assert declared(PROJECT["dependencies"]) - names <= {"uvloop"}  # it is imported by name

@@ -27,7 +27,8 @@ RIDDLES = re.compile(
 )
 """Words of a story, not of a message: for each of them there is the name of a thing or an act."""
 DANGLING = frozenset(
-    """and as but its likewise of or same such that those what where which whose""".split()  # noqa: SIM905
+    """also and as but how it its likewise not of or same so such that their there these they this
+    those what when where which while who whom whose""".split()  # noqa: SIM905
 )
 """Words that begin docstrings which nobody understands without the caller."""
 DESCRIBED = ("radix_cache", "core", "draft", "api", "bench", "tests")

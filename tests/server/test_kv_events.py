@@ -176,7 +176,7 @@ class Router:
             assert time.monotonic() < deadline, "the router did not start"
 
     def lookups(self) -> dict[str, int]:
-        """How many look-ups hit and missed."""
+        """Numbers of look-ups that hit and missed."""
         shown = get(self._metrics_url, "/metrics").content.decode()
         found = re.findall(r'kv_placement_lookups_total\{result="(\w+)"\} (\d+)', shown)
         return {result: int(count) for result, count in found}

@@ -29,6 +29,7 @@ from support.plain_http import metrics
 from support.server_process import Server, free_port, running
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
+pytestmark = pytest.mark.slow
 SECONDS = 300.0
 FLAGS = ["--replica-cpus", "0.5", "--kv-tokens", "16384"]
 BAD = {"kv_tokens": None, "kv_memory": "1KiB"}  # a replica finds that when it is built

@@ -1,4 +1,4 @@
-"""Who guesses in a simulation: a fake draft model, and speculators that fail at named points."""
+"""Drafters of a simulation: a fake draft model, and speculators that fail at named points."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def steps_to_first_token(driver: Driver, request: Request) -> int:
 
 @pytest.mark.parametrize("num_long", [1, 4, 16])
 def test_a_short_prompt_does_not_wait_for_long_ones(num_long: int) -> None:
-    """It is computed in the step after the one under way, or the next where its share is full."""
+    """The next step computes the short one, or the one after it where the share is full."""
     driver = make_driver()
     long = [come(driver, f"long-{index}", LONG) for index in range(num_long)]
     for _ in range(10):
@@ -83,7 +83,7 @@ def test_short_prompts_one_after_another_cost_a_long_one_a_quarter_of_its_time()
 
 
 def test_prompts_of_falling_lengths_do_not_all_begin() -> None:
-    """Only one of half the length may go before: the rest would hold pages and places in vain."""
+    """One of half the length may go before: the rest would hold pages and places in vain."""
     driver = make_driver(max_running=16)
     for index in range(16):
         come(driver, f"falling-{index}", LONG - 110 * index)

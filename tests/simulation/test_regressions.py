@@ -46,7 +46,7 @@ def test_an_abort_that_came_too_late_does_not_end_the_next_request_of_that_id() 
 
 
 def test_a_chunk_of_one_token_that_is_not_a_number_reaches_no_other_request() -> None:
-    """It decides no token, so the verifier never sees it; its page was published."""
+    """The chunk decides no token, so the verifier never sees it; its page was published."""
 
     async def scenario(loop: SimulatedLoop) -> None:
         world = make_world(loop)

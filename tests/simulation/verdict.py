@@ -94,7 +94,7 @@ def _check_echo(world: World, told: Told) -> None:
 
 
 def _check_never_added(world: World, told: Told) -> None:
-    """It may have ended in the inbox, of an engine that went."""
+    """The request may have ended in the inbox, of an engine that went."""
     if told.request.lease is not None or (world.closed_at is None and world.engine.failure is None):
         world.violation(f"{told.request.request_id} has ended and is {told.request.status}")
 

@@ -26,7 +26,7 @@ MAX_DRIFT = 2.0
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """How a quantity of one process developed."""
+    """Development of a quantity of one process."""
 
     name: str
     first: float  # at the first idle moment

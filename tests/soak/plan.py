@@ -39,7 +39,7 @@ BROKEN = {"broken_http": 4, "broken_body": 4, "oversized": 2, "stranger": 2}
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """So many clients of each kind for a share of the cycle."""
+    """Numbers of clients of each kind for a share of the cycle."""
 
     name: str
     share: float

@@ -421,6 +421,7 @@ def test_a_footprint_counts_what_this_process_opens(tmp_path):
     assert before.threads > 0
 
 
+@pytest.mark.slow
 def test_a_short_soak_finds_nothing_and_checks_what_it_claims(tmp_path, capsys):
     out = tmp_path / "soak.json"
     flags = ["--minutes", "0.08", "--no-restarts", "--max-drift", "inf", "--out", str(out)]

@@ -29,7 +29,7 @@ MAX_KEPT = 2**22  # bytes of an answer
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a client reads: so many bytes, then a pause, until a time of the loop; then all."""
+    """Pace at which a client reads: bytes, then a pause, until a time of the loop; then all."""
 
     piece: int
     pause: float  # seconds

@@ -85,7 +85,7 @@ CLUSTERED = {
 
 
 def _mend(text: Any) -> None:
-    """This version of transformers knows neither layers that all read another model's, nor that
+    """Mend transformers, which knows neither layers that all read another model's, nor that
     such a model's last layers of each kind are read where it shares none itself.
     """
     modes = text.kv_sharing_modes.fget

@@ -111,7 +111,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Regime:
-    """How well guesses fit a text: those of a source that knows some of it, or of a draft model."""
+    """Chances that guesses fit a text, of a source that knows some of it or of a draft model."""
 
     known: Chance | None = None
     lm: Chance | None = None
@@ -135,7 +135,7 @@ class Seat:
         self.request: Request | None = None
 
     def hits(self, length: int, *, lm: bool) -> int:
-        """How many of the next ``length`` tokens are guessed right before one is not."""
+        """Number of the next ``length`` tokens that are guessed right before one is not."""
         chance = self.regime.lm if lm else self.regime.known
         if chance is None:
             return 0
@@ -165,12 +165,12 @@ class Served:
 
     @property
     def num_own_hits(self) -> int:
-        """How many of them are right."""
+        """Number of them that are right."""
         return self.seat.hits(self.num_own, lm=True)
 
     @property
     def num_known_hits(self) -> int:
-        """How many of the tokens that were looked up are right."""
+        """Number of the tokens looked up that are right."""
         return self.seat.hits(self.plan.draft.height, lm=False)
 
     @property

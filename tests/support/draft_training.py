@@ -1,4 +1,4 @@
-"""How drafts are taught in tests: short answers, small batches."""
+"""Teaching of drafts in tests: short answers, small batches."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class FakeStream:
                 self._num_done += 1
 
     def mark(self) -> int:
-        """How many operations were asked for so far."""
+        """Number of operations that were asked for so far."""
         return len(self._queue)
 
 

@@ -172,6 +172,7 @@ class CallingDriver(Driver):
     def end_call(self, call: Call) -> None:
         """Make a call, and hand its result on."""
         call.use(call.work())
+        self.loads.begin_fetches(self.now)  # as the next plan does first
         self.scheduler.audit()
 
     def run_calls(self) -> None:

@@ -72,7 +72,7 @@ class Graphs:
 
     @cached_property
     def _make(self) -> MakeGraph:
-        """Not before a test runs: then it is known where."""
+        """The maker of graphs, chosen when a test runs: only then the device is known."""
         return cuda_graphs() if torch.get_default_device().type == "cuda" else fake_graphs()
 
     @property

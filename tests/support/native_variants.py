@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from foretoken.core.ops.native import Variant, variants
@@ -13,5 +14,11 @@ building.EMULATION = EMULATION  # whoever imports this module has the variant "a
 
 
 def every_variant() -> tuple[Variant, ...]:
-    """Return this machine's variants, and the emulated matrix unit wherever it can be compiled."""
-    return (*variants(), "amx-emulated") if can_run("amx-emulated") else variants()
+    """Return this machine's variants, and the emulated matrix unit wherever it can be compiled.
+
+    Where the environment names a variant (`make test-avx2`) that one alone: `make test` has them
+    all.
+    """
+    every = (*variants(), "amx-emulated") if can_run("amx-emulated") else variants()
+    named = os.environ.get(building.SETTING, "auto")
+    return every if named == "auto" else tuple(each for each in every if each == named)

@@ -51,7 +51,7 @@ def wanted_answer(prompt: str) -> str:
 
 
 def progress(answer: bytes, said: bytes) -> int | None:
-    """How much of the answer was said, white space aside; None for something else."""
+    """The part of the answer that was said, white space aside; None for something else."""
     at = 0
     for byte in said:
         if answer[at : at + 1] != bytes([byte]):

@@ -27,7 +27,7 @@ R = TypeVar("R", bound=Hashable)
 
 
 class Route(StrEnum):
-    """How a replica is chosen."""
+    """Ways to choose the replica of a request."""
 
     KV = "kv"  # the least to compute before the prompt is, by what is cached
     SESSION = "session"  # one replica for a session, unless that owes far more than the others

@@ -51,7 +51,7 @@ class FrontLink(Protocol):
 
 
 class Ending(Enum):
-    """How a connection ends."""
+    """Reasons for which a connection ends."""
 
     LOST = "lost"  # closed, silent, or it said what is no message
     REFUSED = "refused"  # the front does not want this replica, or not any longer

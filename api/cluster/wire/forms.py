@@ -241,6 +241,7 @@ class PromptTooLongForm(
 
     num_tokens: int
     limit: int
+    context: int
     param: str
 
 
@@ -292,7 +293,10 @@ def engine_error_form(error: BaseException) -> EngineErrorForm:
     match error:
         case PromptTooLong():
             return PromptTooLongForm(
-                num_tokens=error.num_tokens, limit=error.limit, param=error.param or "prompt"
+                num_tokens=error.num_tokens,
+                limit=error.limit,
+                context=error.context,
+                param=error.param or "prompt",
             )
         case InvalidRequest():
             return InvalidRequestForm(message=message, param=error.param)
@@ -313,7 +317,9 @@ def engine_error_of(form: EngineErrorForm) -> ForetokenError:
     """An error of the same class, message and fields."""
     match form:
         case PromptTooLongForm():
-            return PromptTooLong(form.num_tokens, form.limit, param=form.param)
+            return PromptTooLong(
+                form.num_tokens, form.limit, param=form.param, context=form.context
+            )
         case InvalidRequestForm():
             return InvalidRequest(form.message, param=form.param)
         case QueueFullForm():

@@ -45,8 +45,11 @@ class FileRoutes:
         )
 
     async def index(self, request: Request) -> Response:
-        """Files of the caller, the newest first."""
-        data, has_more = _page(self._store.files(), request)
+        """Files of the caller, the newest first; those of a ``purpose`` where one is named."""
+        purpose, found = request.query_params.get("purpose"), self._store.files()
+        if purpose is not None:
+            found = [file for file in found if file.purpose == purpose]
+        data, has_more = _page(found, request)
         return JsonResponse(
             FileList(data=data, has_more=has_more, first_id=_first(data), last_id=_last(data))
         )

@@ -118,7 +118,7 @@ class BatchStore:
         if body.endpoint not in self._dialects:
             known = ", ".join(self._dialects)
             raise InvalidRequest(f"endpoint must be one of {known}", param="endpoint")
-        self.file(body.input_file_id)
+        _find(self._files, body.input_file_id, "file", param="input_file_id")
         batch = BatchBody(
             id=f"batch_{random_id()}", endpoint=body.endpoint, input_file_id=body.input_file_id,
             created_at=_now(), expires_at=_now() + WINDOW_SECONDS, request_counts=Counts(),
@@ -310,6 +310,7 @@ class _Outputs:
         self._opened: dict[Path, int] = {}
 
     def put(self, line: OutputLine) -> None:
+        """Append a line to the output file, or to the error file if its status is not 200."""
         is_good = line.response is not None and line.response.status_code == 200
         path = self._paths[0 if is_good else 1]
         if path not in self._opened:
@@ -337,10 +338,10 @@ def _own(kept: dict[str, tuple[bytes, T]]) -> list[T]:
     return [each for owner, each in reversed(kept.values()) if owner == caller()]
 
 
-def _find(kept: dict[str, tuple[bytes, T]], name: str, kind: str) -> T:
+def _find(kept: dict[str, tuple[bytes, T]], name: str, kind: str, *, param: str = "id") -> T:
     owner, found = kept.get(name, (b"", None))
     if found is None or owner != caller():
-        raise ApiError(404, f"No such {kind}: {name}", code=f"{kind}_not_found", param="id")
+        raise ApiError(404, f"No such {kind}: {name}", code=f"{kind}_not_found", param=param)
     return found
 
 

@@ -1,4 +1,4 @@
-"""How the built-in model pair was made: a small target and a smaller draft of Python's library.
+"""The making of the built-in model pair: a small target and a smaller draft of Python's library.
 
 ``python -m foretoken.bench.lab.builtin_pair`` rebuilds it in draft/training/builtin/.
 """

@@ -166,7 +166,7 @@ def _slots(segments: Sequence[Segment]) -> list[int]:
 def _compared(
     oracle: tuple[Tensor, Tensor, Tensor], kernels: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[float, float, float, bool]:
-    """How far logits and KV are off, the share of likeliest tokens in common, what else is."""
+    """Distances of logits and KV, the share of likeliest tokens in common, equality of the rest."""
     (logits, kv, rest), (our_logits, our_kv, our_rest) = oracle, kernels
     same = (our_logits.argmax(-1) == logits.argmax(-1)).float().mean()
     return (

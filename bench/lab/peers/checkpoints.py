@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Idefics3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
@@ -42,6 +43,8 @@ from ...common.shapes import (
     qwen35_moe_1b,
     write_pair,
 )
+from .adapters import write_adapters
+from .pictures import smolvlm_256m, write_smolvlm
 
 HOME = Path(os.environ.get("FORETOKEN_PEERS", ".venv-peers")).resolve()
 """Folder of environments and checkpoints; by default in the working folder."""
@@ -127,6 +130,47 @@ class Alone(Shape):
         return self.folder
 
 
+class Adapted(Shape):
+    """A model with adapters beside it, in the folder of the model without."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the shape whose name stands before the dash."""
+        return HOME / "checkpoints" / self.name.removesuffix("-lora")
+
+    def write(self) -> Path:
+        """Make the pair and the adapters, unless they are there."""
+        folder = Shape.write(self)
+        write_adapters(folder, self.config())
+        return folder
+
+
+class Seeing(Shape):
+    """A model with an image tower. No draft, and text tokens below those that images have."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that random prompts are drawn from."""
+        return int(self.config().image_token_id) - 64
+
+    @property
+    def width(self) -> int:
+        """Width of the residual stream."""
+        return int(self.config().get_text_config().hidden_size)
+
+    @property
+    def experts(self) -> None:
+        """None of it is a mixture."""
+
+    def write(self) -> Path:
+        """Make ``target``, unless it is there."""
+        target, config = self.folder / "target", self.config()
+        if isinstance(config, Idefics3Config):
+            write_smolvlm(target, config)
+        _tokenizer().save_pretrained(target)
+        return self.folder
+
+
 class Builtin(Shape):
     """The pair that comes with the package. Prompts are cut from the standard library's code."""
 
@@ -200,6 +244,8 @@ SHAPES: dict[str, Shape] = {
         Shape("qwen2.5-0.5b", qwen25_05b),
         Shape("llama-3.2-1b", llama32_1b),
         Shape("0.6b", qwen3_06b),
+        Adapted("0.6b-lora", qwen3_06b),
+        Seeing("smolvlm", smolvlm_256m),
         Shape("moe-1b", qwen3_moe_1b),
         Alone("qwen35-0.8b", qwen35_08b),
         Alone("qwen35-moe-1b", qwen35_moe_1b),
@@ -208,6 +254,8 @@ SHAPES: dict[str, Shape] = {
         Alone("mla-1b", glm_flash_1b),
         Shape("450m", partial(_small, 8192), eps=0.013),
         Shape("tiny", partial(_small, 2048, num_layers=4, width=256)),
+        Adapted("tiny-lora", partial(_small, 2048, num_layers=4, width=256)),
+        Seeing("tiny-smolvlm", partial(smolvlm_256m, num_hidden_layers=2)),
         Builtin("builtin", partial(AutoConfig.from_pretrained, str(BUILTIN / "target"))),
     )
 }

@@ -66,6 +66,8 @@ def convert(checkpoint: Path, forms: Sequence[str]) -> None:
         if not out.is_file():
             with _whole(out) as path:
                 _quantize(plain, path, FORMS[dtype])
+    for adapter in sorted((checkpoint / "adapters").glob("*")):
+        _convert_adapter(checkpoint, adapter)
 
 
 @contextmanager
@@ -98,12 +100,26 @@ def _write(source: Path, out: Path) -> None:
     writer.close()
 
 
+def _convert_adapter(checkpoint: Path, adapter: Path) -> None:
+    """Convert an adapter by llama.cpp's own script, unless it is there."""
+    out = checkpoint / "gguf" / f"adapter-{adapter.name}.gguf"
+    if out.is_file():
+        return
+    script = _source() / "convert_lora_to_gguf.py"
+    base = ["--base", str(checkpoint / "target"), "--outtype", "bf16"]
+    with _whole(out) as path:
+        command = [sys.executable, str(script), *base, "--outfile", str(path), str(adapter)]
+        subprocess.run(command, check=True)
+
+
 def _write_by_llama_cpp(source: Path, out: Path) -> None:
     """Convert any family that llama.cpp's converter knows, in a process with its own ``gguf``."""
     home = _source()
     path = os.pathsep.join((str(home), str(home / "gguf-py")))
     script = Path(__file__).with_name("convert_bare.py")
     command = [sys.executable, str(script), str(source), str(out)]
+    if "vision_config" in json.loads((source / "config.json").read_text(encoding="utf-8")):
+        command += ["--tower", str(out.with_name("mmproj.gguf"))]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
 
 

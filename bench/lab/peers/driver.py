@@ -29,7 +29,8 @@ from .engines import NAMES, Engine
 from .environments import set_up
 from .limits import num_params, roofline
 from .measure import Ask, Prompts, WrongAnswerError, measure, warm_up
-from .rows import ROWS, Row, Setting, shrunk
+from .rows import Row, Setting, shrunk
+from .special_rows import ROWS
 from .table import Figures, line, notes, record
 from .wire import Answer, Call, Job
 from .worker import Worker, WorkerError
@@ -81,7 +82,7 @@ class Run:
     def _start(
         self, engine: Engine, job: Job, rows: Sequence[Row], workers: dict[str, Worker]
     ) -> None:
-        folder = self.logs / f"{engine.name}-{job.dtype}-{job.depth}-{job.threads}"
+        folder = self.logs / f"{engine.name}-{job.mode}-{job.dtype}-{job.depth}-{job.threads}"
         own = replace(job, mode=engine.mode or job.mode, depth=engine.depth or job.depth)
         worker = Worker(engine.command, own, folder, timeout=self.timeout)
         workers[engine.name] = worker
@@ -104,6 +105,7 @@ class Run:
         text, tasks = shape.text(), shape.tasks(row.task) if row.task else ()
         for turn, name in itertools.product(range(-1, self.repeats), self.found[row.name]):
             prompts = Prompts(row, shape.vocab_size, turn, text, tasks)
+            prompts.pictures = self.logs / "pictures"
             self._turn(row, name, workers, prompts)
         medians = {n: str(f.spread or f.error) for n, f in self.found[row.name].items()}
         print(f"  {row.name}: {medians}", flush=True)
@@ -130,13 +132,14 @@ class Run:
 
 def _kept(ask: Ask, figures: Figures) -> Ask:
     """Note the time it takes and, in the first turn, what is answered."""
-    is_first = not figures.tokens
+    is_first = not (figures.tokens or figures.numbers)
 
     def keeping(call: Call) -> Answer:
         answer = ask(call)
         figures.seconds += answer.seconds
         if is_first:
             figures.tokens += answer.tokens
+            figures.numbers += answer.numbers
         return answer
 
     return keeping

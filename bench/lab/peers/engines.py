@@ -26,6 +26,7 @@ class Engine:
     kinds: tuple[str, ...] = ()  # of rows; all, if none is named
     dtypes: tuple[str, ...] = ("bf16",)
     min_batch: int = 1
+    named_only: bool = False  # takes the rows alone that name it
     unwanted: tuple[str, ...] = ()  # packages whose builds quarrel with the engine's torch
 
     @property
@@ -54,7 +55,7 @@ class Engine:
 
     def takes(self, row: Row) -> bool:
         """Whether the row means anything for this engine."""
-        wanted = not row.only or self.name in row.only
+        wanted = self.name in row.only if row.only or self.named_only else True
         known = row.setting.dtype in self.dtypes and (not self.kinds or row.kind in self.kinds)
         return wanted and known and row.batch >= self.min_batch and not self._is_doubled(row)
 
@@ -105,6 +106,7 @@ def _look_up(engine: Engine, mode: str) -> Engine:
 ENGINES = (
     _FORETOKEN,
     _TRANSFORMERS,
+    replace(_FORETOKEN, name="foretoken-base", mode="base", named_only=True),
     replace(
         _TRANSFORMERS,
         name="transformers-cb",

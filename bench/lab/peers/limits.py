@@ -33,9 +33,10 @@ def roofline(row: Row, shape: Shape, params: int, limits: Limits) -> float | Non
     if row.kind == "decode" and not row.setting.depth:
         num_bytes = _params_of(shape, params, row.batch) * _BYTES[row.setting.dtype]
         return row.batch * limits.read / num_bytes
-    if row.kind in ("prefill", "cold") and row.setting.dtype == "bf16":
+    if row.kind in ("prefill", "cold", "embed", "score") and row.setting.dtype == "bf16":
         rate = limits.matrix / (2 * (_params_of(shape, params, 1) - shape.vocab_size * shape.width))
-        return rate if row.is_rate else row.prompt_len / rate
+        computed = row.num_shared + row.batch * (row.prompt_len - row.num_shared)
+        return rate if row.is_rate else computed / rate
     return None
 
 

@@ -6,7 +6,9 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from .pictures import write_picture
 from .rows import Row
 from .wire import Answer, Call, Tokens
 
@@ -31,6 +33,12 @@ class Prompts:
     text: Sequence[int] = ()
     tasks: Sequence[Sequence[int]] = ()
     num_calls: int = 0
+    pictures: Path = Path()  # a folder for them
+
+    def picture(self) -> str:
+        """The file of a picture of this row and turn alone."""
+        name = f"{self.row.name}-{self.turn}"
+        return str(write_picture(self.pictures / f"{name}.png", zlib.crc32(name.encode())))
 
     def next(self, batch: int | None = None) -> Tokens:
         """Make ``batch`` prompts (default: the row's batch); their beginning is shared."""
@@ -67,8 +75,9 @@ WARM_PROMPT = 256  # tokens of a prompt that is long in a conversation
 def measure(row: Row, ask: Ask, prompts: Prompts) -> float:
     """One figure of one engine, in the row's unit. Raises `WrongAnswerError`."""
     if row.kind == "decode":
-        first = _timed(ask, Call(prompts.next(), 1))
-        whole = _timed(ask, Call(prompts.next(), row.num_new))
+        adapters = list(row.adapters)
+        first = _timed(ask, Call(prompts.next(), 1, adapters=adapters))
+        whole = _timed(ask, Call(prompts.next(), row.num_new, adapters=adapters))
         if whole <= first:
             raise WrongAnswerError(f"{row.num_new} tokens took no longer than one")
         return row.batch * (row.num_new - 1) / (whole - first)
@@ -76,6 +85,12 @@ def measure(row: Row, ask: Ask, prompts: Prompts) -> float:
         calls = [Call(prompts.next(), row.num_new) for _ in range(row.num_calls)]
         whole = sum(_timed(ask, call) for call in calls)
         return row.num_calls * row.batch * row.num_new / whole
+    if row.kind in ("image", "again"):
+        return _behind_picture(row, ask, prompts)
+    if row.kind in ("embed", "score"):
+        task = Call(prompts.next(), row.num_new, row.num_shared, task=row.kind)
+        seconds = _timed(ask, task)
+        return row.batch * row.prompt_len / seconds if row.is_rate else seconds
     if row.kind == "turn":
         return _second_turn(row, ask, prompts)
     call = Call(prompts.next(), row.num_new, row.num_shared)
@@ -83,6 +98,17 @@ def measure(row: Row, ask: Ask, prompts: Prompts) -> float:
     if row.kind == "warm":
         seconds = _timed(ask, call)
     return row.batch * row.prompt_len / seconds if row.kind == "prefill" else seconds
+
+
+def _behind_picture(row: Row, ask: Ask, prompts: Prompts) -> float:
+    """Seconds to the first token; again: to that of a second turn behind the first one's answer."""
+    picture, (prompt,) = prompts.picture(), prompts.next()
+    first = Call([prompt], row.num_new, image=picture)
+    if row.kind == "image":
+        return _timed(ask, first)
+    answer = _asked(ask, first).tokens[0]
+    (question,) = prompts.next()
+    return _timed(ask, Call([prompt + answer + question], 1, image=picture))
 
 
 def _second_turn(row: Row, ask: Ask, prompts: Prompts) -> float:
@@ -95,11 +121,21 @@ def _second_turn(row: Row, ask: Ask, prompts: Prompts) -> float:
 
 def warm_up(row: Row, ask: Ask, prompts: Prompts) -> None:
     """The same in small: what is compiled or allocated on first use is not measured."""
-    batch = 2 if row.num_shared else row.batch
+    if row.kind in ("image", "again"):
+        _behind_picture(row, ask, prompts)
+        return
+    batch = 2 if row.num_shared or row.kind == "embed" else row.batch
     made = prompts.next(batch)
     if row.kind == "turn":
         made = [prompt[:WARM_PROMPT] for prompt in made]
-    _timed(ask, Call(made, min(row.num_new, 4), row.num_shared))
+    call = Call(
+        made,
+        min(row.num_new, 4),
+        row.num_shared,
+        task=row.kind if row.kind in ("embed", "score") else "",
+        adapters=list(row.adapters),
+    )
+    _timed(ask, call)
 
 
 def _timed(ask: Ask, call: Call) -> float:
@@ -111,6 +147,11 @@ def _asked(ask: Ask, call: Call) -> Answer:
     answer = ask(call)
     if answer.error:
         raise WrongAnswerError(answer.error)
+    if call.task:
+        if len(answer.numbers) != len(call.prompts):
+            message = f"wanted {len(call.prompts)} results, got {len(answer.numbers)}"
+            raise WrongAnswerError(message)
+        return answer
     wrong = {len(tokens) for tokens in answer.tokens} - {call.num_new}
     if wrong or len(answer.tokens) != len(call.prompts):
         raise WrongAnswerError(f"wanted {call.num_new} tokens each, got {sorted(wrong) or 'fewer'}")

@@ -7,6 +7,9 @@ from typing import Literal
 
 from ...common.real_tasks import KINDS
 
+IMAGE_ROWS = 67
+"""Rows of one tile of SmolVLM: two tokens, 64 vectors, one token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -31,13 +34,20 @@ class Row:
     together, the first token aside; prefill, prompt tokens a second; burst, seconds for requests
     that arrive together and share a prefix; cold and warm, seconds to the first token of a prompt
     never seen, and of the same once more; turn, seconds to the first token of the next prompt of a
-    conversation, which has the one before, the second half of its answer and as many tokens again.
+    conversation, which has the one before, the second half of its answer and as many tokens again;
+    embed, tokens a second of texts that become vectors; score, seconds until all documents have
+    one; image, seconds to the first token behind a picture never seen; again, to that of the next
+    turn, with the same picture.
+    ``adapters``: that of each request. ``against``: the engine to compare with; "": the best.
     """
 
     name: str
     title: str
     setting: Setting
-    kind: Literal["text", "decode", "prefill", "burst", "cold", "warm", "turn"]
+    kind: Literal[
+        "text", "decode", "prefill", "burst", "cold", "warm", "turn", "embed", "score", "image",
+        "again",
+    ]  # fmt: skip
     prompt_len: int
     batch: int = 1
     num_new: int = 1
@@ -47,11 +57,13 @@ class Row:
     must: float | None = None
     stretch: float | None = None
     only: tuple[str, ...] = ()  # engines, where not all are asked
+    adapters: tuple[int, ...] = ()
+    against: str = ""
 
     @property
     def is_rate(self) -> bool:
         """Whether more is better."""
-        return self.kind in ("text", "decode", "prefill")
+        return self.kind in ("text", "decode", "prefill", "embed")
 
     @property
     def unit(self) -> str:
@@ -61,7 +73,14 @@ class Row:
     @property
     def max_len(self) -> int:
         """Tokens of a request at its end; of a conversation, at the end of its second turn."""
-        return self.prompt_len + self.num_new + (1 if self.kind == "turn" else 0)
+        turns = 2 if self.kind == "again" else 1
+        more = self.num_image_rows + (1 if self.kind == "turn" else 0)
+        return turns * self.prompt_len + self.num_new + more
+
+    @property
+    def num_image_rows(self) -> int:
+        """Rows that a picture takes in the prompt, those around it included."""
+        return IMAGE_ROWS if self.kind in ("image", "again") else 0
 
 
 _BF16 = Setting("0.6b")

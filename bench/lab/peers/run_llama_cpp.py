@@ -3,13 +3,15 @@
 Requests that run together are sequences of one context. Speculation is as llama.cpp's own
 example has it: the draft decodes token by token, the target reads what was drafted in one batch.
 Requests with a long shared prefix run one after another and keep it in the cache: llama.cpp
-shares what is finished, and that is faster than all of them at once. Where a conversation goes on,
+shares what is finished, and that is faster than all of them at once. So do requests of different
+adapters, because a context has one at a time. Where a conversation goes on,
 recurrent states are kept as llama.cpp's server keeps them: at two places before a prompt's end.
 """
 
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +22,35 @@ import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 if TYPE_CHECKING:
-    from .wire import Call, Generate, Job, Tokens, serve
+    from .llama_cpp_images import Images
+    from .wire import (
+        IMAGE_BEGIN,
+        IMAGE_END,
+        NO,
+        NUM_VECTORS,
+        YES,
+        Call,
+        Generate,
+        Job,
+        Numbers,
+        Tokens,
+        serve,
+    )
 else:  # run as a script, beside wire.py
-    from wire import Call, Generate, Job, Tokens, serve
+    from llama_cpp_images import Images
+    from wire import (
+        IMAGE_BEGIN,
+        IMAGE_END,
+        NO,
+        NUM_VECTORS,
+        YES,
+        Call,
+        Generate,
+        Job,
+        Numbers,
+        Tokens,
+        serve,
+    )
 
 # Of llama.cpp's server: tokens before the end of a prompt at which it keeps a state.
 KEPT_BEFORE_END = (4 + 512, 4)
@@ -46,6 +74,9 @@ class Model:
 
     def __init__(self, path: Path, job: Job) -> None:
         self._vocab_size = 0
+        self._pick: Callable[[Any], int | float] = _greedy if job.mode != "score" else _yes
+        self._adapters: dict[int, Any] = {}
+        self._adapter = -1  # the one in use
         self.cached: Tokens = [[] for _ in range(MAX_SEQS)]
         self.states: dict[int, Any] = {}
         self._model = llama_cpp.llama_model_load_from_file(
@@ -58,6 +89,8 @@ class Model:
         params.n_batch, params.n_ubatch = BATCH, 512
         params.n_seq_max, params.kv_unified = MAX_SEQS, True
         params.n_threads = params.n_threads_batch = job.threads
+        if job.mode == "embed":
+            params.embeddings, params.pooling_type = True, llama_cpp.LLAMA_POOLING_TYPE_LAST
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
@@ -89,6 +122,47 @@ class Model:
                 raise RuntimeError(f"the state at {position} cannot be restored")
         self.keep(0, position)
 
+    @property
+    def handle(self) -> Any:  # noqa: ANN401 - llama.cpp's
+        """The model, for other parts of llama.cpp."""
+        return self._model
+
+    def load_adapters(self, folder: Path) -> None:
+        """Load ``adapter-0.gguf`` and so on."""
+        for path in sorted(folder.glob("adapter-*.gguf")):
+            adapter = llama_cpp.llama_adapter_lora_init(self._model, bytes(path))
+            if not adapter:
+                raise SystemExit(f"{path}: llama.cpp does not load it")
+            self._adapters[int(path.stem.removeprefix("adapter-"))] = adapter
+
+    def adapt(self, number: int) -> None:
+        """Use an adapter from now on; what is cached is another one's."""
+        if number == self._adapter:
+            return
+        self._adapter = number
+        adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(self._adapters[number])
+        llama_cpp.llama_set_adapters_lora(self._context, adapters, 1, (ctypes.c_float * 1)(1.0))
+        for seq in range(MAX_SEQS):
+            self.keep(seq, 0)
+
+    def vectors(self, prompts: Tokens) -> Numbers:
+        """The unit vector of each prompt, so many at a time as there are sequences."""
+        found: Numbers = []
+        for start in range(0, len(prompts), MAX_SEQS):
+            part = prompts[start : start + MAX_SEQS]
+            llama_cpp.llama_memory_clear(self._memory, True)
+            rows = [(t, seq, at, True) for seq, p in enumerate(part) for at, t in enumerate(p)]
+            self._submit(rows)
+            found += [self._vector(seq) for seq in range(len(part))]
+        return found
+
+    def _vector(self, seq: int) -> list[float]:
+        width = llama_cpp.llama_model_n_embd(self._model)
+        numbers: Any = llama_cpp.llama_get_embeddings_seq(self._context, seq)
+        vector = np.ctypeslib.as_array(numbers, (width,))
+        unit: list[float] = (vector / np.linalg.norm(vector)).tolist()
+        return unit
+
     def keep(self, seq: int, num_tokens: int) -> None:
         """Forget what a sequence holds beyond ``num_tokens``."""
         if num_tokens < len(self.cached[seq]):
@@ -111,6 +185,29 @@ class Model:
         return [found[seq] for seq in news]
 
     def _decode(self, rows: list[tuple[int, int, int, bool]], found: dict[int, list[int]]) -> None:
+        self._submit(rows)
+        for row, (_, seq, _, wanted) in enumerate(rows):
+            if wanted:
+                found[seq].append(self._read(row))
+
+    def see(self, images: Images, picture: str, prompt: list[int]) -> int:
+        """Sequence 0 goes on with a picture; its rows are negative ids in what is cached.
+
+        The greedy token behind the prompt's last row.
+        """
+        mark = -1 - zlib.crc32(picture.encode())
+        before, behind = list(IMAGE_BEGIN), [*IMAGE_END, *prompt]
+        ids = [*before, *[mark] * NUM_VECTORS, *behind]
+        self.keep(0, min(_common(self.cached[0], ids), len(ids) - 1))
+        if len(self.cached[0]) < len(ids) - len(behind):
+            self.keep(0, 0)
+            self._submit([(token, 0, at, False) for at, token in enumerate(before)])
+            end = images.compute(picture, self._context, len(before))
+            self.cached[0] = ids[:end]
+        ((token,),) = self.extend({0: ids[len(self.cached[0]) :]})
+        return token
+
+    def _submit(self, rows: list[tuple[int, int, int, bool]]) -> None:
         batch = self._batch
         batch.n_tokens = len(rows)
         for row, (token, seq, at, wanted) in enumerate(rows):
@@ -122,13 +219,18 @@ class Model:
         code = llama_cpp.llama_decode(self._context, batch)
         if code != 0:
             raise RuntimeError(f"llama_decode returned {code}")
-        for row, (_, seq, _, wanted) in enumerate(rows):
-            if wanted:
-                found[seq].append(self._argmax(row))
 
-    def _argmax(self, row: int) -> int:
+    def _read(self, row: int) -> Any:  # noqa: ANN401 - a token, or a number
         logits: Any = llama_cpp.llama_get_logits_ith(self._context, row)
-        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+        return self._pick(np.ctypeslib.as_array(logits, (self._vocab_size,)))
+
+
+def _greedy(logits: Any) -> int:  # noqa: ANN401 - an array
+    return int(logits.argmax())
+
+
+def _yes(logits: Any) -> float:  # noqa: ANN401 - an array
+    return float(logits[YES] - logits[NO])
 
 
 @dataclass(slots=True)
@@ -154,12 +256,45 @@ def load(job: Job) -> Generate:
     folder = Path(job.checkpoint, "gguf")
     target = Model(folder / f"{job.dtype}.gguf", job)
     guess = _guesser(job, folder)
+    if job.mode == "image":
+        return _seeing(target, Images(folder / "mmproj.gguf", target.handle, job.threads))
+    if job.mode == "lora":
+        target.load_adapters(folder)
 
-    def generate(call: Call) -> Tokens:
+    def generate(call: Call) -> Tokens | Numbers:
+        if call.task == "embed":
+            return target.vectors(call.prompts)
+        if call.adapters:
+            return _adapted(target, call)
         if call.num_shared:
             each = [Call([prompt], call.num_new) for prompt in call.prompts]
             return [_together(target, guess, one)[0] for one in each]
         return _together(target, guess, call)
+
+    return generate
+
+
+def _adapted(target: Model, call: Call) -> Tokens:
+    """The requests of each adapter together, one adapter after another."""
+    found: dict[int, list[int]] = {}
+    for adapter in dict.fromkeys(call.adapters):
+        own = [index for index, each in enumerate(call.adapters) if each == adapter]
+        target.adapt(adapter)
+        part = Call([call.prompts[index] for index in own], call.num_new)
+        found |= dict(zip(own, _together(target, None, part), strict=True))
+    return [found[index] for index in range(len(call.prompts))]
+
+
+def _seeing(target: Model, images: Images) -> Generate:
+    """One request at a time, with a picture before its prompt."""
+
+    def generate(call: Call) -> Tokens:
+        (prompt,) = call.prompts
+        said = [target.see(images, call.image, prompt)]
+        while len(said) < call.num_new:
+            ((token,),) = target.extend({0: said[-1:]})
+            said.append(token)
+        return [said]
 
     return generate
 

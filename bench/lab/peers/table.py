@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 from ...common.report import Spread
 from .engines import OURS
@@ -16,6 +18,7 @@ class Figures:
 
     values: list[float] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)  # of the first turn
+    numbers: list[list[float]] = field(default_factory=list)  # the same, of vectors and scores
     error: str = ""
     seconds: float = 0.0  # of all its measured calls
 
@@ -30,11 +33,11 @@ Found = Mapping[str, Figures]
 
 
 def best_other(row: Row, found: Found) -> tuple[str, float] | None:
-    """The engine, other than ours, with the best median."""
+    """The engine, other than ours, with the best median; the one that the row names, if it does."""
     medians = {
         name: figures.spread.median
         for name, figures in found.items()
-        if name != OURS.name and figures.spread is not None
+        if name != OURS.name and figures.spread is not None and row.against in ("", name)
     }
     if not medians:
         return None
@@ -114,17 +117,31 @@ def notes(row: Row, found: Found) -> list[str]:
         for name, share in _agreements(found).items()
         if share is not None and row.setting.dtype == "bf16" and name != OURS.name
     }
-    if shares:
+    if row.kind in ("embed", "score") and shares:
+        listed = ", ".join(f"{name} {share:.4f}" for name, share in shares.items())
+        said.append(f"{row.name}: cosine of all numbers with ours: {listed}")
+    elif shares:
         listed = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
         said.append(f"{row.name}: tokens before the first that differs from ours: {listed}")
     return said
 
 
 def _agreements(found: Found) -> dict[str, float | None]:
-    ours = found.get(OURS.name, Figures()).tokens
-    return {
-        name: agreement(ours, each.tokens) if each.tokens else None for name, each in found.items()
-    }
+    ours = found.get(OURS.name, Figures())
+    return {name: _alike(ours, each) for name, each in found.items()}
+
+
+def _alike(ours: Figures, other: Figures) -> float | None:
+    if other.numbers:
+        return closeness(ours.numbers, other.numbers)
+    return agreement(ours.tokens, other.tokens) if other.tokens else None
+
+
+def closeness(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float | None:
+    """Cosine of all numbers, one list behind the other; None where they differ in their count."""
+    one, two = ([number for each in side for number in each] for side in (left, right))
+    lengths = math.hypot(*one) * math.hypot(*two)
+    return sum(map(mul, one, two)) / lengths if len(one) == len(two) and lengths else None
 
 
 def record(row: Row, found: Found, limit: float | None = None) -> dict[str, object]:

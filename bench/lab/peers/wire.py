@@ -20,17 +20,37 @@ from pathlib import Path
 from typing import TextIO
 
 Tokens = list[list[int]]
-Generate = Callable[["Call"], Tokens]
-"""Computes a call: greedy, the end token ignored. Returns only what is new."""
+Numbers = list[list[float]]
+Generate = Callable[["Call"], Tokens | Numbers]
+"""Computes a call: greedy, the end token ignored. Returns only what is new, or what is asked."""
+
+
+YES, NO = 1, 0
+IMAGE_BEGIN, IMAGE_TOKEN, IMAGE_END = (49189, 49152), 49190, (49189,)
+"""Token ids around and in a picture of SmolVLM, of which one tile takes `NUM_VECTORS`."""
+NUM_VECTORS = 64
+
+
+def with_image(prompt: list[int]) -> list[int]:
+    """The prompt with the tokens of a picture before it."""
+    return [*IMAGE_BEGIN, *[IMAGE_TOKEN] * NUM_VECTORS, *IMAGE_END, *prompt]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Continue all ``prompts`` by ``num_new`` tokens each. Their first ``num_shared`` are equal."""
+    """Continue all ``prompts`` by ``num_new`` tokens each. Their first ``num_shared`` are equal.
+
+    ``task``: "embed" asks for the unit vector of each prompt in place of tokens, "score" for the
+    logit of token `YES` less that of `NO` behind it. ``adapters``: that of each prompt; none at
+    all: the model as it is. ``image``: the file of a picture that stands before each prompt.
+    """
 
     prompts: Tokens
     num_new: int
     num_shared: int = 0
+    task: str = ""
+    adapters: list[int] = field(default_factory=list)
+    image: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +97,7 @@ class Answer:
     seconds: float
     tokens: Tokens
     error: str = ""
+    numbers: Numbers = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -135,7 +156,10 @@ def _calls(lines: TextIO) -> Iterator[Call]:
 def _answer(generate: Generate, call: Call) -> Answer:
     began = time.perf_counter()
     try:
-        tokens = generate(call)
+        found = generate(call)
     except UnsupportedError as error:
         return Answer(0.0, [], f"cannot: {error}")
-    return Answer(time.perf_counter() - began, tokens)
+    seconds = time.perf_counter() - began
+    if call.task:
+        return Answer(seconds, [], numbers=[list(map(float, each)) for each in found])
+    return Answer(seconds, [list(map(int, each)) for each in found])

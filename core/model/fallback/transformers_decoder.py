@@ -42,6 +42,7 @@ from ...ops.state_pool import StatePool
 from ...ops.torch.torch_ops import TorchOps
 from ..config import DecoderConfig
 from ..decoder import ModelPath, PagedDecoder, check_taps
+from ..rope import Still
 from .selective_scan import replace_scans, scanning
 from .states import ModuleStatePool, ModuleStates, PagedCache, SequenceRun, pass_arguments
 from .transformers_probe import AttentionCall, AttentionSite, hooked
@@ -228,20 +229,6 @@ class _PagedAttention(NamedTuple):
     ops: Ops  # that compute it: the backend's, or torch's for what not every backend computes
 
 
-class _Still:
-    """`Rope` that turns nothing: transformers' modules have turned queries and keys already."""
-
-    def __init__(self, head_dim: int, device: torch.device) -> None:
-        self._half, self._device = head_dim // 2, device
-
-    def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        return self.table(len(positions))
-
-    def table(self, stop: int) -> tuple[Tensor, Tensor]:
-        cos = torch.ones((stop, self._half), device=self._device)
-        return cos, torch.zeros_like(cos)
-
-
 class _Experts:
     """Hooks that compute experts alone."""
 
@@ -299,7 +286,7 @@ class _Pass(_Experts):
         heads = place.site.heads
         key = (place.part, heads, place.ops)
         if key not in self._plans:
-            still = _Still(heads.head_dim, self._decoder.device)
+            still = Still(heads.head_dim, self._decoder.device)
             self._plans[key] = place.ops.plan(self._batch, self._parts[place.part], heads, still)
         return self._plans[key]
 

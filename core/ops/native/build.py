@@ -3,7 +3,8 @@
 The wheel for Linux on x86-64 has compiled libraries beside the sources. Otherwise the library lies
 in a per-user cache under a name made of everything that shapes it: sources, compiler, flags, and
 the CPU's features. ``FORETOKEN_CACHE`` names another cache folder, ``FORETOKEN_NATIVE_VARIANT`` a
-variant other than the fastest, and ``CC`` a compiler, which then compiles in any case.
+variant other than the fastest, and ``CC`` a compiler, which then compiles although there are
+packaged libraries.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-from ..cache_folder import cache_folder
+from ..cache_folder import cache_folder, whoever_writes
 from ..device import cpu_flags
 from .recipe import (
     AVX512_FLAGS,
@@ -125,26 +126,38 @@ def engine_variants() -> tuple[Variant, ...]:
 
 
 def load(variant: Variant) -> ctypes.CDLL:
-    """Load the kernels, the packaged ones if they are whole and fit this system.
+    """Load the kernels: the packaged ones if there are any, else those that are built.
 
-    Raises `NativeBuildError` when there are no such ones, and none can be built.
+    A compiler that `CC` names goes first. Of two ways the second one is taken, with a line in the
+    log, where the first one fails. Raises `NativeBuildError` when none is left.
     """
-    why = None
-    packaged = FOLDER / packaged_name(variant) if variant in PACKAGED else None
-    if packaged is not None and packaged.exists() and not os.environ.get("CC"):
-        why = f"{packaged.name} is damaged"
-        if is_whole(packaged):
-            try:
-                return ctypes.CDLL(str(packaged))
-            except OSError as error:  # made for another system
-                why = str(error)
-    try:
-        library = ctypes.CDLL(str(build(variant)))
-    except (NativeBuildError, OSError) as error:
-        raise NativeBuildError(f"{why}, and {error}" if why else str(error)) from error
-    if why:
-        logger.warning("the packaged kernels are not used: %s", why)
-    return library
+    ways = [("the compiled kernels are used", _load_built)]
+    if variant in PACKAGED and (FOLDER / packaged_name(variant)).exists():
+        packaged = ("the packaged kernels are used", _load_packaged)
+        ways.insert(1 if os.environ.get("CC") else 0, packaged)
+    failed: list[str] = []
+    for taken, way in ways:
+        try:
+            library = way(variant)
+        except (NativeBuildError, OSError) as error:
+            failed.append(str(error))
+            continue
+        if failed:
+            logger.warning("%s: %s", taken, failed[0])
+        return library
+    raise NativeBuildError(", and ".join(failed))
+
+
+def _load_packaged(variant: Variant) -> ctypes.CDLL:
+    """Raises `OSError` for a library that was made for another system."""
+    packaged = FOLDER / packaged_name(variant)
+    if not is_whole(packaged):
+        raise NativeBuildError(f"{packaged.name} is damaged")
+    return ctypes.CDLL(str(packaged))
+
+
+def _load_built(variant: Variant) -> ctypes.CDLL:
+    return ctypes.CDLL(str(build(variant)))
 
 
 def build(variant: Variant) -> Path:
@@ -152,10 +165,19 @@ def build(variant: Variant) -> Path:
     compiler = _find_compiler()
     flags = (*FLAGS, *variant_flags(variant), *WARNINGS)
     files = _sources(variant)
-    target = cache_folder() / f"kernels-{variant}-{_key(compiler, flags, files)}.so"
-    if not is_whole(target):
-        _compile([*compiler, *flags], files, target)
+    try:
+        target = cache_folder() / f"kernels-{variant}-{_key(compiler, flags, files)}.so"
+        if not _may_load(target):
+            _compile([*compiler, *flags], files, target)
+    except OSError as error:
+        message = f"the cache folder cannot be written: {error}; FORETOKEN_CACHE names another"
+        raise NativeBuildError(message) from error
     return target
+
+
+def _may_load(library: Path) -> bool:
+    """Whether a compiled library is there, whole, and not one that others could have written."""
+    return is_whole(library) and not whoever_writes(library)
 
 
 def variant_flags(variant: Variant) -> tuple[str, ...]:
@@ -178,22 +200,22 @@ def _find_compiler() -> list[str]:
 
 
 def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
-    """Build beside the target and rename, so that another process never sees half a file."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            if is_whole(target):
-                return
-            if target.exists():
-                logger.warning("%s is damaged: compiling it again", target)
-            output = Path(folder) / target.name
-            logger.info("compiling %s, once for this version and CPU", target)
-            _run([*command, *arguments(files, output)], timeout=_COMPILE_TIMEOUT)
-            seal(output)
-            output.replace(target)
-    except OSError as error:
-        message = f"the cache folder cannot be written: {error}; FORETOKEN_CACHE names another"
-        raise NativeBuildError(message) from error
+    """Build beside the target and rename, so that another process never sees half a file.
+
+    Raises `OSError` where the folder cannot be written.
+    """
+    with _alone(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        if _may_load(target):
+            return
+        if target.exists():
+            why = whoever_writes(target) or f"{target} is damaged"
+            logger.warning("%s: compiling it again", why)
+        output = Path(folder) / target.name
+        logger.info("compiling %s, once for this version and CPU", target)
+        _run([*command, *arguments(files, output)], timeout=_COMPILE_TIMEOUT)
+        seal(output)
+        output.chmod(0o755)  # the group may not write it, whatever the umask is
+        output.replace(target)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How linear layers multiply bfloat16 weights, chosen once per process by a short measurement.
+"""The product of bfloat16 weights in linear layers, chosen once per process by measurement.
 
 AVX-512 has an instruction for products of bfloat16 pairs. Some CPUs need about half as long for it
 as for float32 products of the same weights, others one and a half times as long. Sums of the two

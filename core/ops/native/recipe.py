@@ -1,12 +1,17 @@
-"""How the kernels are compiled, and how a file of them proves to be whole.
+"""The recipe by which kernels are compiled, and the proof that a file of them is whole.
 
 This module needs the standard library alone and no other file of foretoken: a release loads it by
-its path and compiles the kernels of the wheel for Linux on x86-64 by it.
+its path and compiles the kernels of the wheel for Linux on x86-64 by it. An image does the same by
+``python -m foretoken.core.ops.native.recipe``.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -82,3 +87,36 @@ def is_whole(library: Path) -> bool:
     except OSError:
         return False
     return hashlib.sha256(content[:-_SEAL_BYTES]).digest() == content[-_SEAL_BYTES:]
+
+
+def package() -> list[Path]:
+    """Compile the packaged libraries beside the sources. Exits where gcc is too old, or fails."""
+    if lacking := unknown_flags():
+        sys.exit(f"gcc does not know {lacking}: packaged kernels need gcc 11 or newer")
+    made = []
+    for variant in PACKAGED:
+        library = FOLDER / packaged_name(variant)
+        command = ["gcc", *packaged_flags(variant), *arguments(sources(), library)]
+        if code := subprocess.run(command, check=False).returncode:
+            sys.exit(f"failed with {code}: {' '.join(command)}")
+        seal(library)
+        made.append(library)
+        print(library, flush=True)
+    return made
+
+
+def unknown_flags() -> str:
+    """The flags of a packaged library that gcc refuses; "" where it knows all of them."""
+    for variant in PACKAGED:
+        flags = packaged_flags(variant)
+        command = ["gcc", *flags, "-fsyntax-only", "-x", "c", os.devnull]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            return " ".join(VARIANT_FLAGS[variant])
+    return ""
+
+
+if __name__ == "__main__":
+    if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
+        package()
+    else:
+        print(f"no kernels are packaged for {platform.system()} on {platform.machine()}")

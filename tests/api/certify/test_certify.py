@@ -121,6 +121,21 @@ def test_the_first_difference_has_all_that_repeats_it(other_kv, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
+    ("only", "why"),
+    [("/never/", "no pass has '/never/' in its name"), ("auto/mtp/", "mtp")],
+)
+def test_a_certificate_of_no_pass_is_not_written(only, why, tmp_path, capsys):
+    """Once, this was 0 differing tokens, with code 0."""
+    args = ["--requests", "2", "--only", only, "--threads", "1", "--out", str(tmp_path / "c")]
+    assert commands.main(["certify", "builtin", *args]) == 1
+    said = capsys.readouterr()
+    assert "nothing was compared: " in said.err
+    assert why in said.err
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("options", "reason"),
     [
         (["--exact", "off"], "--exact off"),

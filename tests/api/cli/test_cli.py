@@ -64,6 +64,7 @@ def test_version_and_help_are_instant_and_torch_free():
         ["serve", "--speculation", "-1"], ["serve", "--kv-memory", "much"],
         ["serve", "--kv-tokens", "5", "--kv-memory", "1GiB"], ["serve", "--page-size", "0"],
         ["serve", "--max-model-len", "1"], ["serve", "--threads", "0"],
+        ["serve", "--threads", "100000"],
         ["serve", "--api-key", ""], ["serve", "--drain-seconds", "nan"],
         ["serve", "--quantize", "int3"], ["serve", "--verify", "rejection"], ["serve", "a", "b"],
         ["serve", "--generation-config", "auto"], ["serve", "--override-generation-config", "{"],
@@ -238,13 +239,16 @@ def test_chat_remembers_what_was_said_and_ends_with_its_input(
     assert second.startswith(first + "hello<|im_end|>\n<|im_start|>user\nagain<|im_end|>")
 
 
-def test_a_known_failure_is_one_line_and_exit_1(monkeypatch, capsys):
+@pytest.mark.parametrize(("may_pass", "code"), [(False, 2), (True, 1)])
+def test_a_model_that_cannot_be_loaded_is_one_line_and_its_code_tells_whether_a_restart_may_help(
+    may_pass, code, monkeypatch, capsys
+):
     def fail(model, config):
-        raise foretoken.ModelLoadError("nowhere: no such folder")
+        raise foretoken.ModelLoadError("nowhere: no such folder", may_pass=may_pass)
 
     monkeypatch.setattr("foretoken.api.runtime.engine_client._build", fail)
-    assert commands.main(["run", "x", "nowhere"]) == 1
-    assert commands.main(["serve", "nowhere", "--port", "0"]) == 1
+    assert commands.main(["run", "x", "nowhere"]) == code
+    assert commands.main(["serve", "nowhere", "--port", "0"]) == code
     assert capsys.readouterr().err == "foretoken: nowhere: no such folder\n" * 2
 
 

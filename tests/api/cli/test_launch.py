@@ -75,6 +75,16 @@ def test_show_prints_what_would_be_done(server, capsys, monkeypatch):
     assert out[-1] == "claude"
 
 
+def test_show_without_a_server_names_the_usual_address_and_starts_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(launch, "URL", "http://127.0.0.1:1")
+    monkeypatch.setattr(launch, "_fresh", None)
+    assert commands.main(["launch", "claude", "--show"]) == 0
+    assert "export ANTHROPIC_BASE_URL=http://127.0.0.1:1" in capsys.readouterr().out.splitlines()
+    with pytest.raises(SystemExit) as info:
+        commands.main(["launch", "claude", "builtin", "--show"])
+    assert info.value.code == 2
+
+
 @pytest.mark.slow
 def test_a_model_gets_a_server_of_its_own_which_ends_with_the_client(home, capsys):
     flags = ["--threads", "1", "--max-model-len", "512", "--draft", "none"]

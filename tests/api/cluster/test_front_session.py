@@ -299,7 +299,7 @@ def ask_a_full_engine(replica: Replica, front: HandFront, message: Submit) -> No
 def test_pages_that_a_request_names_are_let_go_at_once_where_it_fails(
     within, fail: Callable[[Replica, HandFront, Submit], None]
 ) -> None:
-    """Their replica held them until their time was over."""
+    """Pages were held by their replica until their time was over."""
 
     async def test(replica: Replica, _task: object) -> None:
         offer, ended = SimpleNamespace(page_ids=[1]), list[object]()

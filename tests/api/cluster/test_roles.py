@@ -16,7 +16,7 @@ from foretoken.api.cluster.wire.forms import ids_of
 from foretoken.api.cluster.wire.messages import Abort, Drop, Fetch, Submit, body_form
 from foretoken.core.errors import EngineDead, ForetokenError, QueueFull
 from foretoken.core.interface.output import TokenLogprob
-from foretoken.core.interface.request import CacheOptions, FinishReason
+from foretoken.core.interface.request import CacheOptions, Delta, FinishReason
 from support.scripted_replica import ScriptedReplica, front_of, read, request, run, step, until
 
 LONG = [5] * PREFILL_TOKENS
@@ -40,6 +40,23 @@ async def with_roles(front: Replicas, *roles: str | None) -> AsyncIterator[list[
     finally:
         for each in made:
             each.die()
+
+
+@contextlib.asynccontextmanager
+async def prompt_apart() -> AsyncIterator[
+    tuple[Replicas, ScriptedReplica, ScriptedReplica, AsyncIterator[Delta]]
+]:
+    """A front, a replica that computes the prompt of "r", one for its answer, and that stream."""
+    async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+        stream = front.submit(request(prompt=LONG))
+        await p.submitted()
+        yield front, p, d, stream
+
+
+async def finish(replica: ScriptedReplica, stream: AsyncIterator[Delta]) -> None:
+    """Answer "r" with one token, which must come out of the front as the whole answer."""
+    replica.finish("r", 10)
+    assert (await read(stream)).token_ids == [10]
 
 
 def hand_over(replica: ScriptedReplica, handed: bytes | None = HANDED) -> None:
@@ -92,8 +109,7 @@ def test_what_gains_nothing_is_sent_whole(roles: Any, options: dict[str, Any]) -
             one = second if roles[0] == "prefill" else first
             sent = await one.submitted()
             assert (sent.hands_over, sent.transfer) == (False, None)
-            one.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
+            await finish(one, stream)
 
     run(body())
 
@@ -101,9 +117,7 @@ def test_what_gains_nothing_is_sent_whole(roles: Any, options: dict[str, Any]) -
 @pytest.mark.parametrize("fault", ["dies", "is full", "fails", "holds nothing", "ends it unasked"])
 def test_a_replica_for_prompts_that_fails_costs_no_answer(fault: str) -> None:
     async def body() -> None:
-        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
-            stream = front.submit(request(prompt=LONG))
-            await p.submitted()
+        async with prompt_apart() as (_, p, d, stream):
             match fault:
                 case "dies":
                     p.die()
@@ -117,17 +131,14 @@ def test_a_replica_for_prompts_that_fails_costs_no_answer(fault: str) -> None:
                     p.finish("r", finish_reason=FinishReason.ABORT)
             sent = await d.submitted()
             assert (sent.hands_over, sent.transfer) == (False, None)
-            d.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
+            await finish(d, stream)
 
     run(body())
 
 
 def test_a_request_that_is_aborted_while_its_prompt_is_computed_ends() -> None:
     async def body() -> None:
-        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
-            stream = front.submit(request(prompt=LONG))
-            await p.submitted()
+        async with prompt_apart() as (front, p, d, stream):
             front.abort("r")
             assert (await p.next(Abort)).request_id == "r"
             hand_over(p)  # it was done already
@@ -187,12 +198,10 @@ def test_a_prompt_that_is_done_waits_for_room() -> None:
 
 
 def test_pages_of_a_prompt_that_ends_before_it_is_read_are_freed() -> None:
-    """They were held for half a minute."""
+    """Pages were held for half a minute."""
 
     async def body() -> None:
-        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
-            stream = front.submit(request(prompt=LONG))
-            await p.submitted()
+        async with prompt_apart() as (front, p, d, stream):
             [link] = [each for each in front._roster.links.values() if each.role == "decode"]
             link.hello = msgspec.structs.replace(link.hello, max_running=1, max_queued=0)
             front.submit(request("other"))
@@ -232,17 +241,14 @@ def test_a_replica_that_cannot_be_reached_costs_no_transfer(
             [number] = [each.number for each in front._roster.links.values() if each.number > 1]
             one = others[number - 2]
             assert (await one.submitted()).transfer == HANDED
-            one.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
+            await finish(one, stream)
 
     run(body())
 
 
 def test_a_replica_that_reads_no_pages_gets_none_and_they_are_freed() -> None:
     async def body() -> None:
-        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
-            stream = front.submit(request(prompt=LONG))
-            await p.submitted()
+        async with prompt_apart() as (front, p, d, stream):
             d.die()
             await until(lambda: len(front._roster.links) == 1)
             hand_over(p)
@@ -251,36 +257,29 @@ def test_a_replica_that_reads_no_pages_gets_none_and_they_are_freed() -> None:
             assert isinstance(first, Submit)
             assert first.transfer is None
             assert second == Drop(name="x")
-            p.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
+            await finish(p, stream)
 
     run(body())
 
 
 def test_what_names_no_transfer_is_no_message() -> None:
     async def body() -> None:
-        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
-            stream = front.submit(request(prompt=LONG))
-            await p.submitted()
+        async with prompt_apart() as (_, p, d, stream):
             hand_over(p, b"[]")
             assert "no message" in await p.refusal()
             assert (await d.submitted()).transfer is None
-            d.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
+            await finish(d, stream)
 
     run(body())
 
 
 def test_an_engine_that_ends_while_it_computes_a_prompt_is_lost() -> None:
     async def body() -> None:
-        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
-            stream = front.submit(request(prompt=LONG))
-            await p.submitted()
+        async with prompt_apart() as (_, p, d, stream):
             p.say("r", error=EngineDead("steps failed"))
             assert "its engine ended" in await p.refusal()
             await d.submitted()
-            d.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
+            await finish(d, stream)
 
     run(body())
 
@@ -289,7 +288,7 @@ def test_an_engine_that_ends_while_it_computes_a_prompt_is_lost() -> None:
 
 
 def part_of(name: str, num_pages: int) -> bytes:
-    """Where the pages are that are computed so far."""
+    """Name the pages that are computed so far."""
     body = {"remote_request_id": name, "remote_block_ids": [*range(num_pages)]}
     return msgspec.json.encode(body)
 
@@ -318,8 +317,7 @@ def test_the_replica_of_the_answer_reads_a_prompt_while_it_is_computed() -> None
             hand_over(p)
             assert (await d.submitted()).transfer == HANDED
             hand_part(p, "too late")
-            d.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
+            await finish(d, stream)
 
     run(body())
 
@@ -346,17 +344,14 @@ def test_parts_that_no_replica_reads_are_freed() -> None:
             assert (await other.next(Fetch)).submit.transfer == part_of("two", 1)
             hand_over(p)
             assert (await other.submitted()).transfer == HANDED
-            other.finish("r", 10)
-            assert (await read(stream)).token_ids == [10]
+            await finish(other, stream)
 
     run(body())
 
 
 def test_parts_of_a_prompt_that_was_aborted_are_freed() -> None:
     async def body() -> None:
-        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, _):
-            stream = front.submit(request(prompt=LONG))
-            await p.submitted()
+        async with prompt_apart() as (front, p, _, stream):
             front.abort("r")
             hand_part(p)
             assert (await p.next(Drop)).name == "part"

@@ -1,4 +1,4 @@
-"""How many replicas there should be: enough, none too many, and no coming and going."""
+"""The number of replicas that there should be: enough, none too many, and no coming and going."""
 
 from __future__ import annotations
 

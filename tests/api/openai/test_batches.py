@@ -144,6 +144,15 @@ def test_files_are_listed_read_and_deleted(client):
         client.files.retrieve(files[0].id)
 
 
+def test_files_are_listed_by_purpose_and_an_unknown_input_file_is_named(client):
+    file = client.files.create(file=("in.jsonl", jsonl(line("a"))), purpose="batch")
+    assert [each.id for each in client.files.list(purpose="batch")] == [file.id]
+    assert list(client.files.list(purpose="fine-tune")) == []
+    with pytest.raises(openai.NotFoundError) as info:
+        client.batches.create(input_file_id="x", endpoint=CHAT, completion_window="24h")
+    assert info.value.param == "input_file_id"
+
+
 def test_files_of_one_key_are_unknown_to_another(serve):
     server = serve(api_keys=("a", "b"))
     with client_of(server, "a") as one, client_of(server, "b") as other:

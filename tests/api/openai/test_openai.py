@@ -183,6 +183,12 @@ def test_a_refused_field_that_asks_for_nothing_passes(client, engine, field):
     assert caught.value.param == field
 
 
+def test_nought_is_no_false(client, engine):
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, extra_body={"prompt_logprobs": 0})
+    assert caught.value.param == "prompt_logprobs"
+
+
 def test_model_defaults_are_not_taken_from_anywhere_but_the_request(client, engine):
     chat(client, max_tokens=1)
     params = engine.requests[0].sampling.params

@@ -260,6 +260,17 @@ def test_tokenize_counts_the_ids(caller, odd_ids):
     assert any(found[at : at + len(odd_ids)] == odd_ids for at in range(len(found)))
 
 
+def test_tokenize_renders_as_a_request_with_the_same_fields(caller):
+    tools = [{"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}]
+    said = {"role": "assistant", "content": WORDS}
+    plain = caller.ask("/tokenize", messages=[HI, said])["tokens"]
+    assert len(caller.ask("/tokenize", messages=[HI, said], tools=tools)["tokens"]) > len(plain)
+    fields = {"messages": [HI, said], "continue_final_message": True}
+    continued = caller.ask("/tokenize", **fields)["tokens"]
+    assert continued == caller.ask("/v1/chat/completions/render", **fields)["token_ids"]
+    assert len(continued) < len(plain)
+
+
 # -- what comes back as text --------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import foretoken
 from foretoken import LLM, AsyncLLM, EngineDead, InvalidRequest, QueueFull, SamplingParams, Usage
+from foretoken.api.sdk import async_llm
 from foretoken.api.types.results import total_usage
 
 FOUR = SamplingParams(max_tokens=4, seed=0)
@@ -194,9 +195,21 @@ def test_a_prompt_of_the_wrong_kind_is_an_invalid_request(llm, prompt):
     assert info.value.param == "prompt"
 
 
+def test_a_revision_is_of_a_model_of_the_hub(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(InvalidRequest) as info:
+        LLM("builtin", revision="main")
+    assert info.value.param == "revision"
+    offline = []
+    monkeypatch.setattr(async_llm, "go_offline", lambda: offline.append(True))
+    llm = async_llm.AsyncLLM("owner/name", revision="v1", offline=True)
+    assert (llm._model, offline) == ("owner/name@v1", [True])
+
+
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm, monkeypatch):
     monkeypatch.setattr("foretoken.api.text.tokenizer.Tokenizer._encode", None)
-    with pytest.raises(foretoken.PromptTooLong, match="maximum context length is 255 tokens"):
+    said = r"> 255 maximum\..* maximum context length is 256 tokens"
+    with pytest.raises(foretoken.PromptTooLong, match=said):
         llm.generate("x" * 100_000, FOUR)
 
 

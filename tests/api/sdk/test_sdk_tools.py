@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 
 from foretoken import Choice, ForetokenError, InvalidRequest, SamplingParams, ToolCall
+from foretoken.api.openai.schema import Message, plain_messages
 from foretoken.api.parsing.output_parser import (
     CallArguments,
     CallBegin,
@@ -28,6 +30,44 @@ PARTS = [
     CallArguments('{"a"'),
     CallArguments(":1}"),
 ]
+
+
+CONVERSATIONS = [
+    [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+    [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}],
+    [{"role": "developer", "content": "d"}, {"role": "system", "content": "s"}, *HI],
+    [*HI, {"role": "function", "name": "f", "content": "1"}],
+    [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_messages_are_read_as_the_server_reads_them(messages):
+    read = ChatOptions(None, None).chat_input(messages, FOUR).messages
+    assert read == plain_messages(msgspec.convert(messages, list[Message]))
+
+
+def test_ids_of_an_answer_are_those_of_the_message_after_systems_became_one():
+    answer = {"role": "assistant", "content": "x", "token_ids": [7]}
+    messages = [*CONVERSATIONS[2], answer]
+    (handle,) = ChatOptions(None, None).chat_input(messages, FOUR).handles
+    assert (handle.index, handle.param) == (2, "messages[3].token_ids")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"content": 5}, "messages[1].content"),
+        ({"content": True}, "messages[1].content"),
+        ({"content": [{"type": "text", "content": "hi"}]}, "messages[1].content[0]"),
+        ({"content": "x", "tool_calls": 5}, "messages[1].tool_calls"),
+        ({"content": "x", "role": []}, "messages[1].role"),
+    ],
+)
+def test_a_field_of_a_message_that_is_wrong_is_named(wrong, param):
+    with pytest.raises(InvalidRequest) as info:
+        ChatOptions(None, None).chat_input([*HI, {"role": "user", **wrong}], FOUR)
+    assert info.value.param == param
 
 
 class OnePartAStep:

@@ -22,7 +22,7 @@ class Ticks:
 
 
 def guarded(*beats: bool) -> int:
-    """How often a guard of three seconds calls for help, by whether the loop beat in each."""
+    """Number of calls for help by a guard of three seconds, by whether the loop beat in each."""
     calls: list[str] = []
     guard = LoopGuard(3, lambda: calls.append(threading.current_thread().name))
     guard._ended = Ticks(*(guard.beat if each else lambda: None for each in beats))

@@ -14,6 +14,7 @@ import pytest
 
 from foretoken import AsyncLLM, ModelLoadError
 from foretoken.api.server.process import run
+from foretoken.api.server.unix_socket import owned, remove
 from foretoken.api.serving.settings import Listen
 from support.forked import Talking, script
 
@@ -189,6 +190,30 @@ def test_a_socket_that_is_served_and_a_file_that_is_none_are_left_alone(start, t
         assert f"{taken} is in use by another server" in second.line
     assert get_version(path) == 200
     assert file.read_text() == "mine"
+
+
+def test_a_socket_of_a_server_that_still_loads_is_left_alone(tmp_path):
+    path = tmp_path / "s"
+    with owned(path), socket.socket(socket.AF_UNIX) as loading:
+        loading.bind(str(path))
+        with pytest.raises(OSError, match="in use"), owned(path):
+            pass
+        assert path.is_socket()
+    with owned(path):  # the first one is over: what it left is stale
+        assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_own_socket_is_removed(tmp_path):
+    path, moved = tmp_path / "s", tmp_path / "old"
+    path.write_text("ours")
+    ours = path.stat()
+    path.rename(moved)
+    path.write_text("another's")
+    remove(path, ours)
+    assert path.exists()
+    remove(moved, ours)
+    assert not moved.exists()
 
 
 def test_a_model_that_does_not_load_leaves_no_socket(built, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Whom the scheduler charges for a request, whichever route it came by."""
+"""The tenant that the scheduler charges for a request, whichever route it came by."""
 
 from __future__ import annotations
 

@@ -391,7 +391,7 @@ GREEDY_FORMS = [
 
 @pytest.mark.parametrize(("field", "value"), GREEDY_FORMS, ids=range(len(GREEDY_FORMS)))
 def test_a_form_made_to_be_expensive_ends_alone(bench: Bench, field, value) -> None:
-    """It is served, refused or fails its own request; a deep one does not overflow a stack."""
+    """Each is served, refused or fails its own request; none overflows a stack."""
     with contextlib.suppress(InvalidRequest, ConstraintFailed, EndlessAnswer):
         bench.write(bench.matcher(**{field: value}), 1, most=30)
 

@@ -325,7 +325,7 @@ def test_a_final_message_is_continued_as_transformers_does(own, reference, words
     template = own._template
     reference.chat_template = template._hf.chat_template = CONTINUED.replace("TRIM", trimmed)
     talk = [*TALKS[0], {"role": "assistant", "content": words}]
-    options = {"continue_final_message": True, "add_generation_prompt": False}
+    options = {"continue_final_message": True}  # add_generation_prompt is false then
     expected = reference.apply_chat_template(talk, tokenize=False, **options)
     assert template.render(talk, options, Budget(10**6, 1000)) == expected
     for wrong in ({**options, "add_generation_prompt": True}, {"continue_final_message": "no"}):

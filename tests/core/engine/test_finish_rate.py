@@ -1,4 +1,4 @@
-"""When those who were turned away had better come back."""
+"""The time at which requests that were turned away had better come back."""
 
 from __future__ import annotations
 

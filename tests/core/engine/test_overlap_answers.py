@@ -36,7 +36,7 @@ OPTIONS = {"threads": 1, "max_model_len": 256, "kv_tokens": 4096}
 
 @pytest.fixture
 def num_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each plan has that was made ahead."""
+    """Number of rows of each plan that was made ahead."""
     found: list[int] = []
     make = step_executor.plan_next
 

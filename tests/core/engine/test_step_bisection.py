@@ -433,7 +433,7 @@ def packed_rows(name: str, num_rows: int) -> ScheduledRequest:
 
 
 def test_a_packed_request_computes_a_token_at_least_however_little_memory_there_is() -> None:
-    """It would be planned with another order, and be packed twice."""
+    """Else the request would be planned with another order, and be packed twice."""
     rows = [packed_rows(name, 40) for name in "abc"]
     plan = StepPlan(requests=rows, newly_allocated_pages=array("q"))
     bisection = StepBisection(plan, MemoryError())

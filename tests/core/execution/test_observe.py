@@ -173,7 +173,7 @@ def test_a_proposer_that_is_let_go_is_reported_and_its_taps_stay(
 def test_where_the_proposer_has_no_draft_what_was_looked_up_is_verified(
     decoder: Decoder, drafts: list[Draft] | None, num_uncached: int
 ) -> None:
-    """It returns an empty draft, or fails; either way it found none of these tokens."""
+    """The proposer returns an empty draft, or fails; either way it found none of these tokens."""
     right = answer(decoder, 3)
     known = replace(Draft.of(right, "suffix"), survival=(0.9, 0.8, 0.7))
     (out,) = compute(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.decoder import Decoder
@@ -31,52 +33,78 @@ from support.known_models import KNOWN
 from support.quick_interpreter import quicken
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+IDS = random_ids(200)
+_SHARED = random_ids(70, seed=1)
+PROMPTS = [
+    *[random_ids(n, seed=n) for n in (1, 9, 100)],
+    [*_SHARED, *random_ids(20, seed=2)],
+    [*_SHARED, *random_ids(45, seed=3)],
+    _SHARED,
+]
+
+
+@dataclass
+class Known:
+    """A kind's reference, its checkpoint, and the reference's answers once they were asked for."""
+
+    reference: Any
+    folder: Path
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """Logits [200, vocab] of `IDS`."""
+        with torch.no_grad():
+            return self.reference(torch.tensor([IDS])).logits[0]
+
+    @cached_property
+    def answers(self) -> list[list[int]]:
+        """Greedy answers to `PROMPTS`, no two the same."""
+        found = [generate(self.reference, prompt) for prompt in PROMPTS]
+        assert len({tuple(each) for each in found}) == len(found)
+        return found
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
+    """All kinds; both backends are compared with the same answers."""
+    made = {kind: make_reference(kind) for kind in KINDS}
+    return {
+        kind: Known(each, save(each, tmp_path_factory.mktemp(kind))) for kind, each in made.items()
+    }
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
-def loaded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[object, Decoder]]:
-    """Reference and decoder of every kind, from one set of checkpoints."""
+def loaded(request: pytest.FixtureRequest, known: dict[str, Known]) -> dict[str, Decoder]:
+    """A decoder of every kind."""
     if request.param == "native" and native_library() is None:
         pytest.skip("no native kernels on this machine")
-    pairs = {}
-    for kind in KINDS:
-        reference = make_reference(kind)
-        folder = save(reference, tmp_path_factory.mktemp(kind))
-        pairs[kind] = (reference, load_decoder(folder, backend=request.param))
-    return pairs
+    return {kind: load_decoder(each.folder, backend=request.param) for kind, each in known.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_transformers_over_200_positions(kind: str, loaded: dict) -> None:
+def test_logits_equal_transformers_over_200_positions(
+    kind: str, loaded: dict[str, Decoder], known: dict[str, Known]
+) -> None:
     """Chunks of 37, 1, 8 and 154 rows, far beyond the original length of stretched RoPE."""
-    reference, decoder = loaded[kind]
-    ids = random_ids(200)
-    assert len(ids) > 3 * ORIGINAL_LEN
-    with torch.no_grad():
-        expected = reference(torch.tensor([ids])).logits[0]
-    driver = ModelDriver(decoder)
-    logits = driver.prefill(driver.add(ids), 37, 38, 46, 200)
+    assert len(IDS) > 3 * ORIGINAL_LEN
+    driver = ModelDriver(loaded[kind])
+    logits = driver.prefill(driver.add(IDS), 37, 38, 46, 200)
     assert logits.shape == (200, VOCAB_SIZE)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits, known[kind].logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_equal_generate_in_ragged_batches(kind: str, loaded: dict) -> None:
+def test_greedy_tokens_equal_generate_in_ragged_batches(
+    kind: str, loaded: dict[str, Decoder], known: dict[str, Known]
+) -> None:
     """Prefill chunks, decode rows and verify rows share steps; two prompts share a prefix."""
-    reference, decoder = loaded[kind]
-    shared = random_ids(70, seed=1)
-    prompts = [random_ids(n, seed=n) for n in (1, 9, 100)]
-    prompts += [[*shared, *random_ids(20, seed=2)], [*shared, *random_ids(45, seed=3)], shared]
-    expected = [generate(reference, prompt) for prompt in prompts]
-    assert len({tuple(e) for e in expected}) == len(expected)
-    assert greedy(decoder, prompts, expected) == expected
+    expected = known[kind].answers
+    assert greedy(loaded[kind], PROMPTS, expected) == expected
 
 
-def test_draft_rows_without_kv_of_rejected_tokens_do_not_leak(loaded: dict) -> None:
+def test_draft_rows_without_kv_of_rejected_tokens_do_not_leak(loaded: dict[str, Decoder]) -> None:
     """A rejected draft's KV is overwritten, not attended to."""
-    _, decoder = loaded["qwen3"]
+    decoder = loaded["qwen3"]
     ids = random_ids(40)
     driver = ModelDriver(decoder)
     clean, dirty = driver.add(ids), driver.add(ids)
@@ -86,8 +114,10 @@ def test_draft_rows_without_kv_of_rejected_tokens_do_not_leak(loaded: dict) -> N
     assert torch.equal(driver.prefill(dirty, 40), expected)
 
 
-def test_pages_shared_with_another_sequence_give_the_same_logits(loaded: dict) -> None:
-    _, decoder = loaded["mistral_window"]
+def test_pages_shared_with_another_sequence_give_the_same_logits(
+    loaded: dict[str, Decoder],
+) -> None:
+    decoder = loaded["mistral_window"]
     ids = random_ids(130)
     driver = ModelDriver(decoder)
     first = driver.add(ids)
@@ -115,8 +145,8 @@ def pieces_have_the_bits_of_the_whole(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
-    pieces_have_the_bits_of_the_whole(loaded[kind][1])
+def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict[str, Decoder]) -> None:
+    pieces_have_the_bits_of_the_whole(loaded[kind])
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])

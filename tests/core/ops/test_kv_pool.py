@@ -103,7 +103,7 @@ def test_a_vector_that_is_not_finite_stays_so_and_harms_no_other(bad: float, kin
 def test_a_page_is_one_blob_of_the_size_that_the_helper_says(
     page_size: int, head_dim: int, kind: KvDtype
 ) -> None:
-    """Also where the vectors' bytes end between two places for a scale."""
+    """The vectors' bytes may end between two places for a scale."""
     pool = make_pool(kind, page_size=page_size, head_dim=head_dim)
     per_page = bytes_per_page(
         num_layers=3,

@@ -169,7 +169,7 @@ def test_fp8_needs_a_gpu_unless_torch_is_named(tmp_path: Path) -> None:
 
 
 def test_the_native_kernels_read_no_pool_of_fp8(decoder_of) -> None:
-    """They would take its bytes for int8."""
+    """Kernels would take its bytes for int8."""
     driver = ModelDriver(decoder_of("float32-native"), kv_dtype="fp8")
     with pytest.raises(ValueError, match="float8_e4m3fn"):
         driver.prefill(driver.add(tokens(3)), 3)

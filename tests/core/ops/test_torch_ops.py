@@ -146,7 +146,7 @@ def test_attention_equals_the_formula(page_size: int, window: int | None, ops: T
 
 
 def test_hidden_values_weigh_exactly_nothing(ops: TorchOps) -> None:
-    """Not e^-80: a row whose own values are 0 must not feel the next row's."""
+    """The weight is 0, not e^-80: a row whose own values are 0 must not feel the next row's."""
     pool = make_pool(4)
     plan = make_plan(pool, [Segment(range(4), 0, array("q", [3]), 0)], ops)
     qkv = torch.randn(4, 10 * 16)

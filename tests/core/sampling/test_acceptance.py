@@ -1,4 +1,4 @@
-"""How often the verifier accepts drafts that were drawn with its own noise (arXiv 2408.07978).
+"""The rate at which the verifier accepts drafts drawn with its own noise (arXiv 2408.07978).
 
 The formula is sum_i 1 / sum_j max(p_j / p_i, q_j / q_i); here it is met by `sample` and `verify`
 together, for pairs from alike to foreign, each sharper and flatter.
@@ -75,7 +75,7 @@ NUM_BEST = 4
 
 
 def rank_shares(draft: torch.Tensor, asked: Sequence[SamplingMetadata]) -> list[float]:
-    """How often the target's token is each of the draft's best ones, raced for ``asked``."""
+    """Rates at which the target's token is each of the draft's best ones, raced for ``asked``."""
     rows = [SampleRow(PROMPT, sampling) for sampling in asked]
     races = best(draft.expand(NUM_ROWS, -1), rows, NUM_BEST)
     return [

@@ -41,7 +41,7 @@ def uniform(noise: torch.Tensor) -> torch.Tensor:
 
 
 def deviation(cells: torch.Tensor, num_cells: int) -> float:
-    """How many sigmas the counts of ``cells`` lie above a fair chi-square (Wilson-Hilferty)."""
+    """Sigmas by which the counts of ``cells`` exceed a fair chi-square (Wilson-Hilferty)."""
     counts = torch.bincount(cells, minlength=num_cells).double()
     expected = len(cells) / num_cells
     chi, df = float(((counts - expected) ** 2 / expected).sum()), num_cells - 1

@@ -26,7 +26,7 @@ STEP_S, TOKEN_S = 0.5, 0.01  # of a machine: each step, and each token of a prom
 
 
 def step_of(num_decodes: int, *chunks: int) -> StepPlan:
-    """So many decoding requests and prompts' chunks of these lengths."""
+    """A plan with this number of decoding requests, and prompts' chunks of these lengths."""
     return StepPlan(
         requests=[
             ScheduledRequest(

@@ -197,7 +197,7 @@ def test_a_request_waits_for_what_is_fetched_and_for_nothing_behind_it() -> None
 
 @pytest.mark.parametrize("num_calls", range(5))
 def test_the_request_may_come_while_its_part_is_read(num_calls: int) -> None:
-    """It lost pages that both transfers have when the part's one ended."""
+    """The request lost pages that both transfers have when the part's one ended."""
     apart = Apart()
     fetch(apart)
     for _ in range(num_calls):
@@ -228,3 +228,17 @@ def test_the_pages_of_a_fetch_are_free_when_the_engine_closes() -> None:
     cache = apart.d.scheduler.cache
     assert cache.num_free_pages + cache.tree.num_pages == cache.num_total_pages
     apart.d.scheduler.audit()
+
+
+def test_a_fetch_takes_no_page_while_a_step_may_still_write_to_one_that_is_free() -> None:
+    apart = Apart()
+    fetch(apart)
+    free = apart.d.scheduler.cache.num_free_pages
+    for _ in range(2):  # it is met and looked up
+        call = apart.d.begin_call()
+        call.use(call.work())
+    assert apart.d.next_call() is None
+    assert apart.d.scheduler.cache.num_free_pages == free
+    apart.d.step()  # the next plan
+    apart.d.run_calls()
+    assert num_cached(apart) == PART

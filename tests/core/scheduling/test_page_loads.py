@@ -247,7 +247,7 @@ def test_what_others_load_counts_as_time(store: DictStore, monkeypatch: pytest.M
 def test_a_store_that_was_slow_is_tried_again(
     store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While nothing is loaded nothing would tell that it is fast again."""
+    """Nothing else would show that the store is fast again."""
     set_compute_seconds(monkeypatch, 0.01)
     driver = restarted(store)
     store.before = slow(driver, 1.0)

@@ -347,7 +347,7 @@ def drive(**options: object) -> Driver:
 
 
 def fill(driver: Driver, tenant: str | None, most: int = 1000) -> int:
-    """How many requests of a tenant are taken before it is refused."""
+    """Number of requests of a tenant that are taken before it is refused."""
     for index in range(most):
         name = f"{tenant}-{driver.now}-{index}"
         try:

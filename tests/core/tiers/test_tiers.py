@@ -69,7 +69,7 @@ class Scene:
             self.tiers.save()
 
     def find(self, *tokens: int, namespace: str | None = None, first: int = 0) -> int:
-        """How many pages are found from the beginning on."""
+        """Number of pages that are found from the beginning on."""
         found = self.tiers.find(array("q", tokens), namespace, first)
         assert found == keys_of(*tokens, namespace=namespace)[: len(found)]
         return len(found)

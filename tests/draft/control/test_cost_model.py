@@ -26,7 +26,7 @@ def step(
     num_keys: int = 0,
     times: int = 1,
 ) -> None:
-    """So many steps, as they were measured where nothing else is said."""
+    """Note some steps, as they were measured where nothing else is said."""
     num_rows = num_requests + num_drafts
     for _ in range(times):
         pass_s = float(MACHINE.at(num_rows)) if forward_s is None else forward_s

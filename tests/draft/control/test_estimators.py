@@ -1,4 +1,4 @@
-"""How far each source is trusted: by source, kind, position and temperature, and by request."""
+"""The trust in each source: by source, kind, position and temperature, and by request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def score(
 
 
 def draw(made: AcceptanceModel, chance: float, times: int, *, seed: int = 0, **of: object) -> None:
-    """So many guesses of six tokens, each of which comes true with that chance."""
+    """Score ``times`` guesses of six tokens, each of which comes true with that chance."""
     rng = np.random.default_rng(seed)
     for _ in range(times):
         hits = min(6, int(rng.geometric(1.0 - chance)) - 1)

@@ -144,7 +144,7 @@ def test_the_ends_of_the_first_tiles_are_timed_and_the_rows_behind_them(pair) ->
 def test_rows_that_are_timed_choose_different_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the price of a row holds what drafts cost a mixture of experts: weights of others."""
+    """The price of a row then holds what drafts cost a mixture of experts: weights of others."""
     counts = {"num_experts": 32, "num_local_experts": 32}
     target = load_decoder(make_checkpoint(tmp_path, "qwen3_moe", **counts))
     touched: dict[int, list[int]] = {}

@@ -208,7 +208,7 @@ def test_a_pickle_that_holds_code_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Decoder:
-    """It goes by its last token and nothing else, through a shift of its own in the first layer."""
+    """A model that goes by its last token alone, through a shift of its own in the first layer."""
     torch.set_num_threads(1)
     return load_decoder(write_pair(tmp_path_factory.mktemp("pair"), vocab_size=64)[0])
 

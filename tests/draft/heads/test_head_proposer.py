@@ -264,7 +264,7 @@ def test_a_head_says_how_it_works(target, kind) -> None:
 
 @pytest.mark.parametrize("kind", MANY)
 def test_the_nodes_of_a_tree_are_the_references_best_behind_their_paths(target, kind) -> None:
-    """Also those beside the trunk: each sees its own ancestors, not those of its neighbours."""
+    """Nodes beside the trunk, too: each sees its own ancestors, not those of its neighbours."""
     proposer = make_proposer(kind, target)
     unit = Unit(target, proposer, speculator=TreeDepth(8))
     unit.run_all()

@@ -47,7 +47,7 @@ def drafted(suffix: SuffixSource, request: Request, most: int = 4) -> list[int]:
 
 
 def order_of(kind: int) -> int:
-    """How many last tokens are equal in a guess of this kind."""
+    """Number of last tokens that are equal in a guess of this kind."""
     if kind >= SHARED_KIND:
         return ORDERS[kind - SHARED_KIND]
     return ORDERS[FIRST_ORDERS[kind - FIRST_KIND]] if kind >= FIRST_KIND else ORDERS[kind]

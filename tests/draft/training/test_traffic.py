@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import stat
 from array import array
+from dataclasses import replace
 
 import pytest
 
+from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.adapter import Adapter
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request
@@ -118,6 +120,42 @@ def test_files_and_the_folder_are_bounded_over_all_runs(record):
     assert recorder.num_left_out > 0
     total = sum(len(traffic.write_line(line)) for lines in files.values() for line in lines)
     assert total <= options["max_bytes"]
+
+
+def test_a_temperature_that_was_left_out_is_recorded_as_the_default(record):
+    left_out = request("a")
+    default = SamplingParams().temperature
+    params = replace(left_out.sampling.params, temperature=default)
+    left_out = replace(left_out, sampling=replace(left_out.sampling, params=params))
+    recorder, files = record((left_out, b"", STOP), (request("b", (4, 5)), b"", STOP))
+    assert [line.temperature for lines in files.values() for line in lines] == [default, 0.5]
+    assert (recorder.num_recorded, recorder.num_left_out) == (2, 0)
+
+
+def test_a_record_that_cannot_be_written_is_told_and_the_next_one_is_written(record, caplog):
+    wrong = Delta(finish_reason=FinishReason.STOP)
+    bad = request("a", (1, 2))
+    unwritable = replace(
+        bad,
+        sampling=replace(bad.sampling, prompt_len=object()),  # no JSON has it
+    )
+    recorder, files = record((unwritable, b"", wrong), (request("b", (4, 5)), b"", STOP))
+    assert [line.tokens for lines in files.values() for line in lines] == [[4, 5]]
+    assert (recorder.num_recorded, recorder.num_left_out) == (1, 1)
+    assert "an answer could not be written" in caplog.text
+
+
+def test_a_thread_that_died_is_told_at_the_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(traffic.threading.Thread, "start", lambda self: None)
+    recorder = TrafficRecorder(tmp_path)
+    recorder.expect(request(), b"")
+    recorder.finish(request(), STOP)
+    with caplog.at_level("INFO"):
+        recorder.close()
+        recorder.close()
+    assert recorder.num_left_out == 1
+    assert caplog.text.count("ended early") == 1
+    assert "0 answers recorded, 1 skipped" in caplog.text
 
 
 def test_a_thread_that_is_behind_costs_records_not_time(tmp_path, monkeypatch):

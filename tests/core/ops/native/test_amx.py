@@ -165,7 +165,7 @@ def test_a_row_has_the_same_bits_in_any_company(emulated, shape, quantize):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_int8_has_the_bits_of_the_kernels_without_the_unit(emulated, shape):
-    """It takes over from 8 rows on: a row alone and in a batch must agree."""
+    """The unit takes over from 8 rows on: a row alone and in a batch must agree."""
     plain = native_library(variants()[0])
     assert plain is not None
     weight, bias, x = draw(*shape), draw(shape[0]), draw(40, shape[1]).bfloat16()
@@ -176,7 +176,7 @@ def test_int8_has_the_bits_of_the_kernels_without_the_unit(emulated, shape):
 
 
 def test_what_is_not_finite_stays_in_its_own_row(emulated):
-    """Also where a neighbour's tile, or the panel behind, lies beside it in memory."""
+    """A neighbour's tile, or the panel behind, may lie beside it in memory."""
     weight = draw(37, 51)
     weight[0, 0] = torch.inf
     packed = pack_linear(emulated, weight.bfloat16(), None)

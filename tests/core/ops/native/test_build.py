@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from foretoken.core.ops import cache_folder as folders
 from foretoken.core.ops.native import build as building
 from foretoken.core.ops.native import library as loading
 from foretoken.core.ops.native import recipe
@@ -38,6 +39,7 @@ def fresh(monkeypatch, tmp_path):
     loading._load.cache_clear()
     yield
     loading._load.cache_clear()
+    folders._trusted.cache_clear()
 
 
 def test_every_cpu_can_run_the_portable_variant():
@@ -110,6 +112,41 @@ def test_a_damaged_library_of_the_cache_is_built_anew(small, caplog):
     assert "is damaged: compiling it again" in caplog.text
 
 
+@needs_compiler
+def test_a_library_that_others_may_write_is_built_anew(small, caplog):
+    """Others could have put any code into it, with the right checksum."""
+    path = build("scalar")
+    first = path.stat().st_ino
+    path.chmod(0o757)
+    assert build("scalar") == path
+    assert path.stat().st_ino != first
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert "others may write to" in caplog.text
+
+
+@needs_compiler
+def test_a_library_may_be_used_whatever_the_umask_is(small, monkeypatch):
+    """A umask of 002, usual where each user has a group, lets the group write new files."""
+    old = os.umask(0o002)
+    try:
+        build("scalar")
+    finally:
+        os.umask(old)
+    monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("compiled again"))
+    build("scalar")
+
+
+@needs_compiler
+def test_a_library_in_a_folder_that_others_may_write_is_not_loaded(small, tmp_path, monkeypatch):
+    path = build("scalar")
+    path.parent.chmod(0o777)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folders._trusted.cache_clear()
+    other = build("scalar")
+    assert other.name == path.name
+    assert other.parent == tmp_path / f"foretoken-{os.geteuid()}"
+
+
 @pytest.fixture
 def packaged(monkeypatch, tmp_path) -> Path:
     """A packaged library, which differs from the one that is compiled here."""
@@ -138,6 +175,19 @@ def test_a_compiler_that_is_named_compiles_in_place_of_a_packaged_library(
 
 
 @needs_compiler
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_a_compiler_that_does_not_compile_leaves_the_packaged_library(
+    packaged, compiler, monkeypatch, caplog
+):
+    """A packaged library needs none, so a `CC` that is wrong must not turn the kernels off."""
+    monkeypatch.setenv("CC", compiler)
+    assert building.load("scalar")._name == str(packaged)
+    (message,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert message.startswith("the packaged kernels are used: ")
+    assert compiler in message or "the C compiler failed" in message
+
+
+@needs_compiler
 @pytest.mark.parametrize("fault", ["cut", "made for another system"])
 def test_a_packaged_library_that_does_not_do_is_replaced_or_refused(
     packaged, small, fault, monkeypatch, caplog
@@ -148,7 +198,7 @@ def test_a_packaged_library_that_does_not_do_is_replaced_or_refused(
         packaged.write_bytes(b"no library")
         seal(packaged)
     assert building.load("scalar")._name == str(build("scalar"))
-    assert "the packaged kernels are not used: " in caplog.text
+    assert "the compiled kernels are used: " in caplog.text
     monkeypatch.setenv("PATH", "")
     caplog.clear()
     assert loading.native_library("scalar") is None

@@ -203,7 +203,7 @@ def test_large_and_small_numbers_lose_nothing_but_their_last_bits(ops: NativeOps
 
 
 def test_hidden_values_weigh_exactly_nothing(ops: NativeOps) -> None:
-    """Not e^-80: a row whose own values are 0 must not feel the next row's."""
+    """The weight is 0, not e^-80: a row whose own values are 0 must not feel the next row's."""
     kept = Kept((4, 2, 16), 4, torch.float32)
     qkv = kept.rows(4)
     qkv.view(4, 8, 16)[0, 6:] = 0

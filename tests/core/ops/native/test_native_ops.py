@@ -312,7 +312,7 @@ def test_attention_rows_are_the_same_bits_in_any_batch_on_any_number_of_threads(
 
 
 def test_hidden_values_weigh_exactly_nothing(ops: NativeOps) -> None:
-    """Not e^-80: a row whose own values are 0 must not feel the next row's."""
+    """The weight is 0, not e^-80: a row whose own values are 0 must not feel the next row's."""
     layers = Layers((4, 2, 16), 4, torch.float32)
     qkv = torch.randn(4, layers.width)
     qkv.view(4, 8, 16)[0, 6:] = 0

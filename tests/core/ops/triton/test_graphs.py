@@ -134,7 +134,7 @@ def test_a_copy_in_4_bits_has_graphs_of_its_own_over_the_pages_of_its_model() ->
 
 
 def test_a_graph_has_room_for_whatever_experts_its_rows_choose() -> None:
-    """Also where rows of its bucket are not there, which choose none."""
+    """Rows of its bucket that are not there choose none."""
     twins = Twins(has_experts=True)
     for name in ("decode", "fewer rows on other pages", "decode again"):
         twins.check(PASSES[name])
@@ -142,7 +142,7 @@ def test_a_graph_has_room_for_whatever_experts_its_rows_choose() -> None:
 
 
 def test_rows_given_as_vectors_are_those_of_kernels_launched_one_by_one() -> None:
-    """Also in a second pass of fewer rows, and beside graphs whose rows are all of tokens."""
+    """A second pass has fewer rows; graphs whose rows are all of tokens are beside it."""
     twins = Twins()
     names = ("decode", "fewer rows on other pages", "decode again")
     for number, name in enumerate(names):

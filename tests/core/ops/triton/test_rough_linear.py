@@ -61,7 +61,7 @@ SOURCES: dict[str, tuple[Callable[[Tensor], PackedLinear], Callable[[Tensor], Te
 def test_a_rough_copy_has_the_levels_of_its_groups(
     source: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is made of some rows at a time, and of inputs that fill no step."""
+    """The copy is made of some rows at a time, and of inputs that fill no step."""
     monkeypatch.setattr(tiled, "ROUNDED_AT_ONCE", 1000)
     pack, values = SOURCES[source]
     weight = drawn(19, 200, dtype)
@@ -75,7 +75,7 @@ def test_a_rough_copy_has_the_levels_of_its_groups(
 
 
 def test_scales_and_minima_are_rounded_before_the_values() -> None:
-    """So no value errs by more than half a step and what the ends of the range lost."""
+    """Then no value errs by more than half a step and what the ends of the range lost."""
     wide = torch.randn(8, 64) * 0.02 + 1.0  # bfloat16 has steps of 1 / 128 there
     rounded = round_to_levels(wide, torch.bfloat16)
     assert rounded.minimum is not None

@@ -45,7 +45,7 @@ def work_of(
 
 
 def meetings(items: WorkItems) -> Counter[tuple[int, int]]:
-    """How often each row meets each split."""
+    """Number of times that each row meets each split."""
     met: Counter[tuple[int, int]] = Counter()
     for first, count, lo, hi in zip(
         items.first_rows, items.num_rows, items.first_splits, items.last_splits, strict=True

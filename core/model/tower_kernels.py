@@ -1,0 +1,173 @@
+"""Attention and activations of an image tower by the backend's kernels.
+
+torch has one thread beside the native kernels, because threads of OpenMP spin while they wait, and
+that thread would take more of a tower's time than the linears. Attention has pages of its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..ops.base import Activation, ForwardPlan, HeadLayout, Ops
+from ..ops.batch import Segment, build_batch
+from ..ops.kv_pool import KVPool
+from .rope import Still
+
+PAGE_SIZE = 16  # rows
+LEAST_ROWS = 128  # of a sequence: windows, which are shorter, are left to torch
+_SILU, _GELU = Activation("silu", gated=False), Activation("gelu_tanh", gated=False)
+_ACTIVATIONS: dict[type[nn.Module], Activation] = {
+    nn.SiLU: _SILU,
+    SiLUActivation: _SILU,
+    GELUTanh: _GELU,
+    NewGELUActivation: _GELU,
+}
+
+
+class _Shape(NamedTuple):
+    """Sizes of a plan."""
+
+    num_sequences: int
+    num_rows: int  # of each
+    heads: HeadLayout
+    dtype: torch.dtype
+
+
+class TowerAttention(TorchFunctionMode):
+    """Inside of it `F.scaled_dot_product_attention` is the kernels', where they compute it.
+
+    That is where every row sees all rows of its sequence: no mask, no causality. A row's bits
+    depend on the rows of its sequence alone. Keeps the pages of the last shape until it is left.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        self._ops = ops
+        self._shape: _Shape | None = None
+        self._plan: ForwardPlan | None = None
+
+    def __exit__(self, *failure: Any) -> None:  # noqa: ANN401 - as torch's
+        """Leave the mode, and free the pages."""
+        self._shape = self._plan = None
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call ``func``, or the kernels in its place."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and len(args) == 3:
+            shape = self._shape_of(*args, **kwargs)
+            if shape is not None:
+                return self._attention(shape, *args)
+        return func(*args, **kwargs)
+
+    def _shape_of(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> _Shape | None:
+        """The shape to plan for; None where the kernels do not compute it."""
+        if attn_mask is not None or dropout_p or is_causal or query.dim() != 4:
+            return None
+        num_sequences, num_heads, num_rows, head_dim = query.shape
+        kv_heads = key.shape[1]
+        if key.shape != value.shape or key.shape != (num_sequences, kv_heads, num_rows, head_dim):
+            return None
+        if num_rows < LEAST_ROWS or head_dim % 2 or (kv_heads != num_heads and not enable_gqa):
+            return None
+        scale = head_dim**-0.5 if scale is None else scale
+        heads = HeadLayout(num_heads, kv_heads, head_dim, scale)
+        if self._ops.unsuited(heads):
+            return None
+        return _Shape(num_sequences, num_rows, heads, query.dtype)
+
+    def _attention(self, shape: _Shape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """``[sequences, heads, rows, head_dim]``, of one layer after another."""
+        if shape != self._shape or self._plan is None:
+            self._shape, self._plan = shape, _plan(self._ops, shape)
+        rows = shape.num_sequences * shape.num_rows
+        parts = [each.transpose(1, 2).reshape(rows, -1) for each in (query, key, value)]
+        scaled = self._ops.rope_write(torch.cat(parts, 1), 0, self._plan, None)
+        out = self._ops.attention(scaled, 0, self._plan, None, is_mutual=True)
+        heads = (shape.num_sequences, shape.num_rows, shape.heads.num_heads, -1)
+        return out.view(*heads).transpose(1, 2)
+
+
+def _plan(ops: Ops, shape: _Shape) -> ForwardPlan:
+    """Pages for one layer, and a segment for each sequence, of which every row sees all others."""
+    pages = -(-shape.num_rows // PAGE_SIZE)
+    device = torch.device("cpu")
+    pool = KVPool(
+        shape.num_sequences * pages,
+        num_layers=1,
+        num_kv_heads=shape.heads.num_kv_heads,
+        head_dim=shape.heads.head_dim,
+        page_size=PAGE_SIZE,
+        dtype=shape.dtype,
+        device=device,
+    )
+    segments = [
+        Segment(
+            array("q", bytes(8 * shape.num_rows)),
+            0,
+            array("q", range(first, first + pages)),
+            0,
+            reaches=np.full(shape.num_rows, shape.num_rows, np.int64),
+        )
+        for first in range(0, pool.num_pages, pages)
+    ]
+    batch = build_batch(segments, page_size=PAGE_SIZE, device=device, min_rows=1)
+    return ops.plan(batch, pool, shape.heads, Still(shape.heads.head_dim, device))
+
+
+class _Activated(nn.Module):
+    """An activation by the kernels."""
+
+    def __init__(self, ops: Ops, activation: Activation) -> None:
+        super().__init__()
+        self._ops, self._activation = ops, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[.., width]`` to the same."""
+        return self._ops.activate(x.reshape(-1, x.shape[-1]), self._activation).view(x.shape)
+
+
+def use_kernels(model: nn.Module, ops: Ops) -> None:
+    """Compute a tower's activations by the kernels, and let its layers read rows in their order."""
+    for name, module in list(model.named_modules()):
+        if type(module) in _ACTIVATIONS:
+            parent, _, own = name.rpartition(".")
+            made = _Activated(ops, _ACTIVATIONS[type(module)])
+            setattr(model.get_submodule(parent), own, made)
+        elif isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(_lay_out_rows)
+
+
+def _lay_out_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give a layer rows that lie one behind the other.
+
+    Those of a patch embedding are columns of a convolution's output, and sums keep that layout:
+    all layers would read and write across memory.
+    """
+    return (args[0].contiguous(), *args[1:]) if args else args
