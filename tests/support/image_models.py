@@ -42,7 +42,13 @@ TYPE_IDS = {"gemma3": "token_type_ids"} | dict.fromkeys((*GRIDS, "gemma4"), "mm_
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _TEXTS: dict[str, dict[str, Any]] = {
     "gemma3": {"pad_token_id": 0},
-    "gemma4": {"pad_token_id": 0, "use_bidirectional_attention": "vision"},
+    "gemma4": {
+        "pad_token_id": 0,
+        "use_bidirectional_attention": "vision",
+        # A full layer in the middle: what rows of images see in the last one, no token shows.
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "llava": {"num_key_value_heads": 4},
     "qwen2_5_vl": {"rope_parameters": _MROPE},
     "qwen2_vl": {"rope_parameters": _MROPE},
@@ -56,8 +62,6 @@ _TEXTS: dict[str, dict[str, Any]] = {
 # Of an image of one tile; the others merge four patches. More than a window of Gemma 3's.
 ROWS = {"llava": SIDE**2 // PATCH**2, "gemma3": SIDE**2 // PATCH**2}
 SMALL_GEMMA4: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "use_bidirectional_attention": None,
     "hidden_size_per_layer_input": 8,
     "num_kv_shared_layers": 2,
