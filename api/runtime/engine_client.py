@@ -374,7 +374,9 @@ class EngineClient:
         """
         if not messages:
             raise InvalidRequest("messages must have at least one message", param="messages")
-        settings = {"add_generation_prompt": True, **(options or {})}
+        given = options or {}
+        opens = not given.get("continue_final_message")
+        settings = {"add_generation_prompt": opens, **given}
         return await self.tokenizer.render_chat(messages, settings, tools=tools)
 
     async def finish(self, answer: Answer) -> Completion:

@@ -35,6 +35,8 @@ def read_message(
 
     Other fields stay. Raises `InvalidRequest` naming the field under ``where``.
     """
+    if "content" not in message and not message.get("tool_calls"):
+        raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
     role, placed = message.get("role"), _content(message.get("content"), f"{where}.content")
     if not isinstance(role, str):
         raise InvalidRequest(f"{where}.role must be a text", param=f"{where}.role")

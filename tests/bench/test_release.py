@@ -162,7 +162,7 @@ def test_each_wheel_serves_under_its_own_settings(
         served.append(settings)
         yield ""
 
-    for name in ("run", "install", "check_needs_server"):
+    for name in ("run", "install"):
         monkeypatch.setattr(release, name, lambda *_, **__: None)
     monkeypatch.setattr(release, "serving", serve)
     release.try_wheels("python3", wheels)

@@ -116,8 +116,8 @@ def test_a_model_is_pulled_listed_shown_and_removed(capsys, cache):
     assert "own decoder" in shown
     assert "11 MiB freed" in told(capsys, "rm", "owner/tiny")
     assert "owner/tiny" not in told(capsys, "list")
-    assert "foretoken pull owner/tiny" in told(capsys, "rm", "owner/tiny", code=1)
-    assert "foretoken pull owner/tiny" in told(capsys, "show", "owner/tiny", code=1)
+    assert "foretoken pull owner/tiny" in told(capsys, "rm", "owner/tiny", code=2)
+    assert "foretoken pull owner/tiny" in told(capsys, "show", "owner/tiny", code=2)
 
 
 def test_a_revision_is_a_flag_or_part_of_the_name(capsys):
@@ -130,7 +130,7 @@ def test_a_revision_is_a_flag_or_part_of_the_name(capsys):
     assert find_model("owner/tiny").path.name == NEW
     told(capsys, "rm", "owner/tiny", "--revision", "v1")
     assert [each.commit for each in hub.cached_models()] == [NEW]
-    assert "the model has no such revision" in told(capsys, "pull", "owner/tiny@none", code=1)
+    assert "the model has no such revision" in told(capsys, "pull", "owner/tiny@none", code=2)
 
 
 def test_serve_and_all_others_take_a_revision(monkeypatch):
@@ -161,7 +161,7 @@ def test_offline_nothing_is_asked_of_the_hub(capsys):
 
 
 def test_a_token_opens_a_private_model(capsys, monkeypatch):
-    assert "set HF_TOKEN" in told(capsys, "pull", "owner/private", code=1)
+    assert "set HF_TOKEN" in told(capsys, "pull", "owner/private", code=2)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert NEW in told(capsys, "pull", "owner/private")
 
