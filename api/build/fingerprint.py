@@ -48,8 +48,8 @@ class ModelDigests:
         """Return the fingerprint of a target that was loaded with these options.
 
         ``head``: the one whose KV is stored beside the target's. ``vision``: what makes rows of
-        prompts from images. Called in a thread that has the
-        number of threads with which the model computes.
+        prompts from images. Called in a thread that has the number of threads with which the model
+        computes.
         """
         return kv_fingerprint(
             FingerprintParts(

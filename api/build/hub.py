@@ -74,6 +74,7 @@ def download(name: str) -> Path:
         HfHubHTTPError,
         HFValidationError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     hub_id, revision = split_revision(name)
@@ -81,7 +82,9 @@ def download(name: str) -> Path:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*WANTED]))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         message = f"{name}: no such folder, and not to be had from the hub: {_cause(error)}"
-        is_lasting = isinstance(error, RepositoryNotFoundError | HFValidationError)
+        is_lasting = isinstance(
+            error, RepositoryNotFoundError | RevisionNotFoundError | HFValidationError
+        )
         raise ModelLoadError(message, may_pass=not is_lasting) from error
 
 

@@ -374,10 +374,7 @@ class EngineClient:
         """
         if not messages:
             raise InvalidRequest("messages must have at least one message", param="messages")
-        given = options or {}
-        opens = not given.get("continue_final_message")
-        settings = {"add_generation_prompt": opens, **given}
-        return await self.tokenizer.render_chat(messages, settings, tools=tools)
+        return await self.tokenizer.render_chat(messages, options or {}, tools=tools)
 
     async def finish(self, answer: Answer) -> Completion:
         """Read all of an answer."""

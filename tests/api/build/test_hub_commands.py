@@ -130,7 +130,7 @@ def test_a_revision_is_a_flag_or_part_of_the_name(capsys):
     assert find_model("owner/tiny").path.name == NEW
     told(capsys, "rm", "owner/tiny", "--revision", "v1")
     assert [each.commit for each in hub.cached_models()] == [NEW]
-    assert "the model has no such revision" in told(capsys, "pull", "owner/tiny@none", code=1)
+    assert "the model has no such revision" in told(capsys, "pull", "owner/tiny@none", code=2)
 
 
 def test_serve_and_all_others_take_a_revision(monkeypatch):
