@@ -115,29 +115,31 @@ def llama3_8b(**changes: object) -> LlamaConfig:
     return llama32_1b(**shape | changes)
 
 
-def qwen3_moe_1b() -> Qwen3MoeConfig:
+def qwen3_moe_1b(**changes: object) -> Qwen3MoeConfig:
     """Qwen3-MoE in small: 0.9 billion parameters, of which a token uses 0.2."""
-    config = Qwen3MoeConfig(
-        vocab_size=32768,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        num_experts=32,
-        num_experts_per_tok=4,
-        moe_intermediate_size=512,
-        norm_topk_prob=True,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": 32768,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    config = Qwen3MoeConfig(**shape | changes)
     config.head_dim = 64  # OpenVINO's converter asks for it
     return config
 
 
-def qwen35_08b() -> Qwen3_5TextConfig:
+def qwen35_08b(**changes: object) -> Qwen3_5TextConfig:
     """The shape of Qwen3.5-0.8B: three layers of the delta rule, then one of attention."""
-    return Qwen3_5TextConfig(**_QWEN35, intermediate_size=3584, num_hidden_layers=24)
+    shape = _QWEN35 | {"intermediate_size": 3584, "num_hidden_layers": 24}
+    return Qwen3_5TextConfig(**shape | changes)
 
 
 def qwen35_moe_1b() -> Qwen3_5MoeTextConfig:

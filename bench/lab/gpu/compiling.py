@@ -15,8 +15,13 @@ from typing import Any
 
 from ....api.build.model_files import BUILTIN
 from ....core.execution.warm_up import warm_up
+from ....core.model.decoder import OwnDecoder
+from ....core.model.rough_copy import rough_decoder
+from ....core.ops.base import RoughOps
+from ....core.ops.batch import SamplingPlan, Wanted
+from ....draft.control.outcome import NUM_BEST
 from .bed import PAGE_SIZE, fill
-from .stage import LLAMA, QWEN, SMALL, Place, Stage
+from .stage import EXPERTS, LLAMA, QWEN, SMALL, Place, Stage
 
 BUILTIN_PARTS = ("target", "draft")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,6 +32,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "8B, batch": (QWEN, {"exact": "batch"}),
     "8B, int8": (QWEN, {"quantize": "int8"}),
     "8B, fp8 keys and values": (QWEN, {"kv_dtype": "fp8"}),
+    "8B, int8 keys and values": (QWEN, {"kv_dtype": "int8"}),
+    "1B of experts": (EXPERTS, {}),
     **{f"built-in {part}": (part, {}) for part in BUILTIN_PARTS},
 }
 NUM_LAYERS = 2
@@ -71,6 +78,8 @@ def compile_all(place: Place, name: str) -> None:
     fill(pool)
     requests = 2 if place.rehearses else NUM_REQUESTS
     warm_up(decoder, pool, max_len=max_len, num_tokens=num_tokens, num_requests=requests)
+    if isinstance(decoder, OwnDecoder) and isinstance(decoder.ops, RoughOps) and not options:
+        rough_decoder(decoder).warm_up(pool, max_len, Wanted(SamplingPlan((), (), NUM_BEST)))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -13,29 +13,52 @@ from ..profile import HOST, Round
 from .bed import PAGE_SIZE
 from .lab import open_lab, plant, random_prompts, runner, together
 from .overlap import run_overlap
-from .stage import LLAMA, QWEN, SMALL, Stage
+from .stage import EXPERTS, LLAMA, QWEN, SMALL, STATES, Stage
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 LOOKED_INTO = (1, 64, 256)  # batches whose kernels and whose host time are reported
 REPEATS = 3
-SMALLER = ({"quantize": "int8"}, {"kv_cache_dtype": "fp8"})  # the 8B shape's bytes
+SMALLER: tuple[dict[str, str], ...] = (  # bytes of the 8B shape
+    {"quantize": "int8"}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"},
+)  # fmt: skip
 WATCHED = 12  # steps in which kernels are looked at, which takes its time
 NUM_KERNELS = 8  # reported, the longest first
 
 
 def run(stage: Stage) -> None:
-    """Random models of real shapes, 1,024 tokens behind each request; then fewer bytes of each."""
+    """Random models of real shapes, 1,024 tokens behind each request."""
     plain = {name: partial(_model, stage, name, {}) for name in stage.few(QWEN, SMALL, LLAMA)}
-    fewer = {str(more): partial(_model, stage, QWEN, more) for more in SMALLER}
     stage.try_each(plain)
     stage.try_each({f"overlap, {SMALL}": partial(run_overlap, stage, SMALL)})
-    if not stage.rehearses:
-        stage.try_each(fewer)
+
+
+def run_kinds(stage: Stage) -> None:
+    """Weights and KV of fewer bytes, experts, recurrent states."""
+    kinds = {str(more): partial(_model, stage, QWEN, more) for more in SMALLER}
+    kinds |= {EXPERTS: partial(_model, stage, EXPERTS, {}), STATES: partial(_states, stage)}
+    if stage.rehearses:  # on a processor without such kernels
+        kinds = {name: kinds[name] for name in (EXPERTS, STATES)}
+    stage.try_each(kinds)
+
+
+async def _states(stage: Stage) -> None:
+    """Short prompts, computed: the cache gives nothing to a model with states without a state."""
+    batches, length = ((2,), 4) if stage.rehearses else ((1, 8, 64), 24)
+    backend = {"backend": "auto"} if stage.rehearses else {}
+    options = {"kv_tokens": 2**15, "max_batch_tokens": 2048, "max_running": 64, **backend}
+    async with open_lab(stage, stage.place.shape(STATES), **options) as lab:
+        prompts = random_prompts(batches[-1], 16, lab.built.vocab_size)
+        for batch in batches:
+            await together(lab, prompts[:batch], length)
+            step = await _step(lab, prompts[:batch], length)
+            row = {"model": STATES, "batch": batch, "ms a step": step.scaled(1e3)}
+            stage.add("Decode of a model with recurrent states", row)
 
 
 async def _model(stage: Stage, name: str, more: dict[str, str]) -> None:
     context, length = (64, 6) if stage.rehearses else (1024, 32)
-    batches = (1, 4) if stage.rehearses else LOOKED_INTO if more else BATCHES
+    is_brief = bool(more) or name == EXPERTS
+    batches = (1, 4) if stage.rehearses else LOOKED_INTO if is_brief else BATCHES
     room = context + length + 2 * PAGE_SIZE
     options = {"kv_tokens": batches[-1] * room, "max_batch_tokens": 1024}
     async with open_lab(stage, stage.place.shape(name), **options, **more) as lab:

@@ -44,9 +44,10 @@ def run(stage: Stage) -> None:
     stage.try_each(
         {f"bits, {name}": partial(_bits, stage, name, path) for name, path in models.items()}
         | {
-            "streams, built-in pair": partial(_streams, stage, None),
-            f"streams, {SMALL}": partial(_streams, stage, models[SMALL]),
+            f"streams, built-in pair, {draft}": partial(_streams, stage, None, draft)
+            for draft in stage.few("auto", "self")  # torch has no copy in 4 bits
         }
+        | {f"streams, {SMALL}": partial(_streams, stage, models[SMALL], "radix,ngram")}
         | {f"cost, {name}": partial(_cost, stage, name, path) for name, path in models.items()}
     )
 
@@ -128,21 +129,26 @@ class Scene:
 # -- streams ------------------------------------------------------------------------------------
 
 
-async def _streams(stage: Stage, folder: Path | None) -> None:
+async def _streams(stage: Stage, folder: Path | None, draft: str) -> None:
     """Check that a request has the same tokens with any drafts, batch and cached prefix."""
     for exact in stage.few(*EXACTNESS[:2]):
         options: dict[str, Any] = {"exact": exact, "kv_tokens": 32768, "max_batch_tokens": 512}
-        options |= {"draft": "auto" if folder is None else "radix,ngram", "speculation": "auto"}
+        options |= {"draft": draft, "speculation": "auto"}
         async with open_lab(stage, folder, **options) as lab:
             for temperature in stage.few(0.0, 1.0):
-                await _compare_streams(stage, lab, folder, exact, temperature)
+                row: dict[str, Any] = {
+                    "model": "built-in pair" if folder is None else SMALL,
+                    "draft": draft,
+                }
+                row |= {"exact": exact, "temperature": temperature}
+                await _compare_streams(stage, lab, folder, row)
 
 
 async def _compare_streams(
-    stage: Stage, lab: Lab, folder: Path | None, exact: str, temperature: float
+    stage: Stage, lab: Lab, folder: Path | None, row: dict[str, Any]
 ) -> None:
     prompts = _prompts(lab, folder, 3 if stage.rehearses else 16)
-    length = 8 if stage.rehearses else 32
+    length, temperature = 8 if stage.rehearses else 32, row["temperature"]
     alone = []
     for seed, prompt in enumerate(prompts):
         await lab.flush()
@@ -154,12 +160,7 @@ async def _compare_streams(
         "speculating, cached": (DEPTH, False),
         "auto, cached": ("auto", False),
     }
-    row: dict[str, object] = {
-        "model": "built-in pair" if folder is None else SMALL,
-        "exact": exact,
-        "temperature": temperature,
-        "requests": len(prompts),
-    }
+    row["requests"] = len(prompts)
     for way, (depth, is_cold) in ways.items():
         if is_cold:
             await lab.flush()
@@ -171,8 +172,8 @@ async def _compare_streams(
         )
         row[way] = _num_equal(alone, served)
     stage.add("Streams equal to those of requests alone, undrafted, cold", row)
-    if exact == "batch" and any(row[way] != len(prompts) for way in ways):
-        stage.wrong(f"{row['model']}, {exact}, temperature {temperature}: streams differ")
+    if row["exact"] == "batch" and any(row[way] != len(prompts) for way in ways):
+        stage.wrong(f"{row['model']}, {row['draft']}, temperature {temperature}: streams differ")
 
 
 def _num_equal(alone: Sequence[Served], served: Sequence[Served]) -> int:

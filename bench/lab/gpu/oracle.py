@@ -30,7 +30,9 @@ AFTER_TESTS = 25.0  # seconds that are kept for what follows them
 BAD = ("FAILED", "ERROR")
 OUTCOME = re.compile(r"^\[gw\d+\].*? (PASSED|FAILED|ERROR|SKIPPED) (\S+?)::(.+?) *$", re.MULTILINE)
 REASON = re.compile(r"^(?:FAILED|ERROR) (.+?) - (.+)$", re.MULTILINE)
-ON_DEVICE = ("test_triton_*.py", "test_graphs.py")  # the others are of what the host does
+ON_DEVICE = (  # the others are of what the host does
+    "test_triton_*.py", "test_graphs.py", "test_graph_best.py", "test_rough_linear.py",
+)  # fmt: skip
 REHEARSED = ("test_tile_schedule.py",)
 WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
 MODELS: tuple[tuple[str, dict[str, Any]], ...] = (

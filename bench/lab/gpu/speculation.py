@@ -13,6 +13,7 @@ from functools import partial
 from ...common.report import Spread
 from ...phases.data import Depth
 from ...phases.measure import Lab, Served
+from ..profile import HOST, Round
 from .bed import PAGE_SIZE
 from .lab import open_lab, plant, random_prompts
 from .stage import QWEN, SMALL, Stage
@@ -46,6 +47,10 @@ async def _model(stage: Stage, name: str) -> None:
         for batch in batches:
             with stage.part(f"{name}, batch {batch}"):
                 await _batch(stage, lab, name, prompts[:batch], length)
+        timed = Round(lab.built.engine)
+        for batch in batches:
+            with stage.part(f"{name}, batch {batch}, the host"):
+                await _host(stage, lab, timed, name, prompts[:batch], length)
 
 
 async def _batch(
@@ -77,6 +82,28 @@ async def _batch(
                 "answers equal": f"{_num_equal(runs[0][-1], kept[-1])} of {len(prompts)}",
             },
         )
+
+
+async def _host(
+    stage: Stage,
+    lab: Lab,
+    timed: Round,
+    name: str,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+) -> None:
+    """Parts of a round, and how much of it the device did anything."""
+    for depth in DEPTHS:
+        timed.clear()
+        await _run(lab, prompts, length, depth, REPEATS)
+        parts, rounds = timed.parts(), timed.num_rounds
+        with stage.gauge.watch() as activity:
+            await _run(lab, prompts, length, depth, REPEATS)
+        row: dict[str, object] = {"model": name, "requests": len(prompts)}
+        row |= {"depth": depth, "rounds": rounds}
+        row |= {"round": parts["round"], "device busy": 1e3 * activity.busy_seconds / rounds}
+        row |= {part: parts[part] for part in ("forward", *HOST)}
+        stage.add("A round, ms; forward: launching, verify: with the wait for the device", row)
 
 
 async def _run(
