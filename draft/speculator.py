@@ -105,8 +105,8 @@ class DraftSpeculator(Speculator):
                 auto.append(index)
             elif depth > 0:
                 most = min(limits[index], depth, share)
-                plans[index] = self._fixed(self._state_of(request), most)
-                budget -= plans[index].num_rows
+                plan = plans[index] = self._fixed(self._state_of(request), most)
+                budget -= 0 if plan is NO_DRAFT_PLAN else plan.num_rows
         if auto:
             began = self._clock()
             states = [self._state_of(requests[index]) for index in auto]
@@ -118,9 +118,8 @@ class DraftSpeculator(Speculator):
                 num_prefill=num_prefill,
                 num_others=len(requests) - len(auto),
             )
-            for index, plan in zip(
-                auto, self._allocate(states, auto_limits, candidates), strict=True
-            ):
+            drafted = self._allocate(states, auto_limits, candidates)
+            for index, plan in zip(auto, drafted, strict=True):
                 plans[index] = plan
             self._decide_s.observe(self._clock() - began)
         return plans
@@ -131,7 +130,10 @@ class DraftSpeculator(Speculator):
         return 0 if asked is None else asked
 
     def _state_of(self, request: Request) -> DraftState:
-        return self._states.setdefault(request.request_id, DraftState(request))
+        state = self._states.get(request.request_id)
+        if state is None:
+            state = self._states[request.request_id] = DraftState(request)
+        return state
 
     def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
         """Plan a chain of ``depth`` tokens: the likeliest guess, or the proposer's if it is better.
@@ -147,8 +149,9 @@ class DraftSpeculator(Speculator):
         may_propose = self._proposer is not None and not state.request.is_evicted
         plan = DraftPlan(known, max_draft=depth if may_propose and not is_sure else 0)
         may_back_off = self._lost_proposer and self._overlaps
-        state.drafted(plan.num_rows, step=self._num_steps, may_back_off=may_back_off)
-        return plan if plan.num_rows else NO_DRAFT_PLAN
+        num_rows = plan.num_rows
+        state.drafted(num_rows, step=self._num_steps, may_back_off=may_back_off)
+        return plan if num_rows else NO_DRAFT_PLAN
 
     def _look_up(self, state: DraftState, most: int) -> GuessTree | None:
         return state.look_up(self._sources, self._grammar, self.acceptance, most)

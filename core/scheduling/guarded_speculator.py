@@ -44,7 +44,8 @@ class CircuitBreaker:
 
     def record_success(self) -> None:
         """Forgive a part of the failures so far."""
-        self._num_failures = max(0.0, self._num_failures - FORGIVEN)
+        if self._num_failures:
+            self._num_failures = max(0.0, self._num_failures - FORGIVEN)
 
 
 def _guard(

@@ -67,7 +67,7 @@ class DraftState:
 
         ``grammar`` cuts guesses where the request's constraint forbids a token.
         """
-        request = self.request
+        request, is_sampled = self.request, self.is_sampled
         guesses = [
             cut
             for source in sources
@@ -85,7 +85,7 @@ class DraftState:
                 each.kind,
                 request.request_id,
                 len(each.token_ids),
-                sampled=self.is_sampled,
+                sampled=is_sampled,
             )
             for each in guesses
         ]

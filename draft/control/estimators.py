@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from sys import maxsize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ PRIOR_DRAFTS = 4.0  # that the prior of a node weighs as much as
 TRIAL_WEIGHT = 5.0  # drafts that one of a model counts as that is tried now and then
 NODE_WINDOW = 60.0  # drafts over which counts of nodes fade
 
+_STOPS = (*BUCKETS[1:], maxsize)  # of each class of positions
 _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
 
 
@@ -64,10 +66,10 @@ class _Curve:
         for index, start in enumerate(BUCKETS):
             if start >= num_tried:
                 break
-            stop = BUCKETS[index + 1] if index + 1 < len(BUCKETS) else num_tried
-            tried = min(num_tried, stop) - start
+            stop = _STOPS[index] if _STOPS[index] < num_tried else num_tried
+            hit, tried = num_hits if num_hits < stop else stop, stop - start
             keep = max(0.0, 1.0 - tried / WINDOW)
-            self.hits[index] = keep * self.hits[index] + min(num_hits, stop) - start
+            self.hits[index] = keep * self.hits[index] + hit - start
             self.trials[index] = keep * self.trials[index] + tried
         self.is_stale = True
 
@@ -145,7 +147,11 @@ class AcceptanceModel:
 
     def _adjustment(self, request_id: str, source: str) -> _Adjustment:
         """The adjustment of a request for a source, made where there is none yet."""
-        return self._adjustments.setdefault(request_id, {}).setdefault(source, _Adjustment())
+        by_source = self._adjustments.setdefault(request_id, {})
+        adjustment = by_source.get(source)
+        if adjustment is None:
+            adjustment = by_source[source] = _Adjustment()
+        return adjustment
 
     def forget(self, request_id: str) -> None:
         """Drop a request's adjustments; the curves stay."""

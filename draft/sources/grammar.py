@@ -37,6 +37,8 @@ class GrammarSource(Source):
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """O(new tokens + the run)."""
+        if request.sampling.constraint is None:
+            return ()
         run = self._forced(request, most)
         return (Guess(run, self.name, 0),) if run else ()
 

@@ -119,7 +119,9 @@ def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> GuessTree:
 
     ``survivals[i]`` belongs to ``guesses[i]``, of which there is at least one.
     """
-    order = sorted(range(len(guesses)), key=lambda i: -float(survivals[i].sum()))
+    order = [0]
+    if len(guesses) > 1:
+        order = sorted(range(len(guesses)), key=lambda i: -float(survivals[i].sum()))
     first = guesses[order[0]]
     tree = GuessTree(GuessPath(first.token_ids, first.source, survivals[order[0]]))
     for index in order[1:]:

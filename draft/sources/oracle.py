@@ -45,7 +45,8 @@ class OracleSource(Source):
         answer = self._live.get(request)
         if answer is None:
             answer = self._live[request] = self._recall(request)
-        token_ids = answer[request.num_output : request.num_output + most]
+        start = request.num_output
+        token_ids = answer[start : start + most]
         return (Guess(token_ids, self.name, 0),) if token_ids else ()
 
     def leave(self, request: Request) -> None:

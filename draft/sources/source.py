@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -100,15 +100,15 @@ class GuardedSource:
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Call the source; no guesses if it fails."""
-        return self._call("propose", lambda source: source.propose(request, most), ())
+        return self._call("propose", (), request, most)
 
     def index(self, request: Request, *, for_others: bool = False) -> int:
         """Call the source; 0 if it fails."""
-        return self._call("index", lambda source: source.index(request, for_others=for_others), 0)
+        return self._call("index", 0, request, for_others=for_others)
 
     def leave(self, request: Request) -> None:
         """Call the source."""
-        self._call("leave", lambda source: source.leave(request), None)
+        self._call("leave", None, request)
 
     def flush(self, *namespaces: str | None) -> None:
         """Call the source; if it cannot forget, it is dropped with all that it holds."""
@@ -120,13 +120,13 @@ class GuardedSource:
             logger.exception("draft source %s failed to flush and is no longer used", self.name)
             self._inner = None
 
-    def _call(self, what: str, call: Callable[[Source], R], if_failed: R) -> R:
-        """Call the source, unless it was given up; count whether that succeeds."""
+    def _call(self, what: str, if_failed: R, *args: object, **kwargs: object) -> R:
+        """Call a method of the source, unless it was given up; count whether that succeeds."""
         if self._inner is None:
             return if_failed
         breaker = self._breakers[what]
         try:
-            found = call(self._inner)
+            found: R = getattr(self._inner, what)(*args, **kwargs)
         except Exception:
             logger.exception("draft source %s failed to %s", self.name, what)
             breaker.record_failure()
