@@ -17,6 +17,8 @@ def image_positions(images: Sequence[PromptImage], start: int, stop: int) -> Int
     line and a column for each row; what follows it goes on behind its longer side (Qwen2-VL,
     arXiv 2409.12191, section 2.1).
     """
+    if not images:
+        return None
     grids = [image for image in images if image.grid is not None]
     if not grids or stop <= grids[0].runs[0][0]:
         return None
@@ -42,6 +44,8 @@ def image_reaches(images: Sequence[PromptImage], start: int, stop: int) -> IntAr
 
     None where that is the one behind it. Rows of a mutual run see up to its end.
     """
+    if not images:
+        return None
     runs = [
         (max(first, start) - start, first + count - start)
         for first, count in mutual_runs(images)

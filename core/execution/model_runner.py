@@ -29,10 +29,8 @@ from ..sampling.sampler import DeviceSampler, PendingTokens
 from ..sampling.verifier import (
     NOT_FINITE,
     NOTHING_VERIFIED,
-    LogitsRow,
-    SampledToken,
     Verified,
-    walk_drafts,
+    follow_choices,
 )
 from ..scheduling.guarded_speculator import CircuitBreaker
 from .eviction import EvictionPolicy, pack_kv
@@ -184,7 +182,15 @@ class ModelRunner:
         pooled = layout.pooled(work.output.hidden, work.output.logits)
         outputs = [
             _output(*each)
-            for each in zip(layout.requests, layout.drafts, verified, prompts, pooled, strict=True)
+            for each in zip(
+                layout.requests,
+                layout.samples,
+                layout.drafts,
+                verified,
+                prompts,
+                pooled,
+                strict=True,
+            )
         ]
         for index in _chunks_not_finite(work):
             request_id = layout.requests[index].request_id
@@ -297,9 +303,12 @@ class ModelRunner:
         if self.rejection or scheduled.state is not None or not draft.is_valid:
             draft = draft.trunk()
         vocab_size = self.decoder.config.vocab_size
-        valid = takewhile(lambda token_id: 0 <= token_id < vocab_size, draft.token_ids[:max_draft])
-        token_ids = array("q", valid)
-        draft = replace(draft.first(len(token_ids)), token_ids=token_ids)
+        token_ids = array("q", draft.token_ids[:max_draft])
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+            token_ids = array("q", takewhile(lambda each: 0 <= each < vocab_size, token_ids))
+        draft = draft.first(len(token_ids))
+        if not isinstance(draft.token_ids, array):
+            draft = replace(draft, token_ids=token_ids)
         return cut_to_spare_pages(draft, scheduled, self.pool.page_size)
 
     # -- states ---------------------------------------------------------------------------------
@@ -372,10 +381,7 @@ class ModelRunner:
         """Each request's outcome, nothing where it does not sample."""
         logits = work.layout.sampled_logits(work.output.logits)
         found = iter(self._verified(logits, work.layout, work.tokens))
-        return [
-            next(found) if scheduled.samples else NOTHING_VERIFIED
-            for scheduled in work.layout.requests
-        ]
+        return [next(found) if samples else NOTHING_VERIFIED for samples in work.layout.samples]
 
     def _verified(
         self, logits: torch.Tensor, layout: StepLayout, tokens: PendingTokens | None
@@ -388,18 +394,19 @@ class ModelRunner:
             return verify_by_rejection(logits, requests, probs)
         if tokens is None:
             return self.decoder.sampler.verify(logits, requests)
-        return walk_drafts(logits, requests, lambda rows: _chosen(tokens, rows))
+        return follow_choices(logits, requests, tokens.choices())  # waits for the device
 
 
 def _output(
     scheduled: ScheduledRequest,
+    samples: bool,
     draft: Draft,
     outcome: Verified,
     prompt: Sequence[TokenLogprob],
     pooled: array[float] | None,
 ) -> RequestOutput:
     """Build a request's output; one that does not sample has what is known of its prompt alone."""
-    if not scheduled.samples:
+    if not samples:
         return RequestOutput(request_id=scheduled.request_id, prompt_logprobs=prompt, pooled=pooled)
     return RequestOutput(
         request_id=scheduled.request_id,
@@ -422,12 +429,6 @@ def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float
     return {"draft": draft, "forward": forward, "verify": max(0.0, whole - draft - forward)}
 
 
-def _chosen(pending_tokens: PendingTokens, rows: Sequence[LogitsRow]) -> list[SampledToken]:
-    """The choices for some rows of logits. Waits for the device: call it as late as possible."""
-    choices = pending_tokens.choices()
-    return [choices[at] for at, _ in rows]
-
-
 def _chunks_not_finite(work: LaunchedStep) -> list[int]:
     """Prefill chunks with a hidden state that is not finite.
 
@@ -437,8 +438,8 @@ def _chunks_not_finite(work: LaunchedStep) -> list[int]:
     requests = work.layout.requests
     chunks = [
         i
-        for i, scheduled in enumerate(requests)
-        if scheduled.stop - scheduled.start > 1 or not scheduled.samples
+        for i, (scheduled, samples) in enumerate(zip(requests, work.layout.samples, strict=True))
+        if scheduled.stop - scheduled.start > 1 or not samples
     ]
     if not chunks:
         return []

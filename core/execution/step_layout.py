@@ -54,7 +54,12 @@ def table_slots(scheduled: ScheduledRequest, first: int, count: int, page_size: 
 
 
 def request_segments(
-    scheduled: ScheduledRequest, tokens: array[int], draft: Draft, page_size: int
+    scheduled: ScheduledRequest,
+    tokens: array[int],
+    draft: Draft,
+    page_size: int,
+    *,
+    samples: bool,
 ) -> list[Segment]:
     """A request's pending ``tokens`` and its trunk, then the other runs of its draft."""
     runs, shift = draft.runs(), scheduled.num_evicted
@@ -65,7 +70,7 @@ def request_segments(
             tokens,
             scheduled.start - shift,
             scheduled.page_ids,
-            num_logits(scheduled, trunk_len),
+            num_logits(scheduled, trunk_len, samples=samples),
             state=segment_state(scheduled),
             adapter=scheduled.adapter,
             turns=image_positions(scheduled.images, scheduled.start, scheduled.start + len(tokens)),
@@ -118,15 +123,18 @@ def request_copies(
     return [(spare[node - trunk_len], slot) for node, slot in pairs if node >= trunk_len]
 
 
-def num_logits(scheduled: ScheduledRequest, num_drafted: int) -> int:
-    """Last rows whose logits matter, the ``num_drafted`` of the request's draft among them."""
+def num_logits(scheduled: ScheduledRequest, num_drafted: int, *, samples: bool) -> int:
+    """Last rows whose logits matter, the ``num_drafted`` of the request's draft among them.
+
+    ``samples``: whether the request does.
+    """
     pooling = scheduled.sampling.pooling
     if pooling is not None:
         return int(scheduled.pools and bool(pooling.token_ids))
     wants_prompt = scheduled.sampling.params.prompt_logprobs is not None
     if wants_prompt and scheduled.start + 1 < scheduled.sampling.prompt_len:
         return scheduled.stop - scheduled.start + num_drafted
-    return num_drafted + 1 if scheduled.samples else 0
+    return num_drafted + 1 if samples else 0
 
 
 # -- the step --------------------------------------------------------------------------------------
@@ -147,6 +155,7 @@ class StepLayout:
     segments: list[Segment] = field(default_factory=list)
     first_rows: list[int] = field(default_factory=list)  # of each request
     first_logits: list[int] = field(default_factory=list)  # of each request
+    samples: list[bool] = field(default_factory=list)  # `ScheduledRequest.samples` of each
     unknown_rows: dict[str, int] = field(default_factory=dict)
     sampled_rows: list[int] = field(default_factory=list)
     verify_requests: list[VerifyRequest] = field(default_factory=list)  # of those that sample
@@ -170,11 +179,14 @@ class StepLayout:
             if scheduled.is_ahead:
                 layout.unknown_rows[scheduled.request_id] = row
                 tokens.append(0)
-            num_drafted = len(draft.token_ids)
+            num_drafted, samples = len(draft.token_ids), scheduled.samples
+            layout.samples.append(samples)
             row += len(tokens) + num_drafted
-            logit += num_logits(scheduled, num_drafted)
-            layout.segments.extend(request_segments(scheduled, tokens, draft, page_size))
-            if scheduled.samples:
+            logit += num_logits(scheduled, num_drafted, samples=samples)
+            layout.segments.extend(
+                request_segments(scheduled, tokens, draft, page_size, samples=samples)
+            )
+            if samples:
                 layout._add_sampled(scheduled, draft, range(logit - num_drafted - 1, logit))
         return layout
 

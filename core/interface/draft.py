@@ -100,9 +100,10 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_valid(self) -> bool:
         """Whether every node follows an earlier one, or the last of ``tokens``."""
-        num_parents = len(self.parents)
+        if not self.parents:
+            return True
         sound = all(-1 <= parent < node for node, parent in enumerate(self.parents))
-        return sound and num_parents in (0, len(self.token_ids))
+        return sound and len(self.parents) == len(self.token_ids)
 
 
 NO_DRAFT = Draft()

@@ -70,6 +70,13 @@ class VerifyRequest(msgspec.Struct, frozen=True, gc=False):
 
     def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The nodes that the target's ``token_ids`` lead along."""
+        if not self.parents:
+            length = 0
+            for token_id, drafted in zip(token_ids, self.draft, strict=False):
+                if token_id != drafted:
+                    break
+                length += 1
+            return tuple(range(length))
         path: list[int] = []
         for token_id in token_ids:
             node = self.child(path[-1] if path else -1, token_id)
@@ -143,6 +150,18 @@ def walk_drafts(
         choices = choose([walk.place(node) for walk, node in wave])
         for (walk, node), choice in zip(wave, choices, strict=True):
             walk.take(node, choice)
+    return [walk.verified(logits) for walk in walks]
+
+
+def follow_choices(
+    logits: Tensor, requests: Sequence[VerifyRequest], choices: Sequence[SampledToken]
+) -> list[Verified]:
+    """As `walk_drafts`, where the token of every row is known already: ``choices`` [num_rows]."""
+    starts = first_rows(logits, requests)
+    walks = [_Walk(request, start) for request, start in zip(requests, starts, strict=True)]
+    for walk, start in zip(walks, starts, strict=True):
+        while (node := walk.node) is not None:
+            walk.take(node, choices[start + 1 + node])
     return [walk.verified(logits) for walk in walks]
 
 

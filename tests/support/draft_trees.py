@@ -149,7 +149,10 @@ class TreeRows:
         """Logits of the pending token and of every node, in one pass."""
         self._decoded = ()
         row = self.row(draft)
-        return self.forward(*request_segments(row, self.tokens[-1:], draft, self.page_size))
+        segments = request_segments(
+            row, self.tokens[-1:], draft, self.page_size, samples=row.samples
+        )
+        return self.forward(*segments)
 
     def plain(self, token_ids: Sequence[int]) -> Tensor:
         """Logits of the last of some tokens behind the pending one, one pass each.

@@ -149,7 +149,7 @@ class ScriptedRunner(ModelRunner):
         at, logits = 0, work.output.logits
         for row, draft in zip(work.layout.requests, work.layout.drafts, strict=True):
             num_draft = len(draft.token_ids)
-            at += num_logits(row, num_draft)
+            at += num_logits(row, num_draft, samples=row.samples)
             if row.samples:
                 self._steer(row, draft, logits[at - num_draft - 1 : at])
         return super()._verify(work)
