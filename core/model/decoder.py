@@ -254,10 +254,9 @@ class OwnDecoder(PagedDecoder):
         check_inputs(wanted.inputs, (batch.num_rows, self.config.hidden_size))
         check_behind(wanted, self.config.num_layers, self.device)
         plans = self.plans(batch, pool)
-        if wanted.on_kernels_started is not None:
-            wanted.on_kernels_started()
         adapted = adapted_rows(batch)
         if self._compiled is None:
+            wanted.tell_started()
             ops = adapted_ops(self.ops, adapted, self.device)
             found = run_layers(
                 ops,

@@ -205,7 +205,7 @@ class CompiledForward(Protocol):
     ) -> LayersOutput:
         """Compute token ids ``[T]``; writes KV to the pool. A plan for each of its parts.
 
-        ``adapted``: rows that adapters change.
+        ``adapted``: rows that adapters change. Calls `Wanted.tell_started`.
         """
 
     def row_passes(

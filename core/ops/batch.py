@@ -114,7 +114,8 @@ class Wanted(NamedTuple):
     ``draws``: the tokens that the logits will decide. A `DeviceSampler`'s backend may choose them
     along with the pass; other backends do not look at them. ``taps``: boundaries of the residual
     stream, each at most once: 0 is the embedding, ``b`` lies behind ``b`` layers, and the number of
-    layers before the final norm. ``on_kernels_started`` is called just before the kernels begin.
+    layers before the final norm. ``on_kernels_started`` is called just before the kernels begin, or
+    as soon as the device has them all.
     ``inputs`` [rows of the batch, hidden]: where a token id is below 0, the row begins with its
     vector in place of an embedding; other vectors are not read. ``behind`` [n, rows, hidden]: what
     the same rows get added behind each of the first n layers, on a CPU. ``hidden_alone``: no logits
@@ -127,6 +128,11 @@ class Wanted(NamedTuple):
     inputs: Tensor | None = None
     behind: Tensor | None = None
     hidden_alone: bool = False
+
+    def tell_started(self) -> None:
+        """Call ``on_kernels_started``, if there is one."""
+        if self.on_kernels_started is not None:
+            self.on_kernels_started()
 
 
 NOTHING_MORE = Wanted()

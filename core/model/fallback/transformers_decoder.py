@@ -391,8 +391,7 @@ class TransformersDecoder(PagedDecoder):
         check_taps(wanted.taps, self.config.num_layers)
         if wanted.inputs is not None:
             raise ValueError("transformers' modules take token ids, no vectors")
-        if wanted.on_kernels_started is not None:
-            wanted.on_kernels_started()
+        wanted.tell_started()
         if self._cache is None:
             return self._compute(batch, pool.parts, wanted.taps)
         return self._by_sequence(self._cache, batch, pool, wanted.taps)

@@ -246,6 +246,7 @@ class NativeStep:
         given = None if wanted.inputs is None else wanted.inputs.contiguous()
         behind = None if wanted.behind is None else wanted.behind.contiguous()
         changes = AdaptedStructs(adapted, self._updates_of) if adapted else None
+        wanted.tell_started()
         failed = self._library.c.ft_forward(
             ctypes.byref(self._struct), token_ids.data_ptr(), _address(given),
             0 if behind is None else len(behind), _address(behind), parts, len(parts),

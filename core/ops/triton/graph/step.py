@@ -124,6 +124,7 @@ class _Captured:
             self.given[: len(wanted.inputs)].copy_(wanted.inputs)
         take_device_tokens(batch, self.graph_inputs.device)
         self.graph.replay()
+        wanted.tell_started()  # not before: others would take Python's lock from the launch
         logit_rows = self.graph_inputs.device["logit_rows"][: len(batch.logit_rows)]
         return self.outcome.of_pass(batch.num_rows, logit_rows, has_chosen=has_chosen)
 
@@ -230,6 +231,7 @@ class TritonStep:
                 captured = self._adapted(plan.geometry, shape, captured, adapted[0].weights)
             if captured is not None:
                 return captured.run(plan, works, wanted, adapted)
+        wanted.tell_started()
         shared = self._graphs.get(plan.geometry.pool)
         partial_sums = None if shared is None else shared.partial_sums
         device = plan.on_device(self._windows, bucket or num_rows, partial_sums)

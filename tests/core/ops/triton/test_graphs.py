@@ -396,3 +396,13 @@ def test_what_fakes_of_one_factory_leave_holds_until_any_of_them_is_replayed() -
             unwritten.fill_(7.0)
         seen.append([bool(total.isfinite().all()) for total, _ in sums])
     assert seen == [[True, False, False], [False, True, False], [False, True, True]]
+
+
+def test_others_may_work_once_the_device_has_the_graph_and_not_before() -> None:
+    graphs = Graphs()
+    decoder = make_decoder(graphs)
+    pool, told = make_pool(decoder), list[int]()
+    wanted = Wanted(on_kernels_started=lambda: told.append(graphs.num_replayed))
+    for _ in range(2):
+        decoder.forward(decoder.batch([segment(8, 1, [43])], page_size=PAGE_SIZE), pool, wanted)
+    assert told == [1, 2]
