@@ -153,8 +153,9 @@ class StepRunner(Protocol):
         Requests that are ``is_ahead`` take their last token from ``after``, the step launched
         before this one, of which they are part too. The output of a request without such a
         token means nothing. ``on_kernels_started`` is called once or more, before kernels begin,
-        or once the device has them: Python's lock is free then, for a while. Raises ValueError for a plan that cannot follow
-        ``after``, `StepCancelled` where no request has a token, and what beginning it raises.
+        or once the device has them: Python's lock is free then, for a while. Raises ValueError for
+        a plan that cannot follow ``after``, `StepCancelled` where no request has a token, and what
+        beginning it raises.
         """
 
 

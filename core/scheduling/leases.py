@@ -174,12 +174,15 @@ def allocate_draft_pages(
         return plan, NO_PAGES
     if lease.state is not None:
         plan = as_chain(plan)
+    depth = plan.depth
     room = (len(lease.page_ids) + cache.num_free_pages) * cache.page_size - num_tokens
-    cache.extend(lease, num_tokens + min(plan.depth, room), evict=False)
-    if plan.depth > room:
+    cache.extend(lease, num_tokens + min(depth, room), evict=False)
+    if depth > room:
         draft, max_draft = plan.draft.trunk().first(room), min(plan.max_draft, room)
         return replace(plan, draft=draft, max_draft=max_draft, may_branch=False), NO_PAGES
     wanted = -(-plan.num_beside_trunk // cache.page_size)
+    if wanted == 0:
+        return plan, NO_PAGES
     count = min(wanted, cache.num_free_pages)
     if count == 0:
         return plan, NO_PAGES

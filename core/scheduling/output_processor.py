@@ -6,7 +6,7 @@ agree, and tokens accepted beyond the cut leave no trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from ..errors import DeadlineExceeded, ForetokenError, InvalidRequest
 from ..interface.output import Refusal, RequestOutput, TokenLogprob
@@ -60,6 +60,11 @@ def late_end(request: Request) -> Delta:
 
 
 def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
+    if _goes_on(request, out.token_ids):
+        request.tokens.extend(out.token_ids)
+        delta.token_ids.extend(out.token_ids)
+        delta.logprobs.extend(out.logprobs)
+        return
     for index, token_id in enumerate(out.token_ids):
         request.tokens.append(token_id)
         delta.token_ids.append(token_id)
@@ -68,6 +73,15 @@ def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
         _end_at(request, token_id, delta)
         if delta.terminal:
             return
+
+
+def _goes_on(request: Request, token_ids: Sequence[int]) -> bool:
+    """Whether none of these tokens can end the answer."""
+    return (
+        request.on_token is None
+        and request.stop_ids.isdisjoint(token_ids)
+        and len(request.tokens) + len(token_ids) < request.max_len
+    )
 
 
 def _end_at(request: Request, token_id: int, delta: Delta) -> None:
@@ -105,9 +119,9 @@ def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> No
         _add_counts(usage.accepted_by_source, delta.accepted_sources)
 
 
-def _add_counts(counts: dict[str, int], sources: Iterable[str]) -> None:
-    for source in sources:
-        counts[source] = counts.get(source, 0) + 1
+def _add_counts(counts: dict[str, int], sources: Sequence[str]) -> None:
+    for source in dict.fromkeys(sources):  # most often one
+        counts[source] = counts.get(source, 0) + sources.count(source)
 
 
 def _new_prompt_logprobs(

@@ -542,7 +542,9 @@ class Scheduler:
                 publish(self.cache, request)
             if with_drafts or scheduled.pack is not None:  # else no extra page was taken
                 # A packing that is due reads the pages as they are.
-                upto = max(map(request.kv_len, (request.num_computed, len(request.tokens))))
+                upto = max(
+                    request.kv_len(request.num_computed), request.kv_len(len(request.tokens))
+                )
                 self.cache.shrink(request.lease, upto)
         if 0 < len(delta.token_ids) == request.num_output:  # the prompt is computed
             pin_prompt(self.cache, request)
@@ -609,6 +611,8 @@ def schedule_request(
 
 def _due_pack(request: Request, stop: int) -> KvPack | None:
     """Order the packing that is due before a step that computes tokens up to ``stop``."""
+    if not request.kv_budget:
+        return None
     start = request.num_computed
     num_before = request.num_evicted(start)
     num_new = request.num_evicted(stop) - num_before
@@ -647,15 +651,16 @@ def draft_limits(requests: Sequence[Request], depth_cap: int) -> list[int]:
 
     0 until the prompt is computed: drafting would delay the first token.
     """
-    num_left = (
-        min(request.max_len - 1, request.next_packing(len(request.tokens) - 1) or request.max_len)
-        - len(request.tokens)
-        for request in requests
-    )
-    return [
-        max(0, min(depth_cap, most)) if request.num_output else 0
-        for request, most in zip(requests, num_left, strict=True)
-    ]
+    return [_draft_limit(request, depth_cap) for request in requests]
+
+
+def _draft_limit(request: Request, depth_cap: int) -> int:
+    size, stop = len(request.tokens), request.max_len - 1
+    if size == request.prompt_len:
+        return 0
+    if request.kv_budget:
+        stop = min(stop, request.next_packing(size - 1) or stop)
+    return max(0, min(depth_cap, stop - size))
 
 
 def _without_proposer(plan: DraftPlan) -> DraftPlan:

@@ -49,9 +49,10 @@ class SpecDecodeStats:
     def observe_requests(self, outputs: Iterable[RequestOutput]) -> None:
         """Count the drafts that a step verified."""
         for output in outputs:
-            if output.draft.token_ids:
-                self.path_lens[output.draft.height] += 1
-                self.num_trees += not output.draft.is_chain
+            draft = output.draft
+            if draft.token_ids:
+                self.path_lens[draft.height] += 1
+                self.num_trees += bool(draft.parents) and not draft.is_chain
 
     def observe_delta(self, delta: Delta) -> None:
         """Count the tokens that a step served to one request."""

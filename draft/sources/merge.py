@@ -154,4 +154,7 @@ def common_len(first: Sequence[int], second: Sequence[int]) -> int:
     length = min(len(first), len(second))
     if first[:length] == second[:length]:  # arrays compare at once, but are equal to arrays alone
         return length
-    return next((i for i in range(length) if first[i] != second[i]), length)
+    for index in range(length):
+        if first[index] != second[index]:
+            return index
+    return length

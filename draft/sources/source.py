@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from ...core.interface.request import Request
 from ...core.scheduling.guarded_speculator import CircuitBreaker
 
@@ -25,8 +27,7 @@ Chances = tuple[float, ...]
 """[len(BUCKETS)] chance of a draft token, given that all before it were right, by position."""
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(msgspec.Struct, frozen=True, gc=False):
     """Tokens that may follow a request's tokens.
 
     ``kind`` is how far the source itself trusts the guess (by the length of a match, for example):
