@@ -216,12 +216,12 @@ class RaggedBatch:
     @cached_property
     def first_tails(self) -> IntArray:
         """Index in ``tails`` of each segment's first one, [num_segments]."""
-        return np.cumsum(self.tail_lens) - self.tail_lens
+        return self.tail_lens.cumsum() - self.tail_lens
 
     @cached_property
     def first_pages(self) -> IntArray:
         """Index in ``pages`` of each segment's first one, [num_segments]."""
-        return np.cumsum(self.page_counts) - self.page_counts
+        return self.page_counts.cumsum() - self.page_counts
 
     @cached_property
     def page_table(self) -> IntArray:
@@ -263,15 +263,15 @@ def build_batch(
     tail_lens, tails = _tails(segments, starts, lens)
     in_pages = starts + lens - tail_lens  # positions of each segment
     page_counts, pages = _pages(segments, in_pages, page_size)
-    ends = np.cumsum(lens)
+    ends = lens.cumsum()
     first_rows = ends - lens
     num_rows = int(ends[-1])
-    row_pages = np.cumsum(page_counts) - page_counts  # where a row's pages begin
+    row_pages = page_counts.cumsum() - page_counts  # where a row's pages begin
     if num_rows == len(segments):  # plain decoding: a row each
         positions = starts
         logit_rows = np.arange(num_rows) if wanted.all() else np.flatnonzero(wanted)
     else:
-        rows = np.repeat(np.arange(len(segments)), lens)
+        rows = np.arange(len(segments)).repeat(lens)
         indices = np.arange(num_rows)
         positions = indices + (starts - first_rows)[rows]
         logit_rows = np.flatnonzero(indices >= (ends - wanted)[rows])

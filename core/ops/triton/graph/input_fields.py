@@ -99,6 +99,8 @@ def _put(field: NDArray[Any], values: NDArray[Any], padding: int) -> None:
 
 def _put_items(words: NDArray[Any], at: int, items: WorkItems, batch: RaggedBatch) -> int:
     """Rows, then items; where they end."""
+    if not len(items):
+        return at
     items_at = at + len(items.rows)
     words[at:items_at] = items.rows
     end = items_at + ITEM_WORDS * len(items)
