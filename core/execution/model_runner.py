@@ -305,7 +305,8 @@ class ModelRunner:
         vocab_size = self.decoder.config.vocab_size
         token_ids = array("q", draft.token_ids[:max_draft])
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-            token_ids = array("q", takewhile(lambda each: 0 <= each < vocab_size, token_ids))
+            valid = takewhile(lambda token_id: 0 <= token_id < vocab_size, token_ids)
+            token_ids = array("q", valid)
         draft = draft.first(len(token_ids))
         if not isinstance(draft.token_ids, array):
             draft = replace(draft, token_ids=token_ids)

@@ -158,11 +158,27 @@ def follow_choices(
 ) -> list[Verified]:
     """As `walk_drafts`, where the token of every row is known already: ``choices`` [num_rows]."""
     starts = first_rows(logits, requests)
-    walks = [_Walk(request, start) for request, start in zip(requests, starts, strict=True)]
-    for walk, start in zip(walks, starts, strict=True):
-        while (node := walk.node) is not None:
-            walk.take(node, choices[start + 1 + node])
-    return [walk.verified(logits) for walk in walks]
+    return [
+        verified(logits, request, start, *_chosen(request, choices, start))
+        for request, start in zip(requests, starts, strict=True)
+    ]
+
+
+def _chosen(
+    request: VerifyRequest, choices: Sequence[SampledToken], start: int
+) -> tuple[list[int], str | None]:
+    """The tokens along a request's draft, and the error that ends them; see `_Walk.take`."""
+    token_ids: list[int] = []
+    node = -1
+    while True:
+        token_id, error = choices[start + 1 + node]
+        if error is not None:
+            return token_ids, error
+        token_ids.append(token_id)
+        child = request.child(node, token_id)
+        if child is None:
+            return token_ids, None
+        node = child
 
 
 def first_rows(logits: Tensor, requests: Sequence[VerifyRequest]) -> list[int]:

@@ -100,18 +100,19 @@ def _end_at(request: Request, token_id: int, delta: Delta) -> None:
 
 def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> None:
     usage, draft = request.usage, out.draft
-    accepted = [draft.sources[node] for node in out.path[: len(delta.token_ids)]]
+    num_tokens = len(delta.token_ids)
+    accepted = [draft.sources[node] for node in out.path[:num_tokens]]
     served = len(accepted)
     if usage.completion_tokens == 0:
         usage.time_to_first_token = now - request.arrival_time
-    usage.completion_tokens += len(delta.token_ids)
+    usage.completion_tokens += num_tokens
     usage.verify_steps += 1
     usage.steps_by_accepted[served] = usage.steps_by_accepted.get(served, 0) + 1
-    delta.token_sources = [*accepted, *[""] * (len(delta.token_ids) - served)]
+    delta.token_sources = [*accepted, *[""] * (num_tokens - served)]
     if draft.token_ids:
         usage.proposed_tokens += len(draft.token_ids)
         usage.accepted_tokens += served
-        usage.tree_steps += not draft.is_chain
+        usage.tree_steps += bool(draft.parents) and not draft.is_chain
         delta.num_proposed = len(draft.token_ids)
         delta.proposed_sources = list(draft.sources)
         delta.accepted_sources = accepted

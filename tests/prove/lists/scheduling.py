@@ -15,9 +15,9 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-drafts-behind-the-last-token",
-        "draft_limits",
-        "min(request.max_len - 1, request.next_packing",
-        "min(request.max_len + 1, request.next_packing",
+        "_draft_limit",
+        "request.max_len - 1",
+        "request.max_len + 1",
         ("test_the_last_token_of_an_answer_is_never_a_draft",),
         "I8: no draft lies behind max_tokens",
     ),

@@ -88,8 +88,8 @@ MUTATIONS = (
     Mutation(
         "graph-forgets-the-draft-before-a-place",
         "write_plain_controls",
-        "positions += range(first, first + count)",
-        "positions += [first] * count",
+        "rows + behind.repeat(counts)",
+        "np.array(firsts).repeat(counts)",
         ("test_draft_trees_are_followed_by_what_the_graph_chose",),
         "I6: noise is keyed by the position on the path",
     ),

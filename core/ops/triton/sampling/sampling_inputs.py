@@ -64,14 +64,18 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
 
     None where a row is edited or refused; its constraint was not asked then.
     """
-    records, positions = list[bytes](), list[int]()
+    records, firsts = list[bytes](), list[int]()
     for row, count in zip(draws.rows, draws.counts, strict=True):
         encoded, first = row.encoded(vocab_size), row.position
         if first < encoded.edited_until:
             return None
         records.append(encoded.place * count)
-        positions += range(first, first + count)
-    columns = _columns(records, positions, np.arange(len(positions)))
+        firsts.append(first)
+    counts = np.array(draws.counts, np.int64)
+    behind = np.array(firsts, np.int64) - counts.cumsum() + counts
+    rows = np.arange(counts.sum())
+    positions = rows + behind.repeat(counts)
+    columns = _columns(records, positions, rows)
     return SamplingInputs(columns, _cuts(columns), None, {})
 
 
@@ -91,12 +95,12 @@ def _unedited(
 
 
 def _columns(
-    records: Sequence[bytes], positions: Sequence[int], rows: IntArray
+    records: Sequence[bytes], positions: Sequence[int] | IntArray, rows: IntArray
 ) -> NDArray[np.int64]:
     """Numbers of places at these output positions, decided by these ``rows`` of the logits."""
     places = np.frombuffer(bytearray().join(records), PLACE)
     starts = places["noise_start"]
-    starts[:] = stream_keys(starts, np.array(positions)).view(np.uint64)
+    starts[:] = stream_keys(starts, np.asarray(positions)).view(np.uint64)
     places["row"] = rows
     return places.view(np.int64).reshape(-1, NUM_COLUMNS)
 
