@@ -141,7 +141,7 @@ class StatePool:
         self._log_fields, self.bytes_per_log = _log_fields(self.shapes, self.ring, dtype)
         self.slots = _fresh(num_slots * self.bytes_per_slot, device).view(num_slots, -1)
         self.logs = _fresh(num_logs * self.bytes_per_log, device).view(num_logs, -1)
-        self.at = torch.zeros((num_slots, len(self.shapes)), dtype=torch.int64)
+        self.at = torch.zeros((num_slots, len(self.shapes)), dtype=torch.int64, device="cpu")
         # Bytes before each field of a layer, [num_layers, num_fields], as the C kernels read them.
         self.slot_offsets = _offsets(self._slot_fields)
         self.log_offsets = _offsets(self._log_fields)

@@ -25,9 +25,9 @@ def test_the_plan_is_printed_without_triton_or_a_gpu() -> None:
 
 
 def test_what_is_in_use_comes_first_and_nothing_twice() -> None:
-    for num_rows in tune_linear.ROWS:
-        found = tune_linear.choices(4096, 4096, num_rows, is_int8=False)
-        tiles = linear_tiles(4096, 4096, torch.bfloat16)
+    for bits, num_rows in [(bits, n) for bits, each in tune_linear.ROWS.items() for n in each]:
+        found = tune_linear.choices(4096, 4096, num_rows, bits=bits)
+        tiles = linear_tiles(4096, 4096, torch.bfloat16, bits=bits)
         assert [each.is_used for each in found] == [True] + [False] * (len(found) - 1)
         assert found[0].tiles == tiles
         assert found[0].launch == linear_launch(tiles, 4096, num_rows)
@@ -45,7 +45,7 @@ def test_a_shape_is_timed_beside_the_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    small = {"SHAPES": {"tiny": (70, 40)}, "ROWS": (1, 2), "REPEATS": 1, "COLD_BYTES": 1}
+    small = {"SHAPES": {"tiny": (70, 40)}, "ROWS": {0: (1, 2)}, "REPEATS": 1, "COLD_BYTES": 1}
     for name, value in (small | {"READ_BYTES": 4096}).items():
         monkeypatch.setattr(tune_linear, name, value)
     all_choices = tune_linear.choices

@@ -24,6 +24,7 @@ from ....core.ops.device import choose_device
 from ....core.ops.triton.linear.tiles import (
     FEW_ROWS,
     MANY_ROWS,
+    Bits,
     LinearLaunch,
     LinearTiles,
     linear_launch,
@@ -35,7 +36,7 @@ from .gauge import Gauge
 if TYPE_CHECKING:
     from ....core.ops.triton.linear.tiled_linear import TiledLinear
 
-ROWS = (1, 64, 256, 2048)
+ROWS: dict[Bits, tuple[int, ...]] = {0: (1, 64, 256, 2048), 8: (1, 64, 256, 2048), 4: (1, 16)}
 REPEATS = 20
 READ_BYTES = 2**30  # of which the read roofline is measured
 COLD_BYTES = 2**28  # of weights read in turn: several times a GPU's cache, as between two steps
@@ -64,25 +65,30 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Rows and columns of a tile, pieces, stages."""
+        """Rows and columns of a tile, pieces, stages, warps."""
         pieces = f" in {self.tiles.pieces}" if self.tiles.pieces > 1 else ""
         apart = " apart" if self.launch.is_apart else ""
         tile = f"{self.launch.rows} x {self.launch.columns}"
-        return f"{tile}{pieces}{apart}, {self.launch.num_stages} stages"
+        return (
+            f"{tile}{pieces}{apart}, {self.launch.num_stages} stages, {self.launch.num_warps} warps"
+        )
 
 
-def choices(out_features: int, in_features: int, num_rows: int, *, is_int8: bool) -> list[Choice]:
+def choices(out_features: int, in_features: int, num_rows: int, *, bits: Bits) -> list[Choice]:
     """Choices to time: the one in use, then other stages and rows of it, then other tiles."""
-    used = linear_tiles(out_features, in_features, torch.bfloat16, bits=8 if is_int8 else 0)
+    used = linear_tiles(out_features, in_features, torch.bfloat16, bits=bits)
     launch = linear_launch(used, out_features, num_rows)
+    if bits == 4:
+        others = list(_rough_choices(used, launch.rows, out_features, num_rows))
+        return [Choice(used, launch, True), *(Choice(*each, False) for each in others)]
     others = [(used, replace(launch, num_stages=stages)) for stages in (3, 4, 5, 6)]
-    heights = (FEW_ROWS,) if is_int8 or num_rows <= FEW_ROWS else (FEW_ROWS, MANY_ROWS)
+    heights = (FEW_ROWS,) if bits or num_rows <= FEW_ROWS else (FEW_ROWS, MANY_ROWS)
     for rows, columns, pieces in itertools.product(heights, (64, 128, 256), (1, 2, 4, 8)):
         if columns == 256 and (pieces > 1 or rows == FEW_ROWS):
             continue  # two sums of so many numbers do not fit into the registers
         tiles = replace(used, pieces=pieces)
         others.append((tiles, linear_launch(tiles, out_features, num_rows, shape=(rows, columns))))
-    if num_rows <= FEW_ROWS and not is_int8:
+    if num_rows <= FEW_ROWS and not bits:
         wider = replace(used, inner=2 * used.inner)
         for stages in (3, 4):
             made = linear_launch(wider, out_features, num_rows)
@@ -91,7 +97,20 @@ def choices(out_features: int, in_features: int, num_rows: int, *, is_int8: bool
     return [Choice(used, launch, True), *(Choice(*each, False) for each in unique)]
 
 
-def plan(names: Sequence[str], *, is_int8: bool) -> list[dict[str, object]]:
+def _rough_choices(
+    used: LinearTiles, rows: int, out_features: int, num_rows: int
+) -> Iterator[tuple[LinearTiles, LinearLaunch]]:
+    """Tiles of a weight in 4 bits: (columns, warps, stages), each in some numbers of pieces."""
+    kinds = ((64, 4, 4), (64, 2, 4), (64, 2, 6), (32, 2, 4), (32, 1, 4))
+    for (columns, warps, stages), pieces in itertools.product(kinds, (1, 2, 4, 8)):
+        tiles = replace(used, pieces=pieces)
+        launch = linear_launch(tiles, out_features, num_rows, shape=(rows, columns))
+        launch = replace(launch, num_warps=warps, num_stages=stages)
+        if (tiles, launch) != (used, linear_launch(used, out_features, num_rows)):
+            yield tiles, launch
+
+
+def plan(names: Sequence[str], *, bits: Bits) -> list[dict[str, object]]:
     """A line for each shape and number of rows."""
     return [
         {
@@ -104,34 +123,34 @@ def plan(names: Sequence[str], *, is_int8: bool) -> list[dict[str, object]]:
         }
         for name in names
         for out_features, in_features in [SHAPES[name]]
-        for num_rows in ROWS
-        for found in [choices(out_features, in_features, num_rows, is_int8=is_int8)]
+        for num_rows in ROWS[bits]
+        for found in [choices(out_features, in_features, num_rows, bits=bits)]
     ]
 
 
 class Tuner:
     """Times one shape after another on one device."""
 
-    def __init__(self, device: torch.device, *, is_int8: bool) -> None:
+    def __init__(self, device: torch.device, *, bits: Bits) -> None:
         self.gauge = Gauge(device)
-        self.is_int8 = is_int8
+        self.bits = bits
         data = torch.ones(READ_BYTES // 4, device=device)
         self.read_rate = data.nbytes / min(self.gauge.seconds(data.sum, repeats=REPEATS))
 
     def shape(self, name: str) -> Iterator[dict[str, object]]:
         """A line for each number of rows and choice."""
-        from ....core.ops.triton.linear.tiled_linear import OutOfResources, pack_tiled
+        from ....core.ops.triton.linear.tiled_linear import OutOfResources
 
         plain = [self._weight(name) for _ in range(self._num_copies(name))]
-        packed = [pack_tiled(weight, None, is_int8=self.is_int8) for weight in plain]
-        x = torch.randn(ROWS[-1], SHAPES[name][1], device=self.gauge.device).bfloat16()
+        packed = [_packed(weight, self.bits) for weight in plain]
+        x = torch.randn(ROWS[self.bits][-1], SHAPES[name][1], device=self.gauge.device).bfloat16()
         whole = _tiled(x, packed[:1], None)[0]
-        floor = packed[0].weight.nbytes / self.read_rate
-        for num_rows in ROWS:
+        floor = packed[0].num_bytes / self.read_rate
+        for num_rows in ROWS[self.bits]:
             few = x[:num_rows].clone()
             spent = self._seconds(partial(_by_library, few, plain))
             yield _line(name, num_rows, LIBRARY, spent / len(plain), floor)
-            for choice in choices(*SHAPES[name], num_rows, is_int8=self.is_int8):
+            for choice in choices(*SHAPES[name], num_rows, bits=self.bits):
                 tiled = [replace(each, tiles=choice.tiles) for each in packed]
                 try:
                     here = _tiled(few, tiled[:1], choice.launch)[0]
@@ -147,26 +166,26 @@ class Tuner:
 
     def _num_copies(self, name: str) -> int:
         out_features, in_features = SHAPES[name]
-        return max(1, COLD_BYTES // (out_features * in_features * (1 if self.is_int8 else 2)))
+        return max(1, COLD_BYTES // (out_features * in_features * 2))
 
     def _seconds(self, call: Callable[[], object]) -> float:
         return statistics.median(self.gauge.seconds(self.gauge.graph(call), repeats=REPEATS))
 
 
-def compile_part(part: int, parts: int, names: Sequence[str], *, is_int8: bool) -> None:
+def compile_part(part: int, parts: int, names: Sequence[str], *, bits: Bits) -> None:
     """Compile every ``parts``-th kernel of the choices, on a piece of a weight."""
-    from ....core.ops.triton.linear.tiled_linear import OutOfResources, pack_tiled
+    from ....core.ops.triton.linear.tiled_linear import OutOfResources
 
     found: dict[object, tuple[str, int, Choice]] = {}
-    for name, num_rows in itertools.product(names, ROWS):
-        for choice in choices(*SHAPES[name], num_rows, is_int8=is_int8):
+    for name, num_rows in itertools.product(names, ROWS[bits]):
+        for choice in choices(*SHAPES[name], num_rows, bits=bits):
             kind = (choice.tiles.inner, choice.tiles.pieces > 1)
             options = replace(choice.launch, grid=(1, 1, 1))
             found.setdefault((kind, options), (name, num_rows, choice))
     device = choose_device("cuda")
     for name, num_rows, choice in list(found.values())[part::parts]:
         weight = torch.randn(1024, SHAPES[name][1], device=device).bfloat16()
-        packed = replace(pack_tiled(weight, None, is_int8=is_int8), tiles=choice.tiles)
+        packed = replace(_packed(weight, bits), tiles=choice.tiles)
         x = torch.randn(num_rows, SHAPES[name][1], device=device).bfloat16()
         shape = choice.launch.rows, choice.launch.columns
         grid = linear_launch(choice.tiles, 1024, num_rows, shape=shape).grid
@@ -175,6 +194,13 @@ def compile_part(part: int, parts: int, names: Sequence[str], *, is_int8: bool) 
             _tiled(x, [packed], launch)
         except OutOfResources:
             continue
+
+
+def _packed(weight: Tensor, bits: Bits) -> TiledLinear:
+    from ....core.ops.triton.linear.tiled_linear import pack_tiled, rough_copy
+
+    packed = pack_tiled(weight, None, is_int8=bits == 8)
+    return rough_copy(packed, weight.dtype) if bits == 4 else packed
 
 
 def _by_library(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -206,7 +232,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tune_linear", description=__doc__)
     parser.add_argument("shapes", nargs="*", help=f"shapes to time (all): {', '.join(SHAPES)}")
     parser.add_argument("--plan", action="store_true", help="print what would be timed, and stop")
-    parser.add_argument("--int8", action="store_true", help="time int8 weights")
+    parser.add_argument(
+        "--bits",
+        type=int,
+        choices=list(ROWS),
+        default=0,
+        help="of a weight; 0: plain (%(default)s)",
+    )
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
@@ -214,12 +246,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in names if name not in SHAPES]:
         parser.error(f"shapes: {', '.join(unknown)} is not one of {', '.join(SHAPES)}")
     if args.plan:
-        print(table(plan(names, is_int8=args.int8)))
+        print(table(plan(names, bits=args.bits)))
         return 0
     if args.part:
-        compile_part(args.part[0], args.part[1], names, is_int8=args.int8)
+        compile_part(args.part[0], args.part[1], names, bits=args.bits)
         return 0
-    tuner = Tuner(choose_device("cuda"), is_int8=args.int8)
+    tuner = Tuner(choose_device("cuda"), bits=args.bits)
     lines: list[dict[str, object]] = []
     for name in names:
         found = list(tuner.shape(name))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .linear import add_products, numbers_of, scaled_and_biased
+from .linear import add_products, scaled_and_biased
 
 
 @triton.jit
@@ -217,11 +217,12 @@ def expert_linear_kernel(
     else:
         total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
     scale_ptr = address_of(scales_ptr, expert, floats_ptr) if BITS else floats_ptr
-    numbers_at = numbers_of(scale_ptr, from_column, num_steps, BITS)
+    numbers_at = scale_ptr + from_column[:, None]  # used where BITS is 4
     for step in range(num_steps):
         total = add_products(
-            total, x_at, weight_at, numbers_at, step, is_row, inner, IN, TILE_IN, IS_EVEN, BITS, ""
-        )
+            total, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,
+            TILE_IN, IS_EVEN, BITS, "",
+        )  # fmt: skip
     if BITS:
         total = tl.trans(total)
 

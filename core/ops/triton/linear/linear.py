@@ -85,63 +85,72 @@ def x_tile(x_at, is_row, inner, num_inner, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def column_of(numbers, place: tl.constexpr):
-    """One column ``[OUT, 1]`` of ``numbers`` [OUT, 8]."""
-    is_it = (tl.arange(0, 8) == place)[None, :]
-    return tl.sum(tl.where(is_it, numbers, 0.0), 1).to(numbers.dtype)[:, None]
+def spread_levels(levels, numbers):
+    """``levels`` [OUT, WIDTH] times a scale, plus a minimum, of each output.
 
-
-@triton.jit
-def spread_levels(levels, scale, minimum):
-    """``levels`` [OUT, WIDTH] times a scale, plus a minimum, of each output [OUT, 1]."""
-    if levels.dtype == tl.bfloat16:  # two at a time, which the compiler does not see
+    ``numbers`` [OUT, 1]: words with the scale in their lower half and the minimum in the upper.
+    """
+    dtype: tl.constexpr = levels.dtype
+    if dtype == tl.bfloat16:  # two at a time, which the compiler does not see
         weight = tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [levels, scale, minimum],
-            dtype=tl.bfloat16, is_pure=True, pack=2,
+            """{
+                .reg .b32 scale, minimum;
+                prmt.b32 scale, $2, $2, 0x1010;
+                prmt.b32 minimum, $2, $2, 0x3232;
+                fma.rn.bf16x2 $0, $1, scale, minimum;
+            }""",
+            "=r,r,r,r", [levels, numbers], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
+        HALF: tl.constexpr = dtype.primitive_bitwidth
+        kind: tl.constexpr = tl.int32 if HALF == 32 else tl.int16
+        scale = numbers.to(kind).to(dtype, bitcast=True)
+        minimum = (numbers >> HALF).to(kind).to(dtype, bitcast=True)
         weight = levels * scale + minimum
     return weight
 
 
 @triton.jit
 def add_group(
-    total, levels, numbers, x_at, is_row, inner, num_inner,
-    place: tl.constexpr, IS_EVEN: tl.constexpr, WIDTH: tl.constexpr,
+    total, levels, numbers_at, x_at, is_row, inner, num_inner, OUT,
+    place: tl.constexpr, IS_EVEN: tl.constexpr, WIDTH: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """``total`` and what one group of a step's inputs adds, the one at ``place`` of four."""
     x = x_tile(x_at + place * WIDTH, is_row, inner, num_inner - place * WIDTH, IS_EVEN)
-    weight = spread_levels(levels, column_of(numbers, place), column_of(numbers, place + 4))
-    return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    numbers = tl.load(numbers_at + place * OUT, eviction_policy=POLICY)
+    return tl.dot(spread_levels(levels, numbers), tl.trans(x), total, input_precision="ieee")
 
 
 @triton.jit
 def add_rough_products(
-    total, x_at, weight_at, numbers_at, step, is_row, inner, IN,
+    total, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,
     TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """`add_products` of four levels in each word, of groups with a scale and a minimum."""
     WIDTH: tl.constexpr = TILE_IN // 4
     at, rest = x_at + step * TILE_IN, IN - step * TILE_IN
+    numbers = numbers_at + step * 4 * OUT
     words = tl.load(weight_at + step * WIDTH, eviction_policy=POLICY)
-    numbers = tl.load(numbers_at + step * 8, eviction_policy=POLICY)
-    first, second, third, fourth = levels_of(words, x_at.dtype.element_ty)
-    total = add_group(total, first, numbers, at, is_row, inner, rest, 0, IS_EVEN, WIDTH)
-    total = add_group(total, second, numbers, at, is_row, inner, rest, 1, IS_EVEN, WIDTH)
-    total = add_group(total, third, numbers, at, is_row, inner, rest, 2, IS_EVEN, WIDTH)
-    return add_group(total, fourth, numbers, at, is_row, inner, rest, 3, IS_EVEN, WIDTH)
+    levels = levels_of(words, x_at.dtype.element_ty)
+    for place in tl.static_range(4):
+        total = add_group(
+            total, levels[place], numbers, at, is_row, inner, rest, OUT,
+            place, IS_EVEN, WIDTH, POLICY,
+        )  # fmt: skip
+    return total
 
 
 @triton.jit
 def add_products(
-    total, x_at, weight_at, numbers_at, step, is_row, inner, IN,
+    total, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,
     TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """``total`` and what one step's inputs add to it; turned where the weight is of few bits."""
     if BITS == 4:
         total = add_rough_products(
-            total, x_at, weight_at, numbers_at, step, is_row, inner, IN, TILE_IN, IS_EVEN, POLICY
-        )
+            total, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,
+            TILE_IN, IS_EVEN, POLICY,
+        )  # fmt: skip
     else:
         total = add_exact_products(
             total, x_at, weight_at, step, is_row, inner, IN, TILE_IN, IS_EVEN, BITS, POLICY
@@ -191,21 +200,11 @@ def scaled_and_biased(
     return total
 
 
-@triton.jit
-def numbers_of(scale_ptr, column, num_steps, BITS: tl.constexpr):
-    """Point to the scales and minima of outputs, eight for each step; void but for 4 bits."""
-    if BITS == 4:
-        numbers_at = scale_ptr + (column * num_steps * 8)[:, None] + tl.arange(0, 8)[None, :]
-    else:
-        numbers_at = scale_ptr
-    return numbers_at
-
-
 @triton.jit(do_not_specialize=["num_rows", "pieces"])
 def linear_kernel(
     x_ptr,  # [num_rows, IN]
     weight_ptr,  # [OUT, IN]; or int16 of BITS each in [OUT, steps * TILE_IN * BITS / 16]
-    scale_ptr,  # where BITS is 8 [OUT] float32; where it is 4 [OUT, steps, 8], see `add_group`
+    scale_ptr,  # where BITS is 8 [OUT] float32; where it is 4 [steps, 4, OUT], see `spread_levels`
     bias_ptr,  # [OUT], read where HAS_BIAS
     out_ptr,  # [num_rows, OUT]
     parts_ptr,  # [pieces, num_rows, OUT] float32, used where IS_APART
@@ -243,7 +242,7 @@ def linear_kernel(
     # Columns that are not there read the last one again: they are not stored.
     from_column = tl.minimum(column, OUT - 1).to(tl.int64)
     weight_at = weight_ptr + from_column[:, None] * stride + inner[None, :]
-    numbers_at = numbers_of(scale_ptr, from_column, num_steps, BITS)
+    numbers_at = scale_ptr + from_column[:, None]  # used where BITS is 4
 
     steps = tl.cdiv(num_steps, pieces)  # of a piece; the last may have fewer
     if IS_CHAINED:
@@ -259,7 +258,7 @@ def linear_kernel(
     end = steps  # of the piece that is being added up
     for step in range(piece * steps, stop):
         part = add_products(
-            part, x_at, weight_at, numbers_at, step, is_row, inner, IN,
+            part, x_at, weight_at, numbers_at, step, is_row, inner, IN, OUT,
             TILE_IN, IS_EVEN, BITS, POLICY,
         )  # fmt: skip
         # Not a loop around this one, which would wait for its first bytes once per piece.

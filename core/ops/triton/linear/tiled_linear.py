@@ -15,7 +15,7 @@ from ...quantize import GROUP, quantize_weight, round_to_levels
 from ..chain import chained
 from .linear import linear_kernel
 from .tiles import (
-    FEW_COLUMNS,
+    FEWEST_COLUMNS,
     ROUGH_STEP,
     LinearLaunch,
     LinearTiles,
@@ -35,8 +35,8 @@ class TiledLinear(PackedLinear):
     both halves as they come; of 4 bits likewise one of each quarter, which is a group.
     """
 
-    scale: Tensor | None  # [out_features] float32; of 4 bits [out_features, steps, 8]: the scales
-    # of the four groups, then their minima, in the activations' dtype
+    scale: Tensor | None  # [out_features] float32; of 4 bits [steps, 4, out_features]: a word of
+    # each group, its scale below and its minimum above, in the activations' dtype
     tiles: LinearTiles
     arrived: Tensor  # pieces per tile of the output: zeros but within a call, one call at a time
 
@@ -70,8 +70,9 @@ def rough_copy(packed: PackedLinear, dtype: torch.dtype) -> TiledLinear:
     """
     rows = max(1, ROUNDED_AT_ONCE * len(packed.weight) // packed.num_weights)
     parts = [_rounded(part, dtype) for part in _plain_parts(packed, rows)]
-    words, numbers = (torch.cat(each) for each in zip(*parts, strict=True))
-    in_features = ROUGH_STEP * numbers.shape[1]
+    words = torch.cat([each for each, _ in parts])
+    numbers = torch.cat([each for _, each in parts], dim=2)
+    in_features = ROUGH_STEP * len(numbers)
     tiles = linear_tiles(len(words), in_features, dtype, bits=4)
     return TiledLinear(words, packed.bias, True, numbers, tiles, _no_arrivals(words))
 
@@ -98,12 +99,14 @@ def _rounded(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     quarters = rounded.values.to(torch.int16).view(len(wide), -1, 4, GROUP)
     shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=wide.device).view(4, 1)
     words = (quarters << shifts).sum(2, dtype=torch.int16).flatten(1)
-    numbers = [each.view(len(wide), -1, 4) for each in (rounded.scale, rounded.minimum)]
-    return words, torch.cat(numbers, dim=2)
+    pairs = torch.stack((rounded.scale, rounded.minimum), dim=-1).to(dtype)  # [n, groups, 2]
+    word = torch.int64 if dtype.itemsize == 4 else torch.int32
+    numbers = pairs.view(word).view(len(wide), -1, 4).permute(1, 2, 0)
+    return words, numbers.contiguous()
 
 
 def _no_arrivals(items: Tensor) -> Tensor:
-    num_counts = -(-len(items) // FEW_COLUMNS)
+    num_counts = -(-len(items) // FEWEST_COLUMNS)
     return torch.zeros(num_counts, dtype=torch.int32, device=items.device)
 
 

@@ -172,7 +172,7 @@ WEIGHTS: Mapping[Bits, str] = {0: "bf16", 8: "int8", 4: "in 4 bits"}
 FEW_BITS: Mapping[Bits, Mapping[str, str]] = {
     0: {},
     8: {"weight_ptr": "i16"},
-    4: {"weight_ptr": "i16", "scale_ptr": "bf16"},
+    4: {"weight_ptr": "i16", "scale_ptr": "i32"},
 }
 
 
@@ -249,7 +249,7 @@ def expert_variants() -> dict[str, Variant]:
         )
         dtypes = {**ADDRESSES, "items_ptr": "i16"} if bits else dict(ADDRESSES)
         if bits == 4:
-            dtypes["floats_ptr"] = "bf16"
+            dtypes["floats_ptr"] = "i32"
         name = f"expert linear {WEIGHTS[bits]} of {in_features}"
         variants[name] = Variant(expert_linear_kernel, constants, dtypes, EXPERT_OPTIONS)
     return variants

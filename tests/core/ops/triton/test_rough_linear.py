@@ -37,7 +37,9 @@ def written_out(rough: TiledLinear, in_features: int) -> Tensor:
     shifts = torch.arange(0, 16, 4, device=rough.weight.device)
     words = rough.weight.long().view(len(rough.weight), -1, 1, GROUP)
     levels = (words >> shifts.view(4, 1)) & 15  # [out, steps, 4, GROUP]
-    scale, minimum = rough.scale.double().unsqueeze(3).chunk(2, dim=2)
+    dtype = torch.float32 if rough.scale.dtype == torch.int64 else torch.float16
+    pairs = rough.scale.permute(2, 0, 1).contiguous().unsqueeze(3).view(dtype)
+    scale, minimum = pairs.double().chunk(2, dim=3)  # [out, steps, 4, 1]
     return (levels.double() * scale + minimum).flatten(1)[:, :in_features]
 
 
