@@ -156,7 +156,7 @@ def walk_drafts(
 def follow_choices(
     logits: Tensor, requests: Sequence[VerifyRequest], choices: Sequence[SampledToken]
 ) -> list[Verified]:
-    """As `walk_drafts`, where the token of every row is known already: ``choices`` [num_rows]."""
+    """Follow each draft by ``choices`` [num_rows], the tokens of all rows, known already."""
     starts = first_rows(logits, requests)
     return [
         verified(logits, request, start, *_chosen(request, choices, start))
