@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         choices=list(ROWS),
         default=0,
-        help="of a weight; 0: plain (%(default)s)",
+        help="bits of a weight; 0: plain (%(default)s)",
     )
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="JSON file to write")
