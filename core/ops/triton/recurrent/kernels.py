@@ -1,0 +1,450 @@
+"""Recurrent layers on the device: what core/ops/torch/state.py computes, row after row.
+
+A program of `recur_kernel` is some columns of a head's state, which no other column changes. It
+goes through a segment's rows in order; all that a row does not read of the state is computed
+before, by a program for each row. Logs are written when every program has read them.
+
+Every sum is over a tile of one shape, in which what a row does not see is 0: its bits depend on
+its position in the page alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Of a segment: first position, first behind it, first row, slot, log, the position at which its
+# own state is to stand, its first kept state, how many are kept.
+SEGMENT_WORDS = tl.constexpr(8)
+LENGTH_EPS = tl.constexpr(1e-6)  # of queries and keys
+SERIES = tl.constexpr(0.03125)  # below it five terms of log(1 + x) are as good as any logarithm
+
+
+@triton.jit
+def silu(x):
+    """``x * sigmoid(x)``."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + exp(x))``."""
+    small = tl.exp(-tl.abs(x))
+    series = small * (1.0 - small * (0.5 - small * (0.33333334 - small * 0.25)))
+    return tl.where(small < SERIES, series, tl.log(1.0 + small)) + tl.maximum(x, 0.0)
+
+
+@triton.jit
+def input_of(
+    mixed_ptr, tail_ptr, log_ptr, row, position, start, at, channel, mask,
+    STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Inputs of a position: of the pass from ``start`` on, of the log from ``at`` on, or before.
+
+    ``row``: that of the position, if it is in the pass. ``tail_ptr`` and ``log_ptr`` are those of
+    the segment.
+    """
+    here = mask & (position >= start)
+    logged = mask & (position < start) & (position >= at)
+    before = mask & (position < at)
+    new = tl.load(mixed_ptr + row.to(tl.int64) * STRIDE + channel, mask=here, other=0.0)
+    old = tl.load(log_ptr + (position + RING) % RING * CHANNELS + channel, mask=logged, other=0.0)
+    tail = (position - at + TAPS - 1) * CHANNELS
+    oldest = tl.load(tail_ptr + tail + channel, mask=before, other=0.0)
+    return tl.where(here, new, tl.where(logged, old, oldest))
+
+
+@triton.jit
+def inputs_kernel(
+    mixed_ptr,  # [T, CHANNELS + values] q, k, v and z
+    gates_ptr,  # [T, 2 * HEADS] b and a of the delta rule, [T, HEADS] of Mamba-2
+    taps_ptr,  # [CHANNELS, TAPS] float32
+    taps_bias_ptr,  # [CHANNELS] float32, read where HAS_BIAS
+    decay_ptr,  # [HEADS] float32
+    dt_bias_ptr,  # [HEADS] float32
+    tails_ptr,  # the layer's inputs in slot 0
+    log_inputs_ptr,  # in log 0
+    log_c_ptr,  # c in log 0, float32
+    x_ptr,  # [T, CHANNELS] float32, written: q, k and v
+    c_ptr,  # [T, HEADS] float32, written: sum of the log decays since the page's start
+    beta_ptr,  # [T, HEADS] float32, written: the factor of what is added
+    rows_ptr,  # [T] segment; -1: no row
+    segments_ptr,  # [num_segments, SEGMENT_WORDS]
+    at_ptr,  # [num_segments] where the state stands
+    STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
+    PAGE: tl.constexpr, SLOT: tl.constexpr, LOG: tl.constexpr, LOG_FLOATS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TILE: tl.constexpr,  # items of a head
+    HEADS_TILE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_DELTA: tl.constexpr,
+):  # fmt: skip
+    """One head of a row's queries, keys or values; the last program has the row's gates."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    segment = tl.load(rows_ptr + row)
+    if segment < 0:
+        return
+    words = segments_ptr + segment * SEGMENT_WORDS
+    start = tl.load(words)
+    position = start + row - tl.load(words + 2)
+    log = tl.load(words + 4).to(tl.int64)
+    if part == 2 * KEY_HEADS + HEADS:
+        write_gates(
+            gates_ptr, decay_ptr, dt_bias_ptr, log_c_ptr + log * LOG_FLOATS, c_ptr, beta_ptr,
+            row, position, start, RING, PAGE, HEADS, HEADS_TILE, IS_DELTA,
+        )  # fmt: skip
+        return
+    at = tl.load(at_ptr + segment)
+    is_value = part >= 2 * KEY_HEADS
+    first = part * KEY_DIM
+    if is_value:
+        first = 2 * KEY_HEADS * KEY_DIM + (part - 2 * KEY_HEADS) * VALUE_DIM
+    item = tl.arange(0, TILE)
+    mask = item < tl.where(is_value, VALUE_DIM, KEY_DIM)
+    channel = first + item
+    tail_ptr = tails_ptr + tl.load(words + 3).to(tl.int64) * SLOT
+    log_ptr = log_inputs_ptr + log * LOG
+    total = tl.zeros([TILE], tl.float32)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        x = input_of(
+            mixed_ptr, tail_ptr, log_ptr, row - back, position - back, start, at, channel, mask,
+            STRIDE, CHANNELS, TAPS, RING,
+        )  # fmt: skip
+        total += x.to(tl.float32) * tl.load(taps_ptr + channel * TAPS + tap, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(taps_bias_ptr + channel, mask=mask, other=0.0)
+    total = silu(total)
+    if IS_DELTA:
+        if not is_value:
+            total = total / tl.sqrt(tl.sum(total * total, 0) + LENGTH_EPS)
+            total = tl.where(part < KEY_HEADS, total / tl.sqrt(KEY_DIM * 1.0), total)
+    tl.store(x_ptr + row.to(tl.int64) * CHANNELS + channel, total, mask=mask)
+
+
+@triton.jit
+def write_gates(
+    gates_ptr, decay_ptr, dt_bias_ptr, log_c_ptr, c_ptr, beta_ptr, row, position, start,
+    RING: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HEADS_TILE: tl.constexpr,
+    IS_DELTA: tl.constexpr,
+):  # fmt: skip
+    """c and beta of all heads of a row. c goes on from the log, or begins at the page's start."""
+    WIDTH: tl.constexpr = 2 * HEADS if IS_DELTA else HEADS
+    head = tl.arange(0, HEADS_TILE)
+    mask = head < HEADS
+    decay = tl.load(decay_ptr + head, mask=mask, other=0.0)
+    bias = tl.load(dt_bias_ptr + head, mask=mask, other=0.0)
+    base = position // PAGE * PAGE
+    first = tl.maximum(base, start)
+    place = (first + RING - 1) % RING
+    c = tl.load(log_c_ptr + head * RING + place, mask=mask & (first > base), other=0.0)
+    dt = tl.zeros([HEADS_TILE], tl.float32)
+    for each in range(first, position + 1):
+        gates = gates_ptr + (row + each - position).to(tl.int64) * WIDTH + WIDTH - HEADS
+        dt = softplus(tl.load(gates + head, mask=mask, other=0.0).to(tl.float32) + bias)
+        c += decay * dt
+    beta = dt
+    if IS_DELTA:
+        b = tl.load(gates_ptr + row.to(tl.int64) * WIDTH + head, mask=mask, other=0.0)
+        beta = 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
+    tl.store(c_ptr + row.to(tl.int64) * HEADS + head, c, mask=mask)
+    tl.store(beta_ptr + row.to(tl.int64) * HEADS + head, beta, mask=mask)
+
+
+@triton.jit
+def products_kernel(
+    x_ptr,  # [T, CHANNELS] float32
+    log_k_ptr,  # keys in log 0, float32
+    products_ptr,  # [T, KEY_HEADS, 2, PAGE] float32, written: of the key, and of the query
+    rows_ptr,
+    segments_ptr,
+    CHANNELS: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, LOG_FLOATS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: tl.constexpr,
+    IS_TILED: tl.constexpr,
+):  # fmt: skip
+    """A row's key and query times the keys of its page, up to its own."""
+    row, key_head = tl.program_id(0), tl.program_id(1)
+    segment = tl.load(rows_ptr + row)
+    if segment < 0:
+        return
+    words = segments_ptr + segment * SEGMENT_WORDS
+    start = tl.load(words)
+    position = start + row - tl.load(words + 2)
+    item, place = tl.arange(0, KEYS), tl.arange(0, PAGE)
+    mask = item < KEY_DIM
+    own = x_ptr + row.to(tl.int64) * CHANNELS + key_head * KEY_DIM + item
+    q = tl.load(own, mask=mask, other=0.0)
+    k = tl.load(own + KEY_HEADS * KEY_DIM, mask=mask, other=0.0)
+    positions = position // PAGE * PAGE + place
+    here = ((positions >= start) & (positions <= position))[:, None] & mask[None, :]
+    logged = (positions < start)[:, None] & mask[None, :]
+    others = (row + positions - position).to(tl.int64) * CHANNELS + (KEY_HEADS + key_head) * KEY_DIM
+    new = tl.load(x_ptr + others[:, None] + item[None, :], mask=here, other=0.0)
+    head = key_head if IS_TILED else key_head * (HEADS // KEY_HEADS)
+    log = log_k_ptr + tl.load(words + 4).to(tl.int64) * LOG_FLOATS + head * RING * KEY_DIM
+    entries = (positions % RING) * KEY_DIM
+    old = tl.load(log + entries[:, None] + item[None, :], mask=logged, other=0.0)
+    keys = tl.where(here, new, old)
+    to = products_ptr + (row.to(tl.int64) * KEY_HEADS + key_head) * 2 * PAGE + place
+    tl.store(to, tl.sum(keys * k[None, :], 1))
+    tl.store(to + PAGE, tl.sum(keys * q[None, :], 1))
+
+
+@triton.jit
+def folded(
+    state, x_ptr, k_at, u_ptr, c_ptr, log_k_ptr, log_u_ptr, log_c_ptr,
+    base, start, first_row, key, key_mask, value, value_mask,
+    CHANNELS: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """S of the next page; of a head, as are the pointers but ``x_ptr``, and of some columns."""
+    last = entry_c(c_ptr, log_c_ptr, base + PAGE - 1, start, first_row, HEADS, RING)
+    state = tl.exp(last) * state
+    for place in range(PAGE):
+        position = base + place
+        is_new = position >= start
+        row = (first_row + position - start).to(tl.int64)
+        c = entry_c(c_ptr, log_c_ptr, position, start, first_row, HEADS, RING)
+        new = tl.load(x_ptr + row * CHANNELS + k_at + key, mask=key_mask & is_new, other=0.0)
+        old = tl.load(
+            log_k_ptr + position % RING * KEY_DIM + key,
+            mask=key_mask & (position < start), other=0.0,
+        )  # fmt: skip
+        k = tl.where(is_new, new, old)
+        new_u = tl.load(
+            u_ptr + row * (HEADS * VALUE_DIM) + value, mask=value_mask & is_new, other=0.0
+        )
+        old_u = tl.load(
+            log_u_ptr + position % RING * VALUE_DIM + value,
+            mask=value_mask & (position < start), other=0.0,
+        )  # fmt: skip
+        u = tl.where(is_new, new_u, old_u)
+        state += (tl.exp(last - c) * k)[:, None] * u[None, :]
+    return state
+
+
+@triton.jit
+def entry_c(
+    c_ptr, log_c_ptr, position, start, first_row, HEADS: tl.constexpr, RING: tl.constexpr
+):
+    """c of one position or of some, of the pass or of the log."""
+    row = (first_row + position - start).to(tl.int64)
+    new = tl.load(c_ptr + row * HEADS, mask=position >= start, other=0.0)
+    old = tl.load(log_c_ptr + position % RING, mask=position < start, other=0.0)
+    return tl.where(position >= start, new, old)
+
+
+@triton.jit
+def recur_kernel(
+    x_ptr,  # [T, CHANNELS] float32
+    products_ptr,  # [T, KEY_HEADS, 2, PAGE] float32
+    c_ptr,  # [T, HEADS] float32
+    beta_ptr,  # [T, HEADS] float32
+    skip_ptr,  # [HEADS] float32, read unless IS_DELTA
+    u_ptr,  # [T, HEADS, VALUE_DIM] float32, written: what the rows add to the state at their keys
+    read_ptr,  # the same, written: what they read of it
+    states_ptr,  # the layer's S in slot 0, float32; written
+    log_k_ptr,  # k, u and c in log 0, float32
+    log_u_ptr,
+    log_c_ptr,
+    segments_ptr,
+    keeps_ptr,  # [num_keeps, 2] position, slot
+    at_ptr,
+    CHANNELS: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr,
+    SLOT_FLOATS: tl.constexpr, LOG_FLOATS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,  # of a tile of S
+    IS_TILED: tl.constexpr, IS_DELTA: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a head's state, through all pages of a segment."""
+    head, segment = tl.program_id(1), tl.program_id(2)
+    words = segments_ptr + segment * SEGMENT_WORDS
+    start, stop, first_row = tl.load(words), tl.load(words + 1), tl.load(words + 2)
+    if start == stop:
+        return
+    slot, log = tl.load(words + 3), tl.load(words + 4).to(tl.int64) * LOG_FLOATS
+    moved, keep, num_keeps = tl.load(words + 5), tl.load(words + 6), tl.load(words + 7)
+    at = tl.load(at_ptr + segment)
+    key_head = head % KEY_HEADS if IS_TILED else head // (HEADS // KEY_HEADS)
+    k_at = (KEY_HEADS + key_head) * KEY_DIM
+    key, place = tl.arange(0, KEYS), tl.arange(0, PAGE)
+    value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    key_mask, value_mask = key < KEY_DIM, value < VALUE_DIM
+    x_mask = key_mask[:, None] & value_mask[None, :]
+    tile = head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    skip = 0.0 if IS_DELTA else tl.load(skip_ptr + head)
+    # From here on those of the head, but for x.
+    c_ptr += head
+    u_ptr += head * VALUE_DIM
+    log_k_ptr += log + head * (RING * KEY_DIM)
+    log_u_ptr += log + head * (RING * VALUE_DIM)
+    log_c_ptr += log + head * RING
+    own = states_ptr + slot.to(tl.int64) * SLOT_FLOATS + tile
+    state = tl.load(own, mask=x_mask, other=0.0)
+    for each in range(keep, keep + num_keeps):
+        if tl.load(keeps_ptr + 2 * each) == at:
+            kept = tl.load(keeps_ptr + 2 * each + 1).to(tl.int64)
+            tl.store(states_ptr + kept * SLOT_FLOATS + tile, state, mask=x_mask)
+    for base in range(at, stop, PAGE):
+        end = tl.minimum(base + PAGE, stop)
+        positions = base + place
+        cs = entry_c(
+            c_ptr, log_c_ptr, tl.minimum(positions, stop - 1), start, first_row, HEADS, RING
+        )
+        entries = (positions % RING)[:, None] * VALUE_DIM + value[None, :]
+        logged = (positions < start)[:, None] & value_mask[None, :]
+        us = tl.load(log_u_ptr + entries, mask=logged, other=0.0)
+        for position in range(tl.maximum(base, start), end):
+            row = (first_row + position - start).to(tl.int64)
+            x = x_ptr + row * CHANNELS
+            q = tl.load(x + key_head * KEY_DIM + key, mask=key_mask, other=0.0)
+            v = tl.load(
+                x + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value, mask=value_mask, other=0.0
+            )
+            products = products_ptr + (row * KEY_HEADS + key_head) * (2 * PAGE) + place
+            c, beta = tl.load(c_ptr + row * HEADS), tl.load(beta_ptr + row * HEADS + head)
+            left, weights = tl.exp(c), tl.exp(tl.minimum(c - cs, 0.0))
+            u = beta * v
+            if IS_DELTA:
+                k = tl.load(x + k_at + key, mask=key_mask, other=0.0)
+                for_key = tl.where(positions < position, weights * tl.load(products), 0.0)
+                known = left * tl.sum(state * k[:, None], 0)
+                known += tl.sum(for_key[:, None] * us, 0)
+                u = beta * (v - known)
+            us = tl.where((positions == position)[:, None], u[None, :], us)
+            for_query = tl.where(positions <= position, weights * tl.load(products + PAGE), 0.0)
+            read = left * tl.sum(state * q[:, None], 0) + tl.sum(for_query[:, None] * us, 0)
+            if not IS_DELTA:
+                read += skip * v
+            to = row * (HEADS * VALUE_DIM) + value
+            tl.store(u_ptr + to, u, mask=value_mask)
+            tl.store(read_ptr + head * VALUE_DIM + to, read, mask=value_mask)
+        if end == base + PAGE:
+            tl.debug_barrier()  # other threads read u, too
+            state = folded(
+                state, x_ptr, k_at, u_ptr, c_ptr, log_k_ptr, log_u_ptr, log_c_ptr,
+                base, start, first_row, key, key_mask, value, value_mask,
+                CHANNELS, RING, PAGE, HEADS, KEY_DIM, VALUE_DIM,
+            )  # fmt: skip
+            for each in range(keep, keep + num_keeps):
+                if tl.load(keeps_ptr + 2 * each) == end:
+                    kept = tl.load(keeps_ptr + 2 * each + 1).to(tl.int64)
+                    tl.store(states_ptr + kept * SLOT_FLOATS + tile, state, mask=x_mask)
+            if end == moved:
+                tl.store(own, state, mask=x_mask)
+
+
+@triton.jit
+def gated_norm_kernel(
+    read_ptr,  # [T, PARTS * WIDTH] float32
+    mixed_ptr,  # [T, CHANNELS + PARTS * WIDTH], of which z is read
+    norm_ptr,  # [WIDTH] of the delta rule, of Mamba-2 [PARTS * WIDTH]; read where HAS_NORM
+    out_ptr,  # [T, PARTS * WIDTH], written
+    eps,
+    rows_ptr,
+    CHANNELS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_DELTA: tl.constexpr,  # whether the norm is before the gate
+):  # fmt: skip
+    """The RMS norm of a part of a row, and the gate; zeros where no row is."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    item = tl.arange(0, TILE)
+    mask = item < WIDTH
+    at = row * (PARTS * WIDTH) + part * WIDTH + item
+    is_row = mask & (tl.load(rows_ptr + row) >= 0)
+    x = tl.load(read_ptr + at, mask=is_row, other=0.0)
+    z = mixed_ptr + row * (CHANNELS + PARTS * WIDTH) + CHANNELS + part * WIDTH + item
+    gate = silu(tl.load(z, mask=is_row, other=0.0).to(tl.float32))
+    if not IS_DELTA:
+        x = x * gate
+    if HAS_NORM:
+        shared = item if IS_DELTA else part * WIDTH + item
+        factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
+        x = x * factor * tl.load(norm_ptr + shared, mask=mask, other=0.0)
+    if IS_DELTA:
+        x = x * gate
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def log_kernel(
+    x_ptr,  # [T, CHANNELS] float32
+    u_ptr,  # [T, HEADS, VALUE_DIM] float32
+    c_ptr,  # [T, HEADS] float32
+    log_k_ptr,  # k, u and c in log 0, float32; written
+    log_u_ptr,
+    log_c_ptr,
+    rows_ptr,
+    segments_ptr,
+    CHANNELS: tl.constexpr, RING: tl.constexpr, LOG_FLOATS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
+    IS_TILED: tl.constexpr,
+):  # fmt: skip
+    """A head's entry of a row, if it is among the last that the log holds."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    segment = tl.load(rows_ptr + row)
+    if segment < 0:
+        return
+    words = segments_ptr + segment * SEGMENT_WORDS
+    position = tl.load(words) + row - tl.load(words + 2)
+    if position + RING < tl.load(words + 1):
+        return
+    log = tl.load(words + 4).to(tl.int64) * LOG_FLOATS
+    key_head = head % KEY_HEADS if IS_TILED else head // (HEADS // KEY_HEADS)
+    key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    row = row.to(tl.int64)
+    k = tl.load(
+        x_ptr + row * CHANNELS + (KEY_HEADS + key_head) * KEY_DIM + key, mask=key < KEY_DIM
+    )
+    u = tl.load(u_ptr + (row * HEADS + head) * VALUE_DIM + value, mask=value < VALUE_DIM)
+    place = log + head * RING + position % RING
+    entry = head * RING + position % RING
+    tl.store(log_k_ptr + log + entry * KEY_DIM + key, k, mask=key < KEY_DIM)
+    tl.store(log_u_ptr + log + entry * VALUE_DIM + value, u, mask=value < VALUE_DIM)
+    tl.store(log_c_ptr + place, tl.load(c_ptr + row * HEADS + head))
+
+
+@triton.jit
+def keep_inputs_kernel(
+    mixed_ptr,  # [T, STRIDE]
+    tails_ptr,  # the layer's inputs in slot 0; written
+    log_inputs_ptr,  # in log 0; written
+    segments_ptr,
+    keeps_ptr,
+    at_ptr,
+    STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
+    SLOT: tl.constexpr, LOG: tl.constexpr,
+    TILE: tl.constexpr,  # channels
+):  # fmt: skip
+    """Some channels of a segment's inputs: those of kept states, of its own, of its log."""
+    segment = tl.program_id(1)
+    words = segments_ptr + segment * SEGMENT_WORDS
+    start, stop, first_row = tl.load(words), tl.load(words + 1), tl.load(words + 2)
+    if start == stop:
+        return
+    slot, log = tl.load(words + 3).to(tl.int64), tl.load(words + 4).to(tl.int64)
+    moved, keep, num_keeps = tl.load(words + 5), tl.load(words + 6), tl.load(words + 7)
+    at = tl.load(at_ptr + segment)
+    channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = channel < CHANNELS
+    tail_ptr, log_ptr = tails_ptr + slot * SLOT, log_inputs_ptr + log * LOG
+    # The own state is the last to be written: kept ones may be made of it.
+    for each in range(keep, keep + num_keeps + 1):
+        is_kept = each < keep + num_keeps
+        position = tl.load(keeps_ptr + 2 * each, mask=is_kept, other=0)
+        position = tl.where(is_kept, position, moved)
+        target = tl.load(keeps_ptr + 2 * each + 1, mask=is_kept, other=0).to(tl.int64)
+        to = tails_ptr + tl.where(is_kept, target, slot) * SLOT
+        if is_kept | (moved > at):
+            for tap in tl.static_range(TAPS - 1):
+                one = position - (TAPS - 1) + tap
+                x = input_of(
+                    mixed_ptr, tail_ptr, log_ptr, first_row + one - start, one, start, at,
+                    channel, mask, STRIDE, CHANNELS, TAPS, RING,
+                )  # fmt: skip
+                tl.store(to + tap * CHANNELS + channel, x, mask=mask)
+    for position in range(tl.maximum(start, stop - RING), stop):
+        row = (first_row + position - start).to(tl.int64)
+        x = tl.load(mixed_ptr + row * STRIDE + channel, mask=mask)
+        tl.store(log_ptr + position % RING * CHANNELS + channel, x, mask=mask)
