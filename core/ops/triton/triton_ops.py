@@ -38,7 +38,6 @@ from ..quantize import Quantize, QuantizedWeight, WeightKind
 from ..state_pool import StatePool
 from ..torch.conv import run_short_conv
 from ..torch.lora import LinearLora, add_linear_lora, pack_linear_lora
-from ..torch.state import run_recurrent
 from .attention.launch import Rule, attend, merge, scales, shape
 from .availability import unsuited_heads
 from .chain import chained
@@ -48,6 +47,8 @@ from .graph.plan import DevicePlan, Geometry, TritonPlan, power_of_two
 from .graph.step import TritonStep
 from .linear.experts import ExpertTables, run_experts
 from .linear.tiled_linear import TiledLinear, pack_tiled, rough_copy, tiled_linear
+from .recurrent.pass_states import move_on
+from .recurrent.recur import recur
 from .sampling.sampler import TritonSampler
 
 logger = logging.getLogger(__name__)
@@ -237,8 +238,15 @@ class TritonOps:
     def recur(
         self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
     ) -> Tensor:
-        """A recurrent layer, by torch; not in a graph, which has no batch."""
-        return run_recurrent(mixed, gates, weights, *_states_of(plan))
+        """A recurrent layer over the states and logs of the plan's pass."""
+        device = _on_device(plan)
+        pool = device.geometry.pool.states
+        assert pool is not None
+        assert device.states is not None
+        out = recur(mixed, gates, weights, device.states, pool)
+        if device.batch is not None:
+            move_on(device.batch, pool, weights.layer)
+        return out
 
     def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
         """A gated short convolution, by torch; not in a graph, which has no batch."""

@@ -73,17 +73,29 @@ KINDS: dict[str, Callable[[], Weights]] = {
 }
 
 
-@pytest.fixture(params=["torch", *every_variant()])
+@pytest.fixture(params=["torch", "triton", *every_variant()])
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     torch.manual_seed(0)
     if request.param == "torch":
         yield TorchOps()
+        return
+    if request.param == "triton":
+        yield triton_ops()
         return
     library = native_library(request.param)
     if library is None:
         pytest.skip("no native kernels on this machine")
     yield NativeOps(library)
     library.set_threads(1)
+
+
+def triton_ops() -> Ops:
+    pytest.importorskip("triton")
+    from foretoken.core.ops.triton.triton_ops import TritonOps
+    from support.quick_interpreter import quicken
+
+    quicken()
+    return TritonOps()
 
 
 @pytest.fixture(params=RULES)

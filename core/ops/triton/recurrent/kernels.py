@@ -44,14 +44,14 @@ def input_of(
     ``row``: that of the position, if it is in the pass. ``tail_ptr`` and ``log_ptr`` are those of
     the segment.
     """
-    here = mask & (position >= start)
-    logged = mask & (position < start) & (position >= at)
-    before = mask & (position < at)
-    new = tl.load(mixed_ptr + row.to(tl.int64) * STRIDE + channel, mask=here, other=0.0)
-    old = tl.load(log_ptr + (position + RING) % RING * CHANNELS + channel, mask=logged, other=0.0)
-    tail = (position - at + TAPS - 1) * CHANNELS
-    oldest = tl.load(tail_ptr + tail + channel, mask=before, other=0.0)
-    return tl.where(here, new, tl.where(logged, old, oldest))
+    if position >= start:
+        x = tl.load(mixed_ptr + row.to(tl.int64) * STRIDE + channel, mask=mask, other=0.0)
+    elif position >= at:
+        x = tl.load(log_ptr + position % RING * CHANNELS + channel, mask=mask, other=0.0)
+    else:
+        tail = (position - at + TAPS - 1) * CHANNELS
+        x = tl.load(tail_ptr + tail + channel, mask=mask, other=0.0)
+    return x
 
 
 @triton.jit
@@ -136,8 +136,9 @@ def write_gates(
     bias = tl.load(dt_bias_ptr + head, mask=mask, other=0.0)
     base = position // PAGE * PAGE
     first = tl.maximum(base, start)
-    place = (first + RING - 1) % RING
-    c = tl.load(log_c_ptr + head * RING + place, mask=mask & (first > base), other=0.0)
+    c = tl.zeros([HEADS_TILE], tl.float32)
+    if first > base:
+        c = tl.load(log_c_ptr + head * RING + (first - 1) % RING, mask=mask, other=0.0)
     dt = tl.zeros([HEADS_TILE], tl.float32)
     for each in range(first, position + 1):
         gates = gates_ptr + (row + each - position).to(tl.int64) * WIDTH + WIDTH - HEADS
@@ -193,45 +194,29 @@ def products_kernel(
 @triton.jit
 def folded(
     state, x_ptr, k_at, u_ptr, c_ptr, log_k_ptr, log_u_ptr, log_c_ptr,
-    base, start, first_row, key, key_mask, value, value_mask,
+    base, start, first_row, last, key, key_mask, value, value_mask,
     CHANNELS: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """S of the next page; of a head, as are the pointers but ``x_ptr``, and of some columns."""
-    last = entry_c(c_ptr, log_c_ptr, base + PAGE - 1, start, first_row, HEADS, RING)
+    """S of the next page, ``last`` being c of this one's last row, in some columns of a head.
+
+    The pointers are those of the head, but for ``x_ptr``.
+    """
     state = tl.exp(last) * state
     for place in range(PAGE):
         position = base + place
-        is_new = position >= start
-        row = (first_row + position - start).to(tl.int64)
-        c = entry_c(c_ptr, log_c_ptr, position, start, first_row, HEADS, RING)
-        new = tl.load(x_ptr + row * CHANNELS + k_at + key, mask=key_mask & is_new, other=0.0)
-        old = tl.load(
-            log_k_ptr + position % RING * KEY_DIM + key,
-            mask=key_mask & (position < start), other=0.0,
-        )  # fmt: skip
-        k = tl.where(is_new, new, old)
-        new_u = tl.load(
-            u_ptr + row * (HEADS * VALUE_DIM) + value, mask=value_mask & is_new, other=0.0
-        )
-        old_u = tl.load(
-            log_u_ptr + position % RING * VALUE_DIM + value,
-            mask=value_mask & (position < start), other=0.0,
-        )  # fmt: skip
-        u = tl.where(is_new, new_u, old_u)
+        if position >= start:
+            row = (first_row + position - start).to(tl.int64)
+            c = tl.load(c_ptr + row * HEADS)
+            k = tl.load(x_ptr + row * CHANNELS + k_at + key, mask=key_mask, other=0.0)
+            u = tl.load(u_ptr + row * (HEADS * VALUE_DIM) + value, mask=value_mask, other=0.0)
+        else:
+            entry = position % RING
+            c = tl.load(log_c_ptr + entry)
+            k = tl.load(log_k_ptr + entry * KEY_DIM + key, mask=key_mask, other=0.0)
+            u = tl.load(log_u_ptr + entry * VALUE_DIM + value, mask=value_mask, other=0.0)
         state += (tl.exp(last - c) * k)[:, None] * u[None, :]
     return state
-
-
-@triton.jit
-def entry_c(
-    c_ptr, log_c_ptr, position, start, first_row, HEADS: tl.constexpr, RING: tl.constexpr
-):
-    """c of one position or of some, of the pass or of the log."""
-    row = (first_row + position - start).to(tl.int64)
-    new = tl.load(c_ptr + row * HEADS, mask=position >= start, other=0.0)
-    old = tl.load(log_c_ptr + position % RING, mask=position < start, other=0.0)
-    return tl.where(position >= start, new, old)
 
 
 @triton.jit
@@ -288,11 +273,12 @@ def recur_kernel(
     for base in range(at, stop, PAGE):
         end = tl.minimum(base + PAGE, stop)
         positions = base + place
-        cs = entry_c(
-            c_ptr, log_c_ptr, tl.minimum(positions, stop - 1), start, first_row, HEADS, RING
-        )
+        is_new, is_old = (positions >= start) & (positions < stop), positions < start
+        rows = (first_row + positions - start).to(tl.int64)
+        new = tl.load(c_ptr + rows * HEADS, mask=is_new, other=0.0)
+        cs = tl.where(is_old, tl.load(log_c_ptr + positions % RING, mask=is_old, other=0.0), new)
         entries = (positions % RING)[:, None] * VALUE_DIM + value[None, :]
-        logged = (positions < start)[:, None] & value_mask[None, :]
+        logged = is_old[:, None] & value_mask[None, :]
         us = tl.load(log_u_ptr + entries, mask=logged, other=0.0)
         for position in range(tl.maximum(base, start), end):
             row = (first_row + position - start).to(tl.int64)
@@ -321,9 +307,10 @@ def recur_kernel(
             tl.store(read_ptr + head * VALUE_DIM + to, read, mask=value_mask)
         if end == base + PAGE:
             tl.debug_barrier()  # other threads read u, too
+            last = tl.sum(tl.where(place == PAGE - 1, cs, 0.0), 0)
             state = folded(
                 state, x_ptr, k_at, u_ptr, c_ptr, log_k_ptr, log_u_ptr, log_c_ptr,
-                base, start, first_row, key, key_mask, value, value_mask,
+                base, start, first_row, last, key, key_mask, value, value_mask,
                 CHANNELS, RING, PAGE, HEADS, KEY_DIM, VALUE_DIM,
             )  # fmt: skip
             for each in range(keep, keep + num_keeps):
@@ -351,10 +338,12 @@ def gated_norm_kernel(
     item = tl.arange(0, TILE)
     mask = item < WIDTH
     at = row * (PARTS * WIDTH) + part * WIDTH + item
-    is_row = mask & (tl.load(rows_ptr + row) >= 0)
-    x = tl.load(read_ptr + at, mask=is_row, other=0.0)
+    if tl.load(rows_ptr + row) < 0:
+        tl.store(out_ptr + at, tl.zeros([TILE], out_ptr.dtype.element_ty), mask=mask)
+        return
+    x = tl.load(read_ptr + at, mask=mask, other=0.0)
     z = mixed_ptr + row * (CHANNELS + PARTS * WIDTH) + CHANNELS + part * WIDTH + item
-    gate = silu(tl.load(z, mask=is_row, other=0.0).to(tl.float32))
+    gate = silu(tl.load(z, mask=mask, other=0.0).to(tl.float32))
     if not IS_DELTA:
         x = x * gate
     if HAS_NORM:
@@ -431,12 +420,12 @@ def keep_inputs_kernel(
     tail_ptr, log_ptr = tails_ptr + slot * SLOT, log_inputs_ptr + log * LOG
     # The own state is the last to be written: kept ones may be made of it.
     for each in range(keep, keep + num_keeps + 1):
-        is_kept = each < keep + num_keeps
-        position = tl.load(keeps_ptr + 2 * each, mask=is_kept, other=0)
-        position = tl.where(is_kept, position, moved)
-        target = tl.load(keeps_ptr + 2 * each + 1, mask=is_kept, other=0).to(tl.int64)
-        to = tails_ptr + tl.where(is_kept, target, slot) * SLOT
-        if is_kept | (moved > at):
+        position, target = moved, slot
+        if each < keep + num_keeps:
+            position = tl.load(keeps_ptr + 2 * each)
+            target = tl.load(keeps_ptr + 2 * each + 1).to(tl.int64)
+        to = tails_ptr + target * SLOT
+        if (each < keep + num_keeps) | (moved > at):
             for tap in tl.static_range(TAPS - 1):
                 one = position - (TAPS - 1) + tap
                 x = input_of(

@@ -63,12 +63,6 @@ def fill_states(to: HostFields, batch: RaggedBatch, pool: StatePool) -> None:
     at[:, :count] = pool.at.numpy()[states.slots].T
 
 
-def fill_idle_states(to: HostFields) -> None:
-    """A pass without rows."""
-    for name in NAMES:
-        to[name][:] = -1 if name == "state_rows" else 0
-
-
 def move_on(batch: RaggedBatch, pool: StatePool, layer: int | None = None) -> None:
     """Note on the host where a pass leaves the states of a layer, or of all."""
     states = batch.states
