@@ -4,7 +4,8 @@
 grows with the work: the pages and tails of all segments, then, for each work list and kind of tile,
 the rows of its items and the items. They point to each other by their place in it.
 
-A pass over recurrent states has those of recurrent/pass_states.py, too. One that chooses has ``controls`` and ``cuts``: what its sampler would else be sent.
+A pass over recurrent states has the fields of recurrent/pass_states.py, too. One that chooses has
+``controls`` and ``cuts``: what its sampler would else be sent.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...base import HeadLayout, Rope
 from ...batch import RaggedBatch, pass_states
 from ...kv_pool import KVPool
+from ...state_pool import StatePool
 from ..attention.tile_schedule import KV_SPLIT_GROUP, TileSchedule, build_tile_schedule
 from ..graph_inputs import Field, GraphInputs
 from ..recurrent.pass_states import PassStates, state_fields
@@ -144,6 +145,13 @@ class DevicePlan:
     states: PassStates | None = None  # of models with recurrent layers
     batch: RaggedBatch | None = None  # of a pass outside of graphs
 
+    def needed_states(self) -> tuple[PassStates, StatePool]:
+        """The states of a pass, and their pool; of models with recurrent layers."""
+        pool = self.geometry.pool.states
+        assert self.states is not None
+        assert pool is not None
+        return self.states, pool
+
 
 class TritonPlan:
     """A pass as the host has it. `on_device` copies it to the device.
@@ -219,9 +227,7 @@ class TritonPlan:
         num_words = words_needed(self.batch, works)
         keeps = 0 if self.batch.states is None else len(self.batch.states.keeps)
         states = self.geometry.state_fields(num_rows, len(self.batch.lens), keeps)
-        graph_inputs = GraphInputs(
-            fields(num_rows, len(works), num_words, states=states), device
-        )
+        graph_inputs = GraphInputs(fields(num_rows, len(works), num_words, states=states), device)
         pool = self.geometry.pool
         graph_inputs.upload(fill(graph_inputs.open(), self.batch, works, pool.states))
         take_device_tokens(self.batch, graph_inputs.device)

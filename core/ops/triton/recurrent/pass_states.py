@@ -1,4 +1,4 @@
-"""Fields of a pass's `GraphInputs` that tell where its segments' states are, and what moves them."""
+"""Where the states of a pass are: fields of its `GraphInputs`, and what moves them on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...batch import BatchStates, RaggedBatch
 from ...state_pool import StatePool
 from ..graph_inputs import Field, HostFields
-from .kernels import SEGMENT_WORDS
+from .inputs_kernels import SEGMENT_WORDS
 
 _WORDS = int(SEGMENT_WORDS.value)
 _ROUND = 4  # segments: so many words have the alignment of a field
