@@ -111,9 +111,9 @@ def inputs_kernel(
         total += tl.load(taps_bias_ptr + channel, mask=mask, other=0.0)
     total = silu(total)
     if IS_DELTA:
-        if not is_value:
-            total = total / tl.sqrt(tl.sum(total * total, 0) + LENGTH_EPS)
-            total = tl.where(part < KEY_HEADS, total / tl.sqrt(KEY_DIM * 1.0), total)
+        normed = total / tl.sqrt(tl.sum(total * total, 0) + LENGTH_EPS)
+        normed = tl.where(part < KEY_HEADS, normed * KEY_DIM**-0.5, normed)
+        total = tl.where(is_value, total, normed)
     tl.store(x_ptr + row.to(tl.int64) * CHANNELS + channel, total, mask=mask)
 
 
