@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from array import array
 from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
         yield TorchOps()
         return
     if request.param == "triton":
-        yield triton_ops()
+        yield from triton_ops()
         return
     library = native_library(request.param)
     if library is None:
@@ -91,14 +92,21 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     library.set_threads(1)
 
 
-def triton_ops() -> Ops:
+def triton_ops() -> Iterator[Ops]:
+    """Under the interpreter, or on the device that is named as for tests/core/ops/triton."""
     pytest.importorskip("triton")
     from foretoken.core.ops.triton.triton_ops import TritonOps
     from support.fake_graph import fake_graphs
     from support.quick_interpreter import quicken
 
-    quicken()
-    return TritonOps(graphs=fake_graphs())
+    name = os.environ.get("FORETOKEN_TEST_DEVICE", "cpu")
+    if name == "cpu":
+        quicken()
+        yield TritonOps(graphs=fake_graphs())
+        return
+    torch.set_default_device(name)
+    yield TritonOps()
+    torch.set_default_device(None)
 
 
 @pytest.fixture(params=RULES)
@@ -285,10 +293,11 @@ class Mixers:
         return Norm((torch.rand(width) + 0.5).to(self.dtype), 1e-6)
 
     def pool(self) -> KVPool:
-        states = StatePool(2, 1, [self.shape.state], page_size=16, dtype=self.dtype, device="cpu")
+        device = torch.get_default_device()
+        states = StatePool(2, 1, [self.shape.state], page_size=16, dtype=self.dtype, device=device)
         return KVPool(
             8, num_layers=1, num_kv_heads=1, head_dim=16, page_size=16,
-            dtype=self.dtype, device="cpu", states=states,
+            dtype=self.dtype, device=device, states=states,
         )  # fmt: skip
 
     def run(
@@ -301,7 +310,8 @@ class Mixers:
         batch = build_batch([segment], page_size=16, device="cpu", min_rows=self.ops.min_rows)
         plan = self.ops.plan(batch, pool, self.HEADS, Turns(torch.ones(8) / 7))
         if not at_once:
-            return run_layers(self.ops, self.weights, batch.token_ids, [plan]).hidden[:count]
+            token_ids = batch.token_ids.to(torch.get_default_device())
+            return run_layers(self.ops, self.weights, token_ids, [plan]).hidden[:count]
         assert self.compiled is not None
         return self.compiled(batch.token_ids, [plan], NOTHING_MORE).hidden[:count].clone()
 

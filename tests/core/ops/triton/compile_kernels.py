@@ -288,7 +288,9 @@ RECURRENT_FLOATS = dict.fromkeys(
 )  # fmt: skip
 RECURRENT_DTYPES = {
     **RECURRENT_FLOATS,
-    **dict.fromkeys(("mixed_ptr", "gates_ptr", "inputs_ptr", "tails_ptr", "log_inputs_ptr"), "bf16"),
+    **dict.fromkeys(
+        ("mixed_ptr", "gates_ptr", "inputs_ptr", "tails_ptr", "log_inputs_ptr"), "bf16"
+    ),
 }
 # Qwen3.5 9B, and a Mamba-2 of as many heads.
 RECURRENT = {
