@@ -32,7 +32,7 @@ from foretoken.core.ops.base import (
 from foretoken.core.ops.batch import NOTHING_MORE, Segment, SegmentState, build_batch
 from foretoken.core.ops.kv_pool import KvPlace, KVPool
 from foretoken.core.ops.layers import run_layers
-from foretoken.core.ops.native import Variant, native_library
+from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.state_pool import DRAFT_ROOM, StatePool, bytes_per_log, bytes_per_slot
 from foretoken.core.ops.torch.torch_ops import TorchOps
@@ -316,11 +316,15 @@ class Mixers:
         return self.compiled(batch.token_ids, [plan], NOTHING_MORE).hidden[:count].clone()
 
 
+# Lanes of a tile of attention that has no row are void under Triton's interpreter.
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decoder_of_both_mixers_has_the_same_bits_in_any_cut(
-    dtype: torch.dtype, make: Callable[..., Weights], ops: Ops
+    dtype: torch.dtype, make: Callable[..., Weights], ops: Ops, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Natively in one call, too; on a GPU in one graph."""
+    if is_interpreted(ops) and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
     mixers, length = Mixers(ops, make(), dtype), 34 if is_interpreted(ops) else 100
     pool = mixers.pool()
     expected = torch.cat([mixers.run(pool, at, 1, 0, at_once=False) for at in range(length)])
@@ -329,6 +333,7 @@ def test_a_decoder_of_both_mixers_has_the_same_bits_in_any_cut(
         pool, cuts = mixers.pool(), random_cuts(random.Random(seed), length)
         found = [mixers.run(pool, *cut, at_once=at_once) for cut in cuts]
         assert torch.equal(torch.cat(found), expected)
+    assert "CUDA graph" not in caplog.text, "each pass fits one that could be captured"
 
 
 def test_native_threads_change_no_bits() -> None:
@@ -349,21 +354,15 @@ def test_native_threads_change_no_bits() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", every_variant())
-def test_native_kernels_agree_with_the_oracle(variant: Variant, kind: str) -> None:
-    library = native_library(variant)
-    if library is None:
-        pytest.skip("no native kernels on this machine")
+def test_kernels_agree_with_the_oracle(ops: Ops, kind: str) -> None:
     torch.manual_seed(1)
     weights = [KINDS[kind]()]
-    oracle, native = (
-        Sequences(ops, weights, length=70) for ops in (TorchOps(), NativeOps(library))
-    )
-    expected, found = (each.run(Rows(0, 0, 70))[0] for each in (oracle, native))
+    oracle, kernels = (Sequences(each, weights, length=70) for each in (TorchOps(), ops))
+    expected, found = (each.run(Rows(0, 0, 70))[0] for each in (oracle, kernels))
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
-    for ours, theirs in zip(native.states.slot(0, 0), oracle.states.slot(0, 0), strict=True):
+    for ours, theirs in zip(kernels.states.slot(0, 0), oracle.states.slot(0, 0), strict=True):
         torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
-    assert native.states.at[0].tolist() == [64]
+    assert kernels.states.at[0].tolist() == [64]
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
