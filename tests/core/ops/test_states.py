@@ -308,7 +308,7 @@ class Mixers:
         state = SegmentState(0, 0, stop)
         segment = Segment(tokens, start, array("q", range(8)), 0, state=state)
         batch = build_batch([segment], page_size=16, device="cpu", min_rows=self.ops.min_rows)
-        plan = self.ops.plan(batch, pool, self.HEADS, Turns(torch.ones(8) / 7))
+        plan = self.ops.plan(batch, pool, self.HEADS, Turns(torch.ones(8) / 7, least=128))
         if not at_once:
             token_ids = batch.token_ids.to(torch.get_default_device())
             return run_layers(self.ops, self.weights, token_ids, [plan]).hidden[:count]
