@@ -65,21 +65,26 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Rows and columns of a tile, pieces, stages."""
+        """Rows and columns of a tile, pieces, stages, warps."""
         pieces = f" in {self.tiles.pieces}" if self.tiles.pieces > 1 else ""
         apart = " apart" if self.launch.is_apart else ""
         tile = f"{self.launch.rows} x {self.launch.columns}"
-        return f"{tile}{pieces}{apart}, {self.launch.num_stages} stages"
+        return (
+            f"{tile}{pieces}{apart}, {self.launch.num_stages} stages, {self.launch.num_warps} warps"
+        )
 
 
 def choices(out_features: int, in_features: int, num_rows: int, *, bits: Bits) -> list[Choice]:
     """Choices to time: the one in use, then other stages and rows of it, then other tiles."""
     used = linear_tiles(out_features, in_features, torch.bfloat16, bits=bits)
     launch = linear_launch(used, out_features, num_rows)
-    others = [(used, replace(launch, num_stages=stages)) for stages in (3, 4, 5, 6, 8)]
-    heights = (launch.rows,) if bits or num_rows <= FEW_ROWS else (FEW_ROWS, MANY_ROWS)
+    if bits == 4:
+        others = list(_rough_choices(used, launch.rows, out_features, num_rows))
+        return [Choice(used, launch, True), *(Choice(*each, False) for each in others)]
+    others = [(used, replace(launch, num_stages=stages)) for stages in (3, 4, 5, 6)]
+    heights = (FEW_ROWS,) if bits or num_rows <= FEW_ROWS else (FEW_ROWS, MANY_ROWS)
     for rows, columns, pieces in itertools.product(heights, (64, 128, 256), (1, 2, 4, 8)):
-        if columns == 256 and (pieces > 1 or rows <= FEW_ROWS):
+        if columns == 256 and (pieces > 1 or rows == FEW_ROWS):
             continue  # two sums of so many numbers do not fit into the registers
         tiles = replace(used, pieces=pieces)
         others.append((tiles, linear_launch(tiles, out_features, num_rows, shape=(rows, columns))))
@@ -90,6 +95,19 @@ def choices(out_features: int, in_features: int, num_rows: int, *, bits: Bits) -
             others.append((wider, replace(made, num_stages=stages)))
     unique = [each for each in dict.fromkeys(others) if each != (used, launch)]
     return [Choice(used, launch, True), *(Choice(*each, False) for each in unique)]
+
+
+def _rough_choices(
+    used: LinearTiles, rows: int, out_features: int, num_rows: int
+) -> Iterator[tuple[LinearTiles, LinearLaunch]]:
+    """Tiles of a weight in 4 bits: (columns, warps, stages), each in some numbers of pieces."""
+    kinds = ((64, 4, 4), (64, 2, 4), (64, 2, 6), (32, 2, 4), (32, 1, 4))
+    for (columns, warps, stages), pieces in itertools.product(kinds, (1, 2, 4, 8)):
+        tiles = replace(used, pieces=pieces)
+        launch = linear_launch(tiles, out_features, num_rows, shape=(rows, columns))
+        launch = replace(launch, num_warps=warps, num_stages=stages)
+        if (tiles, launch) != (used, linear_launch(used, out_features, num_rows)):
+            yield tiles, launch
 
 
 def plan(names: Sequence[str], *, bits: Bits) -> list[dict[str, object]]:

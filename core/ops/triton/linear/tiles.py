@@ -24,9 +24,13 @@ ROUGH_STEP = 128  # inputs of a step of a weight in 4 bits: four groups, one in 
 FILL = 192  # programs that keep an H100's 132 multiprocessors reading
 BUSY = 128  # programs that keep them busy
 FEW_ROWS = 64
-ROUGH_ROWS = 16  # of a tile of a weight in 4 bits, whose sums need no fixed order
+# A tile of a weight in 4 bits for few rows, whose sums need no fixed order. It is small, and of the
+# older instructions: those of four warps together are waited for one by one.
+ROUGH_ROWS, ROUGH_COLUMNS, ROUGH_WARPS = 16, 64, 2
+ROUGH_FILL = 384  # programs of so few threads that keep an H100 reading
 MANY_ROWS = 128
 FEW_COLUMNS = 64
+FEWEST_COLUMNS = 32  # of any tile
 _WIDE = 4096  # outputs from which a tile of few bits has 128 of them
 _MIN_STEPS = 6  # of a piece: fewer would only wait for their first bytes
 _NEIGHBOURS = 1024  # rows whose x stays in the L2 cache while the weight goes by
@@ -75,10 +79,13 @@ def linear_tiles(
     outputs is cut into pieces, a power of two, until one row alone makes `FILL` programs.
     """
     inner = step_inputs(dtype, bits)
-    columns = 128 if bits and out_features >= _WIDE else FEW_COLUMNS
+    columns = 128 if bits == 8 and out_features >= _WIDE else FEW_COLUMNS
+    fill = FILL
+    if bits == 4:
+        columns, fill = ROUGH_COLUMNS, ROUGH_FILL
     most = max(1, -(-in_features // inner) // _MIN_STEPS)
     pieces = 1
-    while pieces * 2 <= most and -(-out_features // columns) * pieces < FILL:
+    while pieces * 2 <= most and -(-out_features // columns) * pieces < fill:
         pieces *= 2
     return LinearTiles(inner, pieces, bits)
 
@@ -105,7 +112,7 @@ def linear_launch(
         rows=rows,
         columns=columns,
         is_apart=is_apart,
-        num_warps=(columns if tiles.bits else rows) // 16,
+        num_warps=_num_warps(tiles, rows, columns),
         num_stages=3 if (rows, columns) == _WIDEST else 4,
         neighbours=neighbours,
         policy="evict_first" if num_rows <= FEW_ROWS else "",
@@ -117,11 +124,18 @@ def linear_launch(
     )
 
 
+def _num_warps(tiles: LinearTiles, rows: int, columns: int) -> int:
+    if tiles.bits == 4 and rows == ROUGH_ROWS:
+        return ROUGH_WARPS
+    return (columns if tiles.bits else rows) // 16
+
+
 def _shape(tiles: LinearTiles, out_features: int, num_rows: int) -> tuple[int, int]:
     """Rows and columns of a tile."""
+    if tiles.bits == 4 and num_rows <= ROUGH_ROWS:
+        return ROUGH_ROWS, ROUGH_COLUMNS
     if tiles.bits:
-        rows = ROUGH_ROWS if tiles.bits == 4 and num_rows <= ROUGH_ROWS else FEW_ROWS
-        return rows, 128 if out_features >= _WIDE else FEW_COLUMNS
+        return FEW_ROWS, 128 if out_features >= _WIDE else FEW_COLUMNS
     if num_rows <= FEW_ROWS:
         return FEW_ROWS, 128 if out_features >= 128 * BUSY else FEW_COLUMNS
     programs = {shape: _programs(out_features, num_rows, *shape) for shape in _SHAPES}
