@@ -123,7 +123,7 @@ def is_interpreted(ops: Ops) -> bool:
 
 
 def length_of(ops: Ops) -> int:
-    return 80 if is_interpreted(ops) else LENGTH
+    return 66 if is_interpreted(ops) else LENGTH
 
 
 def random_cuts(chance: random.Random, length: int = LENGTH) -> Iterator[tuple[int, int, int]]:
@@ -142,10 +142,12 @@ def random_cuts(chance: random.Random, length: int = LENGTH) -> Iterator[tuple[i
 def test_bits_of_a_row_are_those_of_any_cut_and_of_any_drafts(
     page_size: int, dtype: torch.dtype, make: Callable[..., Weights], ops: Ops
 ) -> None:
+    if is_interpreted(ops) and (page_size == 16) != (dtype == torch.float32):
+        pytest.skip("takes long: each size and each dtype once")
     weights, length = [make()], length_of(ops)
     sequences = Sequences(ops, weights, length=length, page_size=page_size, dtype=dtype)
     expected = sequences.one_by_one()
-    for seed in range(2 if is_interpreted(ops) else 6):
+    for seed in range(1 if is_interpreted(ops) else 6):
         sequences.reset()
         cuts = random_cuts(random.Random(seed), length)
         found = [sequences.run(Rows(0, *cut))[0] for cut in cuts]
@@ -177,7 +179,9 @@ def run_as_drafts(sequences: Sequences, start: int, count: int, accepted: int) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_has_the_bits_of_each_of_its_sequences_alone(kind: str, ops: Ops) -> None:
-    length = 40 if is_interpreted(ops) else 80
+    if is_interpreted(ops) and kind not in ("tiled", *RULES):
+        pytest.skip("takes long: other kinds are compared with the oracle")
+    length = 24 if is_interpreted(ops) else 80
     sequences = Sequences(ops, [KINDS[kind]()], length=length, count=3)
     expected = [sequences.one_by_one(sequence) for sequence in range(3)]
     sequences.reset()
@@ -325,7 +329,7 @@ def test_a_decoder_of_both_mixers_has_the_same_bits_in_any_cut(
     """Natively in one call, too; on a GPU in one graph."""
     if is_interpreted(ops) and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
-    mixers, length = Mixers(ops, make(), dtype), 34 if is_interpreted(ops) else 100
+    mixers, length = Mixers(ops, make(), dtype), 56 if is_interpreted(ops) else 100
     pool = mixers.pool()
     expected = torch.cat([mixers.run(pool, at, 1, 0, at_once=False) for at in range(length)])
     assert expected.isfinite().all()

@@ -72,7 +72,8 @@ def _inputs(
     x = mixed.new_empty((num_rows, shape.conv_channels), dtype=torch.float32)
     c, beta = (x.new_empty((num_rows, heads)) for _ in range(2))
     inputs_kernel[(num_rows, 2 * key_heads + heads + 1)](
-        mixed, gates, weights.conv, x if bias is None else bias, weights.decay, weights.dt_bias,
+        mixed, gates, weights.conv.contiguous(), x if bias is None else bias,
+        weights.decay, weights.dt_bias,
         memory.tail, memory.inputs, memory.c, x, c, beta,
         states.rows, states.segments, states.at[weights.layer],
         **{**_common(shape, pool), **memory.input_strides},

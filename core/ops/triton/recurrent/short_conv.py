@@ -20,7 +20,7 @@ def short_conv(mixed: Tensor, weights: ConvWeights, states: PassStates, pool: St
     inputs = b * x
     out = mixed.new_empty((len(mixed), channels))
     short_conv_kernel[(len(mixed), -(-channels // CHANNELS_TILE))](
-        inputs, mixed, weights.conv, inputs if weights.bias is None else weights.bias,
+        inputs, mixed, weights.conv.contiguous(), inputs if weights.bias is None else weights.bias,
         memory.tail, memory.inputs, out, states.rows, states.segments, at,
         **memory.input_strides, CHANNELS=channels, TAPS=taps, TILE=CHANNELS_TILE,
         HAS_BIAS=weights.bias is not None,
