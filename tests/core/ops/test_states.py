@@ -102,10 +102,10 @@ def triton_ops() -> Iterator[Ops]:
     name = os.environ.get("FORETOKEN_TEST_DEVICE", "cpu")
     if name == "cpu":
         quicken()
-        yield TritonOps(graphs=fake_graphs())
+        yield TritonOps(exact="batch", graphs=fake_graphs())
         return
     torch.set_default_device(name)
-    yield TritonOps()
+    yield TritonOps(exact="batch")
     torch.set_default_device(None)
 
 
