@@ -337,6 +337,8 @@ def test_a_decoder_of_both_mixers_has_the_same_bits_in_any_cut(
         pool, cuts = mixers.pool(), random_cuts(random.Random(seed), length)
         found = [mixers.run(pool, *cut, at_once=at_once) for cut in cuts]
         assert torch.equal(torch.cat(found), expected)
+        assert pool.states is not None
+        assert pool.states.at[0].tolist() == [(length - 1) // 16 * 16]
     assert "CUDA graph" not in caplog.text, "each pass fits one that could be captured"
 
 
