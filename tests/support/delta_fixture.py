@@ -132,10 +132,9 @@ class Sequences:
     ) -> None:
         self.ops, self.weights, self.dtype, self.length = ops, weights, dtype, length
         self.width, _ = row_widths(weights[0])
-        draw = torch.Generator().manual_seed(seed)
-        self._draw = draw
-        self.mixed = torch.randn(count, length, self.width, generator=draw).to(dtype)
-        self.gates = torch.randn(count, length, gates_width(weights[0]), generator=draw)
+        self._draw = torch.Generator("cpu").manual_seed(seed)
+        self.mixed = self._randn(count, length, self.width).to(dtype)
+        self.gates = self._randn(count, length, gates_width(weights[0]))
         self.page_size = page_size
         self.states = StatePool(
             num_slots,
@@ -143,11 +142,11 @@ class Sequences:
             [each.shape.state for each in weights],
             page_size=page_size,
             dtype=dtype,
-            device="cpu",
+            device=torch.get_default_device(),
         )
         self.pool = KVPool(
             1, num_layers=1, num_kv_heads=1, head_dim=8, page_size=page_size,
-            dtype=dtype, device="cpu", states=self.states,
+            dtype=dtype, device=torch.get_default_device(), states=self.states,
         )  # fmt: skip
 
     def run(self, *passes: Rows, layers: Sequence[int] = (0,)) -> list[Tensor]:
@@ -184,8 +183,12 @@ class Sequences:
 
     def draft_rows(self, sequence: int, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Inputs of drafts: random ones."""
-        mixed = torch.randn(count, self.width, generator=self._draw).to(self.dtype)
-        return mixed, torch.randn(count, self.gates.shape[2], generator=self._draw)
+        mixed = self._randn(count, self.width).to(self.dtype)
+        return mixed, self._randn(count, self.gates.shape[2])
+
+    def _randn(self, *shape: int) -> Tensor:
+        drawn = torch.randn(*shape, generator=self._draw, device="cpu")
+        return drawn.to(torch.get_default_device())
 
     def one_by_one(self, sequence: int = 0) -> Tensor:
         """All rows of a sequence, a pass for each."""

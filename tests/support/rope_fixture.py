@@ -7,10 +7,14 @@ from torch import Tensor
 
 
 class Turns:
-    """`Rope` by the formula: ``frequencies`` [head_dim / 2] are radians per position."""
+    """`Rope` by the formula: ``frequencies`` [head_dim / 2] are radians per position.
 
-    def __init__(self, frequencies: Tensor) -> None:
+    Its table has ``least`` positions at least.
+    """
+
+    def __init__(self, frequencies: Tensor, least: int = 0) -> None:
         self.frequencies = frequencies
+        self.least = least
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
         """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``."""
@@ -19,5 +23,6 @@ class Turns:
         return angles.cos(), angles.sin()
 
     def table(self, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[stop, head_dim / 2]``."""
+        """cos and sin ``[stop, head_dim / 2]``, or of more positions."""
+        stop = max(stop, self.least)
         return self.rows(torch.arange(stop), stop)

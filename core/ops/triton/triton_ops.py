@@ -35,10 +35,7 @@ from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..lora import LoraUpdate, PackedLora
 from ..quantize import Quantize, QuantizedWeight, WeightKind
-from ..state_pool import StatePool
-from ..torch.conv import run_short_conv
 from ..torch.lora import LinearLora, add_linear_lora, pack_linear_lora
-from ..torch.state import run_recurrent
 from .attention.launch import Rule, attend, merge, scales, shape
 from .availability import unsuited_heads
 from .chain import chained
@@ -48,6 +45,9 @@ from .graph.plan import DevicePlan, Geometry, TritonPlan, power_of_two
 from .graph.step import TritonStep
 from .linear.experts import ExpertTables, run_experts
 from .linear.tiled_linear import TiledLinear, pack_tiled, rough_copy, tiled_linear
+from .recurrent.pass_states import move_on
+from .recurrent.recur import recur
+from .recurrent.short_conv import short_conv
 from .sampling.sampler import TritonSampler
 
 logger = logging.getLogger(__name__)
@@ -101,13 +101,6 @@ class TritonOps:
         """One graph per number of rows: all layers, and where rows are few the tokens, too."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
-        mixers = [mixer for layer in weights.layers for mixer in layer.mixers]
-        if any(isinstance(mixer, RecurrentWeights | ConvWeights) for mixer in mixers):
-            make_graph = None
-            logger.warning(
-                "there are no Triton kernels for recurrent layers: torch computes them, and no "
-                "CUDA graphs are used"
-            )
         for layer in weights.layers:
             if isinstance(layer.mlp, ExpertWeights):
                 self._tables(layer.mlp)  # not while a graph is captured
@@ -237,12 +230,22 @@ class TritonOps:
     def recur(
         self, mixed: Tensor, gates: Tensor, weights: RecurrentWeights, plan: ForwardPlan
     ) -> Tensor:
-        """A recurrent layer, by torch; not in a graph, which has no batch."""
-        return run_recurrent(mixed, gates, weights, *_states_of(plan))
+        """A recurrent layer over the states and logs of the plan's pass."""
+        device = _on_device(plan)
+        states, pool = device.needed_states()
+        out = recur(mixed, gates, weights, states, pool)
+        if device.batch is not None:
+            move_on(device.batch, pool, weights.layer)
+        return out
 
     def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
-        """A gated short convolution, by torch; not in a graph, which has no batch."""
-        return run_short_conv(mixed, weights, *_states_of(plan))
+        """A gated short convolution over the states and logs of the plan's pass."""
+        device = _on_device(plan)
+        states, pool = device.needed_states()
+        out = short_conv(mixed, weights, states, pool)
+        if device.batch is not None:
+            move_on(device.batch, pool, weights.layer)
+        return out
 
     def experts(
         self,
@@ -292,12 +295,3 @@ def _on_device(plan: ForwardPlan, *windows: int | None) -> DevicePlan:
         return plan.on_device(windows)
     assert isinstance(plan, DevicePlan)
     return plan
-
-
-def _states_of(plan: ForwardPlan) -> tuple[RaggedBatch, StatePool]:
-    """The batch of a pass outside of a graph, and the pool of its states."""
-    device = _on_device(plan)
-    states = device.geometry.pool.states
-    assert device.batch is not None
-    assert states is not None
-    return device.batch, states

@@ -168,7 +168,7 @@ MUTATIONS = (
         "run_mamba_row",
         "v_store(u, added);",
         "v_store(u, value);",
-        ("test_native_kernels_agree_with_the_oracle",),
+        ("test_kernels_agree_with_the_oracle",),
         "what a row adds to the state is dt times its values",
     ),
     Mutation(
@@ -176,7 +176,7 @@ MUTATIONS = (
         "norm_piece",
         "index % rule->num_norms * width",
         "0",
-        ("test_native_kernels_agree_with_the_oracle",),
+        ("test_kernels_agree_with_the_oracle",),
         "each part of a row has weights of its own",
     ),
 )

@@ -7,7 +7,7 @@ from ..mutation import Mutation
 _CUTS = "test_states.py::test_bits_of_a_row_are_those_of_any_cut_and_of_any_drafts"
 _KEPT = "test_states.py::test_a_kept_state_continues_with_the_same_bits"
 _AGAIN = "test_states.py::test_a_decode_step_that_failed_half_way_may_run_again"
-_ORACLE = "test_states.py::test_native_kernels_agree_with_the_oracle"
+_ORACLE = "test_states.py::test_kernels_agree_with_the_oracle"
 _LATENT = "test_a_layer_that_keeps_latents_is_that_of_transformers"
 _LEVELS = "test_the_logits_of_each_level_are_those_of_transformers"
 _MODULES = "test_module_streams.py::test_drafts_over_page_ends_change_no_token"

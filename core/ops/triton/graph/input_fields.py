@@ -4,7 +4,8 @@
 grows with the work: the pages and tails of all segments, then, for each work list and kind of tile,
 the rows of its items and the items. They point to each other by their place in it.
 
-A pass that chooses, too, has ``controls`` and ``cuts``: what its sampler would else be sent.
+A pass over recurrent states has the fields of recurrent/pass_states.py, too. One that chooses has
+``controls`` and ``cuts``: what its sampler would else be sent.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...batch import RaggedBatch
+from ...state_pool import StatePool
 from ..attention.tile_schedule import TileSchedule, WorkItems
 from ..graph_inputs import Field, HostFields
+from ..recurrent.pass_states import fill_states
 from ..sampling.sampling_inputs import NUM_COLUMNS, ROW, SamplingInputs
 
 Windows: TypeAlias = Sequence[int | None]
@@ -26,8 +29,14 @@ Windows: TypeAlias = Sequence[int | None]
 ITEM_WORDS = 7
 
 
-def fields(num_rows: int, num_works: int, num_words: int, num_places: int = 0) -> list[Field]:
-    """Room for so many rows, work lists, words, and tokens to be chosen."""
+def fields(
+    num_rows: int,
+    num_works: int,
+    num_words: int,
+    num_places: int = 0,
+    states: Sequence[Field] = (),
+) -> list[Field]:
+    """Room for so many rows, work lists, words, tokens to be chosen, and ``states``."""
     rows = (
         "token_ids", "positions", "slots", "logit_rows", "sources", "rows_in_tile", "last_seen",
         "adapted",
@@ -38,6 +47,7 @@ def fields(num_rows: int, num_works: int, num_words: int, num_places: int = 0) -
         *(Field(f"places{work}", num_rows) for work in range(num_works)),
         Field("controls", num_places * NUM_COLUMNS, torch.int64),
         Field("cuts", num_places),
+        *states,
         Field("words", num_words),  # the last, of which only a part is copied
     ]
 
@@ -49,8 +59,15 @@ def words_needed(batch: RaggedBatch, works: Sequence[TileSchedule]) -> int:
     return listed + sum(len(k.rows) + ITEM_WORDS * len(k) for k in kinds)
 
 
-def fill(to: HostFields, batch: RaggedBatch, works: Sequence[TileSchedule]) -> int:
+def fill(
+    to: HostFields,
+    batch: RaggedBatch,
+    works: Sequence[TileSchedule],
+    states: StatePool | None = None,
+) -> int:
     """Write a pass, rows that are not there included; how many words it took."""
+    if states is not None:
+        fill_states(to, batch, states)
     count = int(batch.lens.sum())  # copies of the last row must not write where it does
     _put(to["token_ids"], batch.token_ids.numpy()[:count], 0)
     _put(to["positions"], batch.positions.numpy()[:count], 0)
@@ -88,7 +105,8 @@ def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
 def fill_idle(to: HostFields) -> int:
     """A pass without rows."""
     for name, field in to.items():
-        field[:] = -1 if name.startswith(("slots", "places", "controls", "cuts")) else 0
+        is_void = name.startswith(("slots", "places", "controls", "cuts", "state_rows"))
+        field[:] = -1 if is_void else 0
     return 0
 
 

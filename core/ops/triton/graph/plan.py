@@ -13,8 +13,10 @@ from torch import Tensor
 from ...base import HeadLayout, Rope
 from ...batch import RaggedBatch, pass_states
 from ...kv_pool import KVPool
+from ...state_pool import StatePool
 from ..attention.tile_schedule import KV_SPLIT_GROUP, TileSchedule, build_tile_schedule
-from ..graph_inputs import GraphInputs
+from ..graph_inputs import Field, GraphInputs
+from ..recurrent.pass_states import PassStates, state_fields
 from ..sampling.gumbel_argmax_kernels import take_kernel
 from .input_fields import Windows, fields, fill, words_needed
 
@@ -56,6 +58,13 @@ class Geometry:
     def page_blocks(self) -> int:
         """Blocks of one page."""
         return self.pool.page_blocks
+
+    def state_fields(self, num_rows: int, num_segments: int, num_keeps: int) -> list[Field]:
+        """Fields of the recurrent states of so many rows, segments and kept states, if any."""
+        states = self.pool.states
+        if states is None:
+            return []
+        return state_fields(len(states.shapes), num_rows, num_segments, num_keeps)
 
     def layer_block(self, layer: int) -> int:
         """Index of a layer's first block in page 0."""
@@ -133,7 +142,15 @@ class DevicePlan:
     works: Mapping[int | None, Sequence[Work]]  # by window; parts to be computed in turn
     partial_sums: PartialSums
     turns: Turns
+    states: PassStates | None = None  # of models with recurrent layers
     batch: RaggedBatch | None = None  # of a pass outside of graphs
+
+    def needed_states(self) -> tuple[PassStates, StatePool]:
+        """The states of a pass, and their pool; of models with recurrent layers."""
+        pool = self.geometry.pool.states
+        assert self.states is not None
+        assert pool is not None
+        return self.states, pool
 
 
 class TritonPlan:
@@ -207,10 +224,12 @@ class TritonPlan:
         needed = max((work.num_places for work in works), default=0)
         if partial_sums is None or partial_sums.num_places < needed:
             partial_sums = PartialSums.of(needed, heads, device)
-        graph_inputs = GraphInputs(
-            fields(num_rows, len(works), words_needed(self.batch, works)), device
-        )
-        graph_inputs.upload(fill(graph_inputs.open(), self.batch, works))
+        num_words = words_needed(self.batch, works)
+        keeps = 0 if self.batch.states is None else len(self.batch.states.keeps)
+        states = self.geometry.state_fields(num_rows, len(self.batch.lens), keeps)
+        graph_inputs = GraphInputs(fields(num_rows, len(works), num_words, states=states), device)
+        pool = self.geometry.pool
+        graph_inputs.upload(fill(graph_inputs.open(), self.batch, works, pool.states))
         take_device_tokens(self.batch, graph_inputs.device)
         kinds = {window: [Kinds.of(work) for work in each] for window, each in parts.items()}
         turns = self.geometry.turns(self.last_stop)
@@ -231,8 +250,10 @@ def device_plan(
         window: [_work(views, next(numbers), needed) for needed in each]
         for window, each in kinds.items()
     }
+    states = geometry.pool.states
     return DevicePlan(
         geometry=geometry,
+        states=None if states is None else PassStates.of(views, len(states.shapes)),
         token_ids=views["token_ids"],
         positions=views["positions"],
         slots=views["slots"],

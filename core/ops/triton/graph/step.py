@@ -31,6 +31,7 @@ from ...layers import run_layers
 from ...lora import AdaptedRows, LoraWeights
 from ..attention.tile_schedule import NARROW_LEN, SPLIT, TileSchedule
 from ..graph_inputs import NUM_BUFFERS, GraphInputs
+from ..recurrent.pass_states import move_on
 from ..sampling.sampler import TritonSampler
 from .graphs import Graph, MakeGraph
 from .input_fields import ITEM_WORDS, fields, fill, fill_idle, words_needed
@@ -114,7 +115,8 @@ class _Captured:
         logits of its rows and its tokens' way to the host included.
         """
         batch, to = plan.batch, self.graph_inputs.open()
-        num_words = fill(to, batch, works)
+        states = plan.geometry.pool.states
+        num_words = fill(to, batch, works, states)
         if adapted:  # else it is not read
             to["adapted"][:] = 0
             to["adapted"][adapted[0].rows] = 1
@@ -124,6 +126,8 @@ class _Captured:
             self.given[: len(wanted.inputs)].copy_(wanted.inputs)
         take_device_tokens(batch, self.graph_inputs.device)
         self.graph.replay()
+        if states is not None:
+            move_on(batch, states)
         wanted.tell_started()  # not before: others would take Python's lock from the launch
         logit_rows = self.graph_inputs.device["logit_rows"][: len(batch.logit_rows)]
         return self.outcome.of_pass(batch.num_rows, logit_rows, has_chosen=has_chosen)
@@ -349,7 +353,9 @@ class TritonStep:
             graph_inputs = base.graph_inputs
         else:
             num_words = shared.num_words(bucket, pool.page_size, len(windows))
-            room = fields(bucket, len(windows), num_words, bucket if head else 0)
+            # A segment has a row at least, and keeps at most one state for each.
+            states = geometry.state_fields(bucket, bucket, bucket)
+            room = fields(bucket, len(windows), num_words, bucket if head else 0, states)
             graph_inputs = GraphInputs(room, pool.data.device, num_hosts=NUM_BUFFERS)
         graph_inputs.upload(fill_idle(graph_inputs.open()))
         kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, partial_sums=True),))

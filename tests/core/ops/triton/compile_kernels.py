@@ -42,6 +42,19 @@ from foretoken.core.ops.triton.linear.experts_kernels import (
 from foretoken.core.ops.triton.linear.linear import linear_kernel
 from foretoken.core.ops.triton.linear.tiled_linear import linear_constants, linear_options
 from foretoken.core.ops.triton.linear.tiles import Bits, linear_launch, linear_tiles
+from foretoken.core.ops.triton.recurrent.inputs_kernels import (
+    inputs_kernel,
+    keep_inputs_kernel,
+    short_conv_kernel,
+)
+from foretoken.core.ops.triton.recurrent.layer_memory import CHANNELS_TILE
+from foretoken.core.ops.triton.recurrent.recur import VALUES
+from foretoken.core.ops.triton.recurrent.recur_kernels import (
+    gated_norm_kernel,
+    log_kernel,
+    products_kernel,
+    recur_kernel,
+)
 from foretoken.core.ops.triton.sampling.gumbel_argmax import EDIT_TILE, LIST_TILE, ROUNDED, TILE
 from foretoken.core.ops.triton.sampling.gumbel_argmax_kernels import (
     gumbel_argmax_kernel,
@@ -263,6 +276,64 @@ VARIANTS |= {
     "sort few": Variant(sort_kernel, {**SORT, "IS_FEW": True}),
     "add up": Variant(add_up_kernel, ADD_UP, {**ROUTED, "y_ptr": "bf16", "shared_ptr": "bf16"}),
 }
+
+
+RECURRENT_FLOATS = dict.fromkeys(
+    (
+        "x_ptr", "c_ptr", "beta_ptr", "u_ptr", "read_ptr", "products_ptr", "skip_ptr", "taps_ptr",
+        "taps_bias_ptr", "decay_ptr", "dt_bias_ptr", "norm_ptr", "states_ptr", "log_k_ptr",
+        "log_u_ptr", "log_c_ptr",
+    ),
+    "fp32",
+)  # fmt: skip
+RECURRENT_DTYPES = {
+    **RECURRENT_FLOATS,
+    **dict.fromkeys(
+        ("mixed_ptr", "gates_ptr", "inputs_ptr", "tails_ptr", "log_inputs_ptr"), "bf16"
+    ),
+}
+# Qwen3.5 9B, and a Mamba-2 of as many heads.
+RECURRENT = {
+    "STRIDE": 12288, "CHANNELS": 8192, "TAPS": 4, "RING": 64, "PAGE": 32, "SLOT": 2**20,
+    "SLOT_FLOATS": 2**20, "LOG": 2**20, "LOG_FLOATS": 2**20, "KEY_HEADS": 16, "HEADS": 32,
+    "KEY_DIM": 128, "VALUE_DIM": 128, "KEYS": 128, "VALUES": VALUES, "TILE": 128,
+    "HEADS_TILE": 32, "HAS_BIAS": False, "IS_TILED": False, "IS_DELTA": True, "PARTS": 32,
+    "WIDTH": 128, "HAS_NORM": True,
+}  # fmt: skip
+
+
+def recurrent_variants() -> dict[str, Variant]:
+    """Both rules, in pages of the usual size and of the largest."""
+    cases = {
+        "inputs": (inputs_kernel, {}),
+        "products": (products_kernel, {}),
+        "recur": (recur_kernel, {}),
+        "log": (log_kernel, {"VALUES": 128}),
+        "keep inputs": (keep_inputs_kernel, {"TILE": CHANNELS_TILE}),
+        "gated norm": (gated_norm_kernel, {"TILE": 512}),
+        "short conv": (short_conv_kernel, {"TILE": CHANNELS_TILE}),
+    }
+    changes = {
+        "delta": {},
+        "delta of large pages": {"PAGE": 64, "RING": 96},
+        "mamba2": {"IS_DELTA": False, "HAS_BIAS": True, "PARTS": 8, "WIDTH": 512},
+    }
+    return {
+        f"{name} {rule}": Variant(
+            kernel,
+            {
+                key: value
+                for key, value in {**RECURRENT, **change, **constants}.items()
+                if key in kernel.arg_names
+            },
+            RECURRENT_DTYPES,
+        )
+        for rule, change in changes.items()
+        for name, (kernel, constants) in cases.items()
+    }
+
+
+VARIANTS |= recurrent_variants()
 
 
 def compiled(variant: Variant) -> dict[str, object]:

@@ -1,0 +1,107 @@
+"""A recurrent layer by kernels: as many launches whatever rows and segments a pass has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...base import DeltaWeights, Mamba2Weights, RecurrentShape, RecurrentWeights
+from ...state_pool import StatePool
+from .inputs_kernels import inputs_kernel
+from .layer_memory import LayerMemory, keep_inputs
+from .pass_states import PassStates
+from .recur_kernels import gated_norm_kernel, log_kernel, products_kernel, recur_kernel
+
+VALUES = 32  # columns of S of a program
+_BYTES = 4  # of a float32
+
+
+def recur(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, states: PassStates, pool: StatePool
+) -> Tensor:
+    """See `Ops.recur`; the host is not told where the states stand behind it."""
+    mixed, gates = mixed.contiguous(), gates.contiguous()
+    shape, memory = weights.shape, LayerMemory.of(pool, weights.layer)
+    at = states.at[weights.layer]
+    x, c, beta = _inputs(mixed, gates, weights, memory, states)
+    num_rows, heads, keys = len(mixed), shape.num_value_heads, power_of_two(shape.key_dim)
+    common = _common(shape, pool)
+    is_tiled = shape.is_tiled
+    products = x.new_empty((num_rows, shape.num_key_heads, 2, pool.page_size))
+    products_kernel[(num_rows, shape.num_key_heads)](
+        x, memory.k, products, states.rows, states.segments,
+        **common, PAGE=pool.page_size, KEYS=keys, IS_TILED=is_tiled,
+    )  # fmt: skip
+    u, read = (x.new_empty((num_rows, shape.value_width)) for _ in range(2))
+    values = min(VALUES, power_of_two(shape.value_dim))
+    recur_kernel[(-(-shape.value_dim // values), heads, len(states.segments))](
+        x, products, c, beta, weights.skip if isinstance(weights, Mamba2Weights) else x, u, read,
+        memory.state, memory.k, memory.u, memory.c, states.segments, states.keeps, at,
+        **common, PAGE=pool.page_size, SLOT_FLOATS=pool.bytes_per_slot // _BYTES,
+        VALUE_DIM=shape.value_dim, KEYS=keys, VALUES=values, IS_TILED=is_tiled,
+        IS_DELTA=isinstance(weights, DeltaWeights),
+    )  # fmt: skip
+    log_kernel[(num_rows, heads)](
+        x, u, c, memory.k, memory.u, memory.c, states.rows, states.segments,
+        **common, VALUE_DIM=shape.value_dim, KEYS=keys, VALUES=power_of_two(shape.value_dim),
+        IS_TILED=is_tiled,
+    )  # fmt: skip
+    keep_inputs(mixed, shape.conv_channels, shape.conv_len, memory, states, at)
+    return _gated_norm(read, mixed, weights, states)
+
+
+def _common(shape: RecurrentShape, pool: StatePool) -> dict[str, int]:
+    """Constants of several kernels."""
+    return {
+        "CHANNELS": shape.conv_channels,
+        "RING": pool.ring,
+        "LOG_FLOATS": pool.bytes_per_log // _BYTES,
+        "KEY_HEADS": shape.num_key_heads,
+        "HEADS": shape.num_value_heads,
+        "KEY_DIM": shape.key_dim,
+    }
+
+
+def _inputs(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, memory: LayerMemory, states: PassStates
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [T, conv_channels], c and beta [T, num_heads], all float32."""
+    shape, pool, num_rows = weights.shape, memory.pool, len(mixed)
+    heads, key_heads = shape.num_value_heads, shape.num_key_heads
+    bias = weights.conv_bias if isinstance(weights, Mamba2Weights) else None
+    x = mixed.new_empty((num_rows, shape.conv_channels), dtype=torch.float32)
+    c, beta = (x.new_empty((num_rows, heads)) for _ in range(2))
+    inputs_kernel[(num_rows, 2 * key_heads + heads + 1)](
+        mixed, gates, weights.conv.contiguous(), x if bias is None else bias,
+        weights.decay, weights.dt_bias,
+        memory.tail, memory.inputs, memory.c, x, c, beta,
+        states.rows, states.segments, states.at[weights.layer],
+        **{**_common(shape, pool), **memory.input_strides},
+        STRIDE=mixed.shape[1], TAPS=shape.conv_len, PAGE=pool.page_size,
+        VALUE_DIM=shape.value_dim, TILE=power_of_two(max(shape.key_dim, shape.value_dim)),
+        HEADS_TILE=power_of_two(heads), HAS_BIAS=bias is not None,
+        IS_DELTA=isinstance(weights, DeltaWeights),
+    )  # fmt: skip
+    return x, c, beta
+
+
+def _gated_norm(
+    read: Tensor, mixed: Tensor, weights: RecurrentWeights, states: PassStates
+) -> Tensor:
+    """What was read [T, num_heads * value_dim] float32, normed and gated as the layer has it."""
+    norm, parts = weights.norm, weights.shape.num_value_heads
+    if isinstance(weights, Mamba2Weights) and norm is not None:
+        parts = weights.num_norms
+    width = read.shape[1] // parts
+    out = torch.empty_like(read, dtype=mixed.dtype)
+    gated_norm_kernel[(len(read), parts)](
+        read, mixed, read if norm is None else norm, out, weights.norm_eps, states.rows,
+        CHANNELS=weights.shape.conv_channels, PARTS=parts, WIDTH=width, TILE=power_of_two(width),
+        HAS_NORM=norm is not None, IS_DELTA=isinstance(weights, DeltaWeights),
+    )  # fmt: skip
+    return out
+
+
+def power_of_two(number: int) -> int:
+    """The next one, from ``number`` up."""
+    return 1 << (number - 1).bit_length()
