@@ -1,4 +1,4 @@
-"""Where the states of a pass are: fields of its `GraphInputs`, and what moves them on."""
+"""The states of a pass on the device: fields of its `GraphInputs`, and what moves them on."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ def move_on(batch: RaggedBatch, pool: StatePool, layer: int | None = None) -> No
 
 
 def _moved(states: BatchStates, pool: StatePool) -> np.ndarray:
-    """Where the segments' own states stand behind a pass: at the last final row's page."""
+    """The positions of own states behind a pass: the page's start of each last final row."""
     return (states.final_stops - 1) // pool.page_size * pool.page_size

@@ -88,7 +88,7 @@ def _inputs(
 def _gated_norm(
     read: Tensor, mixed: Tensor, weights: RecurrentWeights, states: PassStates
 ) -> Tensor:
-    """What was read [T, num_heads * value_dim] float32, normed and gated as the layer has it."""
+    """Norm and gate [T, num_heads * value_dim] float32, what was read, as the layer does."""
     norm, parts = weights.norm, weights.shape.num_value_heads
     if isinstance(weights, Mamba2Weights) and norm is not None:
         parts = weights.num_norms
