@@ -292,7 +292,7 @@ RECURRENT_DTYPES = {
         ("mixed_ptr", "gates_ptr", "inputs_ptr", "tails_ptr", "log_inputs_ptr"), "bf16"
     ),
 }
-# Qwen3.5 9B, and a Mamba-2 of as many heads.
+# 32 heads of 128 values, 16 of keys.
 RECURRENT = {
     "STRIDE": 12288, "CHANNELS": 8192, "TAPS": 4, "RING": 64, "PAGE": 32, "SLOT": 2**20,
     "SLOT_FLOATS": 2**20, "LOG": 2**20, "LOG_FLOATS": 2**20, "KEY_HEADS": 16, "HEADS": 32,
