@@ -101,7 +101,7 @@ def _rough_choices(
     used: LinearTiles, rows: int, out_features: int, num_rows: int
 ) -> Iterator[tuple[LinearTiles, LinearLaunch]]:
     """Tiles of a weight in 4 bits: (columns, warps, stages), each in some numbers of pieces."""
-    kinds = ((64, 4, 4), (64, 2, 4), (64, 2, 6), (32, 2, 4), (32, 1, 4))
+    kinds = ((64, 4, 4), (64, 2, 4), (64, 2, 6), (128, 4, 4))
     for (columns, warps, stages), pieces in itertools.product(kinds, (1, 2, 4, 8)):
         tiles = replace(used, pieces=pieces)
         launch = linear_launch(tiles, out_features, num_rows, shape=(rows, columns))

@@ -15,7 +15,7 @@ from ...quantize import GROUP, quantize_weight, round_to_levels
 from ..chain import chained
 from .linear import linear_kernel
 from .tiles import (
-    FEWEST_COLUMNS,
+    FEW_COLUMNS,
     ROUGH_STEP,
     LinearLaunch,
     LinearTiles,
@@ -106,7 +106,7 @@ def _rounded(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _no_arrivals(items: Tensor) -> Tensor:
-    num_counts = -(-len(items) // FEWEST_COLUMNS)
+    num_counts = -(-len(items) // FEW_COLUMNS)
     return torch.zeros(num_counts, dtype=torch.int32, device=items.device)
 
 

@@ -26,11 +26,9 @@ BUSY = 128  # programs that keep them busy
 FEW_ROWS = 64
 # A tile of a weight in 4 bits for few rows, whose sums need no fixed order. It is small, and of the
 # older instructions: those of four warps together are waited for one by one.
-ROUGH_ROWS, ROUGH_COLUMNS, ROUGH_WARPS = 16, 64, 2
-ROUGH_FILL = 384  # programs of so few threads that keep an H100 reading
+ROUGH_ROWS, ROUGH_WARPS = 16, 2
 MANY_ROWS = 128
 FEW_COLUMNS = 64
-FEWEST_COLUMNS = 32  # of any tile
 _WIDE = 4096  # outputs from which a tile of few bits has 128 of them
 _MIN_STEPS = 6  # of a piece: fewer would only wait for their first bytes
 _NEIGHBOURS = 1024  # rows whose x stays in the L2 cache while the weight goes by
@@ -80,12 +78,9 @@ def linear_tiles(
     """
     inner = step_inputs(dtype, bits)
     columns = 128 if bits == 8 and out_features >= _WIDE else FEW_COLUMNS
-    fill = FILL
-    if bits == 4:
-        columns, fill = ROUGH_COLUMNS, ROUGH_FILL
     most = max(1, -(-in_features // inner) // _MIN_STEPS)
     pieces = 1
-    while pieces * 2 <= most and -(-out_features // columns) * pieces < fill:
+    while pieces * 2 <= most and -(-out_features // columns) * pieces < FILL:
         pieces *= 2
     return LinearTiles(inner, pieces, bits)
 
@@ -133,7 +128,7 @@ def _num_warps(tiles: LinearTiles, rows: int, columns: int) -> int:
 def _shape(tiles: LinearTiles, out_features: int, num_rows: int) -> tuple[int, int]:
     """Rows and columns of a tile."""
     if tiles.bits == 4 and num_rows <= ROUGH_ROWS:
-        return ROUGH_ROWS, ROUGH_COLUMNS
+        return ROUGH_ROWS, FEW_COLUMNS
     if tiles.bits:
         return FEW_ROWS, 128 if out_features >= _WIDE else FEW_COLUMNS
     if num_rows <= FEW_ROWS:
