@@ -149,7 +149,7 @@ def test_weights_of_few_bits_are_widened_in_pairs_not_converted(kernels, kind: s
 
 
 def test_few_rows_of_a_copy_in_4_bits_have_the_older_instructions(kernels) -> None:
-    """Those of four warps together would be waited for one by one."""
+    """Instructions of four warps together would be waited for one by one."""
     kinds = {True: 0, False: 0}
     for name, kernel in those(kernels, f"linear {ROUGH}").items():
         kinds[is_few_rough(name)] += 1
