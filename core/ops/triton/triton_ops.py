@@ -46,7 +46,7 @@ from .graph.step import TritonStep
 from .linear.experts import ExpertTables, run_experts
 from .linear.tiled_linear import TiledLinear, pack_tiled, rough_copy, tiled_linear
 from .recurrent.pass_states import move_on
-from .recurrent.recur import recur
+from .recurrent.recur import gated_norm, recur
 from .recurrent.short_conv import short_conv
 from .sampling.sampler import TritonSampler
 
@@ -233,10 +233,10 @@ class TritonOps:
         """A recurrent layer over the states and logs of the plan's pass."""
         device = _on_device(plan)
         states, pool = device.needed_states()
-        out = recur(mixed, gates, weights, states, pool)
+        read = recur(mixed, gates, weights, states, pool)
         if device.batch is not None:
             move_on(device.batch, pool, weights.layer)
-        return out
+        return gated_norm(read, mixed, weights, states)
 
     def short_conv(self, mixed: Tensor, weights: ConvWeights, plan: ForwardPlan) -> Tensor:
         """A gated short convolution over the states and logs of the plan's pass."""

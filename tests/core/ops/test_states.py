@@ -237,6 +237,33 @@ def test_a_decode_step_that_failed_half_way_may_run_again(
     assert torch.equal(sequences.run(Rows(0, 33, 27), layers=(0, 1))[0], rest[0])
 
 
+@pytest.mark.parametrize("ops", ["triton"], indirect=True)
+def test_a_layer_that_failed_behind_its_states_may_run_again(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states have moved before there is memory for what the layer gives."""
+    from foretoken.core.ops.triton.recurrent import recur
+
+    sequences = Sequences(ops, [make_weights(SMALL)], length=34)
+    sequences.run(Rows(0, 0, 32))
+    (expected,) = sequences.run(Rows(0, 32, 1, 20))
+    sequences.reset()
+    sequences.run(Rows(0, 0, 32))
+    with monkeypatch.context() as patch:
+        patch.setattr(recur, "gated_norm_kernel", NoMemory())
+        with pytest.raises(MemoryError):
+            sequences.run(Rows(0, 32, 1, 20))
+    (found,) = sequences.run(Rows(0, 32, 1))
+    assert torch.equal(found, expected)
+
+
+class NoMemory:
+    """A kernel for which none is left."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> None:
+        raise MemoryError
+
+
 def test_a_rejected_draft_over_page_ends_moves_no_state(ops: Ops) -> None:
     sequences = Sequences(ops, [make_weights()], length=60)
     sequences.run(Rows(0, 0, 30))

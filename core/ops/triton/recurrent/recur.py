@@ -19,7 +19,10 @@ _BYTES = 4  # of a float32
 def recur(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, states: PassStates, pool: StatePool
 ) -> Tensor:
-    """See `Ops.recur`; the host is not told where the states stand behind it."""
+    """What rows read of their states, [T, num_heads * value_dim] float32, for `gated_norm`.
+
+    It moves the states on. `move_on` is for the caller to call, before anything else that may fail.
+    """
     mixed, gates = mixed.contiguous(), gates.contiguous()
     shape, memory = weights.shape, LayerMemory.of(pool, weights.layer)
     at = states.at[weights.layer]
@@ -47,7 +50,7 @@ def recur(
         IS_TILED=is_tiled,
     )  # fmt: skip
     keep_inputs(mixed, shape.conv_channels, shape.conv_len, memory, states, at)
-    return _gated_norm(read, mixed, weights, states)
+    return read
 
 
 def _common(shape: RecurrentShape, pool: StatePool) -> dict[str, int]:
@@ -85,10 +88,14 @@ def _inputs(
     return x, c, beta
 
 
-def _gated_norm(
+def gated_norm(
     read: Tensor, mixed: Tensor, weights: RecurrentWeights, states: PassStates
 ) -> Tensor:
-    """Norm and gate [T, num_heads * value_dim] float32, what was read, as the layer does."""
+    """Norm and gate [T, num_heads * value_dim] float32, what was read, as the layer does.
+
+    ``mixed``: of the layer, with the gates; see `Ops.recur`.
+    """
+    mixed = mixed.contiguous()
     norm, parts = weights.norm, weights.shape.num_value_heads
     if isinstance(weights, Mamba2Weights) and norm is not None:
         parts = weights.num_norms
