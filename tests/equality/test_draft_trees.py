@@ -122,8 +122,9 @@ def test_siblings_swapped_behind_verification_are_noticed(
 ) -> None:
     segments = step_layout.request_segments
 
-    def swapped(row: ScheduledRequest, tokens, draft: Draft, page_size: int):  # type: ignore[no-untyped-def]
-        return segments(row, tokens, swapped_siblings(draft) if draft.parents else draft, page_size)
+    def swapped(row: ScheduledRequest, tokens, draft: Draft, *rest, **named):  # type: ignore[no-untyped-def]
+        draft = swapped_siblings(draft) if draft.parents else draft
+        return segments(row, tokens, draft, *rest, **named)
 
     monkeypatch.setattr(step_layout, "request_segments", swapped)
     served = house.run(shuffled(1), None, speculator=RandomTrees(house.solo), max_batch_tokens=160)
