@@ -1,7 +1,7 @@
 """Compiles every kernel that the other stages need, many models at a time.
 
 A kernel is compiled where it is first launched, one after another. Here processes do that side by
-side for models of the real widths and two layers, and Triton keeps what they compiled.
+side for models of the real widths and four layers, and Triton keeps what they compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ....core.ops.base import RoughOps
 from ....core.ops.batch import SamplingPlan, Wanted
 from ....draft.control.outcome import NUM_BEST
 from .bed import PAGE_SIZE, fill
-from .stage import EXPERTS, LLAMA, QWEN, SMALL, Place, Stage
+from .stage import EXPERTS, LLAMA, QWEN, SMALL, STATES, Place, Stage
 
 BUILTIN_PARTS = ("target", "draft")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,9 +34,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "8B, fp8 keys and values": (QWEN, {"kv_dtype": "fp8"}),
     "8B, int8 keys and values": (QWEN, {"kv_dtype": "int8"}),
     "1B of experts": (EXPERTS, {}),
+    "0.8B with states": (STATES, {}),
     **{f"built-in {part}": (part, {}) for part in BUILTIN_PARTS},
 }
-NUM_LAYERS = 2
+NUM_LAYERS = 4  # with one of each kind
 MAX_LEN, NUM_TOKENS, NUM_REQUESTS = 16384, 2048, 256  # of the largest steps
 POLL_SECONDS = 0.1
 

@@ -231,6 +231,7 @@ def keep_inputs_kernel(
                     channel, mask, STRIDE, CHANNELS, TAPS, RING,
                 )  # fmt: skip
                 tl.store(to + tap * CHANNELS + channel, x, mask=mask)
+    tl.debug_barrier()  # other threads may have read of the log what is written now
     for position in range(tl.maximum(start, stop - RING), stop):
         row = (first_row + position - start).to(tl.int64)
         x = tl.load(mixed_ptr + row * STRIDE + channel, mask=mask)

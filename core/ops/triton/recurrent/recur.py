@@ -19,7 +19,7 @@ _BYTES = 4  # of a float32
 def recur(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, states: PassStates, pool: StatePool
 ) -> Tensor:
-    """What rows read of their states, [T, num_heads * value_dim] float32, for `gated_norm`.
+    """Compute what rows read of their states, [T, num_heads * value_dim] float32, for `gated_norm`.
 
     It moves the states on. `move_on` is for the caller to call, before anything else that may fail.
     """
