@@ -12,7 +12,26 @@ _LATENT = "test_a_layer_that_keeps_latents_is_that_of_transformers"
 _LEVELS = "test_the_logits_of_each_level_are_those_of_transformers"
 _MODULES = "test_module_streams.py::test_drafts_over_page_ends_change_no_token"
 
+_MIXERS = "test_a_decoder_of_both_mixers_has_the_same_bits_in_any_cut"
+_TOLD = "test_others_may_work_once_the_device_has_the_graph_and_not_before"
+
 MUTATIONS = (
+    Mutation(
+        "recurrent-graph-leaves-positions-behind",
+        "_Captured.run",
+        "            move_on(batch, states)\n",
+        "            pass\n",
+        (_MIXERS,),
+        "the positions of states move on with a graph's replay",
+    ),
+    Mutation(
+        "recurrent-graph-tells-before-it-is-launched",
+        "_Captured.run",
+        "        self.graph.replay()\n",
+        "        wanted.tell_started()\n        self.graph.replay()\n",
+        (_TOLD,),
+        "Python's lock is given away behind the launch",
+    ),
     Mutation(
         "recurrent-oracle-folds-twice",
         "_Sequence._catch_up",
