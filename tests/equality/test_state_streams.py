@@ -81,7 +81,7 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return House(
         target,
         load_decoder(draft, **options),  # type: ignore[arg-type]
-        num_requests=kind.num_requests,
+        indices=range(kind.num_requests),
     )
 
 
