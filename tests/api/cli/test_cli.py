@@ -18,7 +18,7 @@ from foretoken.api.cli import commands, terminal
 from foretoken.api.cli.terminal import wants_colour
 from foretoken.api.types.sampling_params import SamplingDefaults
 from foretoken.core.config import EngineConfig
-from support.given import listening
+from support.given import listening, parser
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def here(monkeypatch, built):
 
 
 def parse(*args):
-    return commands._parser().parse_args(args)
+    return parser().parse_args(args)
 
 
 def test_version_and_help_are_instant_and_torch_free():
