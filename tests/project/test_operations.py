@@ -30,7 +30,7 @@ from foretoken.core.interface.adapter import Adapter, LoadedAdapter
 from foretoken.core.ops.native import recipe
 from foretoken.core.telemetry.readers import read_states, read_transfers
 from foretoken.radix_cache import PrefixCache, StateSlots
-from support.given import given, listening
+from support.given import given, listening, parser
 from support.observed_app import Observed
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +193,7 @@ def test_the_dashboard_can_be_imported() -> None:
 
 def flags(args: list[str]) -> Any:
     """Parse the arguments as `foretoken` does; exits where one is unknown."""
-    return commands._parser().parse_args(args)
+    return parser().parse_args(args)
 
 
 def listening_by(variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Listen:

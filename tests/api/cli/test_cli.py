@@ -18,7 +18,7 @@ from foretoken.api.cli import commands, terminal
 from foretoken.api.cli.terminal import wants_colour
 from foretoken.api.types.sampling_params import SamplingDefaults
 from foretoken.core.config import EngineConfig
-from support.given import listening
+from support.given import listening, parser
 
 
 @pytest.fixture
@@ -35,24 +35,27 @@ def here(monkeypatch, built):
 
 
 def parse(*args):
-    return commands._parser().parse_args(args)
+    return parser().parse_args(args)
 
 
 def test_version_and_help_are_instant_and_torch_free():
     code = (
         "import sys\nfrom foretoken.api.cli.commands import main\n"
-        "try: main(sys.argv[1:])\nexcept SystemExit as e: assert not e.code\n"
+        "for command in sys.argv[1:]:\n"
+        "    try: main(command.split())\n"
+        "    except SystemExit as e: assert not e.code\n"
+        "    print(end='\\0')\n"
         "assert not {'torch', 'transformers', 'uvicorn', 'zmq'} & set(sys.modules)"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", code, "--version"], check=True, capture_output=True, text=True
-    )
-    assert shown.stdout == f"foretoken {foretoken.__version__}\n"
     names = ("serve", "replica", "run", "chat", "deploy", "bench", "certify", "launch", "pull")
-    for command in ([], *([name] for name in names)):
-        args = [sys.executable, "-c", code, *command, "--help"]
-        shown = subprocess.run(args, check=True, capture_output=True, text=True)
-        assert "usage: foretoken" in shown.stdout
+    asked = ["--version", "--help", *(f"{name} --help" for name in names)]
+    shown = subprocess.run(
+        [sys.executable, "-c", code, *asked], check=True, capture_output=True, text=True
+    )
+    version, *helps, rest = shown.stdout.split("\0")
+    assert version == f"foretoken {foretoken.__version__}\n"
+    assert (len(helps), rest) == (1 + len(names), "")
+    assert all("usage: foretoken" in each for each in helps)
 
 
 @pytest.mark.parametrize(
