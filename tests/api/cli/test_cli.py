@@ -113,13 +113,16 @@ def test_an_unknown_flag_is_an_error_of_its_command_with_the_nearest_one(args, t
     "args",
     [
         ["serve", "--model", "m"], ["run", "p", "--model", "m"], ["run", "--model", "m", "p"],
-        ["chat", "--model=m"], ["replica", "--model", "m"], ["certify", "m"], ["launch", "claude", "m"],
+        ["chat", "--model", "m"], ["replica", "--model", "m"], ["certify", "m"],
+        ["launch", "claude", "m"],
     ],
     ids=" ".join,
 )  # fmt: skip
 def test_the_model_may_be_a_flag_before_or_behind_the_prompt(args):
     assert parse(*args).model == "m"
-    assert parse(*(each for each in args if each not in ("--model", "--model=m", "m"))).model is None
+    assert (
+        parse(*(each for each in args if each not in ("--model", "--model=m", "m"))).model is None
+    )
 
 
 def test_every_engine_option_is_a_flag_of_every_command():
