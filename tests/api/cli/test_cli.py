@@ -100,6 +100,7 @@ def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
         (["serve", "-q"], " serve: there is no flag -q ("),
         (["--verson"], ": there is no flag --verson (the nearest is --version)"),
         (["run", "a", "b", "c"], " run: unexpected argument 'c'; a text with spaces needs"),
+        (["run", "builtin", "hi"], " run: the prompt comes before the model builtin ("),
     ],
 )  # fmt: skip
 def test_an_unknown_flag_is_an_error_of_its_command_with_the_nearest_one(args, told, capsys):
@@ -109,6 +110,22 @@ def test_an_unknown_flag_is_an_error_of_its_command_with_the_nearest_one(args, t
         code = exited.code
     assert code == 2
     assert capsys.readouterr().err.startswith(f"foretoken{told}")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["serve", "--model", "m"], ["run", "p", "--model", "m"], ["run", "--model", "m", "p"],
+        ["chat", "--model", "m"], ["replica", "--model", "m"], ["certify", "m"],
+        ["launch", "claude", "m"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_model_may_be_a_flag_before_or_behind_the_prompt(args):
+    assert parse(*args).model == "m"
+    assert (
+        parse(*(each for each in args if each not in ("--model", "--model=m", "m"))).model is None
+    )
 
 
 def test_every_engine_option_is_a_flag_of_every_command():
@@ -205,6 +222,12 @@ def test_run_streams_the_answer_and_tells_its_cost(here, say, engine, capsys):
     drafts = r"tokens/step, (\d+) of (\d+) draft tokens accepted \(fake \1 of \2\), "
     assert re.search(drafts + r"0 of \d+ prompt tokens cached, first token \d+ ms", err)
     assert err.count("\n") == 1, "nothing is said of a model that is not there"
+
+
+def test_run_says_what_to_do_where_no_text_comes(here, say, capsys):
+    say("")
+    assert commands.main(["run", "What is 1 + 1?", "folder"]) == 0
+    assert capsys.readouterr().err.endswith(terminal.NOTHING_CAME + "\n")
 
 
 @pytest.mark.parametrize("command", [["run", "hi"], ["chat"]], ids=str)
