@@ -102,4 +102,20 @@ MUTATIONS = (
         ("test_a_replica_computes_with_the_weights_and_the_namespace_of_the_front",),
         "KV of an adapter is kept apart in replicas, too",
     ),
+    Mutation(
+        "lora-graph-keeps-the-rows-of-the-pass-before",
+        "PassAdapters.fill",
+        """to["adapted"][:] = 0""",
+        "pass",
+        ("test_graphs_of_an_adapter_serve_whatever_rows_it_has",),
+        "a graph adds to the rows of this pass alone",
+    ),
+    Mutation(
+        "lora-graph-is-for-the-ranks-of-before",
+        "TritonStep._adapted",
+        "if shared.growth != self._adapters.growth:",
+        "if False:",
+        ("test_graphs_are_made_anew_for_higher_ranks_and_for_linears_that_none_changed",),
+        "graphs know all matrices that adapters change, in all their ranks",
+    ),
 )
