@@ -69,7 +69,7 @@ class Adapted:
     """A decoder over a pool, whose segments may have adapters."""
 
     def __init__(self, graphs: Graphs | None) -> None:
-        made = make_decoder(graphs)
+        made = make_decoder(graphs, exact="spec")
         assert isinstance(made, OwnDecoder)
         self.decoder, self.pool = made, make_pool(made)
 
