@@ -72,9 +72,9 @@ def one_params(params: object) -> SamplingParams:
 
 
 def warm_params(params: SamplingParams) -> SamplingParams:
-    """Parameters that compute the same prompt and a single token."""
+    """Parameters that compute the same prompt alone."""
     return SamplingParams(
-        max_tokens=1,
+        max_tokens=0,
         speculation="off",
         cache_salt=params.cache_salt,
         lora=params.lora,
