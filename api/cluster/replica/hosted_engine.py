@@ -184,16 +184,12 @@ class HostedEngine:
         if offer is not None and transfers.check(offer, len(request.tokens)):
             request.offer = offer
 
-    async def fetch(self, submit: Submit) -> None:
-        """Read the pages of a prompt that another replica still computes. Raises as `make` does."""
-        offer = self.offer_of(submit)
-        if offer is None:
-            return
-        try:
-            request = (await self.make(submit)).request
-        except BaseException:
-            self.end_offer(offer)
-            raise
+    async def fetch(self, submit: Submit, offer: PageOffer) -> None:
+        """Read the pages of a prompt that another replica still computes; see `offer_of`.
+
+        Raises as `make` does; the caller then ends the offer.
+        """
+        request = (await self.make(submit)).request
         self.hand_over(submit, request, offer)
         if request.offer is not None:
             self.engine.fetch(request)
