@@ -249,6 +249,7 @@ class LoadAdapter(_Question, tag="load_adapter", frozen=True, kw_only=True):
     name: str
     number: Count
     path: str
+    below: str | None = None  # as `AdapterFolder`'s
 
 
 class UnloadAdapter(_Question, tag="unload_adapter", frozen=True, kw_only=True):

@@ -64,9 +64,9 @@ MUTATIONS = (
     ),
     Mutation(
         "lora-follows-links",
-        "adapter_folder",
-        "if any(place.is_symlink() for place in",
-        "if any(False for place in",
+        "leads_over_link",
+        "return any(each.is_symlink() for each in",
+        "return any(False for each in",
         ("test_paths_outside_of_the_folder_are_forbidden",),
         "adapters are loaded below one folder",
     ),
