@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
@@ -21,7 +22,7 @@ from ..core.interface.output import RequestOutput, StepOutput
 from ..core.interface.plan import ScheduledRequest, StepPlan
 from ..core.interface.protocols import ProposerTraits, RowPrice, Speculator
 from ..core.interface.request import Request
-from .control.controller import Controller, StepCandidates
+from .control.controller import Allocation, Controller, StepCandidates
 from .control.cost_model import Mean
 from .control.draft_state import NO_SURVIVAL, DraftState, padded
 from .control.estimators import AcceptanceModel, NodeWorth
@@ -227,19 +228,17 @@ class DraftSpeculator(Speculator):
         self._uses_proposer = any(depths)
         # The model weighs its own tokens: its drafts may have what is left of the rows.
         room = candidates.budget - allocation.num_rows
-        spare = room // max(1, int(np.count_nonzero(allocation.num_proposer)))
+        num_proposing = max(1, int(np.count_nonzero(allocation.num_proposer)))
         weighs = self._proposer is not None and self._proposer.weighs
-        row_prices = allocation.row_prices if weighs else None
-        prices = [()] * len(states) if row_prices is None else [*map(tuple, row_prices.tolist())]
+        prices = _TreePrices.of(allocation, num_proposing) if weighs else None
         plans = []
-        for state, limit, num_nodes, depth, price in zip(
-            states, limits, num_lookup, depths, prices, strict=True
+        for at, (state, limit, num_nodes, depth) in enumerate(
+            zip(states, limits, num_lookup, depths, strict=True)
         ):
-            if depth and row_prices is None:
-                plans.append(DraftPlan(max_draft=depth))
-            elif depth:
-                most = min(limit, PROPOSER_NODES, depth + spare)
-                plans.append(self._merged(state, most, price, allocation.pass_price))
+            if depth:
+                most = min(limit, PROPOSER_NODES, depth + room // num_proposing)
+                alone = DraftPlan(max_draft=depth)
+                plans.append(alone if prices is None else prices.plan(state.tree, most, at))
             elif num_nodes and state.tree is not None:
                 plans.append(DraftPlan(state.tree.draft(num_nodes)))
             else:
@@ -248,23 +247,6 @@ class DraftSpeculator(Speculator):
                 rows = plans[-1].num_rows
                 state.drafted(rows, step=self._num_steps, may_back_off=may_back_off)
         return plans
-
-    def _merged(
-        self, state: DraftState, most: int, row_prices: tuple[float, ...], pass_price: float
-    ) -> DraftPlan:
-        """A tree of the proposer, which begins with what was looked up and is worth its rows."""
-        known = NO_DRAFT
-        if state.tree is not None:
-            survival = state.tree.survival[:most]
-            net = survival.cumsum() - row_prices[: len(survival)]
-            known = state.tree.draft(int(net.argmax()) + 1 if net.size and net.max() > 0.0 else 0)
-        return DraftPlan(
-            known,
-            max_draft=most,
-            may_branch=True,
-            row_prices=row_prices,
-            pass_price=pass_price,
-        )
 
     def _is_deciding_dear(self, num_decodes: int) -> bool:
         step_s = self.controller.costs.step_seconds(num_decodes)
@@ -372,6 +354,41 @@ class DraftSpeculator(Speculator):
         return RowPrice(seconds=seconds, tokens=seconds * costs.rate(count))
 
 
+@dataclass(frozen=True, slots=True)
+class _TreePrices:
+    """What the nodes of a step's trees must bring."""
+
+    rows: tuple[float, ...]  # 1, 2, ... of all trees together
+    of_each: Survival  # the same for each tree, where all get as many
+    keys: list[float]  # a node of each request besides
+    passes: tuple[float, ...]  # one of the proposer with 1, 2, ... rows
+
+    @classmethod
+    def of(cls, allocation: Allocation, num_trees: int) -> _TreePrices | None:
+        """The prices of an allocation; None where it has none."""
+        rows, keys, passes = allocation.row_prices, allocation.key_prices, allocation.pass_prices
+        if rows is None or keys is None or passes is None:
+            return None
+        of_each = rows[num_trees - 1 :: num_trees] / num_trees
+        return cls(tuple(rows.tolist()), of_each, keys.tolist(), tuple(passes.tolist()))
+
+    def plan(self, known: GuessTree | None, most: int, request: int) -> DraftPlan:
+        """A tree of at most ``most`` nodes, which begins with what is known and worth its rows."""
+        draft = NO_DRAFT
+        if known is not None:
+            survival = known.survival[: min(most, len(self.of_each))]
+            net = (survival - self.keys[request]).cumsum() - self.of_each[: len(survival)]
+            draft = known.draft(int(net.argmax()) + 1 if net.size and net.max() > 0.0 else 0)
+        return DraftPlan(
+            draft,
+            max_draft=most,
+            may_branch=True,
+            row_prices=self.rows,
+            key_price=self.keys[request],
+            pass_prices=self.passes,
+        )
+
+
 class _ProposerUse:
     """The proposer's work in one step."""
 
@@ -383,14 +400,12 @@ class _ProposerUse:
         self, num_uncached_draft_tokens: int, outcome: DraftOutcome, tokens_per_pass: int
     ) -> None:
         """Count a request: tokens caught up with, drafted and accepted, and passes."""
-        num_levels, num_ranked = outcome.note.num_levels, outcome.num_ranked
-        num_passes = max(1, -(-num_levels // tokens_per_pass))
+        pass_rows, num_ranked = outcome.note.pass_rows, outcome.num_ranked
         # A head that drafts blocks computes a row a pass, others the nodes that they expand.
-        others = max(1, round((num_ranked - 1) / (num_passes - 1))) if num_passes > 1 else 0
-        mine = [max(1, num_uncached_draft_tokens)]
-        mine += [others if tokens_per_pass == 1 else 1] * (num_passes - 1)
+        rows = pass_rows if tokens_per_pass == 1 else [1] * -(-len(pass_rows) // tokens_per_pass)
+        mine = [max(1, num_uncached_draft_tokens), *rows[1:]]
         self.passes = [sum(pair) for pair in zip_longest(self.passes, mine, fillvalue=0)]
         self.most_nodes = max(self.most_nodes, num_ranked)
-        self.most_levels = max(self.most_levels, num_levels)
+        self.most_levels = max(self.most_levels, len(pass_rows))
         self.num_drafted += num_ranked
         self.num_hits += len(outcome.accepted_ranks)

@@ -120,9 +120,12 @@ class DraftPlan(msgspec.Struct, frozen=True, gc=False):
     draft: Draft = NO_DRAFT
     max_draft: int = 0  # draft tokens that the proposer may draft, the known ones among them
     may_branch: bool = False  # whether what the proposer guesses may be a tree
-    # Tokens that 1, 2, ... nodes must bring in all; beyond these each costs what the last one adds.
+    # Tokens that 1, 2, ... nodes of all drafts with prices in the step must bring in all; beyond
+    # these each costs what the last one adds.
     row_prices: tuple[float, ...] = ()
-    pass_price: float = 0.0  # the same for one more pass of the proposer, of all requests together
+    key_price: float = 0.0  # that each of its nodes must bring besides, for the keys it attends to
+    # Tokens that one more pass of the proposer with 1, 2, ... rows must bring the step.
+    pass_prices: tuple[float, ...] = ()
 
     @property
     def depth(self) -> int:

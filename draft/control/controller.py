@@ -38,6 +38,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 PAYBACK_STEPS = 12.0  # over which catching up with a request's KV must pay
+PASS_ROWS = 3  # rows for each request up to which passes of the proposer are priced
 LEAST_ROWS = 0.01  # rows that a node of the proposer takes at least
 FEW_UNCACHED_TOKENS = 4  # tokens; so many are owed after any accepted draft, and paid in full
 PROBE_SHARE = 0.01  # of all time that probes of an unused proposer may take
@@ -90,15 +91,17 @@ class Allocation:
     The proposer's draft includes the known one.
 
     ``net_gain``: expected tokens beyond the price of the drafts. ``row_prices``: tokens that
-    one more row for each request must bring it, none where the proposer is not asked;
-    ``pass_price``: that one more pass of the proposer must bring the step.
+    1, 2, ... rows of the proposer must bring the step, beside those of known drafts, none where it
+    is not asked; ``key_prices``: that a row of each request must bring besides, for its keys;
+    ``pass_prices``: that one more pass of the proposer with 1, 2, ... rows must bring the step.
     """
 
     num_lookup: IntArray  # [num_requests] best nodes of the known draft
     num_proposer: IntArray  # [num_requests] nodes that the proposer is expected to guess
     net_gain: float = 0.0
-    row_prices: FloatArray | None = None  # [num_requests, most]
-    pass_price: float = 0.0
+    row_prices: FloatArray | None = None  # [most]
+    key_prices: FloatArray | None = None  # [num_requests]
+    pass_prices: FloatArray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -241,8 +244,15 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
     if may_propose:
         with_proposer = _best_with_proposer(candidates, costs, rate, prices)
         if with_proposer.net_gain > chosen.net_gain:
-            for_each = prices.for_each(candidates.expected_accepted.shape[1])
-            return replace(with_proposer, row_prices=for_each)
+            known = int(with_proposer.num_lookup.sum())
+            others = prices.rows[known + 1 :] - prices.rows[known]
+            pass_rows = np.arange(1, PASS_ROWS * len(candidates.lookup) + 1)
+            return replace(
+                with_proposer,
+                row_prices=others,
+                key_prices=prices.keys,
+                pass_prices=rate * costs.draft_pass(pass_rows),
+            )
     return chosen
 
 
@@ -256,13 +266,6 @@ class _Prices:
 
     rows: FloatArray
     keys: FloatArray
-
-    def for_each(self, most: int) -> FloatArray:
-        """Price of 1 to ``most`` rows of each where all get as many, [num_requests, most]."""
-        count = len(self.keys)
-        shared = self.rows[count : most * count + 1 : count] / count
-        prices: FloatArray = shared + self.keys[:, None] * np.arange(1, most + 1)
-        return prices
 
 
 def _prices(candidates: StepCandidates, costs: CostModel, rate: float) -> _Prices:
@@ -328,7 +331,8 @@ def _best_with_proposer(
     uncached = candidates.num_uncached_draft_tokens
     num_requests, num_depths = nodes.shape
     width = max(lookup.shape[1], num_depths)
-    row_prices = prices.for_each(1)
+    # Of the first row of each, where all get one.
+    row_prices = (prices.rows[num_requests] / num_requests + prices.keys)[:, None]
     overhead = rate * costs.draft_overhead(candidates.num_decodes, with_proposer=True)
     # A node that is not worth its row at its place is not drafted: it costs nothing.
     node_rows = np.maximum(LEAST_ROWS, np.broadcast_to(candidates.node_probability, nodes.shape))
@@ -361,7 +365,7 @@ def _best_with_proposer(
         if depths.any() and prefix.net_gain - paid > best.net_gain:
             counts = np.where(by_proposer, 0, prefix.counts)
             net_gain = prefix.net_gain - paid
-            best = Allocation(counts, depths, net_gain, pass_price=pass_price)
+            best = Allocation(counts, depths, net_gain)
     return best
 
 

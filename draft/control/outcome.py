@@ -15,7 +15,7 @@ NUM_BEST = 4  # tokens behind a node that may become its children
 class DraftNote(msgspec.Struct, frozen=True, gc=False):
     """A proposer's `Draft.note`: the work that it did for the draft, or has left to do."""
 
-    num_levels: int = 0  # levels of the draft that it computed one after another
+    pass_rows: tuple[int, ...] = ()  # of each level that it computed, one after another
     num_uncached: int = 0  # tokens of the request whose KV it lacks
 
 

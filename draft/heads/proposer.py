@@ -25,13 +25,13 @@ from ...core.ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Taps, Wa
 from ...core.ops.kv_pool import KVPool
 from ...core.sampling.sampler import DeviceSampler, DraftVocab, PendingBest, PendingTokens
 from ..proposers.gap_model import GapModel, GapNumbers, default_gap_models
+from ..proposers.step_trees import StepTrees
 from ..proposers.tree_growth import (
     ROOT,
     TreeGrowth,
     choose,
     drawn_alone,
     draws_of,
-    frontiers,
     judge_trees,
     read_best,
     sample_rows,
@@ -212,8 +212,9 @@ class HeadProposer(ABC):
         starts = [start for start in map(self._start, requests) if start is not None]
         if starts:
             self._trees = {tree.scheduled.request_id: tree for tree in self._grow(starts)}
-        found = [self._trees.get(scheduled.request_id) for scheduled in requests]
-        return [NO_DRAFT if tree is None else tree.draft() for tree in found]
+        drafts = StepTrees([*self._trees.values()]).drafts()
+        found = dict(zip(self._trees, drafts, strict=True))
+        return [found.get(scheduled.request_id, NO_DRAFT) for scheduled in requests]
 
     def try_draft(self, num_requests: int, num_tokens: int) -> None:
         """Compute what the first tokens of so many drafts cost, over void head KV; to be timed."""
@@ -300,5 +301,5 @@ class HeadProposer(ABC):
     def _next_level(self, trees: Sequence[TreeGrowth], level: int) -> list[list[int]]:
         """The nodes of each tree that are worth expanding, a pass if they take one."""
         takes_pass = level % self.config.tokens_per_pass == 0
-        found = frontiers(trees, level, takes_pass=takes_pass)
+        found = StepTrees(trees).frontiers(level, takes_pass=takes_pass)
         return [tree.open(nodes) for tree, nodes in zip(trees, found, strict=True)]

@@ -24,6 +24,7 @@ from ...core.interface.protocols import ProposerTraits
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
 from ...core.ops.kv_pool import KVPool
+from .step_trees import StepTrees
 from .tree_grower import Opened, TreeGrower
 from .tree_growth import ROOT, TreeGrowth, judge_trees
 
@@ -91,16 +92,14 @@ class LmProposer:
         trees = [self._grower.tree(scheduled) for scheduled in requests]
         self._grower.grow(trees, self._catch_up(draft_kvs, trees))
         self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.rankings}
-        return [self._draft(*each) for each in zip(draft_kvs, trees, strict=True)]
-
-    def _draft(self, draft_kv: _DraftKV, tree: TreeGrowth) -> Draft:
-        # Where the context ends nothing will ever be caught up: that is no backlog.
-        owed = (
-            len(tree.scheduled.tokens) - draft_kv.num_computed
-            if self._grower.has_room(tree.scheduled)
-            else 0
+        return StepTrees(trees).drafts(
+            [self._owed(*each) for each in zip(draft_kvs, requests, strict=True)]
         )
-        return tree.draft(owed)
+
+    def _owed(self, draft_kv: _DraftKV, scheduled: ScheduledRequest) -> int:
+        """Tokens to catch up with; where the context ends nothing ever will be: no backlog."""
+        has_room = self._grower.has_room(scheduled)
+        return len(scheduled.tokens) - draft_kv.num_computed if has_room else 0
 
     def observe(
         self,

@@ -19,6 +19,7 @@ from ...core.interface.protocols import ProposerTraits
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Segment, Taps
 from ...core.ops.kv_pool import KVPool
+from .step_trees import StepTrees
 from .tree_grower import TreeGrower
 from .tree_growth import ROOT, TreeGrowth, judge_trees
 
@@ -64,7 +65,7 @@ class SelfProposer:
             first = self._grower.compute(each_last, [(tree, ROOT) for tree in begun])
             self._grower.grow(begun, first)
         self._trees = {tree.scheduled.request_id: tree for tree in begun if tree.rankings}
-        return [tree.draft() for tree in trees]
+        return StepTrees(trees).drafts()
 
     def _may_draft(self, scheduled: ScheduledRequest) -> bool:
         return self._grower.has_room(scheduled) and scheduled.start == len(scheduled.tokens) - 1

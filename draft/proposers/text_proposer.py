@@ -288,7 +288,7 @@ class TextProposer:
         owed = len(scheduled.tokens) - reading.num_read
         if not owed and tree is not None and not chain:  # without room nothing is caught up
             owed = _num_owed(reading, tree)
-        note = DraftNote(0 if tree is None else tree.num_levels, owed)
+        note = DraftNote(() if tree is None else tuple(tree.pass_rows), owed)
         token_ids = self._allowed(scheduled, self._translated(scheduled, reading, chain))
         survival = self._chances[scheduled.sampling.params.temperature > 0.0].survival(
             len(token_ids)

@@ -28,6 +28,7 @@ from ...core.sampling.sampler import DeviceSampler, PendingTokens
 from ...core.sampling.verifier import Best
 from ..control.outcome import NUM_BEST
 from .gap_model import default_gap_models
+from .step_trees import StepTrees
 from .tree_growth import (
     ANY_LEVEL,
     ROOT,
@@ -36,7 +37,6 @@ from .tree_growth import (
     choose,
     drawn_alone,
     draws_of,
-    frontiers,
     sample_rows,
 )
 
@@ -102,7 +102,7 @@ class TreeGrower:
         needs_history = any(tree.scheduled.sampling.needs_history for tree, _ in first.nodes)
         if isinstance(first.found, Sequence) or needs_history:
             first.read()
-            while any(found := frontiers(trees)):
+            while any(found := StepTrees(trees).frontiers()):
                 self._advance(trees, found).read()
         else:
             self._grow_on_device(first)

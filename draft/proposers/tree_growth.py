@@ -57,21 +57,11 @@ class _Ranking(NamedTuple):
     scores: tuple[float, ...]  # of these; none where a token was drawn alone
 
 
-def _prices(plan: DraftPlan) -> list[float]:
-    """Tokens that 0, 1, ... ``max_draft`` nodes must bring; beyond the known prices as the last."""
-    known = plan.row_prices[: plan.max_draft]
-    if not known:
-        return [0.0] * (plan.max_draft + 1)
-    step = known[-1] - (known[-2] if len(known) > 1 else 0.0)
-    more = range(1, plan.max_draft - len(known) + 1)
-    return [0.0, *known, *(known[-1] + step * each for each in more)]
-
-
 @dataclass(slots=True, eq=False)
 class TreeGrowth:
     """One request's draft as it grows.
 
-    A chain where the request has no spare page. Without prices all ``max_draft`` nodes are grown.
+    A chain where the request has no spare page. `StepTrees` decides which nodes pay for their rows.
     ``source``: the drafter's name. ``page_size``: of its pool, where the KV of nodes lies; 0 if it
     keeps none. ``most_levels``: tokens of a path at most.
     """
@@ -84,9 +74,8 @@ class TreeGrowth:
     nodes: list[_Node] = field(default_factory=list)
     rankings: dict[int, _Ranking] = field(default_factory=dict)  # by expanded node, ROOT among them
     drawn_from: list[Tensor] = field(default_factory=list)  # [vocab] each, where it matters
-    num_levels: int = 0  # that were computed, one after another
+    pass_rows: list[int] = field(default_factory=list)  # of each level computed, one after another
     plan: DraftPlan = field(init=False)
-    _prices: list[float] = field(init=False)  # tokens that so many nodes must bring
     _root: _Node = field(init=False)
     _spare: list[int] = field(init=False)
 
@@ -94,7 +83,6 @@ class TreeGrowth:
         self.plan = self.scheduled.draft_plan
         # What follows a node of the last level could not be verified, and has no slot.
         self.most_levels = min(self.most_levels, self.plan.max_draft)
-        self._prices = _prices(self.plan)
         self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
         self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
         if self.is_tree and self.plan.draft.survival:
@@ -138,7 +126,8 @@ class TreeGrowth:
         """Note what a pass found behind ``node``."""
         if not best.token_ids:
             return
-        self.num_levels += node == ROOT
+        if node == ROOT:
+            self.pass_rows.append(1)
         before = self._at(node)
         known = {self.nodes[index].token_id: index for index in before.children}
         chances = self.gap_model.chances(best.scores) if best.scores else [1.0]
@@ -173,12 +162,17 @@ class TreeGrowth:
         for child in self.nodes[node].children:
             self._scale(child, factor)
 
-    def frontier(self, level: int | None = None) -> list[int]:
-        """The nodes worth expanding: their children may be among the best, above a row's price.
+    def frontier(self, least: float, level: int | None = None) -> list[list[int]]:
+        """The nodes worth expanding: their children may be among the best of the step.
 
-        A node comes behind those before it on its path. ``level``: those of one level alone.
+        ``least``: what one more node must bring, beyond the price of its keys. ``level``: those of
+        one level alone. The best come first, each with those before it on its path that must be
+        computed, too.
         """
-        least, chosen = self._least(), list[int]()
+        least, chosen, paths = least + self.plan.key_price, set[int](), list[list[int]]()
+        survival = self._ranked_survival()
+        if len(survival) == self.plan.max_draft:
+            least = max(least, survival[-1])
         left = self._left()
         if level is not None:
             for index in range(len(self.nodes) - 1, -1, -1):  # what lies behind must be reached
@@ -191,9 +185,11 @@ class TreeGrowth:
             if node.is_open or level not in (None, node.level) or not self._can_open(node):
                 continue
             path = [i for i in self.path(index) if not self.nodes[i].is_open and i not in chosen]
-            if len(chosen) + len(path) <= MOST_EXPANDED and (level is None or path == [index]):
-                chosen += path
-        return chosen
+            fits = 0 < len(path) <= MOST_EXPANDED - len(chosen)
+            if fits and (level is None or path == [index]):
+                chosen.update(path)
+                paths.append(path)
+        return paths
 
     def _left(self) -> list[float]:
         """The chance that each node comes true and no token is known for what follows it."""
@@ -223,39 +219,27 @@ class TreeGrowth:
             else:
                 node.slot = self._spare.pop()
         opened = [index for index in nodes if self.nodes[index].is_open]
-        self.num_levels += bool(opened)
+        if opened:
+            self.pass_rows.append(len(opened))
         return opened
 
-    def _least(self) -> float:
-        """The survival that one more node must exceed."""
-        survival, most, prices = self._ranked_survival(), self.plan.max_draft, self._prices
-        count = self._best(survival)[0]
-        if count == most:
-            return survival[-1] if len(survival) == most else survival[most - 1]
-        ahead = range(count + 1, most + 1)
-        slope = min((prices[more] - prices[count]) / (more - count) for more in ahead)
-        return min(slope, survival[count - 1]) if count else slope
+    def _ranked_survival(self, more: Sequence[float] = ()) -> list[float]:
+        """Survival of the best ``max_draft`` nodes, and of ``more``, the best first."""
+        known = [node.survival for node in self.nodes if node.survival]
+        return sorted([*known, *more], reverse=True)[: self.plan.max_draft]
 
-    def _ranked_survival(self) -> list[float]:
-        return sorted((node.survival for node in self.nodes if node.survival), reverse=True)
+    def worths(self, more: Sequence[float] = ()) -> list[float]:
+        """What each of the best ``max_draft`` nodes brings beyond the price of its keys, falling.
 
-    def _best(self, survival: Sequence[float]) -> tuple[int, float]:
-        """Count the best nodes, by falling ``survival``, that bring most beyond their rows' price.
-
-        Returns that count and gain. A row may cost nothing, and the next one a tile's price.
+        ``more``: survival of nodes that may come.
         """
-        count, most, total = 0, 0.0, 0.0
-        for index, (each, price) in enumerate(zip(survival, self._prices[1:], strict=False), 1):
-            total += each
-            if (net := total - price) > most:
-                count, most = index, net
-        return count, most
+        price = self.plan.key_price
+        return [survival - price for survival in self._ranked_survival(more)]
 
-    def expected_gain(self, frontier: Sequence[int]) -> float:
-        """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
-        survival, left = self._ranked_survival(), self._left()
-        added = [self.gap_model.mean_best * left[node] for node in frontier]
-        return self._best(sorted(survival + added, reverse=True))[1] - self._best(survival)[1]
+    def likely_followers(self, paths: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Survival of the node that is expected behind each of these, as ``paths``."""
+        left, chance = self._left(), self.gap_model.mean_best
+        return [[chance * left[node] for node in path] for path in paths]
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first level down to ``node``."""
@@ -280,18 +264,17 @@ class TreeGrowth:
         slots = [self.nodes[index].slot for index in self.path(node)]
         return [slot for slot in slots if slot is not None]
 
-    def draft(self, num_uncached: int = 0) -> Draft:
-        """The best ``max_draft`` nodes above a row's price, depth first, the best child first.
+    def draft(self, most: int, num_uncached: int = 0) -> Draft:
+        """The best ``most`` nodes, depth first, the best child first.
 
         Where there is room for a chain alone: the better of the drafter's and the one looked up.
         """
-        note = DraftNote(self.num_levels, num_uncached)
+        note = DraftNote(tuple(self.pass_rows), num_uncached)
         known = NO_DRAFT if self.is_tree else self.plan.draft.trunk()
         if known.survival and sum(known.survival) >= sum(node.survival for node in self.nodes):
             return replace(known, survival=[0.0] * len(known.survival), note=note)
         likely = [index for index, node in enumerate(self.nodes) if node.survival]
-        best = sorted(likely, key=lambda index: -self.nodes[index].survival)
-        best = best[: self._best([self.nodes[index].survival for index in best])[0]]
+        best = sorted(likely, key=lambda index: -self.nodes[index].survival)[:most]
         kept, order = set(best), list[int]()
         stack = self._kept_children(self._root, kept)
         while stack:
@@ -358,20 +341,6 @@ def judge_trees(
         if tree is not None and each.output.error is None:
             judged.append((request_id, tree.judge(each.output.token_ids)))
     return judged
-
-
-def frontiers(
-    trees: Sequence[TreeGrowth], level: int | None = None, *, takes_pass: bool = True
-) -> list[list[int]]:
-    """The nodes of each tree to compute next; none where a pass would not pay for itself."""
-    found = [tree.frontier(level) for tree in trees]
-    growing = [(tree, nodes) for tree, nodes in zip(trees, found, strict=True) if nodes]
-    price = max((tree.plan.pass_price for tree, _ in growing), default=0.0)
-    is_worth = (
-        not (price and takes_pass)
-        or sum(tree.expected_gain(nodes) for tree, nodes in growing) > price
-    )
-    return found if is_worth else [[] for _ in trees]
 
 
 def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[SampleRow]:

@@ -169,7 +169,7 @@ class Bench:
         hits = max(min(lm_hits, plan.max_draft), common_len(list(plan.draft.token_ids), list(said)))
         served = said[: hits + 1]
         # the model knows how far to trust itself, and stops where a pass would bring too little
-        most = min(plan.max_draft, lm_hits + 1 if plan.pass_price < 0.5 else 1)
+        most = min(plan.max_draft, lm_hits + 1 if max(plan.pass_prices, default=0.0) < 0.5 else 1)
         num_own = 0 if num_uncached else most
         draft = proposed(
             len(plan.draft.token_ids),

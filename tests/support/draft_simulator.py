@@ -385,13 +385,17 @@ def _next(seat: Seat, policy: Policy) -> Served:
     return Served(seat, request, limit=ANSWER - request.num_output - 1)
 
 
-def _price(served: Served) -> float:
-    """Tokens that one more node must bring."""
+def _price(served: Served, others: int) -> float:
+    """Tokens that one more node must bring beside so many of ``others``."""
     prices = (0.0, *served.plan.row_prices)
     if len(prices) == 1:
         return 0.0
-    at = min(served.num_grown + 1, len(prices) - 1)
-    return prices[at] - prices[at - 1]
+    at = min(served.num_grown + others + 1, len(prices) - 1)
+    return prices[at] - prices[at - 1] + served.plan.key_price
+
+
+def _num_beside(one: Served, served: Sequence[Served]) -> int:
+    return sum(each.num_grown for each in served if each is not one)
 
 
 def _grow(served: Sequence[Served]) -> None:
@@ -402,14 +406,18 @@ def _grow(served: Sequence[Served]) -> None:
     while live:
         worthy = []
         for each in live:
-            survival = each.survival(each.num_grown + 1)
-            if each.num_grown < each.plan.max_draft and survival > _price(each):
+            survival, others = each.survival(each.num_grown + 1), _num_beside(each, served)
+            if each.num_grown < each.plan.max_draft and survival > _price(each, others):
                 each.num_grown += 1
                 worthy.append(survival)
         live = [each for each in live if each.num_grown < each.plan.max_draft]
-        gains = [each.survival(each.num_grown + 1) - _price(each) for each in live]
+        gains = [
+            each.survival(each.num_grown + 1) - _price(each, _num_beside(each, served))
+            for each in live
+        ]
         live = [each for each, gain in zip(live, gains, strict=True) if gain > 0.0]
-        price = max(each.plan.pass_price for each in served)
+        prices = max((each.plan.pass_prices for each in live), key=len, default=())
+        price = prices[min(len(live), len(prices)) - 1] if prices else 0.0
         if not worthy or (price and sum(gain for gain in gains if gain > 0.0) <= price):
             return
 

@@ -24,5 +24,5 @@ def proposed(
     num_wrong = num_own - num_own_hits
     survival = [0.9] * num_own_hits + [0.0] * (num_hits - num_own_hits) + [0.1] * num_wrong
     survival += [0.0] * (num_nodes - len(survival))
-    note = DraftNote(num_levels=num_own, num_uncached=num_uncached)
+    note = DraftNote((1,) * num_own, num_uncached=num_uncached)
     return Draft((0,) * len(survival), ("",) * len(survival), survival=survival, note=note)

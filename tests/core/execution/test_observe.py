@@ -168,7 +168,7 @@ def test_a_proposer_that_is_let_go_is_reported_and_its_taps_stay(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "num_uncached"), [([Draft(note=DraftNote(0, 2))], 2), (None, 0)]
+    ("drafts", "num_uncached"), [([Draft(note=DraftNote((), 2))], 2), (None, 0)]
 )
 def test_where_the_proposer_has_no_draft_what_was_looked_up_is_verified(
     decoder: Decoder, drafts: list[Draft] | None, num_uncached: int

@@ -75,20 +75,21 @@ def test_a_row_of_a_longer_request_must_bring_more() -> None:
     assert free_of(candidates(rows, **behind(10, 4000), budget=2), costs=keys) == [2, 0]
 
 
-def test_the_draft_model_learns_what_a_row_must_bring_its_own_request() -> None:
+def test_the_draft_model_learns_what_a_row_must_bring() -> None:
     costs = CostModel(StepProfile(LINE.forward, {1: 0.01, 101: 0.02}, key_s=1e-4))
     lm = [[0.9, 0.8, 0.7], [0.9, 0.8, 0.7]]
     chosen = allocate(candidates([[], []], lm, **behind(0, 1000)), costs, 1.0)
     assert chosen.row_prices is not None
-    assert chosen.row_prices[0].tolist() == pytest.approx([0.1, 0.2, 0.3])
-    assert chosen.row_prices[1].tolist() == pytest.approx([0.2, 0.4, 0.6])
+    assert chosen.row_prices.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert chosen.key_prices is not None
+    assert chosen.key_prices.tolist() == pytest.approx([0.0, 0.1])
 
 
 def test_the_draft_model_learns_where_a_tile_of_rows_ends() -> None:
     costs = CostModel(StepProfile({1: 1.0, 3: 1.0, 4: 1.5, 6: 1.5}, {1: 0.01, 101: 0.02}))
     chosen = allocate(candidates([[]], [[0.9, 0.8, 0.7, 0.6]]), costs, 1.0)
     assert chosen.row_prices is not None
-    assert chosen.row_prices[0].tolist() == pytest.approx([0.0, 0.0, 0.5, 0.5])
+    assert chosen.row_prices.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.5])
 
 
 def test_nothing_is_taken_where_there_is_nothing_or_no_room() -> None:

@@ -21,6 +21,6 @@ def test_without_odds_the_order_of_the_nodes_ranks_them() -> None:
 
 
 def test_a_draft_without_a_note_tells_of_no_work() -> None:
-    assert DraftOutcome(NO_DRAFT, ()).note == NO_NOTE == DraftNote(0, 0)
-    noted = Draft(note=DraftNote(num_levels=2, num_uncached=3))
+    assert DraftOutcome(NO_DRAFT, ()).note == NO_NOTE == DraftNote((), 0)
+    noted = Draft(note=DraftNote((1, 2), num_uncached=3))
     assert DraftOutcome(noted, ()).note.num_uncached == 3

@@ -24,6 +24,7 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.outcome import NUM_BEST, DraftNote
 from foretoken.draft.proposers.gap_model import GapModel, default_gap_models
 from foretoken.draft.proposers.lm_proposer import LmProposer
+from foretoken.draft.proposers.step_trees import StepTrees, _Group
 from foretoken.draft.proposers.tree_growth import ROOT, TreeGrowth
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
@@ -57,6 +58,20 @@ def row_of(
 
 def grown(row: ScheduledRequest) -> TreeGrowth:
     return TreeGrowth(row, default_gap_models()[True], "lm", PAGE_SIZE)
+
+
+def frontier_of(tree: TreeGrowth) -> list[int]:
+    (nodes,) = StepTrees([tree]).frontiers()
+    return nodes
+
+
+def gain_of(tree: TreeGrowth) -> float:
+    return _Group([tree]).gain({id(tree): [[node] for node in frontier_of(tree)]})
+
+
+def draft_of(tree: TreeGrowth, owed: int = 0) -> Draft:
+    (draft,) = StepTrees([tree]).drafts([owed])
+    return draft
 
 
 CLEAR = Best((1, 2, 3, 4), (9.0, 5.0, 4.0, 3.0))
@@ -121,11 +136,11 @@ def paths(draft: Draft) -> set[tuple[int, ...]]:
 def test_the_best_nodes_are_drafted_depth_first_and_ranked_by_their_survival() -> None:
     tree = grown(row_of(max_draft=4))
     tree.expand(ROOT, CLOSE)
-    frontier = tree.open(tree.frontier())
+    frontier = tree.open(frontier_of(tree))
     assert [tree.nodes[node].token_id for node in frontier] == [5, 6, 7], "of four the last stays"
     for node in frontier[:2]:
         tree.expand(node, CLEAR)
-    draft = tree.draft(0)
+    draft = draft_of(tree)
     assert list(draft.token_ids) == [5, 1, 6, 1]
     assert list(draft.parents) == [-1, 0, -1, 2]
     assert draft.survival[0] > draft.survival[1] > draft.survival[2] > draft.survival[3] > 0.2
@@ -135,17 +150,17 @@ def test_a_row_without_spare_pages_gets_a_chain() -> None:
     tree = grown(row_of(num_spare=0, row_prices=(0.01,)))
     tree.expand(ROOT, CLOSE)
     for _ in range(3):
-        (node,) = tree.open(tree.frontier())
+        (node,) = tree.open(frontier_of(tree))
         tree.expand(node, CLEAR)
-    assert (list(tree.draft(3).token_ids), tree.draft(3).parents) == ([5, 1, 1, 1], ())
-    assert tree.draft(3).note == DraftNote(num_levels=4, num_uncached=3)
+    assert (list(draft_of(tree, 3).token_ids), draft_of(tree, 3).parents) == ([5, 1, 1, 1], ())
+    assert draft_of(tree, 3).note == DraftNote((1, 1, 1, 1), num_uncached=3)
 
 
 def test_a_node_that_is_not_worth_its_row_is_not_drafted() -> None:
     tree = grown(row_of(row_prices=(0.3,)))
     tree.expand(ROOT, CLOSE)
-    assert all(tree.nodes[node].survival > 0.3 for node in tree.frontier())
-    assert len(tree.draft(0).token_ids) == sum(node.survival > 0.3 for node in tree.nodes) < 4
+    assert all(tree.nodes[node].survival > 0.3 for node in frontier_of(tree))
+    assert len(draft_of(tree).token_ids) == sum(node.survival > 0.3 for node in tree.nodes) < 4
 
 
 def test_nodes_that_open_a_tile_of_rows_pay_for_it_together() -> None:
@@ -155,7 +170,7 @@ def test_nodes_that_open_a_tile_of_rows_pay_for_it_together() -> None:
         tree.expand(ROOT, best)
         chance = tree.nodes[0].survival
         assert (2 * chance > tile) == (num_drafted == 4)
-        assert len(tree.draft().token_ids) == num_drafted
+        assert len(draft_of(tree).token_ids) == num_drafted
 
 
 def test_a_pass_pays_by_what_it_brings_beyond_the_rows_that_it_opens() -> None:
@@ -164,7 +179,7 @@ def test_a_pass_pays_by_what_it_brings_beyond_the_rows_that_it_opens() -> None:
     for row in (free, dear):
         tree = grown(row)
         tree.expand(ROOT, CLEAR)
-        gains.append(tree.expected_gain(tree.frontier()))
+        gains.append(gain_of(tree))
     assert gains[0] > gains[1] > 0.0, "a likelier node takes the row of an unlikely one"
 
 
@@ -172,7 +187,7 @@ def test_no_two_nodes_share_a_slot_and_only_the_best_path_lies_at_home() -> None
     tree = grown(row_of(num_tokens=6, max_draft=16, num_spare=3))
     tree.expand(ROOT, CLOSE)
     for _ in range(4):
-        for node in tree.open(tree.frontier()):
+        for node in tree.open(frontier_of(tree)):
             tree.expand(node, CLEAR if tree.nodes[node].level % 2 else CLOSE)
     slots = [node.slot for node in tree.nodes if node.slot is not None]
     assert len(set(slots)) == len(slots) > 10
@@ -184,7 +199,7 @@ def test_no_two_nodes_share_a_slot_and_only_the_best_path_lies_at_home() -> None
 def test_what_the_target_said_is_found_again_and_its_kv_is_called_home() -> None:
     tree = grown(row_of(num_tokens=6))
     tree.expand(ROOT, CLOSE)
-    for node in tree.open(tree.frontier()):
+    for node in tree.open(frontier_of(tree)):
         tree.expand(node, CLEAR)
     second = tree.nodes[1].slot
     assert second is not None
@@ -217,7 +232,7 @@ def test_a_token_that_both_guess_has_the_better_survival_and_counts_for_both() -
     alone.expand(ROOT, CLOSE)
     assert survival_of(tree)[5] == survival_of(alone)[5] > 0.3
     assert survival_of(tree) == survival_of(alone), "nobody else is the worse for it"
-    draft = tree.draft()
+    draft = draft_of(tree)
     assert draft.sources[:2] == ("suffix", "suffix")
     assert list(draft.token_ids[:2]) == [5, 9]
     assert (draft.survival[0] > 0.3, draft.survival[1]) == (True, 0.0), (
@@ -249,21 +264,21 @@ def test_what_one_side_is_sure_of_leaves_little_for_the_other() -> None:
 def test_a_model_goes_on_where_the_text_that_was_looked_up_leaves_doubt() -> None:
     tree = grown(looked_up(9, 10, 11, survival=(0.9, 0.88, 0.8), max_draft=12))
     tree.expand(ROOT, CLOSE)
-    frontier = tree.open(tree.frontier())
+    frontier = tree.open(frontier_of(tree))
     assert [tree.nodes[node].token_id for node in frontier[:3]] == [9, 10, 11]
     assert [tree.nodes[node].slot for node in frontier[:3]] == [6, 7, 8], "in one pass, at home"
     tree.expand(frontier[2], CLEAR)
-    draft = tree.draft()
+    draft = draft_of(tree)
     assert list(draft.token_ids[:4]) == [9, 10, 11, 1]
     assert draft.sources[:4] == ("suffix",) * 3 + ("lm",)
-    assert draft.note.num_levels == 2
+    assert len(draft.note.pass_rows) == 2
 
 
 def test_a_row_without_spare_pages_gets_the_better_chain() -> None:
     for survival, expected in (((0.9, 0.8, 0.7), [9, 10, 11]), ((0.2, 0.1, 0.1), [5])):
         tree = grown(looked_up(9, 10, 11, survival=survival, num_spare=0))
         tree.expand(ROOT, CLOSE)
-        draft = tree.draft(2)
+        draft = draft_of(tree, 2)
         assert (list(draft.token_ids), draft.note.num_uncached) == (expected, 2)
         assert any(draft.survival) == (expected == [5])
 
@@ -278,7 +293,7 @@ def test_a_chain_beside_one_that_was_looked_up_needs_scores_though_rows_have_no_
 def test_the_target_may_walk_from_looked_up_tokens_to_the_models() -> None:
     tree = grown(looked_up(9, 10, survival=(0.6, 0.3), max_draft=12))
     tree.expand(ROOT, CLOSE)
-    for node in tree.open(tree.frontier()):
+    for node in tree.open(frontier_of(tree)):
         tree.expand(node, CLEAR)
     slots = {tree.nodes[node].token_id: tree.nodes[node].slot for node in (0, 1)}
     assert slots == {9: 6, 10: 7}
@@ -383,12 +398,17 @@ def test_a_tree_is_accepted_further_than_a_chain_of_as_many_nodes(pair) -> None:
 def test_growing_ends_where_a_pass_would_not_pay(pair) -> None:
     _, draft = pair
     counts = []
-    for pass_price in (0.0, 0.5, 100.0):
+    for pass_price in (0.0, 0.5, 100.0):  # however many rows it has
         proposer = LmProposer(draft, draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE))
         passes: list[int] = []
         choose = proposer._grower._choose
         proposer._grower._choose = lambda *args, n=passes, do=choose: n.append(1) or do(*args)  # type: ignore[method-assign]
-        row = row_of(max_draft=12, num_spare=3, row_prices=(0.001,), pass_price=pass_price)
+        row = row_of(
+            max_draft=12,
+            num_spare=3,
+            row_prices=(0.001,),
+            pass_prices=(pass_price,) * 6,
+        )
         (found,) = proposer.propose([row])
         assert found.token_ids
         counts.append(len(passes))

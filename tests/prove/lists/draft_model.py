@@ -21,4 +21,28 @@ MUTATIONS = (
         ("test_trees_are_those_of_a_newcomer_whatever_path_was_taken_before",),
         "a node's draft KV is of its own path",
     ),
+    Mutation(
+        "trees-do-not-share-their-rows",
+        "StepTrees.__init__",
+        "for each in (weighed, others) if each]",
+        "for each in (*([tree] for tree in weighed), others) if each]",
+        ("test_the_likeliest_nodes_of_all_trees_take_the_rows_that_cost_nothing",),
+        "a tile of rows is filled by the best nodes of all",
+    ),
+    Mutation(
+        "trees-forget-the-price-of-keys",
+        "TreeGrowth.worths",
+        "return [survival - price for survival in self._ranked_survival(more)]",
+        "return [survival for survival in self._ranked_survival(more)]",
+        ("test_a_node_of_a_longer_request_must_bring_more",),
+        "a row of a long request attends to more keys",
+    ),
+    Mutation(
+        "trees-compute-rows-that-do-not-pay",
+        "_Group.paying",
+        "count = int((gains.cumsum() - prices[rows]).argmax()) + 1",
+        "count = len(paths)",
+        ("test_a_node_is_computed_if_its_row_of_the_pass_pays",),
+        "each row of a drafter's pass has a price",
+    ),
 )

@@ -21,8 +21,8 @@ from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingPar
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import NOT_FINITE, SampledToken
 from foretoken.draft.proposers.lm_proposer import LmProposer
+from foretoken.draft.proposers.step_trees import StepTrees
 from foretoken.draft.proposers.tree_grower import TreeGrower
-from foretoken.draft.proposers.tree_growth import frontiers
 from support.drafts import with_drafts
 
 pytest.importorskip("triton")
@@ -338,7 +338,7 @@ class Drafter:
         def grow(grower: TreeGrower, first: Any) -> None:
             trees = [tree for tree, _ in first.nodes]
             first.read()
-            while any(found := frontiers(trees)):
+            while any(found := StepTrees(trees).frontiers()):
                 grower._advance(trees, found).read()
 
         with pytest.MonkeyPatch.context() as patch:
