@@ -533,7 +533,7 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     return Submit(
         request_id=whole.request_id,
         prompt=whole.prompt,
-        params=params_form(warm_params(params)),
+        params=params_form(warm_params(params, max_tokens=1)),
         seed=whole.seed,
         tenant=whole.tenant,
         cache=cache_form(CacheOptions()),
