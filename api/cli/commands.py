@@ -209,8 +209,12 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_model(parser: Parser) -> None:
+    """Add MODEL. Where it is not given it has no value that could replace the one of --model."""
     model = settings_of(Chosen)["model"]
-    parser.add_argument("model", metavar=model.metavar, nargs="?", help=model.help)
+    parser.set_defaults(model=None)
+    parser.add_argument(
+        "model", metavar=model.metavar, nargs="?", help=model.help, default=argparse.SUPPRESS
+    )
 
 
 def _add_models(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -423,8 +427,11 @@ def listen_options(given: Given) -> Listen:
 def _run(parsed: argparse.Namespace) -> int:
     given = _given_in_terminal(parsed)
     params, (model, options) = given.make(SamplingParams), _model_options(given)
+    from ..build.model_files import BY_NAME
     from .terminal import run
 
+    if parsed.prompt in BY_NAME and model not in (None, *BY_NAME):
+        parsed.parser.error(f"the prompt comes before the model {parsed.prompt}")
     params = _with_adapter(params, options)
     return run(parsed.prompt, model, params, options, show_drafts=parsed.show_drafts)
 

@@ -30,8 +30,19 @@ URL = "http://127.0.0.1:8000"
 NO_MODEL = "MODEL"  # of --show, where no server tells its model's name
 NO_KEY = "none"  # clients want one, a server without keys takes any
 KEY_VARIABLE = "LOCAL_KEY"  # that Codex reads
+MOST_OUTPUT = 32000  # tokens of one answer, as opencode reserves them
+ENOUGH = 32768  # tokens of context, for the first prompts of agents and some turns
 END_SECONDS = 10.0  # for a fresh server to end
 SERVE = "import sys; from foretoken.api.cli import main; sys.exit(main())"
+
+
+class Server(NamedTuple):
+    """Address, model, key and context of a server, for a client."""
+
+    url: str
+    model: str
+    key: str
+    context: int | None  # tokens; None: the server does not tell
 
 
 class Started(NamedTuple):
@@ -47,39 +58,50 @@ class Agent(NamedTuple):
 
     program: str
     get: str
-    start: Callable[[str, str, str], Started]  # url, model, key
+    start: Callable[[Server], Started]
 
 
-def _claude(url: str, model: str, key: str) -> Started:
+def _claude(server: Server) -> Started:
     variables = {
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_AUTH_TOKEN": key,
-        "ANTHROPIC_MODEL": model,
-        "ANTHROPIC_DEFAULT_OPUS_MODEL": model,
-        "ANTHROPIC_DEFAULT_SONNET_MODEL": model,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": server.key,
+        "ANTHROPIC_MODEL": server.model,
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": server.model,
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": server.model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": server.model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
+    if server.context is not None:  # else it believes in a million tokens
+        variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.context)
     return Started(["claude"], variables, ("ANTHROPIC_API_KEY",))
 
 
-def _codex(url: str, model: str, key: str) -> Started:
+def _codex(server: Server) -> Started:
     provider = (
-        f'{{name="foretoken",base_url="{url}/v1",wire_api="responses",env_key="{KEY_VARIABLE}"}}'
+        f'{{name="foretoken",base_url="{server.url}/v1",wire_api="responses",'
+        f'env_key="{KEY_VARIABLE}"}}'
     )
     options = ["-c", "model_provider=foretoken", "-c", f"model_providers.foretoken={provider}"]
-    return Started(["codex", "-m", model, *options], {KEY_VARIABLE: key})
+    if server.context is not None:
+        options += ["-c", f"model_context_window={server.context}"]
+    return Started(["codex", "-m", server.model, *options], {KEY_VARIABLE: server.key})
 
 
-def _opencode(url: str, model: str, key: str) -> Started:
+def _opencode(server: Server) -> Started:
+    model: dict[str, object] = {"name": server.model}
+    if server.context is not None:
+        model["limit"] = {
+            "context": server.context,
+            "output": min(MOST_OUTPUT, server.context // 4),
+        }
     config = {
-        "model": f"foretoken/{model}",
+        "model": f"foretoken/{server.model}",
         "provider": {
             "foretoken": {
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "foretoken",
-                "options": {"baseURL": f"{url}/v1", "apiKey": key},
-                "models": {model: {"name": model}},
+                "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key},
+                "models": {server.model: model},
             }
         },
     }
@@ -116,15 +138,24 @@ def launch(parsed: argparse.Namespace, client_args: Sequence[str]) -> int:
     if not parsed.show and shutil.which(agent.program) is None:
         raise ForetokenError(f"{agent.program} is not installed: {agent.get}")
     key = parsed.api_key or os.environ.get("FORETOKEN_API_KEY")
-    with _server(parsed, key) as (url, name):
-        started = agent.start(url, name, key or NO_KEY)
+    with _server(parsed, key) as server:
+        started = agent.start(server)
         command = [*started.command, *client_args]
         if parsed.show:
             lines = [f"unset {each}" for each in started.without]
             lines += [f"export {n}={shlex.quote(v)}" for n, v in started.variables.items()]
             print("\n".join([*lines, shlex.join(command)]))
             return 0
+        if server.context is not None and server.context < ENOUGH:
+            print(_small_context(server), file=sys.stderr)
         return _run(command, started)
+
+
+def _small_context(server: Server) -> str:
+    return (
+        f"{server.model} has a context of {server.context} tokens, and the first prompt of an "
+        "agent has thousands: serve a model with more, by --max-model-len where it can"
+    )
 
 
 def _run(command: Sequence[str], started: Started) -> int:
@@ -137,8 +168,8 @@ def _run(command: Sequence[str], started: Started) -> int:
 
 
 @contextmanager
-def _server(parsed: argparse.Namespace, key: str | None) -> Iterator[tuple[str, str]]:
-    """Address and model of a running server; of a fresh one for a MODEL or without a running one.
+def _server(parsed: argparse.Namespace, key: str | None) -> Iterator[Server]:
+    """Find the running server; start a fresh one for a MODEL or without a running one.
 
     Raises `ForetokenError`.
     """
@@ -155,7 +186,7 @@ def _server(parsed: argparse.Namespace, key: str | None) -> Iterator[tuple[str, 
             if parsed.url is not None:
                 raise ForetokenError(str(problem)) from None
         if parsed.show:
-            yield URL, NO_MODEL
+            yield Server(URL, NO_MODEL, key or NO_KEY, None)
             return
     with _fresh(_serve_args(parsed)) as url:
         yield _connect(url, key)
@@ -165,14 +196,14 @@ class _NoServerError(ForetokenError):
     """Nothing answers there."""
 
 
-def _connect(url: str, key: str | None) -> tuple[str, str]:
+def _connect(url: str, key: str | None) -> Server:
     from .remote import ServerModel, checked
 
     try:
         model = asyncio.run(ServerModel.connect(url, key))
     except ForetokenError as error:
         raise _NoServerError(str(error)) from None
-    return checked(url), model.name
+    return Server(checked(url), model.name, key or NO_KEY, model.context)
 
 
 def _serve_args(parsed: argparse.Namespace) -> list[str]:

@@ -27,6 +27,7 @@ class ServerModel:
 
     def __init__(self, url: str, key: str | None) -> None:
         self.name = ""
+        self.context: int | None = None  # tokens, where the server tells
         self.sampling: Mapping[str, Any] = {}
         self._takes_ids = False  # other servers may refuse the field
         self._url, self._key = url, key
@@ -39,6 +40,8 @@ class ServerModel:
         try:
             model = json.loads(body)["data"][0]
             found.name = model["id"]
+            context = model.get("max_model_len")  # also vLLM and SGLang tell it
+            found.context = context if isinstance(context, int) else None
             found.sampling = dict(model.get("default_sampling_params") or {})  # foretoken's own
             found._takes_ids = bool(found.sampling)
         except (ValueError, LookupError, TypeError):

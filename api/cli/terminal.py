@@ -21,6 +21,7 @@ from .progress import watch_loading
 
 COLOURS = {"green": 32, "cyan": 36, "magenta": 35, "yellow": 33, "blue": 34, "red": 31}
 RESET = "\x1b[0m"
+NOTHING_CAME = "[no text came: run continues a text as it stands; `foretoken chat` asks questions]"
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -102,12 +103,15 @@ def run(
 ) -> int:
     """Complete one prompt: text on stdout, cost on stderr."""
     colours = palette(show_drafts=show_drafts)
+    texts: list[str] = []
 
     async def answer() -> None:
         llm = AsyncLLM(model, **options)
         await watch_loading(model, llm.start())
         async with llm:
-            await show(llm, prompt, params, colours, [])
+            await show(llm, prompt, params, colours, texts)
+        if not "".join(texts).strip():
+            print(NOTHING_CAME, file=sys.stderr)
 
     asyncio.run(answer())
     return 0

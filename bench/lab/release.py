@@ -1,12 +1,13 @@
 """Builds the packages of a release and tries them as a stranger would: ``make release``.
 
 1. A source distribution and a wheel made from it, into ``dist``; on Linux and x86-64 a second wheel
-   with compiled kernels; ``twine check --strict``.
+   with compiled kernels; ``twine check --strict``; ``dist/SHA256SUMS``.
 2. For each Python that is found, each wheel in an empty environment: the SDK answers,
    ``foretoken selftest`` passes, and a server answers and drains. With compiled kernels no
    compiler is on the PATH.
 3. The two commands of the README, from the unpacked source distribution.
-4. ``dist/SHA256SUMS``.
+
+A trial that failed is made again by ``--built dist``, with ``--python`` for one Python alone.
 
 It runs without foretoken in its own environment, which needs ``build`` and ``twine``.
 """
@@ -64,7 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-readme", action="store_true", help="leave out the README's commands")
     parser.add_argument("--no-install", action="store_true", help="build and check files alone")
     given = parser.parse_args(argv)
-    wheels, sdist = build(given.out) if given.built is None else packages_of(given.built)
+    if given.built is None:
+        wheels, sdist = build(given.out)
+        write_sums(given.out, (*wheels, sdist))
+    else:
+        wheels, sdist = packages_of(given.built)
     if not given.no_install:
         found = [python for name in given.python or PYTHONS if (python := shutil.which(name))]
         if not found:
@@ -73,8 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             try_wheels(python, wheels)
     if not given.no_readme:
         try_readme(sdist)
-    if given.built is None:
-        write_sums(given.out, (*wheels, sdist))
     return 0
 
 

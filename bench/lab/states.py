@@ -5,7 +5,7 @@ computed one after the other over states that no cache holds all of. Figures are
 layer: a decoding row at four places in its page, four rows (a token and three drafts), a row behind
 which nothing is folded and one before which a page is, and a token of a prompt. With
 ``--checkpoint`` whole decode steps of a model are measured besides, at each place of a page and
-where a page is folded.
+where a page is folded, and passes of its MTP layer if it has one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ...api.build.drafts import has_mtp
 from ...core.model.decoder import OwnDecoder
 from ...core.model.loader import load_decoder
 from ...core.ops.base import DeltaWeights, HeadLayout, PackedLinear, RecurrentShape
@@ -33,6 +34,8 @@ from ...core.ops.native.limits import best_seconds, read_bandwidth
 from ...core.ops.native.native_ops import NativeOps
 from ...core.ops.native.state import RecurrentStructs
 from ...core.ops.state_pool import STATE_PAGE_SIZES, StatePool
+from ...draft.heads.mtp import load_mtp
+from ...draft.heads.proposer import HeadProposer
 from ..common.report import RESULTS, heading, table, write_json
 
 PLACES = (0, 5, 10, 15)  # of a decoding row in its page
@@ -136,20 +139,43 @@ def _measured_steps(options: argparse.Namespace) -> dict[str, object]:
         decoder.forward(batch, pool)
         return time.perf_counter() - began
 
-    plain, folding = list[float](), list[float]()
+    has_layer = has_mtp(options.checkpoint, decoder)
+    proposer = _mtp_proposer(options.checkpoint, decoder, pool, page) if has_layer else None
+    plain, folding, passes = list[float](), list[float](), list[float]()
     for turn in range(options.turns + 1):
         found = [step(PROMPT + place, PROMPT + place) for place in range(page)]
         last = step(PROMPT + page, PROMPT)
+        began = time.perf_counter()
+        if proposer is not None:
+            proposer.try_draft(1, PROMPT)
+        passed = time.perf_counter() - began
         if turn:  # the first one warms up
             plain.append(statistics.median(found))
             folding.append(last)
+            passes.append(passed)
     ratios = [last / median for last, median in zip(folding, plain, strict=True)]
-    return {
+    figures: dict[str, object] = {
         "checkpoint": options.checkpoint.name,
         "step, ms": round(1e3 * statistics.median(plain), 2),
         "step that folds, ms": round(1e3 * statistics.median(folding), 2),
         "step that folds / step": round(statistics.median(ratios), 3),
     }
+    if proposer is None:
+        return figures
+    shares = sorted(each / median for each, median in zip(passes, plain, strict=True))
+    return figures | {
+        "MTP pass, ms": round(1e3 * statistics.median(passes), 2),
+        "MTP pass / step": round(statistics.median(shares), 3),
+        "its quarters": [round(shares[len(shares) * at // 4], 3) for at in (1, 3)],
+    }
+
+
+def _mtp_proposer(folder: Path, target: OwnDecoder, pool: KVPool, page_size: int) -> HeadProposer:
+    """The checkpoint's MTP layer as a drafter."""
+    joined = load_mtp(folder, target, keeps_packed=True)
+    own = joined.make_pool(pool.num_pages, page_size=page_size)
+    own.data.zero_()
+    return joined.proposer(own)
 
 
 class _Layers:

@@ -112,13 +112,14 @@ class MtpLayer:
     hidden_norm: Norm
     projection: PackedLinear
     draft_ids: Tensor | None
+    has_own_output: bool = False  # that is not the model's, or rows of it
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the matrices that the model does not have."""
         weights = self.decoder.weights
         linears = [self.projection, *(each for layer in weights.layers for each in layer.linears)]
-        if self.draft_ids is not None:
+        if self.has_own_output or self.draft_ids is not None:
             linears.append(weights.lm_head)
         return sum(each.weight.nbytes for each in linears)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -21,6 +21,7 @@ from ...core.model.config import DecoderConfig
 from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.mtp import MtpLayer, load_mtp_layer
+from ...core.ops.base import RoughOps
 from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool, KvShape
 from .base import PackedHead
@@ -32,6 +33,7 @@ from .packing import PassLayout, PassRows, filled
 from .proposer import Scored
 
 logger = logging.getLogger(__name__)
+LEAST_ROUGH_BYTES = 32 << 20  # of an output layer: fewer stay in caches
 # Of a vocabulary of more than twice as many ids so many are drafted: the first ones, which in the
 # order of a tokenizer are the most frequent, and the last ones, where chat templates have theirs.
 NUM_DRAFT_IDS, NUM_LAST_IDS = 32768, 1024
@@ -118,6 +120,7 @@ def load_mtp(
     layer = load_mtp_layer(
         path, target, keeps_packed=keeps_packed, draft_ids=draft_ids, on_read=on_read
     )
+    layer = with_rough_output(layer)
     joined = join_mtp(layer, target)
     logger.info(
         "MTP: 1 layer of %s drafts %d of %d token ids, with %s of weights and %d bytes of KV a "
@@ -125,6 +128,20 @@ def load_mtp(
         format_size(layer.num_bytes), joined.bytes_per_page(page_size=1),
     )  # fmt: skip
     return joined
+
+
+def with_rough_output(layer: MtpLayer, least_bytes: int = LEAST_ROUGH_BYTES) -> MtpLayer:
+    """The layer with an output in 4 bits, where that has ``least_bytes`` and 16 bits a weight.
+
+    It is most of what a pass reads: a vocabulary's rows beside one layer.
+    """
+    decoder, output = layer.decoder, layer.decoder.weights.lm_head
+    size = output.weight.nbytes
+    if not isinstance(decoder.ops, RoughOps) or size < max(least_bytes, 2 * output.num_weights):
+        return layer
+    weights = replace(decoder.weights, lm_head=decoder.ops.rough_copy(output, decoder.dtype))
+    own = OwnDecoder(decoder.config, weights, decoder.ops)
+    return replace(layer, decoder=own, has_own_output=True)
 
 
 def join_mtp(layer: MtpLayer, target: OwnDecoder) -> JoinedHead:

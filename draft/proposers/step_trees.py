@@ -61,7 +61,7 @@ class _Group:
         self._least: float | None = None
 
     def least(self) -> float:
-        """What one more node must bring, beyond the price of its keys."""
+        """Return what one more node must bring, beyond the price of its keys."""
         if self._least is None:
             worths, prices = self._worths(), self._prices
             count, most = self._best(worths)[0], len(prices) - 1
@@ -77,7 +77,7 @@ class _Group:
         return {id(tree): tree.frontier(self.least(), level) for tree in self.trees}
 
     def paying(self, offered: Mapping[int, Paths]) -> dict[int, Paths]:
-        """Those of the offered nodes for which a pass pays best; none where it does not pay.
+        """Keep the offered nodes for which a pass pays best; none where it does not pay.
 
         Each row of the pass has a price, too: a node is computed if what is expected behind it is
         worth that and a row of the target's pass.
@@ -99,7 +99,7 @@ class _Group:
     def _by_gain(
         self, offered: Mapping[int, Paths]
     ) -> tuple[list[tuple[int, list[int]]], FloatArray]:
-        """All paths with their trees, and what each brings; the best for a row first."""
+        """Sort all paths with their trees, and what each brings; the best for a row first."""
         paths, gains, for_a_row = list[tuple[int, list[int]]](), list[float](), list[float]()
         for tree in self.trees:
             mine, last = offered[id(tree)], np.inf

@@ -229,7 +229,7 @@ class TreeGrowth:
         return sorted([*known, *more], reverse=True)[: self.plan.max_draft]
 
     def worths(self, more: Sequence[float] = ()) -> list[float]:
-        """What each of the best ``max_draft`` nodes brings beyond the price of its keys, falling.
+        """Return what each of the best ``max_draft`` nodes brings beyond the price of its keys, falling.
 
         ``more``: survival of nodes that may come.
         """

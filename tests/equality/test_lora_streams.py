@@ -61,7 +61,9 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             [(4, ("q_proj", "k_proj", "v_proj", "o_proj")), (16, ("down_proj",)), (3, ("up_proj",))]
         )
     ]
-    return AdaptedHouse(target, load_decoder(where / "draft", **options), num_requests=NUM_REQUESTS)
+    return AdaptedHouse(
+        target, load_decoder(where / "draft", **options), indices=range(NUM_REQUESTS)
+    )
 
 
 def order(house: House, seed: int) -> list[int]:

@@ -25,7 +25,7 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     target = load_decoder(save_tiny(where / "target", request.param, vocab_size=256))
     assert target.path == "transformers"
     draft = load_decoder(make_checkpoint(where / "draft", "qwen3", vocab_size=256))
-    return House(target, draft, num_requests=NUM_REQUESTS)
+    return House(target, draft, indices=range(NUM_REQUESTS))
 
 
 def order(house: House, seed: int) -> list[int]:

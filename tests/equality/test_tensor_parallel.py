@@ -53,7 +53,7 @@ def served(
     with tp_decoder(model, size, **options) as target:
         alone = load_decoder(model, **options)  # type: ignore[arg-type]
         kv_dtype: KvDtype = "int8" if kind == "llama_biased" else "auto"
-        yield House(target, alone, kv_dtype, num_requests=COUNTS[backend]), options
+        yield House(target, alone, kv_dtype, indices=range(COUNTS[backend])), options
 
 
 def some(house: House, seed: int, count: int) -> list[int]:

@@ -199,7 +199,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> House:
     return House(
         load_decoder(folder, **options),  # type: ignore[arg-type]
         load_decoder(draft, **options),  # type: ignore[arg-type]
-        num_requests=12,
+        indices=range(12),
     )
 
 
@@ -232,7 +232,7 @@ def test_states_of_modules_that_come_back_change_no_token(model_type: str, tmp_p
     target = load_decoder(save_tiny(tmp_path / "target", model_type, vocab_size=256))
     assert target.path == "transformers"
     draft = load_decoder(make_checkpoint(tmp_path / "draft", "qwen3", vocab_size=256))
-    loads_states(House(target, draft, num_requests=4), OnDisk(tmp_path / "disk"))
+    loads_states(House(target, draft, indices=range(4)), OnDisk(tmp_path / "disk"))
 
 
 @pytest.mark.parametrize("drafter", ["block", "eagle3"])

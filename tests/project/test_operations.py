@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Mapping
 from configparser import RawConfigParser
@@ -30,7 +31,7 @@ from foretoken.core.interface.adapter import Adapter, LoadedAdapter
 from foretoken.core.ops.native import recipe
 from foretoken.core.telemetry.readers import read_states, read_transfers
 from foretoken.radix_cache import PrefixCache, StateSlots
-from support.given import given, listening
+from support.given import given, listening, parser
 from support.observed_app import Observed
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +194,7 @@ def test_the_dashboard_can_be_imported() -> None:
 
 def flags(args: list[str]) -> Any:
     """Parse the arguments as `foretoken` does; exits where one is unknown."""
-    return commands._parser().parse_args(args)
+    return parser().parse_args(args)
 
 
 def listening_by(variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Listen:
@@ -269,6 +270,22 @@ def test_the_container_starts_a_server_that_hears_its_signals(
     # A folder of its own: Kubernetes lets every user write a volume itself.
     assert str(Path(settings["FORETOKEN_CACHE"]).parent) in json.loads(volumes)
     assert any(settings["FORETOKEN_DUMP_DIR"].startswith(each) for each in json.loads(volumes))
+
+
+INSTRUCTIONS = {"FROM", "ARG", "ENV", "RUN", "WORKDIR", "COPY", "USER", "VOLUME", "EXPOSE"} | {
+    "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_every_line_of_an_image_is_an_instruction_and_every_run_is_shell(name: str) -> None:
+    text = re.sub(r"(?m)^#.*\n", "", (ROOT / name).read_text())
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        instruction, _, rest = line.partition(" ")
+        assert not line or instruction in INSTRUCTIONS, line
+        if instruction == "RUN":
+            parsed = subprocess.run(["sh", "-n", "-c", rest], capture_output=True, check=False)
+            assert parsed.returncode == 0, parsed.stderr
 
 
 def test_the_image_for_cpus_compiles_its_kernels_when_it_is_built_and_has_no_compiler() -> None:

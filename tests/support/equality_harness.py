@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -285,7 +285,7 @@ class HouseTiers(Protocol):
 
 
 class House:
-    """A target, a draft model, and what each of the first requests says when it is alone."""
+    """A target, a draft model, and what each of some requests says when it is alone."""
 
     def __init__(
         self,
@@ -293,12 +293,12 @@ class House:
         draft: Decoder,
         kv_dtype: KvDtype = "auto",
         *,
-        num_requests: int = len(REQUESTS),
+        indices: Iterable[int] = range(len(REQUESTS)),
     ) -> None:
         self.target, self.draft, self.kv_dtype = target, draft, kv_dtype
         self.page_size = 16 if target.states else 4
         self.solo = {}
-        for index in range(num_requests):
+        for index in indices:
             self.solo |= self.run([index], None, depth=0)
 
     @classmethod
@@ -309,12 +309,13 @@ class House:
         backend: Literal["torch", "native"] = "torch",
         kv_dtype: KvDtype = "auto",
         impl: ModelImpl = "auto",
+        indices: Iterable[int] = range(len(REQUESTS)),
     ) -> House:
         target, draft = (
             load_decoder(folder, dtype=dtype, exact="batch", backend=backend, impl=impl)
             for folder in pair
         )
-        return cls(target, draft, kv_dtype)
+        return cls(target, draft, kv_dtype, indices=indices)
 
     def run(
         self,

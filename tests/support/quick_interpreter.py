@@ -35,6 +35,8 @@ def quicken() -> None:
     interpreter._get_np_dtype = type_of
     _patch_once(interpreter, tl)
     _share_shapes(tl)
+    _unwrap_at_once(tl)
+    _meet_at_once(tl)
     # It computes whether sums leave 32 bits, and drops the answer outside of its debug mode.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -67,13 +69,18 @@ def _patch_once(interpreter: Any, tl: Any) -> None:
     one else reads the language where it is asked for.
     """
     patch, patched = interpreter._patch_lang, set[int]()
+    seen: dict[int, Any] = {}  # modules of kernels, which live as long as their ids are known
+    unpatched = interpreter._LangPatchScope()
 
     def patch_once(fn: Any) -> Any:
-        known = {id(each) for each in fn.__globals__.values() if each is tl or each is tl.core}
-        if not known <= patched:
-            patch(fn)  # and never restore
-            patched.update(known)
-        return interpreter._LangPatchScope()
+        names = fn.__globals__
+        if id(names) not in seen:
+            seen[id(names)] = names
+            known = {id(each) for each in names.values() if each is tl or each is tl.core}
+            if not known <= patched:
+                patch(fn)  # and never restore
+                patched.update(known)
+        return unpatched
 
     def patch_attribute(place: Any, name: str, member: Any, _: Any, scope: Any) -> None:
         called = getattr(member, "__wrapped__", member)  # which does not look for a semantic again
@@ -103,14 +110,88 @@ def _share_shapes(tl: Any) -> None:
         return core.tuple([tl.constexpr(n) for n in shape]), tl.constexpr(math.prod(shape))
 
     def make_type(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(n.value if type(n) is tl.constexpr else n for n in shape)
-        self.element_ty = element_ty
+        numbers = shape.values if type(shape) is core.tuple else shape
+        sizes = tuple([n.value if type(n) is tl.constexpr else n for n in numbers])
+        self.element_ty, self.sizes = element_ty, sizes
         self.shape, self.numel, text = type_parts(sizes)
         self.name = f"<{text}, {element_ty}>"
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        sizes = tuple(type.shape.values) if type.is_block() else ()
-        self.shape, self.numel = tensor_parts(sizes)
+        self.shape, self.numel = tensor_parts(type.sizes if type.is_block() else ())
 
     tl.block_type.__init__, tl.tensor.__init__ = make_type, make_tensor
+
+
+def _unwrap_at_once(tl: Any) -> None:
+    """Most values are no constants, and most types that are compared are one object."""
+    core, unwrap, equals = tl.core, tl.core._unwrap_if_constexpr, tl.dtype.__eq__
+    integers = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
+    types = (tl.dtype, tl.pointer_type, tl.block_type)
+    plain = frozenset((tl.tensor, int, float, bool, str, type(None), *types))
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is tl.constexpr else unwrap(value)
+
+    core._unwrap_if_constexpr = unwrapped
+    tl.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
+    tl.dtype.is_int = lambda self: self.name in integers
+
+
+def _meet_at_once(tl: Any) -> None:
+    """Operands mostly have one type, or shapes that have met before. Others take the usual way."""
+    from triton.language.semantic import TritonSemantic as Semantic
+
+    check, broadcast = Semantic.binary_op_type_checking_impl, Semantic.broadcast_impl_value
+    promote, promoted = Semantic.computation_type_impl, dict[tuple[Any, ...], Any]()
+
+    def type_of(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, *more: Any) -> Any:
+        key = (a.name, a_is_scalar, b.name, b_is_scalar, *more)
+        if key not in promoted:
+            promoted[key] = promote(self, a, a_is_scalar, b, b_is_scalar, *more)
+        return promoted[key]
+
+    @cache
+    def joined(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+        pairs = list(zip(left, right, strict=False))
+        if len(left) != len(right) or any(a != b and 1 not in (a, b) for a, b in pairs):
+            return None
+        return tuple(map(max, left, right))
+
+    def meet(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        ours, theirs = (getattr(each.type, "sizes", None) for each in (left, right))
+        if ours == theirs:
+            return left, right
+        if ours is None:
+            return fill(self, left, theirs), right
+        if theirs is None:
+            return left, fill(self, right, ours)
+        shape = joined(ours, theirs)
+        if shape is None:
+            return broadcast(self, left, right)
+        return (
+            left if ours == shape else grow(self, left, shape),
+            right if theirs == shape else grow(self, right, shape),
+        )
+
+    def fill(self: Any, scalar: Any, shape: tuple[int, ...]) -> Any:
+        kind = tl.block_type(scalar.dtype, shape)
+        return self.make_tensor(self.builder.create_splat(kind, scalar.handle), kind)
+
+    def grow(self: Any, block: Any, shape: tuple[int, ...]) -> Any:
+        kind = tl.block_type(block.dtype, shape)
+        return self.make_tensor(self.builder.create_broadcast(block.handle, shape), kind)
+
+    def operands(self: Any, left: Any, right: Any, *allowed: bool, **options: bool) -> Any:
+        is_division = len(allowed) > 3 or "div_or_mod" in options
+        if type(left) is type(right) is tl.tensor and not is_division:
+            kind = left.dtype
+            if kind.name == right.dtype.name and not kind.is_ptr():
+                return self.broadcast_impl_value(left, right)
+        return check(self, left, right, *allowed, **options)
+
+    Semantic.binary_op_type_checking_impl, Semantic.broadcast_impl_value = operands, meet
+    Semantic.computation_type_impl = type_of

@@ -92,7 +92,13 @@ _BUILTIN = ("foretoken", "transformers")
 
 
 def _decode(
-    name: str, title: str, setting: Setting, aim: tuple[float, float], *, batch: int
+    name: str,
+    title: str,
+    setting: Setting,
+    aim: tuple[float, float],
+    *,
+    batch: int,
+    prompt_len: int = 32,
 ) -> Row:
     must, stretch = aim
     return Row(
@@ -100,7 +106,7 @@ def _decode(
         title=title,
         setting=setting,
         kind="decode",
-        prompt_len=32,
+        prompt_len=prompt_len,
         batch=batch,
         num_new=33,
         must=must,
@@ -214,6 +220,17 @@ ROWS = (
     *_shape("lfm2-1b", "LFM2-1.2B", prefill=(0.9, 1.2), batches=(1,)),
     *_shape("granite4h-1b", "Granite 4 H 1B", prefill=(0.9, 1.2), batches=(1,)),
     *_shape("mla-1b", "GLM-4.7-Flash, small", prefill=(1.0, 1.15)),
+    *(
+        _decode(
+            f"mla-1b-2048-{batch}",
+            f"GLM-4.7-Flash, small, decode behind 2,048 tokens, batch {batch}",
+            Setting("mla-1b"),
+            (1.0, 1.15),
+            batch=batch,
+            prompt_len=2048,
+        )
+        for batch in (1, 8)
+    ),
     _decode("decode-1-bf16", "decode, batch 1, bf16", _BF16, (1.0, 1.15), batch=1),
     _decode("decode-8-bf16", "decode, batch 8, bf16", _BF16, (1.0, 1.2), batch=8),
     _prefill("prefill-512-bf16", "prefill 512, bf16", _BF16, (0.9, 1.0), prompt_len=512),

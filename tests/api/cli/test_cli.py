@@ -18,7 +18,7 @@ from foretoken.api.cli import commands, terminal
 from foretoken.api.cli.terminal import wants_colour
 from foretoken.api.types.sampling_params import SamplingDefaults
 from foretoken.core.config import EngineConfig
-from support.given import listening
+from support.given import listening, parser
 
 
 @pytest.fixture
@@ -35,24 +35,27 @@ def here(monkeypatch, built):
 
 
 def parse(*args):
-    return commands._parser().parse_args(args)
+    return parser().parse_args(args)
 
 
 def test_version_and_help_are_instant_and_torch_free():
     code = (
         "import sys\nfrom foretoken.api.cli.commands import main\n"
-        "try: main(sys.argv[1:])\nexcept SystemExit as e: assert not e.code\n"
+        "for command in sys.argv[1:]:\n"
+        "    try: main(command.split())\n"
+        "    except SystemExit as e: assert not e.code\n"
+        "    print(end='\\0')\n"
         "assert not {'torch', 'transformers', 'uvicorn', 'zmq'} & set(sys.modules)"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", code, "--version"], check=True, capture_output=True, text=True
-    )
-    assert shown.stdout == f"foretoken {foretoken.__version__}\n"
     names = ("serve", "replica", "run", "chat", "deploy", "bench", "certify", "launch", "pull")
-    for command in ([], *([name] for name in names)):
-        args = [sys.executable, "-c", code, *command, "--help"]
-        shown = subprocess.run(args, check=True, capture_output=True, text=True)
-        assert "usage: foretoken" in shown.stdout
+    asked = ["--version", "--help", *(f"{name} --help" for name in names)]
+    shown = subprocess.run(
+        [sys.executable, "-c", code, *asked], check=True, capture_output=True, text=True
+    )
+    version, *helps, rest = shown.stdout.split("\0")
+    assert version == f"foretoken {foretoken.__version__}\n"
+    assert (len(helps), rest) == (1 + len(names), "")
+    assert all("usage: foretoken" in each for each in helps)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,7 @@ def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
         (["run", "a", "b", "c"], " run: unexpected argument 'c'; a text with spaces needs"),
         (["run", "a", "--seed", "1", "b", "c"], " run: unexpected argument 'b'; a text with"),
         (["run", "a", "b", "--seed", "1", "c"], " run: unexpected argument 'c'; a text with"),
+        (["run", "builtin", "hi"], " run: the prompt comes before the model builtin ("),
     ],
 )  # fmt: skip
 def test_an_unknown_flag_is_an_error_of_its_command_with_the_nearest_one(args, told, capsys):
@@ -108,6 +112,22 @@ def test_an_unknown_flag_is_an_error_of_its_command_with_the_nearest_one(args, t
         code = exited.code
     assert code == 2
     assert capsys.readouterr().err.startswith(f"foretoken{told}")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["serve", "--model", "m"], ["run", "p", "--model", "m"], ["run", "--model", "m", "p"],
+        ["chat", "--model", "m"], ["replica", "--model", "m"], ["certify", "m"],
+        ["launch", "claude", "m"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_model_may_be_a_flag_before_or_behind_the_prompt(args):
+    assert parse(*args).model == "m"
+    assert (
+        parse(*(each for each in args if each not in ("--model", "--model=m", "m"))).model is None
+    )
 
 
 def test_every_engine_option_is_a_flag_of_every_command():
@@ -210,6 +230,12 @@ def test_run_streams_the_answer_and_tells_its_cost(here, say, engine, capsys):
     drafts = r"tokens/step, (\d+) of (\d+) draft tokens accepted \(fake \1 of \2\), "
     assert re.search(drafts + r"0 of \d+ prompt tokens cached, first token \d+ ms", err)
     assert err.count("\n") == 1, "nothing is said of a model that is not there"
+
+
+def test_run_says_what_to_do_where_no_text_comes(here, say, capsys):
+    say("")
+    assert commands.main(["run", "What is 1 + 1?", "folder"]) == 0
+    assert capsys.readouterr().err.endswith(terminal.NOTHING_CAME + "\n")
 
 
 @pytest.mark.parametrize("command", [["run", "hi"], ["chat"]], ids=str)

@@ -17,7 +17,7 @@ from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.settings import Setting, settings_of
-from support.given import given, listening
+from support.given import given, listening, parser
 
 EXAMPLE = Path(foretoken.__file__).parent / "docs" / "operations" / "foretoken.toml"
 ALL = [each for kind in SERVE for each in settings_of(kind).values() if each.name != "config"]
@@ -271,7 +271,7 @@ def test_serve_warns_after_its_log_is_configured(monkeypatch) -> None:
 
 
 def terminal(*args: str) -> Given:
-    return Given(commands._parser().parse_args([*args]), TERMINAL)
+    return Given(parser().parse_args([*args]), TERMINAL)
 
 
 @pytest.mark.parametrize("command", [("run", "x"), ("chat",)], ids=str)

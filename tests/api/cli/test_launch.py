@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ def variables(home: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
+def context(server) -> int:
+    with urllib.request.urlopen(f"{server.url}/v1/models") as answer:
+        return json.load(answer)["data"][0]["max_model_len"]
+
+
 def test_claude_gets_the_server_its_model_and_the_arguments(home, server):
     args = ["launch", "claude", "--url", server.url, "--api-key", "k", "--", "-p", "say hi"]
     assert commands.main(args) == 7
@@ -46,6 +52,7 @@ def test_claude_gets_the_server_its_model_and_the_arguments(home, server):
     assert found["ANTHROPIC_BASE_URL"] == server.url
     assert found["ANTHROPIC_AUTH_TOKEN"] == "k"
     assert found["ANTHROPIC_MODEL"] == found["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "tiny/model"
+    assert found["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == str(context(server))
     assert "ANTHROPIC_API_KEY" not in found
     assert (home / "args").read_text().splitlines() == ["-p", "say hi"]
 
@@ -54,6 +61,7 @@ def test_codex_gets_a_provider(home, server):
     assert commands.main(["launch", "codex", "--url", f"{server.url}/v1", "--", "exec"]) == 7
     args = (home / "args").read_text()
     assert "-m\ntiny/model\n" in args
+    assert f"model_context_window={context(server)}\n" in args
     assert f'base_url="{server.url}/v1",wire_api="responses"' in args
     assert args.endswith("exec\n")
     assert variables(home)["LOCAL_KEY"] == "none"
@@ -63,7 +71,17 @@ def test_opencode_gets_a_config(home, server):
     assert commands.main(["launch", "opencode", "--url", server.url]) == 7
     config = json.loads(variables(home)["OPENCODE_CONFIG_CONTENT"])
     assert config["model"] == "foretoken/tiny/model"
-    assert config["provider"]["foretoken"]["options"]["baseURL"] == f"{server.url}/v1"
+    provider = config["provider"]["foretoken"]
+    assert provider["options"]["baseURL"] == f"{server.url}/v1"
+    limit = provider["models"]["tiny/model"]["limit"]
+    assert limit["context"] == context(server)
+    assert 0 < limit["output"] < limit["context"]
+
+
+def test_a_context_too_small_for_agents_is_told(home, server, capsys):
+    assert commands.main(["launch", "opencode", "--url", server.url]) == 7
+    told = f"tiny/model has a context of {context(server)} tokens"
+    assert capsys.readouterr().err.startswith(told)
 
 
 def test_show_prints_what_would_be_done(server, capsys, monkeypatch):
@@ -89,7 +107,7 @@ def test_show_without_a_server_names_the_usual_address_and_starts_nothing(capsys
 def test_a_model_gets_a_server_of_its_own_which_ends_with_the_client(home, capsys):
     flags = ["--threads", "1", "--max-model-len", "512", "--draft", "none"]
     assert commands.main(["launch", "codex", "builtin", *flags]) == 7
-    line = capsys.readouterr().err.splitlines()[-1]
+    line = capsys.readouterr().err.splitlines()[-2]
     assert line.startswith("a server of its own at http://127.0.0.1:")
     log = Path(line.rpartition(" ")[2])
     try:

@@ -136,7 +136,7 @@ def test_a_cache_that_cannot_be_flushed_keeps_no_adapter() -> None:
 
 
 def test_no_link_is_followed_below_the_folder_that_adapters_must_be_in(tmp_path: Path) -> None:
-    """Also where the path comes from a front, whose files may be others."""
+    """The path may come from a front, whose files are others."""
     (tmp_path / "here" / "sql").mkdir(parents=True)
     (tmp_path / "here" / "link").symlink_to(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "here")

@@ -75,6 +75,13 @@ KINDS: dict[str, Callable[[], Weights]] = {
     "conv of five taps": lambda: make_conv_weights(ConvShape(64, 5)),
 }
 
+# Under Triton's interpreter: a layer of each rule, with more than one head of keys where it counts.
+SMALL_KINDS: dict[str, Callable[[], Weights]] = {
+    "tiled": lambda: make_weights(RecurrentShape(2, 4, 12, 20, conv_len=4, is_tiled=True)),
+    "mamba2": lambda: make_mamba_weights(SMALL),
+    "conv": make_conv_weights,
+}
+
 
 @pytest.fixture(params=["torch", "triton", *every_variant()])
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
@@ -126,6 +133,32 @@ def length_of(ops: Ops) -> int:
     return 66 if is_interpreted(ops) else LENGTH
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[tuple[object, ...], Tensor]:
+    """What `one_by_one` has computed."""
+    return {}
+
+
+@pytest.fixture
+def one_by_one(
+    request: pytest.FixtureRequest, known: dict[tuple[object, ...], Tensor]
+) -> Callable[[Sequences], Tensor]:
+    """Return a function that computes all rows of the first sequence, a pass for each.
+
+    Tests whose weights and inputs are drawn alike compare with the same rows.
+    """
+    drawn = [request.node.callspec.params[name] for name in ("ops", "make")]
+
+    def compute(sequences: Sequences) -> Tensor:
+        key = (*drawn, sequences.length, sequences.page_size, sequences.dtype)
+        if key not in known:
+            known[key] = sequences.one_by_one()
+        sequences.reset()
+        return known[key]
+
+    return compute
+
+
 def random_cuts(chance: random.Random, length: int = LENGTH) -> Iterator[tuple[int, int, int]]:
     """Start, final rows and drafts of passes: chunks, and single rows with drafts."""
     at = 0
@@ -140,13 +173,17 @@ def random_cuts(chance: random.Random, length: int = LENGTH) -> Iterator[tuple[i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_bits_of_a_row_are_those_of_any_cut_and_of_any_drafts(
-    page_size: int, dtype: torch.dtype, make: Callable[..., Weights], ops: Ops
+    page_size: int,
+    dtype: torch.dtype,
+    make: Callable[..., Weights],
+    ops: Ops,
+    one_by_one: Callable[[Sequences], Tensor],
 ) -> None:
     if is_interpreted(ops) and (page_size == 16) != (dtype == torch.float32):
         pytest.skip("takes long: each size and each dtype once")
     weights, length = [make()], length_of(ops)
     sequences = Sequences(ops, weights, length=length, page_size=page_size, dtype=dtype)
-    expected = sequences.one_by_one()
+    expected = one_by_one(sequences)
     for seed in range(1 if is_interpreted(ops) else 6):
         sequences.reset()
         cuts = random_cuts(random.Random(seed), length)
@@ -154,12 +191,13 @@ def test_bits_of_a_row_are_those_of_any_cut_and_of_any_drafts(
         assert torch.equal(torch.cat(found), expected), seed
 
 
-def test_accepted_drafts_are_not_computed_again(make: Callable[..., Weights], ops: Ops) -> None:
+def test_accepted_drafts_are_not_computed_again(
+    make: Callable[..., Weights], ops: Ops, one_by_one: Callable[[Sequences], Tensor]
+) -> None:
     """A pass may begin behind rows that were drafts, more than one page end behind the state."""
     length = length_of(ops)
     sequences = Sequences(ops, [make()], length=length)
-    expected = sequences.one_by_one()
-    sequences.reset()
+    expected = one_by_one(sequences)
     sequences.run(Rows(0, 0, 16))
     run_as_drafts(sequences, start=16, count=1, accepted=DRAFT_ROOM)
     (found,) = sequences.run(Rows(0, 17 + DRAFT_ROOM, length - 17 - DRAFT_ROOM))
@@ -179,10 +217,10 @@ def run_as_drafts(sequences: Sequences, start: int, count: int, accepted: int) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_has_the_bits_of_each_of_its_sequences_alone(kind: str, ops: Ops) -> None:
-    if is_interpreted(ops) and kind not in ("tiled", *RULES):
+    if is_interpreted(ops) and kind not in SMALL_KINDS:
         pytest.skip("takes long: other kinds are compared with the oracle")
-    length = 24 if is_interpreted(ops) else 80
-    sequences = Sequences(ops, [KINDS[kind]()], length=length, count=3)
+    length, kinds = (24, SMALL_KINDS) if is_interpreted(ops) else (80, KINDS)
+    sequences = Sequences(ops, [kinds[kind]()], length=length, count=3)
     expected = [sequences.one_by_one(sequence) for sequence in range(3)]
     sequences.reset()
     cuts = [list(random_cuts(random.Random(seed), length)) for seed in range(3)]
@@ -197,13 +235,15 @@ def test_a_batch_has_the_bits_of_each_of_its_sequences_alone(kind: str, ops: Ops
 
 @pytest.mark.parametrize("num_drafts", [0, 20])
 def test_a_kept_state_continues_with_the_same_bits(
-    num_drafts: int, make: Callable[..., Weights], ops: Ops
+    num_drafts: int,
+    make: Callable[..., Weights],
+    ops: Ops,
+    one_by_one: Callable[[Sequences], Tensor],
 ) -> None:
     """Kept within a chunk, at its very end, and at the start of a pass."""
     length = length_of(ops)
     sequences = Sequences(ops, [make()], length=length, num_slots=8)
-    expected = sequences.one_by_one()
-    sequences.reset()
+    expected = one_by_one(sequences)
     sequences.run(Rows(0, 0, 16, 0, ((0, 1), (16, 2))))
     sequences.run(Rows(0, 16, 32, 0, ((16, 3), (32, 4), (48, 5))))
     sequences.run(Rows(0, 48, 15))
@@ -212,8 +252,9 @@ def test_a_kept_state_continues_with_the_same_bits(
     for position, slot in ((0, 1), (16, 2), (16, 3), (32, 4), (48, 5), (64, 6)):
         sequences.states.logs.fill_(255)
         sequences.states.copy_slot(slot, 0)
-        (found,) = sequences.run(Rows(0, position, length - position))
-        assert torch.equal(found, expected[position:]), position
+        stop = min(position + 18, length) if is_interpreted(ops) else length  # over a page end
+        (found,) = sequences.run(Rows(0, position, stop - position))
+        assert torch.equal(found, expected[position:stop]), position
 
 
 def test_a_decode_step_that_failed_half_way_may_run_again(
@@ -356,7 +397,7 @@ def test_a_decoder_of_both_mixers_has_the_same_bits_in_any_cut(
     """Natively in one call, too; on a GPU in one graph."""
     if is_interpreted(ops) and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
-    mixers, length = Mixers(ops, make(), dtype), 56 if is_interpreted(ops) else 100
+    mixers, length = Mixers(ops, make(), dtype), 36 if is_interpreted(ops) else 100
     pool = mixers.pool()
     expected = torch.cat([mixers.run(pool, at, 1, 0, at_once=False) for at in range(length)])
     assert expected.isfinite().all()
@@ -425,16 +466,17 @@ def test_the_layer_is_that_of_qwen3_next(ratio: int, ops: Ops) -> None:
         norm=layer.norm.weight.data,
         norm_eps=config.rms_norm_eps,
     )
-    x = torch.randn(1, 90, 48)
+    length = 50 if is_interpreted(ops) else 90
+    x = torch.randn(1, length, 48)
     with torch.no_grad():
         expected = layer(x)[0]
         q, k, v, z, b, a = layer.fix_query_key_value_ordering(
             layer.in_proj_qkvz(x), layer.in_proj_ba(x)
         )
-    sequences = Sequences(ops, [weights], length=90)
+    sequences = Sequences(ops, [weights], length=length)
     sequences.mixed = torch.cat([each.flatten(2) for each in (q, k, v, z)], dim=2)
     sequences.gates = torch.cat((b, a), dim=2)
-    (found,) = sequences.run(Rows(0, 0, 90))
+    (found,) = sequences.run(Rows(0, 0, length))
     torch.testing.assert_close(layer.out_proj(found).detach(), expected, atol=2e-5, rtol=1e-4)
 
 
@@ -468,12 +510,13 @@ def test_the_layer_is_that_of_nemotron_h(taps: int, ops: Ops) -> None:
         norm=layer.norm.weight.data,
         norm_eps=config.layer_norm_epsilon,
     )
-    x = torch.randn(1, 90, 48)
+    length = 50 if is_interpreted(ops) else 90
+    x = torch.randn(1, length, 48)
     with torch.no_grad():
         expected, projected = layer(x)[0], layer.in_proj(x)
-    sequences = Sequences(ops, [weights], length=90)
+    sequences = Sequences(ops, [weights], length=length)
     sequences.mixed, sequences.gates = projected[..., rows], projected[..., gates]
-    (found,) = sequences.run(Rows(0, 0, 90))
+    (found,) = sequences.run(Rows(0, 0, length))
     torch.testing.assert_close(layer.out_proj(found).detach(), expected, atol=2e-5, rtol=1e-4)
 
 

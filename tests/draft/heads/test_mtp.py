@@ -24,13 +24,13 @@ from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.model.families.experts import glm4_moe
 from foretoken.core.model.families.registry import MODEL_FAMILIES
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.mtp import count_mtp_layers
+from foretoken.core.model.mtp import count_mtp_layers, load_mtp_layer
 from foretoken.core.model.opening import open_model
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
 from foretoken.draft.heads import mtp
 from foretoken.draft.heads.head_kv import Written
-from foretoken.draft.heads.mtp import MtpProposer, frequent_ids, load_mtp
+from foretoken.draft.heads.mtp import MtpProposer, frequent_ids, load_mtp, with_rough_output
 from foretoken.draft.heads.proposer import DraftStart, Query
 from support.gguf_files import write_gguf
 from support.mtp_checkpoints import (
@@ -143,6 +143,27 @@ def test_a_layer_that_keeps_latents_is_that_of_transformers(tmp_path: Path, back
         Levels(folder, load(folder, backend)).of(prompt_of(9), [5, 7]), expected, strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_large_output_is_rounded_to_four_bits_and_a_small_one_is_not(folder: Path) -> None:
+    target = load(folder, "native")
+    layer = load_mtp_layer(folder, target, keeps_packed=False)
+    assert with_rough_output(layer) is layer
+    rough = with_rough_output(layer, least_bytes=1)
+    before, after = (each.decoder.weights.lm_head for each in (layer, rough))
+    assert after.weight.nbytes < before.weight.nbytes / 4
+    assert rough.num_bytes == layer.num_bytes + after.weight.nbytes
+    hidden = torch.randn(32, target.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    exact, near = (target.ops.logits(hidden, each) for each in (before, after))
+    assert 0.0 < (near - exact).abs().max() < 0.2 * exact.abs().max()
+    assert (near.argmax(-1) == exact.argmax(-1)).float().mean() > 0.8
+    again = with_rough_output(rough, least_bytes=1)
+    assert again is rough, "4 bits are not rounded again"
+
+
+def test_torch_rounds_no_output(folder: Path) -> None:
+    layer = load_mtp_layer(folder, load(folder, "torch"), keeps_packed=False)
+    assert with_rough_output(layer, least_bytes=1) is layer
 
 
 def same_levels(folder: Path, target: OwnDecoder, expected: list[Tensor]) -> None:

@@ -17,6 +17,7 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from support.native_variants import every_variant
+from support.pairs import in_pairs
 from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,17 +113,15 @@ def prompts(kept: Kept, *lens: int) -> list[Segment]:
     ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("page_size", "window"), [(1, 30), (3, None), (16, 100), (512, 1)])
+@pytest.mark.parametrize(
+    ("pages", "shape", "dtype"),
+    in_pairs([(1, 30), (3, None), (16, 100), (512, 1)], SHAPES, DTYPES),
+)
 def test_attention_equals_that_of_torch_on_what_was_kept(
-    page_size: int,
-    window: int | None,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    ops: NativeOps,
+    pages: tuple[int, int | None], shape: tuple[int, int, int], dtype: torch.dtype, ops: NativeOps
 ) -> None:
     """A long prefill beside short ones, then rows that go on from there."""
+    page_size, window = pages
     kept = Kept(shape, page_size, dtype)
     # The longest item of a longer query is longer, and with it the step of its numbers.
     limit = LIMITS[dtype] * (1.5 if kept.heads.head_dim > 256 else 1)

@@ -31,6 +31,7 @@ from foretoken.core.ops.native.plan import NativePlan
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from support.checkpoints import ModelDriver, make_checkpoint
 from support.native_variants import every_variant
+from support.pairs import in_pairs
 from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -222,17 +223,15 @@ def test_embedding_rows_are_the_tables(ops: NativeOps) -> None:
     assert torch.equal(ops.embedding(ids, table), table[ids])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, *LATENTS])
-@pytest.mark.parametrize(("page_size", "window"), [(1, 30), (3, None), (16, 100), (512, 1)])
+@pytest.mark.parametrize(
+    ("pages", "shape", "dtype"),
+    in_pairs([(1, 30), (3, None), (16, 100), (512, 1)], [*SHAPES, *LATENTS], DTYPES),
+)
 def test_attention_equals_torch_over_ragged_batches(
-    page_size: int,
-    window: int | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    ops: NativeOps,
+    pages: tuple[int, int | None], shape: tuple[int, ...], dtype: torch.dtype, ops: NativeOps
 ) -> None:
     """A long prefill beside short ones, then rows that go on from there."""
+    page_size, window = pages
     ours, theirs = Layers(shape, page_size, dtype), Layers(shape, page_size, dtype)
     theirs.norm = ours.norm
     lens, more = (300, 17, 1), (7, 1, 3)

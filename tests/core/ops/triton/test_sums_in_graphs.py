@@ -90,7 +90,7 @@ NUM_SUMS = 2 * CONFIG.num_layers
 
 
 def test_all_ranks_capture_and_replay_the_same_sums_in_one_order() -> None:
-    """Also where the first one alone wants more of a pass, as it does for its drafters."""
+    """The first one may want more of a pass, as it does for its drafters."""
     assert RecordedComm.size <= SIZE
     ON_DEVICE.clear()
     found = []
