@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         argparse fills all places at the first argument, and leaves those empty that may be.
         """
         places = (each for each in self._actions if not each.option_strings and each.nargs == "?")
-        place = next((each for each in places if getattr(parsed, each.dest) is each.default), None)
+        place = next((each for each in places if getattr(parsed, each.dest) is None), None)
         if place is None or argument.startswith("-"):
             return False
         setattr(parsed, place.dest, argument)
