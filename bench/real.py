@@ -357,6 +357,7 @@ def _config(args: argparse.Namespace) -> Iterator[tuple[str, EngineConfig]]:
     options |= {"kv_tokens": 32768, "max_model_len": 2048, "max_running": max(args.concurrency)}
     # SmolLM2's weights come from a 4-bit file: in 4 bits it would draft as itself.
     options["draft"] = args.draft or ",".join(AUTO)
+    options["draft_vocab"] = args.draft_vocab
     if args.model != RANDOM:
         yield args.model, EngineConfig(**options)
         return
@@ -446,6 +447,12 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype", default="bfloat16", help="data type of the weights; auto: as stored"
     )
     parser.add_argument("--draft", help="drafters, as for `foretoken serve --draft`")
+    parser.add_argument(
+        "--draft-vocab",
+        choices=("same", "any"),
+        default="same",
+        help="tokens of a draft model: any, to draft by text (%(default)s)",
+    )
     parser.add_argument(
         "--kinds",
         nargs="+",

@@ -32,8 +32,21 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(None if args is None else [*args], namespace)
         if unknown:
             command: Parser = getattr(parsed, "parser", self)
-            command.refuse(unknown[0].partition("=")[0])
+            if not (len(unknown) == 1 and command.takes_late(unknown[0], parsed)):
+                command.refuse(unknown[0].partition("=")[0])
         return parsed
+
+    def takes_late(self, argument: str, parsed: argparse.Namespace) -> bool:
+        """Whether an argument behind flags is that of an optional place, which then has it.
+
+        argparse fills all places at the first argument, and leaves those empty that may be.
+        """
+        places = (each for each in self._actions if not each.option_strings and each.nargs == "?")
+        place = next((each for each in places if getattr(parsed, each.dest) is None), None)
+        if place is None or argument.startswith("-"):
+            return False
+        setattr(parsed, place.dest, argument)
+        return True
 
     def refuse(self, argument: str) -> NoReturn:
         """Print that this command has no such argument and exit with status 2."""

@@ -289,16 +289,18 @@ class CompletionsRoute(Dialect[CompletionRequest]):
         refuse(body)
         params, prompts = completion_params(body), read_prompts(body.prompt)
         self.service.check_room(len(prompts), params.n)
-        echoed = await self._echoed(prompts) if body.echo else None
+        generates = params.max_tokens != 0
+        echoed = await self._echoed(prompts, generates=generates) if body.echo else None
         return warm_params(params) if is_prewarm(body) else params, prompts, echoed
 
-    async def _echoed(self, prompts: list[Prompt]) -> list[str]:
+    async def _echoed(self, prompts: list[Prompt], *, generates: bool) -> list[str]:
         tokenizer = self.service.llm.tokenizer
         added_ids = await tokenizer.encode("")
         texts: list[str] = []
         for prompt in prompts:
             if not isinstance(prompt, str):
-                tokenizer.check_ids(prompt, self.service.llm.built.vocab_size)
+                vocab_size = self.service.llm.built.vocab_size
+                tokenizer.check_ids(prompt, vocab_size, generates=generates)
                 prompt = echo_ids(tokenizer, prompt, added_ids)
             texts.append(prompt)
         return texts

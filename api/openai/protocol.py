@@ -211,7 +211,7 @@ class RankBody(Struct, kw_only=True):
 
 
 class RerankBody(Struct, kw_only=True):
-    """Answer of /v1/rerank and /rerank: the best document first."""
+    """Answer of /v1/rerank, /v2/rerank and /rerank: the best document first."""
 
     id: str
     model: str

@@ -1,4 +1,4 @@
-"""POST /v1/rerank and /v1/score: how well documents answer a query."""
+"""POST /v1/rerank, /v2/rerank and /v1/score: how well documents answer a query."""
 
 from __future__ import annotations
 
@@ -36,12 +36,18 @@ class RerankRoute(PooledRoute[RerankRequest]):
         return decode_rerank(data)
 
     async def open(self, body: RerankRequest) -> Reply:
-        """Open all documents; their prompts are written and computed when it is read."""
+        """Open all documents; their prompts are written and computed when it is read.
+
+        Raises `InvalidRequest` for two instructions.
+        """
+        if None not in (body.instruct, body.instruction):
+            message = "the body must not have both instruct and instruction"
+            raise InvalidRequest(message, param="instruction")
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
         prompts = self._reranker.open(
             [(body.query, text) for text in texts],
             params_of(body),
-            body.instruct,
+            body.instruction if body.instruct is None else body.instruct,
             name=entry_names("documents", len(texts)),
             query_name=entry_names("query", 1),
             cache=cache_of(body),

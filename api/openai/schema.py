@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from ...core.errors import InvalidRequest
 from ..media.sources import Detail, ImageSource, Placed, join_parts
 from ..protocol.sampling import (
+    Count,
     Guess,
     Milliseconds,
     Name,
@@ -117,6 +118,7 @@ class CompletionRequest(OpenAISampling, kw_only=True):
     """Body of /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
+    max_tokens: Count | None = None  # 0: the prompt alone
     prediction: Prediction | Guess | None = None  # an extension
     echo: bool | None = None
     logprobs: NumTop | None = None
@@ -184,13 +186,14 @@ Documents = Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MA
 
 
 class RerankRequest(PooledRequest, kw_only=True):
-    """Body of /v1/rerank and /rerank."""
+    """Body of /v1/rerank, /v2/rerank and /rerank; ``instruction``: vLLM's name of ``instruct``."""
 
     query: Query
     documents: Documents
     top_n: Positive | None = None
     return_documents: bool | None = None
     instruct: str | None = None
+    instruction: str | None = None
 
 
 class ScoreRequest(PooledRequest, kw_only=True):

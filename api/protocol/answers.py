@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from msgspec import Struct
@@ -54,7 +53,7 @@ async def prewarm(
 def warm_usage(service: Service, done: Completion) -> Usage:
     """Usage of a prompt that was put into the cache; raises `ApiError` if it was aborted."""
     refuse_aborted(service, done.choices[0].finish_reason, 0)
-    return replace(done.usage, completion_tokens=0)
+    return done.usage
 
 
 def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:

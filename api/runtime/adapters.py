@@ -12,7 +12,7 @@ from pathlib import Path
 from ...core.engine.inbox import TokenStream
 from ...core.errors import InvalidRequest
 from ...core.interface.adapter import LoadedAdapter, adapter_group, adapter_namespace
-from ..build.adapter_loader import AdapterLoader
+from ..build.adapter_loader import AdapterFolder, AdapterLoader
 
 logger = logging.getLogger(__name__)
 MAX_NAMESPACES = 4096  # of one adapter that are dropped from KV tiers when it is unloaded
@@ -129,8 +129,10 @@ class Adapters:
         loaded = (*self._served.values(), *self._leaving)
         return [adapter_namespace(each.group, salt) for each in loaded]
 
-    async def load(self, name: str, folder: Path) -> ServedAdapter:
+    async def load(self, name: str, folder: Path, below: Path | None = None) -> ServedAdapter:
         """Load an adapter, in the place of one that has the name: its requests go on with it.
+
+        ``below``: as `AdapterFolder`'s.
 
         Raises `InvalidRequest` for a name that cannot be had or too many adapters, and what the
         loader raises.
@@ -142,7 +144,8 @@ class Adapters:
         async with self._loading:
             self._check_room(name)
             self._last_number += 1
-            loaded = await loader.load(name, self._last_number, folder)
+            where = AdapterFolder(folder, below)
+            loaded = await loader.load(name, self._last_number, where)
             try:  # requests may have begun that keep the one of that name
                 self._check_room(name)
             except InvalidRequest:

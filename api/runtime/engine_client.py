@@ -392,11 +392,10 @@ class EngineClient:
         request_id: str | None = None,
         note: PromptNote = NO_NOTE,
     ) -> Usage:
-        """Compute a prompt and leave it in the cache. The generated token is discarded."""
+        """Compute a prompt and leave it in the cache."""
         params = warm_params(SamplingParams(cache_salt=cache_salt))
         answer = await self.open(prompt, params, request_id=request_id, cache=cache, note=note)
-        completion = await self.finish(answer)
-        return replace(completion.usage, completion_tokens=0)
+        return (await self.finish(answer)).usage
 
     def explain(self, response_id: str, *, previous_id: str | None = None) -> Explanation | None:
         """Explain the cache misses of a prompt, compared with another; None if one is unknown.
@@ -483,7 +482,8 @@ class EngineClient:
 
     async def _prepare(self, answer: Answer, prompt: Prompt, param: str = "prompt") -> None:
         """Tokenise; ``param``: the field that has the prompt, for errors."""
-        own, generates = self.tokenizer, answer.pooling is None
+        own = self.tokenizer
+        generates = answer.pooling is None and answer.params.max_tokens != 0
         if isinstance(prompt, str):
             answer.prompt_token_ids = await own.encode(prompt, param=param, generates=generates)
         else:

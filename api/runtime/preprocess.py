@@ -71,10 +71,10 @@ def one_params(params: object) -> SamplingParams:
     return params
 
 
-def warm_params(params: SamplingParams) -> SamplingParams:
-    """Parameters that compute the same prompt and a single token."""
+def warm_params(params: SamplingParams, *, max_tokens: int = 0) -> SamplingParams:
+    """Parameters that compute the same prompt, alone or with a few tokens."""
     return SamplingParams(
-        max_tokens=1,
+        max_tokens=max_tokens,
         speculation="off",
         cache_salt=params.cache_salt,
         lora=params.lora,

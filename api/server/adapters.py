@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...core.errors import InvalidRequest, ModelLoadError
-from ...core.model.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from ...core.model.adapter_files import leads_over_link
+from ..build.adapter_loader import AdapterFolder
 from ..protocol.sampling import decoder
 from ..runtime.adapters import UnknownAdapter
 from ..serving.errors import ApiError, JsonResponse, unknown_model
@@ -68,7 +69,7 @@ class AdapterRoutes:
             adapter_folder, self.service.settings.lora_dir, body.lora_path
         )
         try:
-            adapter = await self.service.llm.adapters.load(body.lora_name, folder)
+            adapter = await self.service.llm.adapters.load(body.lora_name, *folder)
         except ModelLoadError as error:
             raise InvalidRequest(str(error), param="lora_path") from error
         loaded = adapter.loaded
@@ -95,7 +96,7 @@ class AdapterRoutes:
         return await self.service.read_bytes(request)
 
 
-def adapter_folder(root: str | None, given: str) -> Path:
+def adapter_folder(root: str | None, given: str) -> AdapterFolder:
     """The folder of an adapter below ``root``, relative to it or absolute. Blocking.
 
     Raises `ApiError` 403 for a path outside, one with ``..``, and one with a link: what a link
@@ -109,14 +110,12 @@ def adapter_folder(root: str | None, given: str) -> Path:
     path = base / given
     if not path.is_relative_to(base) or path == base:
         raise _forbidden("lora_path must be below the folder of --lora-dir")
-    steps = [*path.relative_to(base).parts]
-    places = [base.joinpath(*steps[: count + 1]) for count in range(len(steps))]
     try:
-        if any(place.is_symlink() for place in (*places, path / CONFIG_FILE, path / WEIGHTS_FILE)):
+        if leads_over_link(path, base):
             raise _forbidden("lora_path must not lead over a link")
     except (OSError, ValueError) as error:  # as a part that is too long
         raise _forbidden("lora_path cannot be read") from error
-    return path
+    return AdapterFolder(path, base)
 
 
 def _forbidden(message: str) -> ApiError:

@@ -366,6 +366,7 @@ def _routes(service: Service) -> list[Route]:
         "/v1/completions/render": CompletionsRender(service),
         "/v1/branches": BranchesRoute(service),
         "/rerank": RerankRoute(service),
+        "/v2/rerank": RerankRoute(service),
         "/v1/responses/input_tokens": ResponsesCount(service, store),
         "/v1/responses/render": ResponsesRender(service, store),
         "/v1/messages/count_tokens": MessagesCount(service),

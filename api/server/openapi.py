@@ -181,6 +181,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         body=RerankRequest, answer=openai.RerankBody, errors=GENERATES
     ),
     ("POST", "/rerank"): Operation(body=RerankRequest, answer=openai.RerankBody, errors=GENERATES),
+    ("POST", "/v2/rerank"): Operation(
+        body=RerankRequest, answer=openai.RerankBody, errors=GENERATES
+    ),
     ("POST", "/v1/score"): Operation(body=ScoreRequest, answer=openai.ScoresBody, errors=GENERATES),
     ("POST", "/v1/responses"): Operation(
         body=ResponsesRequest,

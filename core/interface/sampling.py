@@ -40,10 +40,11 @@ Made = TypeVar("Made")
 class TokenSamplingParams:
     """Options of the choice of tokens. A bad value raises `InvalidRequest` naming its field.
 
-    ``max_tokens=None`` means up to the end of the context; ``temperature=0`` is greedy; ``top_k=0``
-    and ``top_p=1`` are off. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives
-    wanted beside the token itself. ``kv_budget``: tokens of the answer that keep their KV, where
-    the engine evicts; None: as the engine is set.
+    ``max_tokens=None`` means up to the end of the context, and 0 that the prompt alone is computed;
+    ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1`` are off. ``logprobs`` and
+    ``prompt_logprobs`` are the number of alternatives wanted beside the token itself.
+    ``kv_budget``: tokens of the answer that keep their KV, where the engine evicts; None: as the
+    engine is set.
     """
 
     temperature: float = 1.0
@@ -105,7 +106,7 @@ BOUNDS = with_defaults(
         ("top_p", check_number, 0.0, 1.0),
         ("top_k", check_integer, -1, MAX_INT),
         ("min_p", check_number, 0.0, 1.0),
-        ("max_tokens", check_integer, 1, MAX_INT),
+        ("max_tokens", check_integer, 0, MAX_INT),
         ("min_tokens", check_integer, 0, MAX_INT),
         ("presence_penalty", check_number, -2.0, 2.0),
         ("frequency_penalty", check_number, -2.0, 2.0),
@@ -193,7 +194,7 @@ class SamplingMetadata:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
     constraint_param: str | None = None  # the field that it was made from, for errors
-    pooling: Pooling | None = None  # None: the request generates
+    pooling: Pooling | None = None  # what it wants in place of tokens
     has_processors: bool = field(init=False)
     needs_history: bool = field(init=False)
     _cache: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
@@ -212,6 +213,11 @@ class SamplingMetadata:
         wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         object.__setattr__(self, "has_processors", reads_history or has_bias)
         object.__setattr__(self, "needs_history", reads_history or wants_logprobs)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the request wants tokens, and not its prompt computed alone."""
+        return self.pooling is None and self.params.max_tokens != 0
 
     def token_id_fields(self) -> dict[str, Collection[int]]:
         """The token ids that the caller's parameters name, by parameter.

@@ -2,5 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+def leads_over_link(folder: Path, below: Path) -> bool:
+    """Whether a part of the path from ``below`` to an adapter's files is a symbolic link. Blocking.
+
+    Raises OSError and ValueError for a path that no file system has, and ValueError for one that
+    is not below.
+    """
+    steps = folder.relative_to(below).parts
+    places = [below.joinpath(*steps[: count + 1]) for count in range(len(steps))]
+    return any(each.is_symlink() for each in (*places, folder / CONFIG_FILE, folder / WEIGHTS_FILE))

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from .base import Ops, PackedLinear
-from .lora import AdaptedRows, PackedLora
+from .lora import AdaptedRows
+
+# Adds to outputs [T, out_features] of a linear what adapters change, of its inputs [T, in_features]
+AddUpdates: TypeAlias = Callable[[Tensor, Tensor, PackedLinear], None]
 
 
 def adapted_ops(ops: Ops, adapted: Sequence[AdaptedRows], device: torch.device) -> Ops:
     """Operations for one pass, whose linears add the updates of adapters to their rows."""
     if not adapted:
         return ops
-    rows = [(each.weights.parts, torch.from_numpy(each.rows).to(device)) for each in adapted]
-    return cast("Ops", _AdaptedOps(ops, rows))
+    parts = [(each.weights.parts, torch.from_numpy(each.rows).to(device)) for each in adapted]
+
+    def add(out: Tensor, x: Tensor, linear: PackedLinear) -> None:
+        for updates, rows in parts:
+            if (lora := updates.get(linear)) is not None:
+                ops.add_lora(out, x, rows, lora)
+
+    return adding_ops(ops, add)
 
 
-def masked_ops(ops: Ops, parts: Mapping[object, PackedLora], mask: Tensor) -> Ops:
-    """Operations of one adapter and its rows in a mask [T] bool that may change; see `adapted_ops`.
-
-    The backend's `Ops.add_lora` must take masks.
-    """
-    return cast("Ops", _AdaptedOps(ops, [(parts, mask)]))
+def adding_ops(ops: Ops, add: AddUpdates) -> Ops:
+    """Operations whose linears end with ``add``."""
+    return cast("Ops", _AddingOps(ops, add))
 
 
-class _AdaptedOps:
+class _AddingOps:
     """All operations of the backend but `linear`, which is another one."""
 
-    def __init__(
-        self, ops: Ops, rows: Sequence[tuple[Mapping[object, PackedLora], Tensor]]
-    ) -> None:
-        self._ops, self._rows = ops, rows
+    def __init__(self, ops: Ops, add: AddUpdates) -> None:
+        self._ops, self._add = ops, add
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - an operation of the backend
         return getattr(self._ops, name)
@@ -42,7 +46,5 @@ class _AdaptedOps:
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """``[T, in_features] -> [T, out_features]``, with the updates of all adapters."""
         out = self._ops.linear(x, weight)
-        for parts, rows in self._rows:
-            if (lora := parts.get(weight)) is not None:
-                self._ops.add_lora(out, x, rows, lora)
+        self._add(out, x, weight)
         return out

@@ -687,8 +687,7 @@ class Ops(Protocol):
     def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
         """Add an update of some rows of ``x`` [T, in_features] to ``out`` [T, out_features].
 
-        ``rows`` [n] int64, rising; or a mask [T] bool, where the backend has graphs. A row's bits
-        depend on that row alone.
+        ``rows`` [n] int64, rising. A row's bits depend on that row alone.
         """
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:

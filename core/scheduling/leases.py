@@ -81,7 +81,7 @@ def would_fit(cache: PrefixCache, request: Request, running: Collection[Request]
     )
     return cache.would_fit(
         request.tokens,
-        request.most_kv(len(request.tokens) + (request.sampling.pooling is None)),
+        request.most_kv(len(request.tokens) + request.sampling.generates),
         namespace=request.namespace,
         limit=cache_limit(request),
         slack=lacking + len(running) * -(-growth // page_size),

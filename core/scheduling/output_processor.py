@@ -60,6 +60,9 @@ def late_end(request: Request) -> Delta:
 
 
 def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
+    if out.token_ids and not request.sampling.generates:
+        delta.finish_reason = FinishReason.LENGTH
+        return
     if _goes_on(request, out.token_ids):
         request.tokens.extend(out.token_ids)
         delta.token_ids.extend(out.token_ids)

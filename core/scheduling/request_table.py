@@ -59,7 +59,7 @@ def check_fits(request: Request, capacity: int) -> None:
     """Raise `PromptTooLong` unless the prompt, and a token if it generates, fit ``capacity``."""
     if not request.tokens:
         raise InvalidRequest("prompt must have at least one token", param="prompt")
-    most = longest_prompt(capacity, generates=request.sampling.pooling is None)
+    most = longest_prompt(capacity, generates=request.sampling.generates)
     if request.prompt_len > most:
         raise PromptTooLong(request.prompt_len, most, context=capacity)
 
@@ -71,7 +71,7 @@ def longest_prompt(capacity: int, *, generates: bool) -> int:
 
 def max_len_of(request: Request, capacity: int) -> int:
     """Return the tokens at which the request ends by length, ``capacity`` at most."""
-    if request.sampling.pooling is not None:
+    if not request.sampling.generates:
         return request.prompt_len
     wanted = request.sampling.params.max_tokens
     return capacity if wanted is None else min(capacity, request.prompt_len + wanted)

@@ -546,8 +546,9 @@ class Scheduler:
                     request.kv_len(request.num_computed), request.kv_len(len(request.tokens))
                 )
                 self.cache.shrink(request.lease, upto)
-        if 0 < len(delta.token_ids) == request.num_output:  # the prompt is computed
-            pin_prompt(self.cache, request)
+        has_begun = 0 < len(delta.token_ids) == request.num_output
+        if has_begun or (delta.finish_reason is not None and not request.sampling.generates):
+            pin_prompt(self.cache, request)  # it is computed
         return delta
 
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:

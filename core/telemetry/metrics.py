@@ -36,6 +36,7 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 PARTS = ("draft", "forward", "verify", "host")
 DEADLINE = "deadline"
+COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
 C = TypeVar("C", bound=Collector)
 
 
@@ -201,7 +202,7 @@ class EngineMetrics:
         if delta.token_ids:
             self._observe_tokens(request, len(delta.token_ids), now)
             self.spec_stats.observe_delta(delta)
-        if delta.pooled is not None:
+        elif delta.finish_reason in COMPLETED and not request.sampling.generates:
             self._observe_prompt(request)
         if delta.terminal:
             self._last_token_times.pop(request.request_id, None)

@@ -18,6 +18,8 @@ RUN_SECONDS = 120.0
 FOREIGN = (
     "OPENAI_",
     "ANTHROPIC_",
+    "COHERE_",
+    "CO_",
     "LANGCHAIN_",
     "LANGSMITH_",
     "LITELLM_",
@@ -70,6 +72,7 @@ CLIENTS = (
     Client(title="OpenAI Agents SDK", script="run_openai_agents.py", environment="openai3"),
     Client(title="LiteLLM", script="run_litellm.py", environment="openai2"),
     Client(title="Instructor", script="run_instructor.py", environment="openai2"),
+    Client(title="Cohere", script="run_cohere.py", environment="openai2"),
     Client(title="smolagents", script="run_smolagents.py", environment="openai3"),
     Client(title="ollama", script="run_ollama.py", environment="openai3"),
     Client(title="openai (JavaScript)", script="js/run_openai.mjs"),
@@ -84,12 +87,17 @@ class Urls(NamedTuple):
 
     scripted: str
     seeing: str  # its model is tiny and random, and sees images
+    ranking: str  # its model is tiny and random, and ranks documents
 
     @property
     def variables(self) -> dict[str, str]:
         """Variables of a client's process."""
         local = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
-        return local | {"FORETOKEN_URL": self.scripted, "FORETOKEN_SEEING_URL": self.seeing}
+        return local | {
+            "FORETOKEN_URL": self.scripted,
+            "FORETOKEN_SEEING_URL": self.seeing,
+            "FORETOKEN_RANKING_URL": self.ranking,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +116,7 @@ class Outcome:
 
 
 def run_client(client: Client, urls: Urls) -> Outcome:
-    """Run a client against the two servers."""
+    """Run a client against these servers."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
     done = subprocess.run(
         client.command(),

@@ -24,8 +24,11 @@ URL = os.environ.get(
 SEEING_URL = os.environ.get(
     "FORETOKEN_SEEING_URL", "http://127.0.0.1:8001"
 )  # of a tiny random model that sees images, with the same key
+RANKING_URL = os.environ.get(
+    "FORETOKEN_RANKING_URL", "http://127.0.0.1:8002"
+)  # of a tiny random model that ranks documents, with the same key
 MODEL = "foretoken-builtin"
-SEEING = "seeing"  # the name of that other model
+SEEING, RANKING = "seeing", "ranking"  # the names of those other models
 KEY = "sk-local"  # that server's --api-key
 
 WEATHER: dict[str, Any] = {
@@ -77,6 +80,25 @@ def check_sight(look: Callable[[str, str], tuple[str, int, int]], num_tokens: in
     expect(again[0], first[0], "the answer about the same picture")
     if not again[2] > other[2]:
         raise AssertionError(f"cached tokens: {again[2]} with the same picture, {other[2]} else")
+
+
+def check_ranking(rank: Callable[..., list[tuple[int, float, str | None]]]) -> None:
+    """Documents come with their scores, the best first, and as many as were asked for.
+
+    ``rank`` is given a query, documents and the most results; it returns the place, the score and
+    the text of each, None where the client has no texts.
+    """
+    query, documents = "how long is a marathon?", ["Bears sleep.", "42 kilometres.", "It is run."]
+    found = rank(query, documents, 3)
+    expect(sorted(place for place, *_ in found), [0, 1, 2], "places")
+    scores = [score for _, score, _ in found]
+    expect(scores, sorted(scores, reverse=True), "scores")
+    if not all(0 < score < 1 for score in scores) or len(set(scores)) < len(scores):
+        raise AssertionError(f"scores: {scores}")
+    for place, _, text in found:
+        if text is not None:
+            expect(text, documents[place], "document")
+    expect([each[:2] for each in rank(query, documents, 2)], [each[:2] for each in found[:2]])
 
 
 def refused(kind: type[Refusal], work: Callable[[], object]) -> Refusal:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from clients.catalog import CLIENTS, HERE, Client, Outcome, Urls, run_client
+from support.embedders import write_reranker
 from support.image_folders import write_image_folder
 from support.server_process import running
 
@@ -21,14 +22,15 @@ FLAGS = ["--api-key", KEY, "--log-level", "error"]
 SCRIPTED = [sys.executable, str(TESTS / "support" / "scripted_server.py"), *FLAGS, "--port", "0",
             "--reasoning-parser", "think"]  # fmt: skip
 SEEING = [*FLAGS, "--served-model-name", "seeing"]
+RANKING = [*FLAGS, "--served-model-name", "ranking"]
 HEAD = """# Clients
 
 These clients work with foretoken by their base URL alone. `PYTHONPATH=tests python -m
 clients.page` writes this page: it runs each client in a process of its own against a real server
-whose model gives scripted answers (`tests/support/scripted_server.py`), and for images against a
-tiny model that sees. `make test` runs them again and fails if this table is not true. The client's
-script (`tests/clients/`) shows under the name of a feature what is asserted; a feature that fails
-is in bold.
+whose model gives scripted answers (`tests/support/scripted_server.py`), and for images and
+scores against tiny models that see and rank. `make test` runs them again and fails if this table is
+not true. The client's script (`tests/clients/`) shows under the name of a feature what is asserted;
+a feature that fails is in bold.
 
 """
 POINTING = """
@@ -42,6 +44,8 @@ SERVED = {
     'f"{URL}/v1"': '"http://127.0.0.1:8000/v1"',
     "`${URL}/v1`": '"http://127.0.0.1:8000/v1"',
     'f"hosted_vllm/{MODEL}"': '"hosted_vllm/smollm2"',
+    r"\bRANKING_URL\b": '"http://127.0.0.1:8000"',
+    r"\bRANKING\b": '"Qwen3-Reranker-0.6B"',
     r"\bURL\b": '"http://127.0.0.1:8000"',
     r"\bMODEL\b": '"smollm2"',
     r"\bKEY\b": f'"{KEY}"',
@@ -50,11 +54,19 @@ SERVED = {
 
 @contextlib.contextmanager
 def servers() -> Iterator[Urls]:
-    """The servers that clients are run against: a scripted one, and one that sees images."""
+    """The servers that clients are run against: scripted, one that sees images, one that ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        write_image_folder(Path(folder))
-        with running(started_by=SCRIPTED) as scripted, running(SEEING, model=folder) as seeing:
-            yield Urls(scripted.url, seeing.url)
+        sees, ranks = Path(folder, "sees"), Path(folder, "ranks")
+        for each in (sees, ranks):
+            each.mkdir()
+        write_image_folder(sees)
+        write_reranker(ranks)
+        with (
+            running(started_by=SCRIPTED) as scripted,
+            running(SEEING, model=str(sees)) as seeing,
+            running(RANKING, model=str(ranks)) as ranking,
+        ):
+            yield Urls(scripted.url, seeing.url, ranking.url)
 
 
 def row(outcome: Outcome) -> str:

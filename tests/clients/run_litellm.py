@@ -6,7 +6,22 @@ import json
 import os
 from typing import Any
 
-from harness import KEY, LONG, MODEL, PREFIX, URL, WEATHER, Features, call, expect, refused, say
+from harness import (
+    KEY,
+    LONG,
+    MODEL,
+    PREFIX,
+    RANKING,
+    RANKING_URL,
+    URL,
+    WEATHER,
+    Features,
+    call,
+    check_ranking,
+    expect,
+    refused,
+    say,
+)
 from pydantic import BaseModel
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network first
@@ -131,6 +146,23 @@ def embeddings() -> None:
     again = litellm.embedding(input=texts[:1], encoding_format="float", **options)
     expect(answer.data[0]["embedding"], again.data[0]["embedding"])
     assert answer.data[1]["embedding"] != again.data[0]["embedding"]
+
+
+@features.feature("rerank")
+def rerank() -> None:
+    for provider, base in (("hosted_vllm", f"{RANKING_URL}/v1"), ("cohere", RANKING_URL)):
+
+        def rank(query: str, documents: list[str], top_n: int) -> list[Any]:
+            answer = litellm.rerank(
+                model=f"{provider}/{RANKING}", query=query, documents=documents, top_n=top_n,  # noqa: B023
+                api_base=base, api_key=KEY,  # noqa: B023
+            )  # fmt: skip
+            return [
+                (each["index"], each["relevance_score"], each.get("document", {}).get("text"))
+                for each in answer.results
+            ]
+
+        check_ranking(rank)
 
 
 @features.feature("errors")

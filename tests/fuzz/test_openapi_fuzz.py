@@ -38,7 +38,8 @@ CHECKS = [
 ]
 ENOUGH = 40  # inputs, of which some are accepted
 ASTRAY = ("cache_salt", "previous_id", "after")  # lead a known id to nowhere
-NOT_SERVED = ("/v1/rerank", "/rerank", "/v1/score")  # the built-in model has no token for yes
+# The built-in model has no token for yes.
+NOT_SERVED = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score")
 ENDLESS = (
     "GET",
     "/ui/events",

@@ -71,7 +71,7 @@ def test_requests_are_counted_by_route_method_and_status_and_never_by_path(
 ) -> None:
     before = server.samples()
     assert server.complete().status_code == 200
-    assert server.complete(max_tokens=0).status_code == 400
+    assert server.complete(max_tokens=-1).status_code == 400
     assert server.ask("GET", f"/v1/models/{MODEL}").status_code == 200
     assert server.ask("GET", f"/{SECRET}").status_code == 404
     assert server.ask("BREW", "/v1/models").status_code == 405

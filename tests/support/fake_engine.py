@@ -137,8 +137,9 @@ class FakeEngine:
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         request.usage.prompt_tokens = request.prompt_len
-        wanted = request.sampling.params.max_tokens or MAX_MODEL_LEN
-        request.max_len = min(request.prompt_len + wanted, MAX_MODEL_LEN)
+        wanted = request.sampling.params.max_tokens
+        most = MAX_MODEL_LEN if wanted is None else request.prompt_len + wanted
+        request.max_len = min(most, MAX_MODEL_LEN)
         stream = TokenStream(request)
         tokens = iter(self.answers(request))
         self._live[request.request_id] = Live(request, stream, tokens)
@@ -214,6 +215,9 @@ class FakeEngine:
         if params.prompt_logprobs is not None and request.num_output == 0:
             ids = request.tokens[1 : request.prompt_len]
             delta.prompt_logprobs = [_logprob(i, params.prompt_logprobs) for i in ids]
+        if not request.sampling.generates:
+            delta.finish_reason = FinishReason.LENGTH
+            return delta
         if self.row_error is not None and request.num_output:
             error = self.row_error
             return Delta(

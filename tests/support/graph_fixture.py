@@ -15,6 +15,7 @@ from foretoken.core.model.rope import RopeSpec
 from foretoken.core.ops.base import (
     AttentionWeights,
     DecoderWeights,
+    Exactness,
     ExpertWeights,
     HeadNorm,
     LayerWeights,
@@ -80,12 +81,14 @@ class Graphs:
         return sum(graph.num_replayed for graph in self.made)
 
 
-def make_decoder(graphs: MakeGraph | None, *, has_experts: bool = False) -> Decoder:
+def make_decoder(
+    graphs: MakeGraph | None, *, has_experts: bool = False, exact: Exactness = "off"
+) -> Decoder:
     """Seeded weights; linears are the library's, which the interpreter does not slow down.
 
     But for the output layer: a graph computes it for as many rows as it has.
     """
-    ops = TritonOps(exact="off", graphs=graphs or "off")
+    ops = TritonOps(exact=exact, graphs=graphs or "off")
     torch.manual_seed(0)
     layers = tuple(
         make_layer(ops, layer.window, index) for index, layer in enumerate(CONFIG.layers)

@@ -10,8 +10,10 @@ from msgspec.structs import replace
 
 from ....core.engine.inbox import NUM_TIMES, TokenStream, retry_seconds
 from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest, QueueFull
+from ....core.interface.adapter import adapter_of
 from ....core.interface.request import Delta, FinishReason, Request
 from ....core.scheduling.output_processor import late_end
+from ...runtime.adapters import UnknownAdapter
 from ..wire.forms import DeltaForm, UsageForm, WireError, delta_of
 from ..wire.messages import (
     KEY_BYTES,
@@ -68,7 +70,10 @@ class Dispatcher:
     # -- from callers ---------------------------------------------------------------------------
 
     def submit(self, request: Request, session: str | None) -> TokenStream:
-        """Send a new request. Raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
+        """Send a new request. Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
+
+        Raises `UnknownAdapter` where no replica has its adapter at this moment.
+        """
         if request.request_id in self.live:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         now = self._clock()
@@ -76,11 +81,18 @@ class Dispatcher:
         if self._waiting or not self._place(live, now):
             if not self._roster.links:
                 raise EngineDead(NO_REPLICA)
+            self._check_adapter(request)
             raise self._queue_full()
         self.live[request.request_id] = live
         self.idle.clear()
         self._metrics.notify.begin(request, now)
         return live.stream
+
+    def _check_adapter(self, request: Request) -> None:
+        links = self._roster.links.values()
+        name = adapter_of(request.namespace)
+        if name is not None and not any(request.adapter in link.adapters for link in links):
+            raise UnknownAdapter(name)
 
     def abort(self, request_id: str) -> None:
         """End a request between two steps; unknown and finished ones are ignored."""

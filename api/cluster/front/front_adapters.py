@@ -6,11 +6,11 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from ....core.errors import EngineDead, ForetokenError, ModelLoadError
 from ....core.interface.adapter import LoadedAdapter
+from ...build.adapter_loader import AdapterFolder
 from ..wire.messages import (
     AdapterFacts,
     Answer,
@@ -46,7 +46,7 @@ class FrontAdapters:
         self._loaded: dict[RemoteAdapter, _Loaded] = {}
         self._equipping: set[asyncio.Task[None]] = set()
 
-    async def load(self, name: str, number: int, folder: Path) -> LoadedAdapter:
+    async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:
         """Have all replicas load an adapter.
 
         Raises `EngineDead` without a replica, `ModelLoadError` where their files differ, and what
@@ -129,8 +129,9 @@ class FrontAdapters:
         await ask_all(self._roster, UnloadAdapter(number=number), number_of, skips=True)
 
 
-def _question(name: str, number: int, folder: Path) -> LoadAdapter:
-    return LoadAdapter(name=name, number=number, path=os.path.abspath(folder))
+def _question(name: str, number: int, folder: AdapterFolder) -> LoadAdapter:
+    below = None if folder.below is None else os.path.abspath(folder.below)
+    return LoadAdapter(name=name, number=number, path=os.path.abspath(folder.path), below=below)
 
 
 def _facts_in(answer: Answer) -> AdapterFacts:

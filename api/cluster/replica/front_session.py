@@ -7,6 +7,7 @@ import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from ....core.errors import EngineDead, ForetokenError
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 MOST_SILENT = 2  # beats of a front that may be missing
 MOST_UNHEARD = 30  # beats in which a front may say its first word; then it is dialled anew
+CANNOT_FETCH = "the pages of a prompt could not be read"
 NEWS_SECONDS = 0.01  # that news of pages wait for deltas to leave with
 
 
@@ -147,22 +149,36 @@ class FrontSession:
             case Drop():
                 self._hosted.drop(message.name)
             case Fetch():
-                self._begin(self._fetch(message.submit))
+                self._fetch(message.submit)
             case Call():
                 self._begin(self._answer(message))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do something beside the requests, until the connection ends."""
         task = asyncio.create_task(work)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
+        return task
 
-    async def _fetch(self, submit: Submit) -> None:
+    def _fetch(self, submit: Submit) -> None:
         """Read pages for a request that is to come; it goes on without them if that fails."""
         try:
-            await self._hosted.fetch(submit)
-        except Exception as error:
-            _log_unless_on_purpose(error, "the pages of a prompt could not be read")
+            offer = self._hosted.offer_of(submit)
+        except WireError as error:
+            _log_unless_on_purpose(error, CANNOT_FETCH)
+            return
+        if offer is not None:
+            # Not by the task itself: one that is cancelled before it begins does nothing.
+            task = self._begin(self._hosted.fetch(submit, offer))
+            task.add_done_callback(partial(self._fetched, offer))
+
+    def _fetched(self, offer: PageOffer, task: asyncio.Task[None]) -> None:
+        """End an offer of pages that are not going to be read."""
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            self._hosted.end_offer(offer)
+        if isinstance(error, Exception):
+            _log_unless_on_purpose(error, CANNOT_FETCH)
 
     async def _answer(self, call: Call) -> None:
         try:

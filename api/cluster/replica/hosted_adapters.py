@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ....core.errors import InvalidRequest
 from ....core.interface.adapter import LoadedAdapter
-from ...build.adapter_loader import AdapterLoader
+from ...build.adapter_loader import AdapterFolder, AdapterLoader
 from ...runtime.adapters import NO_ADAPTERS, ServedAdapter
 from ..wire.forms import WireError
 
@@ -21,7 +19,7 @@ class HostedAdapters:
         self._loader = loader
         self._served: dict[int, ServedAdapter] = {}
 
-    async def load(self, name: str, number: int, folder: Path) -> LoadedAdapter:
+    async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:
         """Load an adapter. Raises `InvalidRequest` where there can be none, and as its loader."""
         if self._loader is None:
             raise InvalidRequest(NO_ADAPTERS, param="lora_name")

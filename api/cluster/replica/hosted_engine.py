@@ -16,6 +16,7 @@ from ....core.interface.request import Delta, Request
 from ....core.interface.transfers import PageOffer
 from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
 from ....radix_cache import HeldPages
+from ...build.adapter_loader import AdapterFolder
 from ...build.built import Built
 from ...runtime.serving_engine import ServingEngine
 from ...structured.compiler import Grammars
@@ -184,16 +185,12 @@ class HostedEngine:
         if offer is not None and transfers.check(offer, len(request.tokens)):
             request.offer = offer
 
-    async def fetch(self, submit: Submit) -> None:
-        """Read the pages of a prompt that another replica still computes. Raises as `make` does."""
-        offer = self.offer_of(submit)
-        if offer is None:
-            return
-        try:
-            request = (await self.make(submit)).request
-        except BaseException:
-            self.end_offer(offer)
-            raise
+    async def fetch(self, submit: Submit, offer: PageOffer) -> None:
+        """Read the pages of a prompt that another replica still computes; see `offer_of`.
+
+        Raises as `make` does; the caller then ends the offer.
+        """
+        request = (await self.make(submit)).request
         self.hand_over(submit, request, offer)
         if request.offer is not None:
             self.engine.fetch(request)
@@ -262,8 +259,9 @@ class HostedEngine:
                 return engine.metrics.render()[0]
             case Report():
                 return body_form(engine.report(question.reason))
-            case LoadAdapter(name=name, number=number, path=path):
-                return facts_form(await self.adapters.load(name, number, Path(path)))
+            case LoadAdapter(name=name, number=number, path=path, below=below):
+                folder = AdapterFolder(Path(path), None if below is None else Path(below))
+                return facts_form(await self.adapters.load(name, number, folder))
             case UnloadAdapter(number=number):
                 self.adapters.unload(number)
                 return 0

@@ -249,6 +249,7 @@ class LoadAdapter(_Question, tag="load_adapter", frozen=True, kw_only=True):
     name: str
     number: Count
     path: str
+    below: str | None = None  # as `AdapterFolder`'s
 
 
 class UnloadAdapter(_Question, tag="unload_adapter", frozen=True, kw_only=True):
@@ -532,7 +533,7 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     return Submit(
         request_id=whole.request_id,
         prompt=whole.prompt,
-        params=params_form(warm_params(params)),
+        params=params_form(warm_params(params, max_tokens=1)),
         seed=whole.seed,
         tenant=whole.tenant,
         cache=cache_form(CacheOptions()),

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+from ....api.build.adapter_loader import AdapterFolder
 from ....api.build.built import Built
 from ....api.build.engine_builder import build
 from ....api.media.placeholders import ImageTokens
@@ -80,7 +81,9 @@ class _Worker:
         loader = self._built.adapters
         assert loader is not None
         for number, each in enumerate(sorted(folder.iterdir())):
-            loaded = self._loop.run_until_complete(loader.load(each.name, number, each))
+            loaded = self._loop.run_until_complete(
+                loader.load(each.name, number, AdapterFolder(each))
+            )
             self._adapters.append(loaded.weights)
 
     def generate(self, call: Call) -> Tokens | Numbers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..base import Ops, PackedLinear
@@ -48,25 +47,11 @@ def pack_linear_lora(ops: Ops, update: LoraUpdate) -> LinearLora:
 def add_linear_lora(ops: Ops, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
     """Add the update of some rows of ``x`` [T, in_features] to ``out`` [T, out_features].
 
-    ``rows``: their indices, or a mask [T] bool: then all updates are computed, for a graph has no
-    number of rows that changes. Sums are float32, and rounded once when they are added.
+    ``rows``: their indices. Sums are float32, and rounded once when they are added.
     """
     assert isinstance(lora, LinearLora)
-    if rows.dtype == torch.bool:
-        _add_masked(ops, out, x, rows.unsqueeze(1), lora)
-        return
     hidden = linear_of_few(ops, x.index_select(0, rows).float(), lora.a)
     for block in lora.blocks:
         added = linear_of_few(ops, hidden[:, block.ranks].contiguous(), block.b)
         before = out[:, block.outs].index_select(0, rows)
         out[rows, block.outs] = added.add_(before.float()).to(out.dtype)
-
-
-def _add_masked(ops: Ops, out: Tensor, x: Tensor, mask: Tensor, lora: LinearLora) -> None:
-    """Add to the rows of ``mask`` [T, 1]; the others keep their bits, whatever is in ``x``."""
-    hidden = linear_of_few(ops, x.float(), lora.a)
-    for block in lora.blocks:
-        added = linear_of_few(ops, hidden[:, block.ranks].contiguous(), block.b)
-        before = out[:, block.outs]
-        changed = added.add_(before.float()).to(out.dtype)
-        out[:, block.outs] = torch.where(mask, changed, before)

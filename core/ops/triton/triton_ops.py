@@ -35,7 +35,6 @@ from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..lora import LoraUpdate, PackedLora
 from ..quantize import Quantize, QuantizedWeight, WeightKind
-from ..torch.lora import LinearLora, add_linear_lora, pack_linear_lora
 from .attention.launch import Rule, attend, merge, scales, shape
 from .availability import unsuited_heads
 from .chain import chained
@@ -44,6 +43,7 @@ from .graph.graphs import MakeGraph, cuda_graphs
 from .graph.plan import DevicePlan, Geometry, TritonPlan, power_of_two
 from .graph.step import TritonStep
 from .linear.experts import ExpertTables, run_experts
+from .linear.lora import TritonLora, add_triton_lora, pack_triton_lora
 from .linear.tiled_linear import TiledLinear, pack_tiled, rough_copy, tiled_linear
 from .recurrent.pass_states import move_on
 from .recurrent.recur import gated_norm, recur
@@ -130,13 +130,13 @@ class TritonOps:
             return tiled_linear(x, weight)
         return F.linear(x, weight.weight, weight.bias)
 
-    def pack_lora(self, update: LoraUpdate, dtype: torch.dtype) -> LinearLora:  # noqa: ARG002
+    def pack_lora(self, update: LoraUpdate, dtype: torch.dtype) -> TritonLora:  # noqa: ARG002
         """Lay out an update in float32, whatever the activations' dtype."""
-        return pack_linear_lora(self, update)
+        return pack_triton_lora(update)
 
     def add_lora(self, out: Tensor, x: Tensor, rows: Tensor, lora: PackedLora) -> None:
         """Add an update of some rows of ``x`` to ``out``."""
-        add_linear_lora(self, out, x, rows, lora)
+        add_triton_lora(out, x, rows, lora)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""

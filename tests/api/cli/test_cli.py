@@ -74,7 +74,7 @@ def test_version_and_help_are_instant_and_torch_free():
         ["run", "x", "--override-generation-config", '{"temp": 1}'],
         ["chat", "--override-generation-config", '{"top_p": 2}'],
         ["run"], ["run", "x", "--top-p", "2"], ["run", "x", "--temperature", "warm"],
-        ["run", "x", "--max-tokens", "0"], ["chat", "--min-p", "-1"], ["bench"],
+        ["run", "x", "--max-tokens", "-1"], ["chat", "--min-p", "-1"], ["bench"],
         ["bench", "nonsense"],
     ],
     ids=" ".join,
@@ -100,6 +100,8 @@ def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
         (["serve", "-q"], " serve: there is no flag -q ("),
         (["--verson"], ": there is no flag --verson (the nearest is --version)"),
         (["run", "a", "b", "c"], " run: unexpected argument 'c'; a text with spaces needs"),
+        (["run", "a", "--seed", "1", "b", "c"], " run: unexpected argument 'b'; a text with"),
+        (["run", "a", "b", "--seed", "1", "c"], " run: unexpected argument 'c'; a text with"),
         (["run", "builtin", "hi"], " run: the prompt comes before the model builtin ("),
     ],
 )  # fmt: skip
@@ -205,6 +207,12 @@ def test_serve_listens_as_its_flags_say(monkeypatch, here):
     served.clear()
     commands.main(["serve"])
     assert served[0].host == "127.0.0.1", "not to be reached from outside unless asked"
+
+
+def test_a_model_may_be_named_behind_flags() -> None:
+    for line in (["hi", "org/m", "--seed", "1"], ["hi", "--seed", "1", "org/m"]):
+        parsed = parse("run", *line)
+        assert (parsed.prompt, parsed.model, parsed.seed) == ("hi", "org/m", 1)
 
 
 def test_run_streams_the_answer_and_tells_its_cost(here, say, engine, capsys):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from foretoken.api.build.adapter_loader import AdapterFolder
 from foretoken.api.cluster.front.replicas import Replicas
 from foretoken.api.cluster.front.routing import Route
 from foretoken.api.cluster.replica.front_session import FrontSession
@@ -32,14 +33,13 @@ from foretoken.api.cluster.wire.messages import (
     prefill_of,
     submit_of,
 )
-from foretoken.api.runtime.adapters import NO_ADAPTERS, Adapters, ServedAdapter
+from foretoken.api.runtime.adapters import NO_ADAPTERS, Adapters, ServedAdapter, UnknownAdapter
 from foretoken.api.runtime.preprocess import make_request
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import (
     EngineDead,
     InvalidRequest,
     ModelLoadError,
-    QueueFull,
 )
 from foretoken.core.interface.adapter import (
     Adapter,
@@ -111,10 +111,12 @@ def test_all_replicas_load_and_unload_an_adapter() -> None:
     async def body() -> None:
         async with front_of(2) as front, replicas_of(front, 2) as replicas:
             adapters = adapters_of(front)
-            loading = asyncio.create_task(adapters.load("sql", FOLDER))
+            loading = asyncio.create_task(adapters.load("sql", FOLDER, FOLDER.parent))
             asked = [await loads(each) for each in replicas]
             served = await loading
-            assert {(each.name, each.path) for each in asked} == {("sql", ABSOLUTE)}
+            below = str(Path(ABSOLUTE).parent)
+            wanted = ("sql", ABSOLUTE, below)
+            assert {(each.name, each.path, each.below) for each in asked} == {wanted}
             assert {each.number for each in asked} == {served.number}
             loaded = served.loaded
             assert (loaded.rank, loaded.num_bytes, loaded.digest) == (4, 100, FILES)
@@ -203,7 +205,7 @@ def test_a_later_replica_serves_the_base_at_once_and_adapters_when_it_has_them()
             assert isinstance(asked.question, LoadAdapter)
             base = front.submit(request("base"))  # it is not behind the one that waits
             assert (await later.submitted()).request_id == "base"
-            with pytest.raises(QueueFull):
+            with pytest.raises(UnknownAdapter, match="no adapter sql is loaded"):
                 front.submit(of(sql, "new"))
             later.send(Answer(call_id=asked.call_id, result=_facts()))
             moved = await later.submitted()
@@ -306,7 +308,7 @@ class Loader:
     def __init__(self) -> None:
         self.weights: list[Adapter] = []
 
-    async def load(self, name: str, number: int, folder: Path) -> LoadedAdapter:
+    async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:
         self.weights.append(Adapter())
         return LoadedAdapter(self.weights[-1], 4, 100, FILES)
 

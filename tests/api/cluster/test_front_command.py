@@ -22,6 +22,7 @@ from foretoken.api.serving.settings import FrontOptions
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.interface.request import FinishReason
 from support.scripted_replica import ScriptedReplica, run, until
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -161,7 +162,8 @@ def test_prompts_that_are_put_into_the_cache_first_wait_for_all_replicas(folder:
             assert llm._replicas is not None
             other = ScriptedReplica(llm._replicas)
             other.send(replica.hello)
-            replica.finish((await replica.submitted()).request_id, 17)
+            request_id = (await replica.submitted()).request_id
+            replica.finish(request_id, finish_reason=FinishReason.LENGTH)
             await warming
             other.die()
 

@@ -319,6 +319,28 @@ def test_pages_that_a_request_names_are_let_go_at_once_where_it_fails(
     within(test)
 
 
+def test_pages_of_a_fetch_that_ends_before_it_begins_are_let_go_at_once(within) -> None:
+    async def test(replica: Replica, _task: object) -> None:
+        offer, ended = SimpleNamespace(page_ids=[1]), list[object]()
+        replica.built.transfers = SimpleNamespace(
+            read=lambda _: Handover(offer=offer),  # type: ignore[arg-type]
+            end=ended.append,
+        )
+        front = await replica.joined()
+        message = msgspec.structs.replace(submit("r", [5, 6, 7], PARAMS), transfer=b"{}")
+        await front.ask(CacheInfo())
+        session = replica.host._session
+        assert session is not None
+        session._take(Fetch(submit=message))
+        session._end([])
+        while not ended:  # noqa: ASYNC110 - a fake has no event for it
+            await asyncio.sleep(0)
+        assert ended == [offer]
+        assert replica.engine.fetched == []
+
+    within(test)
+
+
 def test_a_request_whose_pages_are_named_by_no_json_fails_alone(within) -> None:
     async def test(replica: Replica, _task: object) -> None:
         front = await replica.joined()

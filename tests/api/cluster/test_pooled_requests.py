@@ -43,6 +43,21 @@ def test_a_front_gets_the_numbers_of_a_replica(pooling: Pooling, numbers: array[
     run(body())
 
 
+def test_a_front_gets_the_end_of_a_request_for_no_tokens() -> None:
+    async def body() -> None:
+        async with front_of() as front, replicas_of(front, max_model_len=3) as (replica,):
+            wanted = request(max_tokens=0)
+            stream = front.submit(wanted)
+            sent = await replica.submitted()
+            assert (sent.params.max_tokens, wanted.max_len) == (0, 3)
+            replica.finish("r", finish_reason=FinishReason.LENGTH, usage=Usage(cached_tokens=2))
+            answer = await read(stream)
+            assert (answer.token_ids, answer.finish_reason) == ([], FinishReason.LENGTH)
+            assert (wanted.usage.cached_tokens, wanted.usage.completion_tokens) == (2, 0)
+
+    run(body())
+
+
 def test_a_prompt_may_fill_the_context_of_the_replicas() -> None:
     async def body() -> None:
         async with front_of() as front, replicas_of(front, max_model_len=3):

@@ -44,8 +44,9 @@ def test_scores_are_those_of_transformers_recipe(server: Any, reranker: TinyMode
     instruct = "Find what the question asks for"
     wanted = scores(reranker, instruct)
     body = {"query": SHORT, "documents": DOCUMENTS, "instruct": instruct}
-    for path in ("/v1/rerank", "/rerank"):
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
         answer = httpx.post(server.url + path, json=body).raise_for_status().json()
+        body["instruction"] = body.pop("instruct", None) or instruct  # vLLM's name of it
         found = {each["index"]: each["relevance_score"] for each in answer["results"]}
         assert is_near([found[index] for index in range(len(DOCUMENTS))], wanted)
         best = sorted(range(len(DOCUMENTS)), key=lambda index: -wanted[index])
@@ -92,6 +93,11 @@ def test_scores_of_pairs_come_in_their_order(server: Any, reranker: TinyModel) -
     [
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "a"}, "documents"),
+        (
+            "/v2/rerank",
+            {"query": "a", "documents": ["b"], "instruct": "c", "instruction": "d"},
+            "instruction",
+        ),
         ("/rerank", {"query": "", "documents": ["a"]}, "query"),
         ("/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents"),
         ("/rerank", {"query": "a", "documents": ["a", 3]}, "documents[1]"),

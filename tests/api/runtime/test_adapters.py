@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.api.build.adapter_loader import OwnAdapters
+from foretoken.api.build.adapter_loader import AdapterFolder, OwnAdapters
 from foretoken.api.runtime import adapters as module
 from foretoken.api.runtime.adapters import Adapters
-from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.core.errors import ForetokenError, InvalidRequest, ModelLoadError
 from foretoken.core.interface.adapter import Adapter, LoadedAdapter
 from foretoken.radix_cache import FlushedNamespaces
 
@@ -92,7 +92,7 @@ class Loader:
         self.made: list[LoadedAdapter] = []
         self.unloaded: list[LoadedAdapter] = []
 
-    async def load(self, name: str, number: int, folder: Path) -> LoadedAdapter:
+    async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:
         await self.may_load.wait()
         self.made.append(loaded(folder))
         return self.made[-1]
@@ -133,3 +133,23 @@ def test_a_cache_that_cannot_be_flushed_keeps_no_adapter() -> None:
         await adapters.load("a", Path())
 
     asyncio.run(body())
+
+
+def test_no_link_is_followed_below_the_folder_that_adapters_must_be_in(tmp_path: Path) -> None:
+    """The path may come from a front, whose files are others."""
+    (tmp_path / "here" / "sql").mkdir(parents=True)
+    (tmp_path / "here" / "link").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    loader = OwnAdapters(loaded)
+
+    def load(path: str, below: str | None) -> LoadedAdapter:
+        folder = AdapterFolder(tmp_path / path, None if below is None else tmp_path / below)
+        return asyncio.run(loader.load("sql", 1, folder))
+
+    assert load("here/sql", "here").rank == load("link/sql", "link").rank == 4
+    assert load("here/link", None).rank == 4, "the operator's own paths may lead anywhere"
+    for path in ("here/link", "here/link/here/sql"):
+        with pytest.raises(ModelLoadError, match="leads over a link"):
+            load(path, "here")
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        load("here/sql", "here/sql/deeper")

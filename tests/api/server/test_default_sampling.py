@@ -159,7 +159,7 @@ def test_prewarming_works_with_them(built, engine):
             await prewarm(llm, ChatClient(llm), [Warm(prompt="hi")])
 
     asyncio.run(body())
-    assert engine.requests[-1].sampling.params.max_tokens == 1
+    assert engine.requests[-1].sampling.params.max_tokens == 0
 
 
 # -- where they are shown ------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_prompts_are_computed_one_by_one_with_their_salt_and_pin(run, engine, to
     assert prompt == "<|im_start|>system\nBe brief.<|im_end|>\n"
     assert [(pin.num_tokens > 10**6, pin.ttl) for pin in talk.cache.pins] == [(True, 60)]
     assert (text.namespace, text.cache.pins) == ("a", ())
-    assert [request.sampling.params.max_tokens for request in engine.requests] == [1, 1]
+    assert [request.sampling.params.max_tokens for request in engine.requests] == [0, 0]
 
 
 def test_conversations_are_normalized_as_those_of_requests(run, engine, tokenizer, tmp_path):

@@ -45,6 +45,15 @@ def test_prompt_logprobs_are_told_once_though_preemption_computes_them_twice() -
     assert told == entries
 
 
+def test_a_request_for_no_tokens_ends_with_its_prompt() -> None:
+    request = running(max_tokens=0, prompt_logprobs=0)
+    entries = [TokenLogprob(token_id, -1.0) for token_id in (2, 3)]
+    delta = take(request, token_ids=[EOS], prompt_logprobs=entries, logprobs=entries[:1])
+    assert (delta.token_ids, delta.logprobs, delta.prompt_logprobs) == ([], [], entries)
+    assert delta.finish_reason is FinishReason.LENGTH
+    assert (len(request.tokens), request.num_computed, request.usage.completion_tokens) == (3, 3, 0)
+
+
 def test_log_probabilities_are_cut_as_the_tokens_are() -> None:
     entries = [TokenLogprob(token_id, -1.0) for token_id in (4, EOS, 6)]
     delta = take(running(), token_ids=[4, EOS, 6], draft=TWO, path=(0, 1), logprobs=entries)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
+from foretoken.draft.control import controller
 from foretoken.draft.control.controller import (
     FEW_UNCACHED_TOKENS,
     PAYBACK_STEPS,
@@ -191,6 +192,32 @@ def test_one_pass_serves_all_requests_that_are_drafted_for() -> None:
     costs = with_draft_model(0.9)
     assert not lm_of(candidates([[]], [[0.9]]), costs).num_proposer.any()
     assert lm_of(candidates([[]] * 3, [[0.9]] * 3), costs).num_proposer.tolist() == [1, 1, 1]
+
+
+def test_a_draft_model_that_cannot_pay_is_found_without_trying_and_no_other_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = np.random.default_rng(3)
+    cases = []
+    for _ in range(300):
+        number, width = drawn.integers(1, 4), drawn.integers(1, 6)
+        given = candidates(
+            -np.sort(-drawn.random((number, 3)) * (drawn.random() < 0.5)),
+            -np.sort(-drawn.random((number, width))),
+            num_uncached_draft_tokens=drawn.integers(0, 9, number).tolist(),
+            tokens_per_pass=int(drawn.integers(1, 4)),
+            passes_per_node=float(drawn.uniform(0.2, 1.0)),
+        )
+        cases.append((given, with_draft_model(drawn.uniform(0, 4), 0.1), drawn.uniform(0.2, 2)))
+    quick = [allocate(*case) for case in cases]
+    pays = [controller._may_pay(*case) for case in cases]
+    assert 50 < sum(pays) < 250
+    monkeypatch.setattr(controller, "_may_pay", lambda *_: True)
+    for case, found in zip(cases, quick, strict=True):
+        whole = allocate(*case)
+        for name in ("num_lookup", "num_proposer"):
+            assert getattr(found, name).tolist() == getattr(whole, name).tolist()
+        assert found.net_gain == whole.net_gain
 
 
 def test_the_draft_model_is_not_asked_where_it_may_not_be() -> None:

@@ -43,6 +43,7 @@ def fields(
     )  # fmt: skip
     return [
         *(Field(name, num_rows) for name in rows),
+        Field("adapters", num_rows, torch.int64),  # addresses of their tables
         *(Field(f"counts{work}", 4) for work in range(num_works)),
         *(Field(f"places{work}", num_rows) for work in range(num_works)),
         Field("controls", num_places * NUM_COLUMNS, torch.int64),

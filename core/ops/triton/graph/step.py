@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....sampling.sampler import DraftVocab
-from ...adapted import adapted_ops, masked_ops
 from ...base import (
     AttentionWeights,
     DecoderWeights,
@@ -28,11 +27,12 @@ from ...base import (
 from ...batch import NOTHING_MORE, Taps, Wanted
 from ...kv_pool import KVPool
 from ...layers import run_layers
-from ...lora import AdaptedRows, LoraWeights
+from ...lora import AdaptedRows
 from ..attention.tile_schedule import NARROW_LEN, SPLIT, TileSchedule
 from ..graph_inputs import NUM_BUFFERS, GraphInputs
 from ..recurrent.pass_states import move_on
 from ..sampling.sampler import TritonSampler
+from .adapters import PassAdapters, StepAdapters, room_for
 from .graphs import Graph, MakeGraph
 from .input_fields import ITEM_WORDS, fields, fill, fill_idle, words_needed
 from .lm_head import MAX_ROWS, FusedLmHead, GraphOutputs
@@ -106,7 +106,7 @@ class _Captured:
         plan: TritonPlan,
         works: list[TileSchedule],
         wanted: Wanted,
-        adapted: Sequence[AdaptedRows] = (),
+        adapters: PassAdapters | None = None,
     ) -> LayersOutput:
         """Replay for a pass that fits; its rows hold until the next.
 
@@ -117,9 +117,8 @@ class _Captured:
         batch, to = plan.batch, self.graph_inputs.open()
         states = plan.geometry.pool.states
         num_words = fill(to, batch, works, states)
-        if adapted:  # else it is not read
-            to["adapted"][:] = 0
-            to["adapted"][adapted[0].rows] = 1
+        if adapters is not None:  # else it is not read
+            adapters.fill(to)
         has_chosen = self.head is not None and self.head.fill(to, wanted.draws, batch.num_logits)
         self.graph_inputs.upload(num_words)
         if self.given is not None and wanted.inputs is not None:
@@ -144,10 +143,9 @@ class _PoolGraphs:
         num_places = min(BUCKETS[-1] * self.num_splits, max_places(heads))
         self.partial_sums = PartialSums.of(num_places, heads, pool.data.device)
         self.captured: dict[_Shape, _Captured] = {}
-        # None: it could not be captured. An adapter that is unloaded takes its graphs along.
-        self.adapted: WeakKeyDictionary[LoraWeights, dict[_Shape, _Captured | None]] = (
-            WeakKeyDictionary()
-        )
+        # By the adapters that they have room for; None: it could not be captured.
+        self.adapted: dict[tuple[_Shape, int], _Captured | None] = {}
+        self.growth = 0  # of the tables that those read
         self._taps: dict[Taps, Tensor] = {}
         self._given: Tensor | None = None
 
@@ -210,6 +208,7 @@ class TritonStep:
         self._one_tile = one_tile
         self._make_graph = make_graph
         self._graphs: WeakKeyDictionary[KVPool, _PoolGraphs] = WeakKeyDictionary()
+        self._adapters = StepAdapters(ops, weights.embedding.device)
         self._has_logged = False  # that a pass did not fit
 
     def __call__(
@@ -225,16 +224,17 @@ class TritonStep:
         works = plan.work_lists(self._windows)
         num_rows = len(token_ids)
         bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
-        if bucket is not None and len(adapted) <= 1:
+        adapters = self._adapters.of_pass(adapted)
+        if bucket is not None:
             shape = _Shape.of(bucket, wanted, has_wide=plan.has_wide)
             captured = self._captured(plan.geometry, shape)
             if captured is not None and not captured.fits(plan, works):
                 self._say(plan)
                 captured = None
-            if captured is not None and adapted:
-                captured = self._adapted(plan.geometry, shape, captured, adapted[0].weights)
+            if captured is not None and adapters is not None:
+                captured = self._adapted(plan.geometry, shape, captured, len(adapted))
             if captured is not None:
-                return captured.run(plan, works, wanted, adapted)
+                return captured.run(plan, works, wanted, adapters)
         wanted.tell_started()
         shared = self._graphs.get(plan.geometry.pool)
         partial_sums = None if shared is None else shared.partial_sums
@@ -242,7 +242,7 @@ class TritonStep:
         given = wanted.inputs
         if given is not None:  # the plan may have more rows, which are not there
             given = F.pad(given, (0, 0, 0, len(device.token_ids) - len(given)))
-        ops = adapted_ops(self._ops, adapted, self._weights.embedding.device)
+        ops = self._adapters.ops_of_pass(adapters, device)
         found = GraphOutputs.of(self._layers(device, wanted.taps, given=given, ops=ops))
         logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
         return found.of_pass(num_rows, logit_rows, has_chosen=False)
@@ -299,26 +299,29 @@ class TritonStep:
         return captured
 
     def _adapted(
-        self, geometry: Geometry, shape: _Shape, base: _Captured, adapter: LoraWeights
+        self, geometry: Geometry, shape: _Shape, base: _Captured, num_adapters: int
     ) -> _Captured | None:
-        """The graph of passes with one adapter, captured when it is first asked for.
+        """The graph of passes with so many adapters, captured when it is first asked for.
 
         ``base``: the one without. None where it cannot be captured.
         """
-        shared = self._graphs[geometry.pool]
-        graphs = shared.adapted.setdefault(adapter, {})
-        if shape not in graphs and self._make_graph is not None:
+        shared, room = self._graphs[geometry.pool], room_for(num_adapters, shape.bucket)
+        if shared.growth != self._adapters.growth:  # those lack something
+            shared.adapted.clear()
+            shared.growth = self._adapters.growth
+        if (shape, room) not in shared.adapted and self._make_graph is not None:
             try:
                 graph = self._make_graph()
-                graphs[shape] = self._record(
-                    graph, geometry, shared, shape, base.head, base=base, adapter=adapter
+                captured = self._record(
+                    graph, geometry, shared, shape, base.head, base=base, num_adapters=room
                 )
             except Exception:
                 logger.warning(
-                    "no CUDA graph of %d rows with an adapter", shape.bucket, exc_info=True
+                    "no CUDA graph of %d rows with adapters", shape.bucket, exc_info=True
                 )
-                graphs[shape] = None
-        return graphs.get(shape)
+                captured = None
+            shared.adapted[shape, room] = captured
+        return shared.adapted.get((shape, room))
 
     def _capture(
         self, make_graph: MakeGraph, geometry: Geometry, shared: _PoolGraphs, shape: _Shape
@@ -345,7 +348,7 @@ class TritonStep:
         head: FusedLmHead | None,
         *,
         base: _Captured | None = None,
-        adapter: LoraWeights | None = None,
+        num_adapters: int = 0,
     ) -> _Captured:
         """Capture a graph; with the inputs of ``base``, if there is one."""
         pool, windows, (bucket, has_wide, taps, is_given, *_) = geometry.pool, self._windows, shape
@@ -363,14 +366,10 @@ class TritonStep:
         embedding = self._weights.embedding
         tapped = shared.tapped(taps, bucket, embedding)
         given = shared.given(bucket, embedding) if is_given else None
-
-        parts = None if adapter is None else adapter.parts  # the graph does not keep the adapter
+        ops = self._adapters.ops(graph_inputs, num_adapters) if num_adapters else self._ops
 
         def work() -> GraphOutputs:
-            ops = self._ops
-            if parts is not None:
-                ops = masked_ops(ops, parts, graph_inputs.device["adapted"] != 0)
-            found = self._layers(plan, taps, tapped, given, ops)
+            found = self._layers(plan, taps, tapped, given, ops=ops)
             return GraphOutputs.of(found) if head is None else head.compute(found, graph_inputs)
 
         outcome = graph.capture(work)
@@ -383,9 +382,9 @@ class TritonStep:
         taps: Taps,
         tapped: Tensor | None = None,
         given: Tensor | None = None,
-        ops: Ops | None = None,
+        *,
+        ops: Ops,
     ) -> LayersOutput:
-        ops = ops or self._ops
         return run_layers(
             ops, self._weights, plan.token_ids, (plan,), taps, tapped=tapped, given=given
         )

@@ -40,8 +40,10 @@ from foretoken.core.ops.triton.linear.experts_kernels import (
     sort_kernel,
 )
 from foretoken.core.ops.triton.linear.linear import linear_kernel
+from foretoken.core.ops.triton.linear.lora import LORA_OPTIONS, TILE_IN, TILE_RANKS, TILE_ROWS
+from foretoken.core.ops.triton.linear.lora_kernels import lora_a_kernel, lora_b_kernel
 from foretoken.core.ops.triton.linear.tiled_linear import linear_constants, linear_options
-from foretoken.core.ops.triton.linear.tiles import Bits, linear_launch, linear_tiles
+from foretoken.core.ops.triton.linear.tiles import FEW_COLUMNS, Bits, linear_launch, linear_tiles
 from foretoken.core.ops.triton.recurrent.inputs_kernels import (
     inputs_kernel,
     keep_inputs_kernel,
@@ -275,6 +277,13 @@ VARIANTS |= {
     "sort": Variant(sort_kernel, SORT),
     "sort few": Variant(sort_kernel, {**SORT, "IS_FEW": True}),
     "add up": Variant(add_up_kernel, ADD_UP, {**ROUTED, "y_ptr": "bf16", "shared_ptr": "bf16"}),
+}
+
+LORA = {"TILE_ROWS": TILE_ROWS, "TILE_RANKS": TILE_RANKS}
+LORA_DTYPES = {"tables_ptr": "i64", "hidden_ptr": "fp32"}
+VARIANTS |= {
+    "lora a": Variant(lora_a_kernel, {**LORA, "TILE_IN": TILE_IN}, LORA_DTYPES, LORA_OPTIONS),
+    "lora b": Variant(lora_b_kernel, {**LORA, "TILE_OUT": FEW_COLUMNS}, LORA_DTYPES, LORA_OPTIONS),
 }
 
 

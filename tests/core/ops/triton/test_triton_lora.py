@@ -1,4 +1,4 @@
-"""Adapters beside the Triton kernels: graphs of one adapter, and the same bits for each row."""
+"""Adapters beside the Triton kernels: graphs for any adapters, and the same bits for each row."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from foretoken.core.ops.base import AttentionWeights, DecoderWeights, MlpWeights
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.lora import LoraBlock, LoraUpdate, LoraWeights
 from foretoken.core.ops.torch.torch_ops import TorchOps
-from foretoken.core.ops.triton.graph import step
 from foretoken.core.ops.triton.triton_ops import TritonOps
-from support.graph_fixture import CONFIG, PAGE_SIZE, Graphs, make_decoder, make_pool
+from support.graph_fixture import CONFIG, PAGE_SIZE, CountedGraph, Graphs, make_decoder, make_pool
 
 RANK = 3
 pytestmark = [
@@ -29,14 +28,16 @@ pytestmark = [
 ]
 
 
-def make_updates(decoder: OwnDecoder, seed: int = 2) -> dict[PackedLinear, LoraUpdate]:
+def make_updates(
+    decoder: OwnDecoder, seed: int = 2, rank: int = RANK
+) -> dict[PackedLinear, LoraUpdate]:
     torch.manual_seed(seed)
     found = {}
     for layer in decoder.weights.layers:
         for linear in layer.linears:
             outs, ins = linear.weight.shape
-            block = LoraBlock(0, 0, torch.randn(outs, RANK) / 8)
-            found[linear] = LoraUpdate(torch.randn(RANK, ins) / 8, (block,), outs)
+            block = LoraBlock(0, 0, torch.randn(outs, rank) / 8)
+            found[linear] = LoraUpdate(torch.randn(rank, ins) / 8, (block,), outs)
     return found
 
 
@@ -57,8 +58,8 @@ def merged(decoder: OwnDecoder, updates: dict[PackedLinear, LoraUpdate]) -> OwnD
     return OwnDecoder(CONFIG, weights, decoder.ops)
 
 
-def make_adapter(decoder: OwnDecoder, seed: int = 2) -> LoraWeights:
-    updates = make_updates(decoder, seed)
+def make_adapter(decoder: OwnDecoder, seed: int = 2, rank: int = RANK) -> LoraWeights:
+    updates = make_updates(decoder, seed, rank)
     return LoraWeights(
         {each: decoder.ops.pack_lora(update, decoder.dtype) for each, update in updates.items()}
     )
@@ -68,7 +69,7 @@ class Adapted:
     """A decoder over a pool, whose segments may have adapters."""
 
     def __init__(self, graphs: Graphs | None) -> None:
-        made = make_decoder(graphs)
+        made = make_decoder(graphs, exact="spec")
         assert isinstance(made, OwnDecoder)
         self.decoder, self.pool = made, make_pool(made)
 
@@ -123,24 +124,67 @@ def test_graphs_of_an_adapter_serve_whatever_rows_it_has(adapted: Adapted, graph
     assert graphs.num_replayed == 6
 
 
-def test_several_adapters_in_a_pass_use_no_graph(adapted: Adapted, graphs: Graphs) -> None:
-    first, second = (make_adapter(adapted.decoder, seed) for seed in (2, 3))
-    alone = [adapted.logits(each) for each in (first, second)]
-    assert float((alone[0] - alone[1]).abs().max()) > 0.1
-    num_replayed = graphs.num_replayed
-    together = adapted.logits(first, second)
-    assert graphs.num_replayed == num_replayed
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
+def test_a_graph_serves_any_adapters_and_each_has_the_bits_that_it_has_alone(
+    adapted: Adapted, graphs: Graphs
+) -> None:
+    """Rows of several adapters and of the base, in any order, and of adapters that came later."""
+    first, second, third, fourth = (make_adapter(adapted.decoder, seed) for seed in range(2, 6))
+    alone = {each: adapted.logits(each) for each in (None, first, second, third, fourth)}
+    assert float((alone[first] - alone[second]).abs().max()) > 0.1
+    num_made = len(graphs.made)
+    for rows in (
+        (first, None, second),
+        (second, first, None),
+        (third, fourth, third),
+        (None, fourth, first),
+    ):
+        num_replayed = graphs.num_replayed
+        together = adapted.logits(*rows)
+        assert graphs.num_replayed == num_replayed + 1
+        for place, each in enumerate(rows):
+            assert torch.equal(together[3 * place : 3 * place + 3], alone[each])
+    assert len(graphs.made) == num_made + 2, "of 9 rows: one without adapters, one for up to four"
+    adapted.logits(*alone)
+    assert len(graphs.made) == num_made + 4, "of 15 rows: one without, one for up to 16"
 
 
-def test_an_adapter_takes_its_graphs_along(adapted: Adapted, graphs: Graphs) -> None:
+def test_passes_outside_of_graphs_have_the_same_bits(adapted: Adapted) -> None:
+    eager = Adapted(None)
+    ours, theirs = (
+        [make_adapter(each.decoder, 2), None, make_adapter(each.decoder, 3)]
+        for each in (adapted, eager)
+    )
+    assert torch.equal(adapted.logits(*ours), eager.logits(*theirs))
+
+
+def test_graphs_are_made_anew_for_higher_ranks_and_for_linears_that_none_changed(
+    adapted: Adapted, graphs: Graphs
+) -> None:
+    decoder = adapted.decoder
+    updates = make_updates(decoder, 3)
+    (linear, update), *_ = updates.items()
+    small = LoraWeights({linear: decoder.ops.pack_lora(update, decoder.dtype)})
+    before = adapted.logits(small, None)
+    wider, wide = make_adapter(decoder, 4), make_adapter(decoder, 5, rank=20)
+    for each in (wider, wide):
+        alone, num_made = adapted.logits(each, None), len(graphs.made)
+        assert torch.equal(adapted.logits(small, None), before)
+        assert torch.equal(adapted.logits(each, small)[:3], alone[:3])
+        assert len(graphs.made) == num_made + 1, "one for up to four"
+    assert float((alone - before).abs().max()) > 0.1
+
+
+def test_graphs_keep_no_adapter(adapted: Adapted, graphs: Graphs) -> None:
     adapter = make_adapter(adapted.decoder)
     adapted.logits(adapter)
-    kept = [weakref.ref(adapter), weakref.ref(graphs.made.pop())]
-    del adapter
+    (part, *_), kept = adapter.parts.values(), [weakref.ref(adapter)]
+    kept.append(weakref.ref(part))
+    del adapter, part, _
     gc.collect()
     assert [each() for each in kept] == [None, None]
-    assert len(graphs.made) == 1, "that of the base"
+    later, num_made = make_adapter(adapted.decoder, 3), len(graphs.made)
+    adapted.logits(later)
+    assert len(graphs.made) == num_made, "the graph is the later one's, too"
 
 
 def test_an_adapter_whose_graph_cannot_be_captured_is_computed_without(
@@ -149,8 +193,10 @@ def test_an_adapter_whose_graph_cannot_be_captured_is_computed_without(
     def refuse(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    expected = adapted.logits(make_adapter(adapted.decoder))
-    monkeypatch.setattr(step, "masked_ops", refuse)
+    eager = Adapted(None)
+    expected = eager.logits(make_adapter(eager.decoder))
+    adapted.logits(None)
+    monkeypatch.setattr(CountedGraph, "capture", refuse)
     adapter = make_adapter(adapted.decoder)
     num_replayed, num_made = graphs.num_replayed, len(graphs.made)
     for _ in range(2):
@@ -178,7 +224,4 @@ def test_updates_by_tiles_are_the_oracles_and_rows_stand_alone() -> None:
         ops.add_lora(alone, x, torch.tensor([2]), lora)
         assert torch.equal(alone[2], out[2])
         assert torch.equal(out[[1, 4]], before[[1, 4]])
-        masked = before.clone()
-        ops.add_lora(masked, x, torch.tensor([True, False, True, True, False]), lora)
-        assert torch.equal(masked, out)
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,81 @@
+"""StepAdapters: the adapters of passes, as kernels find them in a graph and outside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...adapted import adding_ops
+from ...base import Ops, PackedLinear
+from ...batch import IntArray
+from ...lora import AdaptedRows
+from ..graph_inputs import Field, GraphInputs, HostFields
+from ..linear.lora import AdapterTables
+from .plan import DevicePlan
+
+_SPREAD = 4  # room for adapters in a graph grows by this factor
+
+
+class PassAdapters(NamedTuple):
+    """The adapters of a pass: where the table of each is, and which rows are its."""
+
+    addresses: Sequence[int]
+    rows: Sequence[IntArray]
+
+    def fill(self, to: HostFields) -> None:
+        """Write them to the inputs of a pass."""
+        to["adapters"][: len(self.addresses)] = self.addresses
+        to["adapted"][:] = 0
+        for number, rows in enumerate(self.rows, 1):
+            to["adapted"][rows] = number
+
+
+class StepAdapters:
+    """Operations of a decoder's passes with adapters. ``growth``: see `AdapterTables`."""
+
+    def __init__(self, ops: Ops, device: torch.device) -> None:
+        self._ops = ops
+        self._tables = AdapterTables(device)
+
+    @property
+    def growth(self) -> int:
+        """Graphs of another one lack something."""
+        return self._tables.growth
+
+    def of_pass(self, adapted: Sequence[AdaptedRows]) -> PassAdapters | None:
+        """The adapters of a pass; None without any."""
+        if not adapted:
+            return None
+        addresses = self._tables.take([each.weights for each in adapted])
+        return PassAdapters(addresses, [each.rows for each in adapted])
+
+    def ops(self, inputs: GraphInputs, num_adapters: int) -> Ops:
+        """Operations with so many adapters at most: those that are written to the inputs."""
+        adapted, tables = inputs.device["adapted"], inputs.device["adapters"][:num_adapters]
+
+        def add(out: Tensor, x: Tensor, linear: PackedLinear) -> None:
+            self._tables.add(out, x, linear, adapted, tables)
+
+        return adding_ops(self._ops, add)
+
+    def ops_of_pass(self, adapters: PassAdapters | None, plan: DevicePlan) -> Ops:
+        """Operations of one pass outside of graphs."""
+        if adapters is None:
+            return self._ops
+        count = len(adapters.addresses)
+        room = [Field("adapters", count, torch.int64), Field("adapted", len(plan.token_ids))]
+        inputs = GraphInputs(room, plan.token_ids.device)
+        adapters.fill(inputs.open())
+        inputs.upload()
+        return self.ops(inputs, count)
+
+
+def room_for(num_adapters: int, num_rows: int) -> int:
+    """The number of adapters that a graph of so many rows is made for, to serve so many."""
+    room = 1
+    while room < num_adapters:
+        room *= _SPREAD
+    return min(room, num_rows)
