@@ -229,9 +229,9 @@ class TreeGrowth:
         return sorted([*known, *more], reverse=True)[: self.plan.max_draft]
 
     def worths(self, more: Sequence[float] = ()) -> list[float]:
-        """Return what each of the best ``max_draft`` nodes brings beyond the price of its keys, falling.
+        """Return what each of the best ``max_draft`` nodes brings beyond the price of its keys.
 
-        ``more``: survival of nodes that may come.
+        The greatest first. ``more``: survival of nodes that may come.
         """
         price = self.plan.key_price
         return [survival - price for survival in self._ranked_survival(more)]
