@@ -135,7 +135,7 @@ def length_of(ops: Ops) -> int:
 
 @pytest.fixture(scope="module")
 def known() -> dict[tuple[object, ...], Tensor]:
-    """What `one_by_one` has computed."""
+    """Results of `one_by_one`."""
     return {}
 
 
