@@ -286,7 +286,10 @@ class Explainer:
 
 def _was_written(other: Remembered, prompt: Remembered) -> bool:
     """Whether ``other`` was published when ``prompt`` came: its prompt was computed by then."""
-    wait = other.usage.time_to_first_token
+    usage = other.usage
+    wait = usage.time_to_first_token
+    if not wait and usage.cached_tokens + usage.cache_write_tokens:  # no token was wanted
+        wait = usage.total_time
     return other.writes and 0 < wait <= prompt.time - other.time
 
 

@@ -84,7 +84,7 @@ class _Recording(EngineObserver):
         self._recorder = recorder
 
     def begin(self, request: Request, now: float) -> None:  # noqa: ARG002
-        if request.sampling.pooling is None:  # there is no answer to learn from
+        if request.sampling.generates:  # else there is no answer to learn from
             self._recorder.expect(request, caller())
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:  # noqa: ARG002

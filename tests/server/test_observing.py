@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from foretoken.api.cli import commands
 from foretoken.api.runtime.generation import Answer, Generation
 from foretoken.api.server.logs import JsonFormatter, TextFormatter, announcement, log_request
-from foretoken.api.server.observability import make_observing
+from foretoken.api.server.observability import _Recording, make_observing
 from foretoken.api.server.tracing import MAX_CHUNKS, Telemetry
 from foretoken.api.serving.errors import ApiError
 from foretoken.api.serving.metrics import ServerMetrics
@@ -529,3 +529,12 @@ def test_flags_that_make_no_sense_are_one_line(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_a_prompt_without_an_answer_is_not_recorded() -> None:
+    expected: list[str] = []
+    recorder = SimpleNamespace(expect=lambda request, _: expected.append(request.request_id))
+    for max_tokens in (0, 1):
+        request = make_request(f"of {max_tokens}", [1, 2], max_tokens=max_tokens)
+        _Recording(recorder).begin(request, 0.0)  # type: ignore[arg-type]
+    assert expected == ["of 1"]

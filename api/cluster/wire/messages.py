@@ -524,7 +524,8 @@ def submit_of(request: Request, *, elapsed: float = 0.0) -> Submit:
 def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     """The message by which a replica computes the prompt of a request for another one.
 
-    As `submit_of` else. What the answer needs is left out: it has one token, which nobody reads.
+    As `submit_of` else. What the answer needs is left out: it has one token, which nobody reads,
+    or none where none is wanted, as behind a prompt that fills the context.
     """
     whole = submit_of(request, elapsed=elapsed)
     params = request.sampling.params
@@ -533,7 +534,7 @@ def prefill_of(request: Request, *, elapsed: float = 0.0) -> Submit:
     return Submit(
         request_id=whole.request_id,
         prompt=whole.prompt,
-        params=params_form(warm_params(params, max_tokens=1)),
+        params=params_form(warm_params(params, max_tokens=int(request.sampling.generates))),
         seed=whole.seed,
         tenant=whole.tenant,
         cache=cache_form(CacheOptions()),

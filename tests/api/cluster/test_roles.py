@@ -87,6 +87,22 @@ def test_a_long_prompt_is_computed_apart_and_its_token_is_not_served() -> None:
     run(body())
 
 
+def test_a_prompt_that_fills_the_context_is_computed_apart_without_a_token() -> None:
+    async def body() -> None:
+        async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
+            stream = front.submit(request(prompt=[5] * 2048, max_tokens=0))
+            assert (await p.submitted()).params.max_tokens == 0
+            done = step("r", finish_reason=FinishReason.LENGTH)
+            p.send(msgspec.structs.replace(done, handed={"r": HANDED}))
+            sent = await d.submitted()
+            assert (sent.transfer, sent.params.max_tokens) == (HANDED, 0)
+            d.finish("r", finish_reason=FinishReason.LENGTH)
+            whole = await read(stream)
+            assert (whole.token_ids, whole.finish_reason) == ([], FinishReason.LENGTH)
+
+    run(body())
+
+
 @pytest.mark.parametrize(
     ("roles", "options"),
     [

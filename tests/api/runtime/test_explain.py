@@ -450,6 +450,15 @@ def test_a_prompt_that_was_not_written_or_not_yet_is_no_eviction() -> None:
     assert scene.say("b", "You help.", "What is new?").cause == "not_written"
 
 
+def test_a_prompt_for_no_tokens_is_written_when_it_ends() -> None:
+    for seconds, cause in ((0.5, "evicted"), (5.0, "not_written")):
+        scene = Scene()
+        scene.say("a", "You help.", "What is new?")
+        usage = scene.log.find("a").usage
+        usage.time_to_first_token, usage.total_time, usage.cache_write_tokens = 0.0, seconds, PAGE
+        assert scene.say("b", "You help.", "What is new?").cause == cause
+
+
 def test_who_does_not_read_is_told_so() -> None:
     scene = Scene()
     scene.say("a", "You help.", "What is new?")
