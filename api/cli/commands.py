@@ -57,6 +57,7 @@ EPILOG = (
     "--help-all shows all flags. Each may also be set by a variable FORETOKEN_<FLAG> or in the "
     "file of --config; a flag goes before a variable, a variable before the file."
 )
+TWO_MODELS = "MODEL and --model name two models"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(args, argparse.Namespace(client_args=client_args))
     if parsed.command is None:
         parser.error("a command is needed")
+    if getattr(parsed, "place", None) not in (None, getattr(parsed, "model", None)):
+        parsed.parser.error(TWO_MODELS)
     command: Callable[[argparse.Namespace], int] = parsed.run
     try:
         return command(parsed)
@@ -213,8 +216,28 @@ def _add_model(parser: Parser) -> None:
     model = settings_of(Chosen)["model"]
     parser.set_defaults(model=None)
     parser.add_argument(
-        "model", metavar=model.metavar, nargs="?", help=model.help, default=argparse.SUPPRESS
+        "model",
+        metavar=model.metavar,
+        nargs="?",
+        help=model.help,
+        default=argparse.SUPPRESS,
+        action=_Place,
     )
+
+
+class _Place(argparse.Action):
+    """The model's place, which must not name another one than --model before or behind it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,  # noqa: ARG002 - argparse's
+    ) -> None:
+        if namespace.model not in (None, values):
+            parser.error(TWO_MODELS)
+        namespace.model = namespace.place = values
 
 
 def _add_models(commands: argparse._SubParsersAction[Parser]) -> None:

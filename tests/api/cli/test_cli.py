@@ -102,6 +102,9 @@ def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
         (["run", "a", "b", "c"], " run: unexpected argument 'c'; a text with spaces needs"),
         (["run", "a", "--seed", "1", "b", "c"], " run: unexpected argument 'b'; a text with"),
         (["run", "a", "b", "--seed", "1", "c"], " run: unexpected argument 'c'; a text with"),
+        (["run", "a", "b", "--model", "c"], " run: MODEL and --model name two models ("),
+        (["run", "a", "--model", "c", "b"], " run: unexpected argument 'b'; a text with"),
+        (["serve", "--model", "c", "b"], " serve: MODEL and --model name two models ("),
         (["run", "builtin", "hi"], " run: the prompt comes before the model builtin ("),
     ],
 )  # fmt: skip
