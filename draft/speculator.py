@@ -83,7 +83,7 @@ class DraftSpeculator(Speculator):
     # -- plan -----------------------------------------------------------------------------------
 
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
-        """Whether nothing would be drafted, once each request has ``num_new_tokens`` more tokens."""
+        """Whether nothing would be drafted, once each has ``num_new_tokens`` more tokens."""
         if self._uses_proposer and any(each.request_id in self._states for each in requests):
             return False  # it drafts, whatever is looked up beside it
         return all(self._finds_nothing(request, num_new_tokens) for request in requests)
