@@ -83,10 +83,12 @@ class DraftSpeculator(Speculator):
     # -- plan -----------------------------------------------------------------------------------
 
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
-        """Whether no request would be looked up, once each has ``num_new_tokens`` more tokens."""
-        return all(self._drafts_nothing(request, num_new_tokens) for request in requests)
+        """Whether nothing would be drafted, once each has ``num_new_tokens`` more tokens."""
+        if self._uses_proposer and any(each.request_id in self._states for each in requests):
+            return False  # it drafts, whatever is looked up beside it
+        return all(self._finds_nothing(request, num_new_tokens) for request in requests)
 
-    def _drafts_nothing(self, request: Request, num_new_tokens: int) -> bool:
+    def _finds_nothing(self, request: Request, num_new_tokens: int) -> bool:
         state = self._states.get(request.request_id)
         return state is None or (
             state.drafts_nothing(num_new_tokens) and request.sampling.constraint is None
@@ -142,7 +144,7 @@ class DraftSpeculator(Speculator):
         Look-ups that were left alone by a lost proposer may find nothing for long. They back off
         where steps without drafts are launched ahead.
         """
-        if depth < 1 or self._drafts_nothing(state.request, 0):
+        if depth < 1 or self._finds_nothing(state.request, 0):
             return NO_DRAFT_PLAN
         tree = self._look_up(state, depth)
         known = NO_DRAFT if tree is None else tree.chain(depth)
@@ -167,7 +169,7 @@ class DraftSpeculator(Speculator):
         num_others: int,
     ) -> StepCandidates:
         for state, limit in zip(states, limits, strict=True):
-            is_requested = limit and not self._drafts_nothing(state.request, 0)
+            is_requested = limit and not self._finds_nothing(state.request, 0)
             most = min(limit, LOOKUP_LEN)
             state.tree = self._look_up(state, most) if is_requested else None
         expected_accepted, node_probability = self._proposer_nodes(
@@ -244,7 +246,7 @@ class DraftSpeculator(Speculator):
             else:
                 plans.append(NO_DRAFT_PLAN)
             if not state.drafts_nothing(0):
-                rows = plans[-1].num_rows
+                rows = len(plans[-1].draft.token_ids)  # a proposer's own do not count
                 state.drafted(rows, step=self._num_steps, may_back_off=may_back_off)
         return plans
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core.errors import ForetokenError
 from ...core.interface.sampling import SamplingMetadata
 from ...core.model.rope import RopeSpec, RopeTable
-from ...core.ops.base import Activation, HeadLayout, HeadNorm, Norm, Ops, PackedLinear
+from ...core.ops.base import Ops
 from ...core.ops.batch import RaggedBatch, Segment, build_batch
 from ...core.ops.kv_pool import KvDtype, KVPool, from_scaled, to_scaled
 from ...core.ops.native import NativeLibrary, native_library
@@ -27,6 +27,7 @@ from ...core.ops.native.native_ops import NativeOps
 from ...core.ops.native.products import bfloat16_products
 from ...core.ops.quantize import Quantize
 from ...core.ops.torch.torch_ops import TorchOps
+from ...core.ops.weights import Activation, HeadLayout, HeadNorm, Norm, PackedLinear
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.sampler import TorchSampler
 from ..types.sampling_params import SamplingParams

@@ -42,9 +42,10 @@ from ...core.interface.plan import ScheduledRequest
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import OwnDecoder
 from ...core.model.loader import load_decoder
-from ...core.ops.base import FIRST_TABLE, ForwardPlan, HeadNorm, Tables
+from ...core.ops.base import ForwardPlan
 from ...core.ops.batch import Segment
 from ...core.ops.kv_pool import KVPool
+from ...core.ops.weights import FIRST_TABLE, HeadNorm, Tables
 from ..common.report import RESULTS, heading, table, write_json
 from ..load.corpus import pool_text
 from ..load.workloads import positive

@@ -25,7 +25,6 @@ from torch import Tensor
 from ...api.build.drafts import has_mtp
 from ...core.model.decoder import OwnDecoder
 from ...core.model.loader import load_decoder
-from ...core.ops.base import DeltaWeights, HeadLayout, PackedLinear, RecurrentShape
 from ...core.ops.batch import Segment, SegmentState, build_batch
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.native import Variant, native_library, variants
@@ -34,6 +33,7 @@ from ...core.ops.native.limits import best_seconds, read_bandwidth
 from ...core.ops.native.native_ops import NativeOps
 from ...core.ops.native.state import RecurrentStructs
 from ...core.ops.state_pool import STATE_PAGE_SIZES, StatePool
+from ...core.ops.weights import DeltaWeights, HeadLayout, PackedLinear, RecurrentShape
 from ...draft.heads.mtp import load_mtp
 from ...draft.heads.proposer import HeadProposer
 from ..common.report import RESULTS, heading, table, write_json

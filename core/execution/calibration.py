@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..model.decoder import OwnDecoder
 from ..model.rope import RopeTable
-from ..ops.base import FIRST_TABLE, ForwardPlan, HeadNorm, Tables
+from ..ops.base import ForwardPlan
 from ..ops.batch import Segment
 from ..ops.torch.plan import TorchPlan
+from ..ops.weights import FIRST_TABLE, HeadNorm, Tables
 from .triattention import QueryStats, attention_ropes, model_id, pairs
 
 PAGE_SIZE, CHUNK = 16, 512  # tokens

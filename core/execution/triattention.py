@@ -23,8 +23,8 @@ from ..interface.eviction import KvPack
 from ..interface.plan import ScheduledRequest
 from ..model.decoder import OwnDecoder
 from ..model.rope import RopeTable
-from ..ops.base import AttentionWeights
 from ..ops.kv_pool import KVPool, from_scaled
+from ..ops.weights import AttentionWeights
 
 OFFSETS = tuple(2**power for power in range(17))  # distances of later queries: 1 to 65,536 tokens
 FORMAT = "foretoken query statistics 2"

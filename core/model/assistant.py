@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ModelLoadError
-from ..ops.base import PackedLinear
 from ..ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
 from ..ops.kv_pool import KVPool
+from ..ops.weights import PackedLinear
 from .config import DecoderConfig, LayerSpec
 from .decoder import OwnDecoder
 from .families.registry import parse_config

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..ops.base import (
+from ..ops.state_pool import StateShape
+from ..ops.weights import (
     SILU,
     Activation,
     ConvShape,
@@ -14,7 +15,6 @@ from ..ops.base import (
     RecurrentShape,
     Routing,
 )
-from ..ops.state_pool import StateShape
 from .fold import NO_FOLD, Fold
 from .rope import RopeSpec
 

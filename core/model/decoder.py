@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.adapted import adapted_ops
-from ..ops.base import (
-    DecoderWeights,
-    ForwardPlan,
-    HeadLayout,
-    LayersOutput,
-    Ops,
-    PackedLinear,
-    RowPasses,
-)
+from ..ops.base import ForwardPlan, LayersOutput, Ops, RowPasses
 from ..ops.batch import (
     NOTHING_MORE,
     DeviceTokens,
@@ -33,6 +25,7 @@ from ..ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_p
 from ..ops.layers import run_layers
 from ..ops.lora import adapted_rows
 from ..ops.state_pool import LayerStates, StatePool
+from ..ops.weights import DecoderWeights, HeadLayout, PackedLinear
 from ..sampling.sampler import Sampler
 from .config import DecoderConfig
 from .fold import Recipe

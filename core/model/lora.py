@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..errors import ModelLoadError, is_out_of_memory, shown
 from ..interface.adapter import LoadedAdapter
-from ..ops.base import (
+from ..ops.lora import LoraBlock, LoraUpdate, LoraWeights, PackedLora
+from ..ops.weights import (
     AttentionWeights,
     ConvWeights,
     DecoderWeights,
@@ -28,7 +29,6 @@ from ..ops.base import (
     MlpWeights,
     PackedLinear,
 )
-from ..ops.lora import LoraBlock, LoraUpdate, LoraWeights, PackedLora
 from .adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from .decoder import Decoder, OwnDecoder
 from .fields import Fields, read_json

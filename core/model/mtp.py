@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from ..ops.base import Norm, PackedLinear
 from ..ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
 from ..ops.kv_pool import KVPool
 from ..ops.layers import write_kv
+from ..ops.weights import Norm, PackedLinear
 from .config import DecoderConfig, MtpNames
 from .decoder import OwnDecoder
 from .formats.checkpoint import Checkpoint, OnRead, check_tensors, observed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from ..ops.base import Tables
+from ..ops.weights import Tables
 from .fields import Fields
 
 RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]

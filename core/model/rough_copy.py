@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 
 from ..config import format_size
 from ..errors import ModelLoadError
-from ..ops.base import AttentionWeights, DecoderWeights, MixerWeights, PackedLinear, RoughOps
+from ..ops.base import RoughOps
 from ..ops.device import free_memory
+from ..ops.weights import AttentionWeights, DecoderWeights, MixerWeights, PackedLinear
 from .decoder import Decoder, OwnDecoder
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..ops.base import Activation, ForwardPlan, HeadLayout, Ops
+from ..ops.base import ForwardPlan, Ops
 from ..ops.batch import Segment, build_batch
 from ..ops.kv_pool import KVPool
+from ..ops.weights import Activation, HeadLayout
 from .rope import Still
 
 PAGE_SIZE = 16  # rows

@@ -8,8 +8,9 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from .base import Ops, PackedLinear
+from .base import Ops
 from .lora import AdaptedRows
+from .weights import PackedLinear
 
 # Adds to outputs [T, out_features] of a linear what adapters change, of its inputs [T, in_features]
 AddUpdates: TypeAlias = Callable[[Tensor, Tensor, PackedLinear], None]

@@ -9,11 +9,12 @@ from typing import Literal, TypeAlias
 import torch
 
 from ..errors import ModelLoadError
-from .base import Exactness, HeadLayout, Ops
+from .base import Exactness, Ops
 from .device import choose_device
 from .kv_pool import KvDtype
 from .quantize import Quantize
 from .torch.torch_ops import TorchOps, keep_rows_exact
+from .weights import HeadLayout
 
 logger = logging.getLogger(__name__)
 Backend: TypeAlias = Literal["auto", "native", "triton", "torch"]

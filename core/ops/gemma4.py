@@ -7,15 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .base import (
-    DecoderWeights,
-    ExpertsBeside,
-    ForwardPlan,
-    Gemma4Extras,
-    Ops,
-    TokenInputWeights,
-)
+from .base import ForwardPlan, Ops
 from .parallel import summed
+from .weights import DecoderWeights, ExpertsBeside, Gemma4Extras, TokenInputWeights
 
 
 def token_inputs(

@@ -7,25 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .base import (
+from .base import ForwardPlan, LayersOutput, Ops
+from .batch import Taps
+from .gemma4 import add_extras, token_inputs
+from .parallel import Comm, summed
+from .weights import (
     AttentionWeights,
     ConvWeights,
     DecoderWeights,
     ExpertWeights,
-    ForwardPlan,
     JoinedInputs,
     LatentWeights,
-    LayersOutput,
     LayerWeights,
     MixerWeights,
     MlpWeights,
-    Ops,
     PackedLinear,
     RecurrentWeights,
 )
-from .batch import Taps
-from .gemma4 import add_extras, token_inputs
-from .parallel import Comm, summed
 
 
 def run_layers(

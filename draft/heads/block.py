@@ -16,10 +16,11 @@ from ...core.errors import ModelLoadError
 from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
 from ...core.model.fields import Fields
-from ...core.ops.base import AttentionWeights, DecoderWeights, LayerWeights, Ops
+from ...core.ops.base import Ops
 from ...core.ops.batch import IntArray, SamplingPlan, Wanted
 from ...core.ops.kv_pool import KvPlace, KVPool
 from ...core.ops.layers import run_layers
+from ...core.ops.weights import AttentionWeights, DecoderWeights, LayerWeights
 from .base import HeadKind, PackedHead, ParsedHead, Tensors
 from .block_network import BlockConfig, BlockFrame, BlockHead, BlockLayer, MarkovHead, MarkovKind
 from .files import OWN_KEY, check_taps, fill_vocabulary, own_taps, parse_shape, shape_json, words_of

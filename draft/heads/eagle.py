@@ -15,17 +15,17 @@ from torch import Tensor
 from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
 from ...core.model.fields import Fields
-from ...core.ops.base import (
-    AttentionWeights,
-    DecoderWeights,
-    JoinedInputs,
-    LayersOutput,
-    LayerWeights,
-    PackedLinear,
-)
+from ...core.ops.base import LayersOutput
 from ...core.ops.batch import SamplingPlan, Taps, Wanted
 from ...core.ops.kv_pool import KvPlace, KVPool
 from ...core.ops.layers import join, run_layers
+from ...core.ops.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    JoinedInputs,
+    LayerWeights,
+    PackedLinear,
+)
 from .base import HeadKind, PackedHead, ParsedHead, Tensors
 from .columns import ColumnProposer, Columns
 from .eagle_network import EagleConfig, EagleFrame, EagleHead

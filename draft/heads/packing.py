@@ -16,18 +16,11 @@ from torch import Tensor, nn
 from ...core.interface.plan import ScheduledRequest
 from ...core.model.decoder import OwnDecoder
 from ...core.model.rope import RopeTable
-from ...core.ops.base import (
-    ForwardPlan,
-    HeadLayout,
-    HeadNorm,
-    MlpWeights,
-    Norm,
-    Ops,
-    PackedLinear,
-)
+from ...core.ops.base import ForwardPlan, Ops
 from ...core.ops.batch import IntArray, RaggedBatch, padded_rows
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.torch.torch_ops import TorchOps
+from ...core.ops.weights import HeadLayout, HeadNorm, MlpWeights, Norm, PackedLinear
 from .head_kv import Written
 from .layers import HeadConfig, Mlp, OutputLayer, Projections, RmsNorm, Vocabulary
 

@@ -8,7 +8,7 @@ bring more than their rows cost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,14 @@ class StepTrees:
         return [tree.draft(counts[id(tree)], lacking) for tree, lacking in pairs]
 
 
+class _Path(NamedTuple):
+    """Nodes of a tree that would be computed together, and the worth of what may follow each."""
+
+    tree: int  # its place in the group
+    nodes: list[int]
+    followers: list[float]
+
+
 class _Group:
     """Trees whose nodes are paid by one list of prices."""
 
@@ -58,23 +66,22 @@ class _Group:
         self.trees = trees
         most = sum(tree.plan.max_draft for tree in trees)
         self._prices = _prices(trees[0].plan.row_prices, most)  # of 0, 1, ... nodes of all
-        self._least: float | None = None
+        self._worths = [tree.worths() for tree in trees]  # of each
+        self._count, self._gain = self._best(_ranked(self._worths))
 
     def least(self) -> float:
         """Return what one more node must bring, beyond the price of its keys."""
-        if self._least is None:
-            worths, prices = self._worths(), self._prices
-            count, most = self._best(worths)[0], len(prices) - 1
-            if count == most:
-                return float(worths[-1])
-            ahead = (prices[count + 1 :] - prices[count]) / np.arange(1, most - count + 1)
-            slope = float(ahead.min())
-            self._least = min(slope, float(worths[count - 1])) if count else slope
-        return self._least
+        prices, count, most = self._prices, self._count, len(self._prices) - 1
+        worst = float(_ranked(self._worths)[count - 1]) if count else np.inf
+        if count == most:
+            return worst
+        ahead = (prices[count + 1 :] - prices[count]) / np.arange(1, most - count + 1)
+        return min(worst, float(ahead.min()))
 
     def frontiers(self, level: int | None) -> dict[int, Paths]:
         """Nodes whose followers may be among the best, by the tree's identity."""
-        return {id(tree): tree.frontier(self.least(), level) for tree in self.trees}
+        least = self.least()
+        return {id(tree): tree.frontier(least, level) for tree in self.trees}
 
     def paying(self, offered: Mapping[int, Paths]) -> dict[int, Paths]:
         """Keep the offered nodes for which a pass pays best; none where it does not pay.
@@ -86,53 +93,45 @@ class _Group:
         if not known or not any(offered.values()):
             return dict(offered)
         paths, gains = self._by_gain(offered)
-        rows = np.array([len(path) for _, path in paths]).cumsum()
+        rows = np.array([len(each.nodes) for each in paths]).cumsum()
         prices = _prices(known, int(rows[-1]))
         count = int((gains.cumsum() - prices[rows]).argmax()) + 1
         found: dict[int, Paths] = {id(tree): [] for tree in self.trees}
-        for owner, path in paths[:count]:
-            found[owner].append(path)
-        if self.gain(found) > prices[rows[count - 1]]:
-            return found
-        return {id(tree): [] for tree in self.trees}
+        if self._more(paths[:count]) > prices[rows[count - 1]]:
+            for each in paths[:count]:
+                found[id(self.trees[each.tree])].append(each.nodes)
+        return found
 
-    def _by_gain(
-        self, offered: Mapping[int, Paths]
-    ) -> tuple[list[tuple[int, list[int]]], FloatArray]:
-        """Sort all paths with their trees, and what each brings; the best for a row first."""
-        paths, gains, for_a_row = list[tuple[int, list[int]]](), list[float](), list[float]()
-        for tree in self.trees:
+    def _by_gain(self, offered: Mapping[int, Paths]) -> tuple[list[_Path], FloatArray]:
+        """Sort all paths, the best for a row first; with what each brings."""
+        paths, gains, for_a_row, least = list[_Path](), list[float](), list[float](), self.least()
+        for at, tree in enumerate(self.trees):
             mine, last = offered[id(tree)], np.inf
-            needed = self.least() + tree.plan.key_price
-            for path, followers in zip(mine, tree.likely_followers(mine), strict=True):
-                gain = sum(max(0.0, each - needed) for each in followers)
-                last = min(last, gain / len(path))  # a path may need those before it
-                paths.append((id(tree), path))
+            for nodes, followers in zip(mine, tree.likely_followers(mine), strict=True):
+                gain = sum(max(0.0, each - least) for each in followers)
+                last = min(last, gain / len(nodes))  # a path may need those before it
+                paths.append(_Path(at, nodes, followers))
                 gains.append(gain)
                 for_a_row.append(last)
         order = np.argsort(-np.array(for_a_row), kind="stable").tolist()
         return [paths[at] for at in order], np.array(gains)[order]
 
-    def gain(self, found: Mapping[int, Paths]) -> float:
-        """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
-        followers = [tree.likely_followers(found[id(tree)]) for tree in self.trees]
-        parts = [
-            tree.worths([each for path in behind for each in path])
-            for tree, behind in zip(self.trees, followers, strict=True)
-        ]
-        return self._best(_ranked(parts))[1] - self._best(self._worths())[1]
+    def _more(self, paths: Sequence[_Path]) -> float:
+        """Tokens that a pass over these would bring, beyond the price of the target's rows."""
+        worths = [[*each] for each in self._worths]
+        for path in paths:
+            worths[path.tree] += path.followers
+        for each, tree in zip(worths, self.trees, strict=True):
+            each.sort(reverse=True)
+            del each[tree.plan.max_draft :]
+        return self._best(_ranked(worths))[1] - self._gain
 
     def counts(self) -> list[tuple[TreeGrowth, int]]:
         """The nodes of each tree that are among the best of all, above their rows' price."""
-        parts = [tree.worths() for tree in self.trees]
-        order = np.argsort(-np.concatenate(parts), kind="stable")
-        owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        taken = owners[order[: self._best(_ranked(parts))[0]]]
-        numbers = np.bincount(taken, minlength=len(parts)).tolist()
-        return list(zip(self.trees, numbers, strict=True))
-
-    def _worths(self) -> FloatArray:
-        return _ranked([tree.worths() for tree in self.trees])
+        order = np.argsort(-np.concatenate(self._worths), kind="stable")
+        owners = np.repeat(np.arange(len(self.trees)), [len(each) for each in self._worths])
+        numbers = np.bincount(owners[order[: self._count]], minlength=len(self.trees))
+        return list(zip(self.trees, numbers.tolist(), strict=True))
 
     def _best(self, worths: FloatArray) -> tuple[int, float]:
         """Count the best nodes, by falling ``worths``, that bring most beyond their rows' price.

@@ -170,9 +170,9 @@ class TreeGrowth:
         computed, too.
         """
         least, chosen, paths = least + self.plan.key_price, set[int](), list[list[int]]()
-        survival = self._ranked_survival()
-        if len(survival) == self.plan.max_draft:
-            least = max(least, survival[-1])
+        if len(self.nodes) >= self.plan.max_draft:
+            survival = sorted((node.survival for node in self.nodes), reverse=True)
+            least = max(least, survival[self.plan.max_draft - 1])
         left = self._left()
         if level is not None:
             for index in range(len(self.nodes) - 1, -1, -1):  # what lies behind must be reached
@@ -223,23 +223,19 @@ class TreeGrowth:
             self.pass_rows.append(len(opened))
         return opened
 
-    def _ranked_survival(self, more: Sequence[float] = ()) -> list[float]:
-        """Survival of the best ``max_draft`` nodes, and of ``more``, the best first."""
-        known = [node.survival for node in self.nodes if node.survival]
-        return sorted([*known, *more], reverse=True)[: self.plan.max_draft]
-
-    def worths(self, more: Sequence[float] = ()) -> list[float]:
+    def worths(self) -> list[float]:
         """Return what each of the best ``max_draft`` nodes brings beyond the price of its keys.
 
-        The greatest first. ``more``: survival of nodes that may come.
+        The greatest first.
         """
         price = self.plan.key_price
-        return [survival - price for survival in self._ranked_survival(more)]
+        found = [node.survival - price for node in self.nodes if node.survival]
+        return sorted(found, reverse=True)[: self.plan.max_draft]
 
     def likely_followers(self, paths: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Survival of the node that is expected behind each of these, as ``paths``."""
-        left, chance = self._left(), self.gap_model.mean_best
-        return [[chance * left[node] for node in path] for path in paths]
+        """Return the same of the node that is expected behind each of these, as ``paths``."""
+        left, chance, price = self._left(), self.gap_model.mean_best, self.plan.key_price
+        return [[chance * left[node] - price for node in path] for path in paths]
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first level down to ``node``."""

@@ -504,6 +504,17 @@ def test_a_draft_model_is_asked_as_deep_as_its_guesses_come_true() -> None:
     assert sum(depths[-30:]) <= 1, "but for a trial"
 
 
+def test_look_ups_that_find_nothing_pause_beside_a_draft_model_that_pays() -> None:
+    nothing = Says("nothing", [9, 9])  # which never comes true
+    bench = Bench(nothing, profile=TENTH, proposer=MODEL, overlaps=True)
+    request, silent = bench.request([1, 2, 3]), bench.request(TEXT[:8], depth=0)
+    plans = [bench.step(request, [4, 4], lm_hits=1, draft_s=0.01) for _ in range(60)]
+    assert all(plan.max_draft for plan in plans[20:]), "the model drafts all the same"
+    assert not bench.speculator.drafts_nothing([request])
+    assert bench.speculator.drafts_nothing([silent]), "it drafts for others alone"
+    assert nothing.num_asked < 40
+
+
 def test_the_draft_model_helps_out_where_nothing_is_known() -> None:
     bench = Bench(Knows("a", [1, 2, 3, 4, 5]), proposer=MODEL)
     knowing, other = bench.request([1, 2]), bench.request(TEXT)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.core.ops.base import FIRST_TABLE, HeadLayout, HeadNorm, Tables
 from foretoken.core.ops.batch import RaggedBatch, Segment, build_batch
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.triton.triton_ops import TritonOps
+from foretoken.core.ops.weights import FIRST_TABLE, HeadLayout, HeadNorm, Tables
 from support.rope_fixture import Turns
 
 HEADS = HeadLayout(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)

@@ -12,21 +12,20 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from foretoken.core.ops.base import (
+from foretoken.core.ops.base import ForwardPlan, Ops
+from foretoken.core.ops.batch import Segment, SegmentState, build_batch
+from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.ops.state_pool import StatePool
+from foretoken.core.ops.weights import (
     ConvShape,
     ConvWeights,
     DeltaWeights,
-    ForwardPlan,
     HeadLayout,
     Mamba2Weights,
-    Ops,
     PackedLinear,
     RecurrentShape,
     RecurrentWeights,
 )
-from foretoken.core.ops.batch import Segment, SegmentState, build_batch
-from foretoken.core.ops.kv_pool import KVPool
-from foretoken.core.ops.state_pool import StatePool
 from support.rope_fixture import Turns
 
 SHAPE = RecurrentShape(2, 4, key_dim=24, value_dim=40, conv_len=4)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.core.ops.base import Activation, ExpertWeights, MlpWeights, Ops, Routing
+from foretoken.core.ops.base import Ops
+from foretoken.core.ops.weights import Activation, ExpertWeights, MlpWeights, Routing
 
 HIDDEN, WIDTH, COUNT = 50, 37, 12
 CLOSE = {

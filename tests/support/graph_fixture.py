@@ -12,21 +12,20 @@ from torch import Tensor
 from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.decoder import Decoder, OwnDecoder
 from foretoken.core.model.rope import RopeSpec
-from foretoken.core.ops.base import (
+from foretoken.core.ops.base import Exactness, Ops
+from foretoken.core.ops.kv_pool import KvDtype, KvPlace, KVPool
+from foretoken.core.ops.triton.graph.graphs import Graph, MakeGraph, cuda_graphs
+from foretoken.core.ops.triton.triton_ops import TritonOps
+from foretoken.core.ops.weights import (
     AttentionWeights,
     DecoderWeights,
-    Exactness,
     ExpertWeights,
     HeadNorm,
     LayerWeights,
     MlpWeights,
     Norm,
-    Ops,
     Routing,
 )
-from foretoken.core.ops.kv_pool import KvDtype, KvPlace, KVPool
-from foretoken.core.ops.triton.graph.graphs import Graph, MakeGraph, cuda_graphs
-from foretoken.core.ops.triton.triton_ops import TritonOps
 from support.fake_graph import fake_graphs
 
 PAGE_SIZE, NUM_PAGES, SIZE, VOCAB = 16, 60, 16, 20

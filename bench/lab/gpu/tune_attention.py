@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ....core.ops.base import HeadLayout
 from ....core.ops.batch import Segment, build_batch
 from ....core.ops.device import choose_device
 from ....core.ops.kv_pool import KVPool
@@ -32,6 +31,7 @@ from ....core.ops.triton.attention.launch import AttentionLaunch, Rule, attend, 
 from ....core.ops.triton.graph.plan import DevicePlan
 from ....core.ops.triton.linear.tiled_linear import OutOfResources
 from ....core.ops.triton.triton_ops import TritonOps
+from ....core.ops.weights import HeadLayout
 from ...common.report import command, table, write_json
 from .bed import PAGE_SIZE, fill
 from .gauge import Gauge

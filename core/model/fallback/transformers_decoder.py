@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from ...ops.base import ForwardPlan, HeadLayout, Ops, PackedLinear
+from ...ops.base import ForwardPlan, Ops
 from ...ops.batch import (
     NOTHING_MORE,
     ForwardOutput,
@@ -40,6 +40,7 @@ from ...ops.layers import linear_of_few
 from ...ops.quantize import QuantizedWeight
 from ...ops.state_pool import StatePool
 from ...ops.torch.torch_ops import TorchOps
+from ...ops.weights import HeadLayout, PackedLinear
 from ..config import DecoderConfig
 from ..decoder import ModelPath, PagedDecoder, check_taps
 from ..rope import Still

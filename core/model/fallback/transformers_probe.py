@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from ...errors import ModelLoadError
-from ...ops.base import HeadLayout
+from ...ops.weights import HeadLayout
 from .states import PagedCache, has_states, pass_arguments
 
 HOOKS = "foretoken"  # the name under which transformers finds the three functions

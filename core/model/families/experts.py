@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...ops.base import Activation, Routing
+from ...ops.weights import Activation, Routing
 from ..config import (
     BEHIND_THE_LAST,
     DecoderConfig,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...ops.base import Routing
+from ...ops.weights import Routing
 from ..config import BesideNames, DecoderConfig, ExpertNames, ExpertsSpec, HeadSpec, LayerSpec
 from ..fields import Fields
 from ..fold import Fold

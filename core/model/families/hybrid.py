@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...ops.base import RecurrentShape, Routing
+from ...ops.weights import RecurrentShape, Routing
 from ..config import BESIDE_THE_MODEL, DecoderConfig, DeltaSpec, ExpertNames, LayerSpec
 from ..fields import Fields
 from ..fold import Fold

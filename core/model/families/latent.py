@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...ops.base import LatentShape, Routing
+from ...ops.weights import LatentShape, Routing
 from ..config import BEHIND_THE_LAST, DecoderConfig, LayerSpec
 from ..fields import Fields
 from ..fold import Fold

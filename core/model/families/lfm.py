@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...ops.base import ConvShape, Routing
+from ...ops.weights import ConvShape, Routing
 from ..config import ConvSpec, DecoderConfig, ExpertNames, LayerSpec
 from ..fields import Fields
 from .experts import renorm_of, top_k_of, with_experts

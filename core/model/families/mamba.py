@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...ops.base import RecurrentShape, Routing
+from ...ops.weights import RecurrentShape, Routing
 from ..config import (
     DecoderConfig,
     ExpertNames,

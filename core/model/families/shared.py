@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
-from ...ops.base import Activation
+from ...ops.weights import Activation
 from ..config import DecoderConfig, DtypeName, LayerSpec
 from ..fields import Fields
 from ..rope import NO_ROPE, RopeSpec, parse_rope

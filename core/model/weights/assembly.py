@@ -7,21 +7,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.base import (
+from ...ops.base import Ops
+from ...ops.parallel import Comm
+from ...ops.quantize import QuantizedWeight
+from ...ops.weights import (
     DecoderWeights,
     ExpertsBeside,
     Gemma4Extras,
     LayerWeights,
     MixerWeights,
     Norm,
-    Ops,
     PackedLinear,
     RecurrentWeights,
     TokenInputs,
     TokenInputWeights,
 )
-from ...ops.parallel import Comm
-from ...ops.quantize import QuantizedWeight
 from ..config import BesideNames, DecoderConfig, ExpertsSpec, Mamba2Spec
 from ..fold import rounded, scaled
 from ..formats.checkpoint import Read

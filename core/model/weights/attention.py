@@ -7,9 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...ops.base import AttentionWeights, HeadNorm, LatentShape, LatentWeights, Norm, PackedLinear
 from ...ops.parallel import Comm
 from ...ops.quantize import QuantizedWeight
+from ...ops.weights import (
+    AttentionWeights,
+    HeadNorm,
+    LatentShape,
+    LatentWeights,
+    Norm,
+    PackedLinear,
+)
 from ..config import HeadSpec
 from ..fold import head_order
 from ..page_layout import PageLayout

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from ...ops.base import Activation, ExpertWeights, MlpWeights
 from ...ops.parallel import Comm
+from ...ops.weights import Activation, ExpertWeights, MlpWeights
 from ..config import ExpertsSpec, MlpNames
 from ..shapes import FUSED_GATE_UP
 from .packer import Packer, in_order

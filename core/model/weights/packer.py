@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...ops.base import Norm, Ops, PackedLinear
+from ...ops.base import Ops
 from ...ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight, stack
+from ...ops.weights import Norm, PackedLinear
 from ..config import DecoderConfig
 from ..fold import Recipe, scaled
 from ..formats.checkpoint import Read

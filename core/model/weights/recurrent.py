@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...ops.base import ConvWeights, DeltaWeights, Mamba2Weights, RecurrentWeights
+from ...ops.weights import ConvWeights, DeltaWeights, Mamba2Weights, RecurrentWeights
 from ..config import ConvSpec, DeltaSpec, Mamba2Spec, MixerSpec
 from ..fold import ba_order, mamba_orders, mamba_widths, qkvz_order, scaled_rows
 from ..shapes import CONV, DELTA, MAMBA, layer_prefix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from ...errors import ModelLoadError
-from ..base import SILU, ExpertWeights, MlpWeights, PackedLinear, Routing
+from ..weights import SILU, ExpertWeights, MlpWeights, PackedLinear, Routing
 from .linear import LinearStruct, NativeLinear
 from .structs import ActivationStruct, activation_struct
 

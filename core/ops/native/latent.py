@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from ..base import LatentWeights, PackedLinear
+from ..weights import LatentWeights, PackedLinear
 from .linear import LinearStruct, NativeLinear
 from .structs import NormStruct, norm_struct
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import PackedLinear
 from ..quantize import (
     GROUP,
     SUPER,
@@ -19,6 +18,7 @@ from ..quantize import (
     WeightKind,
     quantize_weight,
 )
+from ..weights import PackedLinear
 from .library import NativeLibrary
 from .memory import HugeArena
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import PackedLinear
 from ..lora import AdaptedRows, LoraBlock, LoraUpdate, LoraWeights, PackedLora
+from ..weights import PackedLinear
 from .library import DTYPES, NativeLibrary
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p

@@ -8,27 +8,25 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from ..base import (
+from ..base import ForwardPlan, Rope, capped
+from ..batch import RaggedBatch
+from ..kv_pool import KVPool
+from ..lora import LoraUpdate, PackedLora
+from ..quantize import Quantize, QuantizedWeight, WeightKind
+from ..weights import (
     FIRST_TABLE,
     SILU,
     Activation,
     ConvWeights,
     DecoderWeights,
     ExpertWeights,
-    ForwardPlan,
     HeadLayout,
     HeadNorm,
     Norm,
     PackedLinear,
     RecurrentWeights,
-    Rope,
     Tables,
-    capped,
 )
-from ..batch import RaggedBatch
-from ..kv_pool import KVPool
-from ..lora import LoraUpdate, PackedLora
-from ..quantize import Quantize, QuantizedWeight, WeightKind
 from .experts import ExpertStructs
 from .library import DTYPES, NativeLibrary
 from .linear import NativeLinear, Products, linear, pack_linear, rough_copy

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..base import HeadLayout
 from ..batch import RaggedBatch, pass_states
 from ..kv_pool import KvDtype, KVPool
+from ..weights import HeadLayout
 from .library import DTYPES
 from .state import StatesStructs
 

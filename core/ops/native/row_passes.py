@@ -15,9 +15,10 @@ from torch import Tensor
 from ...sampling.gumbel import vocabulary_hashes
 from ...sampling.logits_processors import SampleRow
 from ...sampling.verifier import Best
-from ..base import HeadLayout, Rope
+from ..base import Rope
 from ..batch import Segment, first_pages
 from ..kv_pool import KVPool
+from ..weights import HeadLayout
 from .library import NativeLibrary
 from .linear import LinearStruct
 from .plan import HeadsStruct, KvStruct, heads_struct, kv_struct

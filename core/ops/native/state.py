@@ -8,9 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ..base import ConvWeights, DeltaWeights, RecurrentWeights
 from ..batch import RaggedBatch
 from ..state_pool import StatePool
+from ..weights import ConvWeights, DeltaWeights, RecurrentWeights
 from .linear import LinearStruct
 
 MAX_TAPS = 8  # as in state.h

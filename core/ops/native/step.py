@@ -9,30 +9,28 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..base import (
+from ..base import ForwardPlan, LayersOutput, Rope
+from ..batch import NOTHING_MORE, Wanted
+from ..kv_pool import KVPool
+from ..lora import AdaptedRows, LoraWeights
+from ..weights import (
     SILU,
     AttentionWeights,
     ConvWeights,
     DecoderWeights,
     ExpertsBeside,
     ExpertWeights,
-    ForwardPlan,
     Gemma4Extras,
     HeadLayout,
     LatentWeights,
-    LayersOutput,
     LayerWeights,
     MlpWeights,
     Norm,
     PackedLinear,
     RecurrentWeights,
-    Rope,
     TokenInputs,
     TokenInputWeights,
 )
-from ..batch import NOTHING_MORE, Wanted
-from ..kv_pool import KVPool
-from ..lora import AdaptedRows, LoraWeights
 from .experts import ExpertStructs
 from .gemma4 import BesideStruct, ExtrasStruct, TokenInputsStruct, TokenInputStruct
 from .latent import LatentStruct, latent_struct

@@ -6,7 +6,7 @@ import ctypes
 
 from torch import Tensor
 
-from ..base import Activation, HeadNorm, Norm, Tables
+from ..weights import Activation, HeadNorm, Norm, Tables
 from .library import DTYPES
 
 _I32, _I64, _PTR, _F32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..base import ConvWeights
 from ..batch import RaggedBatch
 from ..state_pool import StatePool
+from ..weights import ConvWeights
 from .state import SegmentStates, join_segments, row_spans
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..base import ExpertWeights, Ops, Routing
+from ..base import Ops
 from ..layers import linear_of_few, run_mlp
+from ..weights import ExpertWeights, Routing
 
 
 def run_experts(

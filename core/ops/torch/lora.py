@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..base import Ops, PackedLinear
+from ..base import Ops
 from ..layers import linear_of_few
 from ..lora import LoraUpdate, PackedLora
+from ..weights import PackedLinear
 
 
 class _Block(NamedTuple):

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..base import HeadLayout
 from ..batch import IntArray, RaggedBatch, pass_states
 from ..kv_pool import KVPool, from_scaled, to_scaled
+from ..weights import HeadLayout
 
 BLOCK = 256  # positions
 # Of a last block. Cutting off hidden keys leaves the bits of every sum as they are up to 128 of

@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..base import DeltaWeights, Mamba2Weights, RecurrentWeights
 from ..batch import RaggedBatch
 from ..state_pool import StatePool
+from ..weights import DeltaWeights, Mamba2Weights, RecurrentWeights
 
 _NORM_EPS = 1e-6  # of the length of queries and keys
 _Weights = TypeVar("_Weights", bound=RecurrentWeights)

@@ -13,30 +13,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...sampling.sampler import TorchSampler
-from ..base import (
-    FIRST_TABLE,
-    SILU,
-    Activation,
-    ConvWeights,
-    DecoderWeights,
-    Exactness,
-    ExpertWeights,
-    ForwardPlan,
-    HeadLayout,
-    HeadNorm,
-    Norm,
-    PackedLinear,
-    RecurrentWeights,
-    Rope,
-    Tables,
-    capped,
-    gated,
-)
+from ..base import Exactness, ForwardPlan, Rope, capped, gated
 from ..batch import RaggedBatch
 from ..device import cpu_flags
 from ..kv_pool import KVPool
 from ..lora import LoraUpdate, PackedLora
 from ..quantize import QuantizedWeight, WeightKind
+from ..weights import (
+    FIRST_TABLE,
+    SILU,
+    Activation,
+    ConvWeights,
+    DecoderWeights,
+    ExpertWeights,
+    HeadLayout,
+    HeadNorm,
+    Norm,
+    PackedLinear,
+    RecurrentWeights,
+    Tables,
+)
 from .attention import attend
 from .conv import run_short_conv
 from .experts import run_experts

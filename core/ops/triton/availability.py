@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 import torch
 
-from ..base import HeadLayout
 from ..kv_pool import KvDtype
+from ..weights import HeadLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256

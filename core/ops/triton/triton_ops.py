@@ -12,29 +12,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import ModelLoadError
-from ..base import (
+from ..base import Exactness, ForwardPlan, Rope, capped, gated
+from ..batch import RaggedBatch
+from ..kv_pool import KVPool
+from ..lora import LoraUpdate, PackedLora
+from ..quantize import Quantize, QuantizedWeight, WeightKind
+from ..weights import (
     FIRST_TABLE,
     SILU,
     Activation,
     ConvWeights,
     DecoderWeights,
-    Exactness,
     ExpertWeights,
-    ForwardPlan,
     HeadLayout,
     HeadNorm,
     Norm,
     PackedLinear,
     RecurrentWeights,
-    Rope,
     Tables,
-    capped,
-    gated,
 )
-from ..batch import RaggedBatch
-from ..kv_pool import KVPool
-from ..lora import LoraUpdate, PackedLora
-from ..quantize import Quantize, QuantizedWeight, WeightKind
 from .attention.launch import Rule, attend, merge, scales, shape
 from .availability import unsuited_heads
 from .chain import chained

@@ -15,7 +15,7 @@ from foretoken.core.model.families.registry import MODEL_FAMILIES
 from foretoken.core.model.fields import Fields
 from foretoken.core.model.fold import Fold, head_order, scaled
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.ops.base import Activation
+from foretoken.core.ops.weights import Activation
 from support.checkpoints import KINDS, ModelDriver, make_checkpoint, make_reference, save
 from support.greedy_streams import random_ids
 

@@ -19,8 +19,8 @@ from foretoken.core.model.fields import Fields, UnsupportedConfig
 from foretoken.core.model.fold import ba_order, qkvz_order
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
-from foretoken.core.ops.base import RecurrentShape, RecurrentWeights
 from foretoken.core.ops.native import native_library
+from foretoken.core.ops.weights import RecurrentShape, RecurrentWeights
 from support.checkpoints import (
     HYBRIDS,
     VOCAB_SIZE,

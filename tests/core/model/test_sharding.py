@@ -15,9 +15,9 @@ from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.opening import read_config
 from foretoken.core.model.sharding import check_shards, shard_config
-from foretoken.core.ops.base import ExpertWeights, Gemma4Extras
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.quantize import QuantizedWeight, quantize_weight
+from foretoken.core.ops.weights import ExpertWeights, Gemma4Extras
 from foretoken.core.tiers.fingerprint import WeightsDigest
 from support.checkpoints import KINDS, make_checkpoint
 from support.gguf_files import write_gguf

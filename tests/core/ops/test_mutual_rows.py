@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.ops.base import HeadLayout, Ops
+from foretoken.core.ops.base import Ops
 from foretoken.core.ops.batch import IntArray, Segment, build_batch
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.triton.triton_ops import TritonOps
+from foretoken.core.ops.weights import HeadLayout
 from support.native_variants import every_variant
 from support.rope_fixture import Turns
 

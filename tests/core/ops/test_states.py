@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from foretoken.core.model.fold import mamba_orders
-from foretoken.core.ops.base import (
+from foretoken.core.ops.base import Ops
+from foretoken.core.ops.batch import NOTHING_MORE, Segment, SegmentState, build_batch
+from foretoken.core.ops.kv_pool import KvPlace, KVPool
+from foretoken.core.ops.layers import run_layers
+from foretoken.core.ops.native import native_library
+from foretoken.core.ops.native.native_ops import NativeOps
+from foretoken.core.ops.state_pool import DRAFT_ROOM, StatePool, bytes_per_log, bytes_per_slot
+from foretoken.core.ops.torch.torch_ops import TorchOps
+from foretoken.core.ops.weights import (
     AttentionWeights,
     ConvShape,
     ConvWeights,
@@ -25,17 +33,9 @@ from foretoken.core.ops.base import (
     Mamba2Weights,
     MlpWeights,
     Norm,
-    Ops,
     PackedLinear,
     RecurrentShape,
 )
-from foretoken.core.ops.batch import NOTHING_MORE, Segment, SegmentState, build_batch
-from foretoken.core.ops.kv_pool import KvPlace, KVPool
-from foretoken.core.ops.layers import run_layers
-from foretoken.core.ops.native import native_library
-from foretoken.core.ops.native.native_ops import NativeOps
-from foretoken.core.ops.state_pool import DRAFT_ROOM, StatePool, bytes_per_log, bytes_per_slot
-from foretoken.core.ops.torch.torch_ops import TorchOps
 from support.delta_fixture import (
     CONV_SHAPE,
     MAMBA_SHAPE,

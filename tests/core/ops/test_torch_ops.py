@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.core.ops.backends import choose_ops
-from foretoken.core.ops.base import HeadLayout, Norm
 from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool, bytes_per_page
 from foretoken.core.ops.torch import torch_ops
 from foretoken.core.ops.torch.attention import TorchPlan
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from foretoken.core.ops.weights import HeadLayout, Norm
 from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -66,7 +66,9 @@ def frontier_of(tree: TreeGrowth) -> list[int]:
 
 
 def gain_of(tree: TreeGrowth) -> float:
-    return _Group([tree]).gain({id(tree): [[node] for node in frontier_of(tree)]})
+    group = _Group([tree])
+    paths, _ = group._by_gain(group.frontiers(None))
+    return group._more(paths)
 
 
 def draft_of(tree: TreeGrowth, owed: int = 0) -> Draft:

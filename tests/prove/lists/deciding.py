@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "silence-holds-for-forced-runs",
-        "DraftSpeculator._drafts_nothing",
+        "DraftSpeculator._finds_nothing",
         " and request.sampling.constraint is None",
         "",
         ("sources/test_grammar.py",),
@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "silence-of-one-is-taken-for-all",
         "DraftSpeculator.drafts_nothing",
-        "return all(self._drafts_nothing(request, num_new_tokens) for request in requests)",
-        "return any(self._drafts_nothing(request, num_new_tokens) for request in requests)",
+        "return all(self._finds_nothing(request, num_new_tokens) for request in requests)",
+        "return any(self._finds_nothing(request, num_new_tokens) for request in requests)",
         ("test_speculator.py",),
         "a step is planned unless all are silent",
     ),

@@ -32,8 +32,8 @@ MUTATIONS = (
     Mutation(
         "trees-forget-the-price-of-keys",
         "TreeGrowth.worths",
-        "return [survival - price for survival in self._ranked_survival(more)]",
-        "return [survival for survival in self._ranked_survival(more)]",
+        "found = [node.survival - price for node in self.nodes if node.survival]",
+        "found = [node.survival for node in self.nodes if node.survival]",
         ("test_a_node_of_a_longer_request_must_bring_more",),
         "a row of a long request attends to more keys",
     ),

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...base import HeadLayout
 from ...kv_pool import KVPool
+from ...weights import HeadLayout
 from ..chain import chained
 from ..graph.input_fields import ITEM_WORDS
 from ..graph.plan import DevicePlan, Work

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ...adapted import adding_ops
-from ...base import Ops, PackedLinear
+from ...base import Ops
 from ...batch import IntArray
 from ...lora import AdaptedRows
+from ...weights import PackedLinear
 from ..graph_inputs import Field, GraphInputs, HostFields
 from ..linear.lora import AdapterTables
 from .plan import DevicePlan

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ....sampling.gumbel import vocabulary_hashes
 from ....sampling.sampler import DraftVocab
-from ...base import DecoderWeights, LayersOutput, Ops
+from ...base import LayersOutput, Ops
 from ...batch import SamplingPlan
+from ...weights import DecoderWeights
 from ..graph_inputs import GraphInputs, HostFields
 from ..sampling.sampler import TritonPendingBest, TritonPendingTokens, TritonSampler
 from .input_fields import fill_controls

@@ -10,10 +10,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ...base import HeadLayout, Rope
+from ...base import Rope
 from ...batch import RaggedBatch, pass_states
 from ...kv_pool import KVPool
 from ...state_pool import StatePool
+from ...weights import HeadLayout
 from ..attention.tile_schedule import KV_SPLIT_GROUP, TileSchedule, build_tile_schedule
 from ..graph_inputs import Field, GraphInputs
 from ..recurrent.pass_states import PassStates, state_fields

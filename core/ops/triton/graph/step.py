@@ -15,19 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....sampling.sampler import DraftVocab
-from ...base import (
-    AttentionWeights,
-    DecoderWeights,
-    ForwardPlan,
-    HeadLayout,
-    LayersOutput,
-    Ops,
-    Rope,
-)
+from ...base import ForwardPlan, LayersOutput, Ops, Rope
 from ...batch import NOTHING_MORE, Taps, Wanted
 from ...kv_pool import KVPool
 from ...layers import run_layers
 from ...lora import AdaptedRows
+from ...weights import AttentionWeights, DecoderWeights, HeadLayout
 from ..attention.tile_schedule import NARROW_LEN, SPLIT, TileSchedule
 from ..graph_inputs import NUM_BUFFERS, GraphInputs
 from ..recurrent.pass_states import move_on

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from ...base import ExpertWeights, Ops, PackedLinear, Routing
+from ...base import Ops
 from ...layers import run_mlp
+from ...weights import ExpertWeights, PackedLinear, Routing
 from .experts_kernels import add_up_kernel, expert_linear_kernel, route_kernel, sort_kernel
 from .tiled_linear import TiledLinear
 from .tiles import FEW_ROWS, Bits, step_inputs

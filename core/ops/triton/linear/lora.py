@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...base import PackedLinear
 from ...lora import LoraBlock, LoraUpdate, LoraWeights, PackedLora
+from ...weights import PackedLinear
 from .lora_kernels import BLOCK_WORDS, LINEAR_WORDS, lora_a_kernel, lora_b_kernel
 from .tiles import FEW_COLUMNS
 

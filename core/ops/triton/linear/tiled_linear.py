@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources as OutOfResources  # to whoever tries launches
 
-from ...base import PackedLinear
 from ...quantize import GROUP, quantize_weight, round_to_levels
+from ...weights import PackedLinear
 from ..chain import chained
 from .linear import linear_kernel
 from .tiles import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...base import DeltaWeights, Mamba2Weights, RecurrentShape, RecurrentWeights
 from ...state_pool import StatePool
+from ...weights import DeltaWeights, Mamba2Weights, RecurrentShape, RecurrentWeights
 from .inputs_kernels import inputs_kernel
 from .layer_memory import LayerMemory, keep_inputs
 from .pass_states import PassStates

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from foretoken.api.cli.selftest import compare
 from foretoken.core.ops.backends import choose_ops
-from foretoken.core.ops.base import HeadLayout
 from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import build as building
@@ -39,6 +38,7 @@ from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.linear import linear, pack_linear
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.native.recipe import FLAGS, FOLDER, VARIANT_FLAGS
+from foretoken.core.ops.weights import HeadLayout
 from support.native_variants import EMULATION
 from support.rope_fixture import Turns
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.ops.base import Activation, ExpertWeights, Routing
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.quantize import Quantize
 from foretoken.core.ops.torch.experts import route, run_experts
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from foretoken.core.ops.weights import Activation, ExpertWeights, Routing
 from support.expert_weights import CLOSE, COUNT, HIDDEN, ROUTINGS, make_experts
 from support.native_variants import every_variant
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.ops.base import HeadLayout, HeadNorm, Ops
+from foretoken.core.ops.base import Ops
 from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KvDtype, KVPool, from_scaled
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from foretoken.core.ops.weights import HeadLayout, HeadNorm
 from support.native_variants import every_variant
 from support.pairs import in_pairs
 from support.rope_fixture import Turns

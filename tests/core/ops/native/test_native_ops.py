@@ -14,21 +14,14 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.backends import choose_ops
-from foretoken.core.ops.base import (
-    FIRST_TABLE,
-    Activation,
-    HeadLayout,
-    HeadNorm,
-    Norm,
-    Ops,
-    Tables,
-)
+from foretoken.core.ops.base import Ops
 from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.native.plan import NativePlan
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from foretoken.core.ops.weights import FIRST_TABLE, Activation, HeadLayout, HeadNorm, Norm, Tables
 from support.checkpoints import ModelDriver, make_checkpoint
 from support.native_variants import every_variant
 from support.pairs import in_pairs

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.ops.base import PackedLinear
 from foretoken.core.ops.quantize import GROUP, quantize_weight, round_to_levels
+from foretoken.core.ops.weights import PackedLinear
 
 pytest.importorskip("triton")
 

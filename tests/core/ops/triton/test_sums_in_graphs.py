@@ -16,8 +16,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from foretoken.core.model.decoder import OwnDecoder
-from foretoken.core.ops.base import AttentionWeights, MlpWeights
 from foretoken.core.ops.batch import NOTHING_MORE, Segment, Wanted
+from foretoken.core.ops.weights import AttentionWeights, MlpWeights
 from support.graph_fixture import CONFIG, PAGE_SIZE, SIZE, Graphs, make_decoder, make_pool
 
 ON_DEVICE: list[tuple[int, int]] = []  # rank and rows of each sum, as the device does them

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretoken.core.ops.base import Activation, ExpertWeights, Routing
 from foretoken.core.ops.torch.experts import route as oracle_route
 from foretoken.core.ops.torch.experts import run_experts as run_oracle
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from foretoken.core.ops.weights import Activation, ExpertWeights, Routing
 from support.expert_weights import CLOSE, COUNT, HIDDEN, ROUTINGS, make_experts
 
 pytest.importorskip("triton")

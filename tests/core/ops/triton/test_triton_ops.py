@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.core.ops.base import Activation, HeadNorm, Norm, Tables
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from foretoken.core.ops.weights import Activation, HeadNorm, Norm, Tables
 
 pytest.importorskip("triton")
 
