@@ -170,11 +170,11 @@ def read_chat(body: MessagesRequest) -> ChatInput:
 
 
 def read_params(body: MessagesRequest) -> SamplingParams:
-    """Sampling parameters; raises `InvalidRequest`."""
+    """Sampling parameters; ``max_tokens`` 0 is left out, since the engine needs at least 1."""
     return sampling_params(
         body,
         guess=body.prediction,
-        max_tokens=body.max_tokens,
+        max_tokens=body.max_tokens or 1,
         stop=body.stop_sequences,
         json_schema=None if body.format is None else body.format.schema,
     )

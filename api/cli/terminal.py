@@ -110,7 +110,7 @@ def run(
         await watch_loading(model, llm.start())
         async with llm:
             await show(llm, prompt, params, colours, texts)
-        if params.max_tokens != 0 and not "".join(texts).strip():
+        if not "".join(texts).strip():
             print(NOTHING_CAME, file=sys.stderr)
 
     asyncio.run(answer())

@@ -289,7 +289,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
         refuse(body)
         params, prompts = completion_params(body), read_prompts(body.prompt)
         self.service.check_room(len(prompts), params.n)
-        generates = params.max_tokens != 0
+        generates = not params.prompt_only
         echoed = await self._echoed(prompts, generates=generates) if body.echo else None
         return warm_params(params) if is_prewarm(body) else params, prompts, echoed
 
@@ -418,7 +418,8 @@ def refuse(body: CompletionRequest) -> None:
 
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
-    """Sampling parameters of the body."""
+    """Sampling parameters of the body; without tokens where it wants an echo alone."""
+    is_alone = body.max_tokens == 0 and (bool(body.echo) or is_prewarm(body))
     return sampling_params(
         body,
         guess=body.prediction,
@@ -427,6 +428,7 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
         max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_only=is_alone,
     )
 
 

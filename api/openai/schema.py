@@ -118,7 +118,7 @@ class CompletionRequest(OpenAISampling, kw_only=True):
     """Body of /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: Count | None = None  # 0: the prompt alone
+    max_tokens: Count | None = None  # 0, with echo: the prompt alone
     prediction: Prediction | Guess | None = None  # an extension
     echo: bool | None = None
     logprobs: NumTop | None = None

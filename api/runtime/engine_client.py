@@ -483,7 +483,7 @@ class EngineClient:
     async def _prepare(self, answer: Answer, prompt: Prompt, param: str = "prompt") -> None:
         """Tokenise; ``param``: the field that has the prompt, for errors."""
         own = self.tokenizer
-        generates = answer.pooling is None and answer.params.max_tokens != 0
+        generates = answer.pooling is None and not answer.params.prompt_only
         if isinstance(prompt, str):
             answer.prompt_token_ids = await own.encode(prompt, param=param, generates=generates)
         else:

@@ -75,6 +75,7 @@ def warm_params(params: SamplingParams, *, max_tokens: int = 0) -> SamplingParam
     """Parameters that compute the same prompt, alone or with a few tokens."""
     return SamplingParams(
         max_tokens=max_tokens,
+        prompt_only=not max_tokens,
         speculation="off",
         cache_salt=params.cache_salt,
         lora=params.lora,

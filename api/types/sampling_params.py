@@ -61,7 +61,8 @@ _ONE, _ZERO, _OFF = LeftOutFloat(1.0), LeftOutFloat(0.0), LeftOutInt(0)
 class SamplingParams(TokenSamplingParams):
     """Parameters of an answer. Every bad value raises `InvalidRequest` naming its field.
 
-    - ``max_tokens``: None means up to the end of the context, 0 the prompt alone.
+    - ``max_tokens``: None means up to the end of the context. ``prompt_only``: the prompt is
+      computed, with its ``prompt_logprobs`` if they are wanted, and no token.
     - ``temperature``: 0 is greedy. ``top_k=0`` and ``top_p=1`` are off.
     - ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` that are left out
       are those that the model recommends, where it does, else the defaults of this class.

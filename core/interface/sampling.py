@@ -40,11 +40,11 @@ Made = TypeVar("Made")
 class TokenSamplingParams:
     """Options of the choice of tokens. A bad value raises `InvalidRequest` naming its field.
 
-    ``max_tokens=None`` means up to the end of the context, and 0 that the prompt alone is computed;
-    ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1`` are off. ``logprobs`` and
-    ``prompt_logprobs`` are the number of alternatives wanted beside the token itself.
-    ``kv_budget``: tokens of the answer that keep their KV, where the engine evicts; None: as the
-    engine is set.
+    ``max_tokens=None`` means up to the end of the context; with ``prompt_only`` the prompt is
+    computed and no token, and ``max_tokens`` is 0. ``temperature=0`` is greedy; ``top_k=0`` and
+    ``top_p=1`` are off. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives wanted
+    beside the token itself. ``kv_budget``: tokens of the answer that keep their KV, where the
+    engine evicts; None: as the engine is set.
     """
 
     temperature: float = 1.0
@@ -66,6 +66,7 @@ class TokenSamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     kv_budget: int | None = None
+    prompt_only: bool = False
 
     def __post_init__(self) -> None:
         """Normalise sequences to tuples and check every field."""
@@ -81,9 +82,14 @@ class TokenSamplingParams:
         self._check_token_ids()
 
     def _check_numbers(self) -> None:
+        require(isinstance(self.prompt_only, bool), "prompt_only", "must be true or false")
+        if self.prompt_only:
+            object.__setattr__(self, "max_tokens", 0)
         check_bounds(self, BOUNDS)
+        is_none = self.max_tokens == 0 and not self.prompt_only
+        require(not is_none, "max_tokens", "must be at least 1, not 0")
         require(self.top_p > 0, "top_p", "must be above 0, not 0")
-        if self.max_tokens is not None:
+        if self.max_tokens is not None and not self.prompt_only:
             fits = self.min_tokens <= self.max_tokens
             require(fits, "min_tokens", f"must be at most max_tokens ({self.max_tokens})")
 
@@ -217,7 +223,7 @@ class SamplingMetadata:
     @property
     def generates(self) -> bool:
         """Whether the request wants tokens, and not its prompt computed alone."""
-        return self.pooling is None and self.params.max_tokens != 0
+        return self.pooling is None and not self.params.prompt_only
 
     def token_id_fields(self) -> dict[str, Collection[int]]:
         """The token ids that the caller's parameters name, by parameter.

@@ -534,7 +534,7 @@ def test_flags_that_make_no_sense_are_one_line(
 def test_a_prompt_without_an_answer_is_not_recorded() -> None:
     expected: list[str] = []
     recorder = SimpleNamespace(expect=lambda request, _: expected.append(request.request_id))
-    for max_tokens in (0, 1):
-        request = make_request(f"of {max_tokens}", [1, 2], max_tokens=max_tokens)
+    for is_alone in (True, False):
+        request = make_request(f"alone: {is_alone}", [1, 2], prompt_only=is_alone)
         _Recording(recorder).begin(request, 0.0)  # type: ignore[arg-type]
-    assert expected == ["of 1"]
+    assert expected == ["alone: False"]

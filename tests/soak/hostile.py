@@ -54,7 +54,7 @@ BROKEN_JSON: Sequence[bytes] = (
     b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
     b'{"prompt": "a", "temperature": NaN}',
     b'{"prompt": "a", "temperature": 1e999}',
-    b'{"prompt": "a", "max_tokens": -1}',
+    b'{"prompt": "a", "max_tokens": 0}',
     b'{"prompt": "a", "n": 1000000}',
     b'{"prompt": "a", "n": -1}',
     b'{"prompt": "a", "top_p": 0}',

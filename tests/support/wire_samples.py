@@ -62,7 +62,7 @@ NOW = 1000.0
 PARAMS: dict[str, object] = {
     "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.125, "max_tokens": 9,
     "min_tokens": 2, "stop_token_ids": (3, 4), "logprobs": 1, "prompt_logprobs": 2,
-    "kv_budget": 300,
+    "kv_budget": 300, "prompt_only": True,
     "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5,
     "logit_bias": {5: -1.5, 6: 2.0}, "allowed_token_ids": (5, 6), "n": 3, "stop": ("end", "ß"),
     "ignore_eos": True, "seed": 2**64 - 1, "bad_words": ("no", "never"),

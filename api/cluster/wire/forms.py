@@ -99,6 +99,7 @@ class ParamsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[int, float] | UnsetType | None = UNSET
     allowed_token_ids: list[int] | UnsetType | None = UNSET
     kv_budget: int | UnsetType | None = UNSET
+    prompt_only: bool | UnsetType = UNSET
     n: int | UnsetType = UNSET
     stop: list[str] | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET

@@ -46,7 +46,7 @@ def test_a_front_gets_the_numbers_of_a_replica(pooling: Pooling, numbers: array[
 def test_a_front_gets_the_end_of_a_request_for_no_tokens() -> None:
     async def body() -> None:
         async with front_of() as front, replicas_of(front, max_model_len=3) as (replica,):
-            wanted = request(max_tokens=0)
+            wanted = request(prompt_only=True)
             stream = front.submit(wanted)
             sent = await replica.submitted()
             assert (sent.params.max_tokens, wanted.max_len) == (0, 3)

@@ -90,7 +90,7 @@ def test_a_long_prompt_is_computed_apart_and_its_token_is_not_served() -> None:
 def test_a_prompt_that_fills_the_context_is_computed_apart_without_a_token() -> None:
     async def body() -> None:
         async with front_of(2) as front, with_roles(front, "prefill", "decode") as (p, d):
-            stream = front.submit(request(prompt=[5] * 2048, max_tokens=0))
+            stream = front.submit(request(prompt=[5] * 2048, prompt_only=True))
             assert (await p.submitted()).params.max_tokens == 0
             done = step("r", finish_reason=FinishReason.LENGTH)
             p.send(msgspec.structs.replace(done, handed={"r": HANDED}))

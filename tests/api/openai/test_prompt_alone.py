@@ -46,7 +46,13 @@ def test_the_echo_has_the_log_probabilities_that_it_has_before_a_token(server: A
     assert "".join(alone["logprobs"]["tokens"]) == PROMPT
 
 
-def test_it_is_streamed_and_repeated_and_has_no_text_without_echo(server: Any) -> None:
+def test_without_an_echo_there_must_be_a_token(server: Any) -> None:
+    body = BODY | {"max_tokens": 0, "echo": False}
+    refused = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_it_is_streamed_and_repeated(server: Any) -> None:
     whole = complete(server, max_tokens=0)["choices"][0]["logprobs"]
     body = BODY | {"max_tokens": 0, "stream": True}
     text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text
@@ -56,8 +62,8 @@ def test_it_is_streamed_and_repeated_and_has_no_text_without_echo(server: Any) -
     lists = [each["logprobs"] for each in choices if each.get("logprobs")]
     for name in LISTS:
         assert [value for each in lists for value in each[name]] == whole[name]
-    twice = complete(server, max_tokens=0, n=2, echo=False, logprobs=None)["choices"]
-    assert [(each["index"], each["text"]) for each in twice] == [(0, ""), (1, "")]
+    twice = complete(server, max_tokens=0, n=2, logprobs=None)["choices"]
+    assert [(each["index"], each["text"]) for each in twice] == [(0, PROMPT), (1, PROMPT)]
 
 
 def test_prompts_alone_count_as_prompts_and_no_tokens_are_counted(server: Any) -> None:

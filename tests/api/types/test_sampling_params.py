@@ -20,7 +20,7 @@ BAD: list[tuple[str, object]] = [
     *((name, HUGE) for name in ("temperature", "deadline", "seed", "max_tokens", "priority")),
     *((name, "1") for name in ("n", "temperature", "top_k", "seed", "max_tokens", "logprobs")),
     ("n", 0), ("n", 17), ("temperature", -0.1), ("top_p", 0), ("top_p", 1.1), ("top_k", -2),
-    ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", -1), ("min_tokens", -1), ("seed", 1.5),
+    ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0), ("min_tokens", -1), ("seed", 1.5),
     ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21), ("repetition_penalty", 0),
     ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("deadline", -1),
     ("stop", ["a"] * 17), ("stop", [""]), ("stop", ["x" * 257]), ("stop", [1]), ("stop", 5),

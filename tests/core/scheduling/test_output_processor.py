@@ -46,7 +46,7 @@ def test_prompt_logprobs_are_told_once_though_preemption_computes_them_twice() -
 
 
 def test_a_request_for_no_tokens_ends_with_its_prompt() -> None:
-    request = running(max_tokens=0, prompt_logprobs=0)
+    request = running(prompt_only=True, prompt_logprobs=0)
     entries = [TokenLogprob(token_id, -1.0) for token_id in (2, 3)]
     delta = take(request, token_ids=[EOS], prompt_logprobs=entries, logprobs=entries[:1])
     assert (delta.token_ids, delta.logprobs, delta.prompt_logprobs) == ([], [], entries)
