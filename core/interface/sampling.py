@@ -83,9 +83,9 @@ class TokenSamplingParams:
 
     def _check_numbers(self) -> None:
         require(isinstance(self.prompt_only, bool), "prompt_only", "must be true or false")
+        check_bounds(self, BOUNDS)
         if self.prompt_only:
             object.__setattr__(self, "max_tokens", 0)
-        check_bounds(self, BOUNDS)
         is_none = self.max_tokens == 0 and not self.prompt_only
         require(not is_none, "max_tokens", "must be at least 1, not 0")
         require(self.top_p > 0, "top_p", "must be above 0, not 0")

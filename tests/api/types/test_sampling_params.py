@@ -21,6 +21,7 @@ BAD: list[tuple[str, object]] = [
     *((name, "1") for name in ("n", "temperature", "top_k", "seed", "max_tokens", "logprobs")),
     ("n", 0), ("n", 17), ("temperature", -0.1), ("top_p", 0), ("top_p", 1.1), ("top_k", -2),
     ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0), ("min_tokens", -1), ("seed", 1.5),
+    ("prompt_only", 1),
     ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21), ("repetition_penalty", 0),
     ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("deadline", -1),
     ("stop", ["a"] * 17), ("stop", [""]), ("stop", ["x" * 257]), ("stop", [1]), ("stop", 5),
@@ -66,6 +67,14 @@ def test_a_bad_parameter_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert caught.value.param == field
+
+
+def test_a_prompt_alone_has_no_tokens_and_bad_ones_are_refused_all_the_same() -> None:
+    assert SamplingParams(prompt_only=True, max_tokens=5, min_tokens=2).max_tokens == 0
+    for bad in (-1, "5"):
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(prompt_only=True, max_tokens=bad)  # type: ignore[arg-type]
+        assert caught.value.param == "max_tokens"
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_OPTIONS, ids=label)
