@@ -8,17 +8,16 @@ bring more than their rows cost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...core.interface.draft import Draft
-from .tree_growth import TreeGrowth
+from .tree_growth import Growing, TreeGrowth
 
 FloatArray = NDArray[np.float64]
-Paths: TypeAlias = list[list[int]]
-"""Nodes of a tree that may be computed, each behind those on its path that are not yet."""
+_Placed: TypeAlias = tuple[int, Growing]
 
 
 class StepTrees:
@@ -38,25 +37,17 @@ class StepTrees:
 
         ``level``: those of one level alone. ``takes_pass``: they take another pass.
         """
-        found: dict[int, Paths] = {}
+        found: dict[int, list[Growing]] = {}
         for group in self._groups:
             offered = group.frontiers(level)
             found |= group.paying(offered) if takes_pass else offered
-        return [[node for path in found[id(tree)] for node in path] for tree in self._trees]
+        return [[node for each in found[id(tree)] for node in each.nodes] for tree in self._trees]
 
     def drafts(self, owed: Sequence[int] | None = None) -> list[Draft]:
         """The draft of each tree. ``owed``: tokens of each whose KV the proposer lacks."""
         counts = {id(tree): num for group in self._groups for tree, num in group.counts()}
         pairs = zip(self._trees, owed or [0] * len(self._trees), strict=True)
         return [tree.draft(counts[id(tree)], lacking) for tree, lacking in pairs]
-
-
-class _Path(NamedTuple):
-    """Nodes of a tree that would be computed together, and the worth of what may follow each."""
-
-    tree: int  # its place in the group
-    nodes: list[int]
-    followers: list[float]
 
 
 class _Group:
@@ -78,12 +69,12 @@ class _Group:
         ahead = (prices[count + 1 :] - prices[count]) / np.arange(1, most - count + 1)
         return min(worst, float(ahead.min()))
 
-    def frontiers(self, level: int | None) -> dict[int, Paths]:
+    def frontiers(self, level: int | None) -> dict[int, list[Growing]]:
         """Nodes whose followers may be among the best, by the tree's identity."""
         least = self.least()
         return {id(tree): tree.frontier(least, level) for tree in self.trees}
 
-    def paying(self, offered: Mapping[int, Paths]) -> dict[int, Paths]:
+    def paying(self, offered: Mapping[int, list[Growing]]) -> dict[int, list[Growing]]:
         """Keep the offered nodes for which a pass pays best; none where it does not pay.
 
         Each row of the pass has a price, too: a node is computed if what is expected behind it is
@@ -92,38 +83,43 @@ class _Group:
         known = self.trees[0].plan.pass_prices
         if not known or not any(offered.values()):
             return dict(offered)
-        paths, gains = self._by_gain(offered)
-        rows = np.array([len(each.nodes) for each in paths]).cumsum()
+        ordered, gains = self._by_gain(offered)
+        rows = np.array([len(each.nodes) for _, each in ordered]).cumsum()
         prices = _prices(known, int(rows[-1]))
         count = int((gains.cumsum() - prices[rows]).argmax()) + 1
-        found: dict[int, Paths] = {id(tree): [] for tree in self.trees}
-        if self._more(paths[:count]) > prices[rows[count - 1]]:
-            for each in paths[:count]:
-                found[id(self.trees[each.tree])].append(each.nodes)
+        found: dict[int, list[Growing]] = {id(tree): [] for tree in self.trees}
+        if self._more(ordered[:count]) > prices[rows[count - 1]]:
+            for at, each in ordered[:count]:
+                found[id(self.trees[at])].append(each)
         return found
 
-    def _by_gain(self, offered: Mapping[int, Paths]) -> tuple[list[_Path], FloatArray]:
-        """Sort all paths, the best for a row first; with what each brings."""
-        paths, gains, for_a_row, least = list[_Path](), list[float](), list[float](), self.least()
+    def _by_gain(self, offered: Mapping[int, list[Growing]]) -> tuple[list[_Placed], FloatArray]:
+        """Sort all, the best for a row first, with the tree's place; and what each brings."""
+        placed, gains, for_a_row, least = (
+            list[_Placed](),
+            list[float](),
+            list[float](),
+            self.least(),
+        )
         for at, tree in enumerate(self.trees):
-            mine, last = offered[id(tree)], np.inf
-            for nodes, followers in zip(mine, tree.likely_followers(mine), strict=True):
-                gain = sum(max(0.0, each - least) for each in followers)
-                last = min(last, gain / len(nodes))  # a path may need those before it
-                paths.append(_Path(at, nodes, followers))
+            last = np.inf
+            for each in offered[id(tree)]:
+                gain = sum(max(0.0, worth - least) for worth in each.followers)
+                last = min(last, gain / len(each.nodes))  # it may need those before it
+                placed.append((at, each))
                 gains.append(gain)
                 for_a_row.append(last)
         order = np.argsort(-np.array(for_a_row), kind="stable").tolist()
-        return [paths[at] for at in order], np.array(gains)[order]
+        return [placed[at] for at in order], np.array(gains)[order]
 
-    def _more(self, paths: Sequence[_Path]) -> float:
+    def _more(self, placed: Sequence[_Placed]) -> float:
         """Tokens that a pass over these would bring, beyond the price of the target's rows."""
         worths = [[*each] for each in self._worths]
-        for path in paths:
-            worths[path.tree] += path.followers
-        for each, tree in zip(worths, self.trees, strict=True):
-            each.sort(reverse=True)
-            del each[tree.plan.max_draft :]
+        for at, each in placed:
+            worths[at] += each.followers
+        for mine, tree in zip(worths, self.trees, strict=True):
+            mine.sort(reverse=True)
+            del mine[tree.plan.max_draft :]
         return self._best(_ranked(worths))[1] - self._gain
 
     def counts(self) -> list[tuple[TreeGrowth, int]]:

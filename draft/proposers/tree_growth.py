@@ -57,6 +57,17 @@ class _Ranking(NamedTuple):
     scores: tuple[float, ...]  # of these; none where a token was drawn alone
 
 
+class Growing(NamedTuple):
+    """Nodes that may be computed together, each behind those before it on its path.
+
+    ``followers``: what the node that is expected behind each brings beyond the price of its keys;
+    where levels are computed one by one, behind the best of those that it leads to.
+    """
+
+    nodes: list[int]
+    followers: list[float]
+
+
 @dataclass(slots=True, eq=False)
 class TreeGrowth:
     """One request's draft as it grows.
@@ -162,14 +173,14 @@ class TreeGrowth:
         for child in self.nodes[node].children:
             self._scale(child, factor)
 
-    def frontier(self, least: float, level: int | None = None) -> list[list[int]]:
+    def frontier(self, least: float, level: int | None = None) -> list[Growing]:
         """The nodes worth expanding: their children may be among the best of the step.
 
         ``least``: what one more node must bring, beyond the price of its keys. ``level``: those of
         one level alone. The best come first, each with those before it on its path that must be
         computed, too.
         """
-        least, chosen, paths = least + self.plan.key_price, set[int](), list[list[int]]()
+        least, chosen, found = least + self.plan.key_price, set[int](), list[Growing]()
         if len(self.nodes) >= self.plan.max_draft:
             survival = sorted((node.survival for node in self.nodes), reverse=True)
             least = max(least, survival[self.plan.max_draft - 1])
@@ -188,8 +199,9 @@ class TreeGrowth:
             fits = 0 < len(path) <= MOST_EXPANDED - len(chosen)
             if fits and (level is None or path == [index]):
                 chosen.update(path)
-                paths.append(path)
-        return paths
+                chance, price = self.gap_model.mean_best, self.plan.key_price
+                found.append(Growing(path, [chance * left[each] - price for each in path]))
+        return found
 
     def _left(self) -> list[float]:
         """The chance that each node comes true and no token is known for what follows it."""
@@ -231,11 +243,6 @@ class TreeGrowth:
         price = self.plan.key_price
         found = [node.survival - price for node in self.nodes if node.survival]
         return sorted(found, reverse=True)[: self.plan.max_draft]
-
-    def likely_followers(self, paths: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the same of the node that is expected behind each of these, as ``paths``."""
-        left, chance, price = self._left(), self.gap_model.mean_best, self.plan.key_price
-        return [[chance * left[node] - price for node in path] for path in paths]
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first level down to ``node``."""

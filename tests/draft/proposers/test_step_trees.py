@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from foretoken.core.interface.draft import DraftPlan
+from foretoken.core.interface.draft import Draft, DraftPlan
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.sampling.verifier import Best
@@ -77,6 +77,17 @@ def test_a_node_is_computed_if_its_row_of_the_pass_pays() -> None:
     assert opened(0.0, 9.0) == [1, 0]
     assert sum(opened(0.0)) > 4
     assert opened(9.0) == [0, 0]
+
+
+def test_level_by_level_a_sure_known_chain_is_computed_to_its_tip() -> None:
+    known = Draft(array("q", [9, 10, 11]), ("suffix",) * 3, survival=(0.95, 0.93, 0.9))
+    prices = {"row_prices": (0.05, 0.1), "pass_prices": (0.2, 0.2)}
+    tree = tree_of(CLOSE, draft=known, **prices)
+    for level in (1, 2, 3):
+        (nodes,) = StepTrees([tree]).frontiers(level)
+        assert [tree.nodes[node].token_id for node in nodes] == [8 + level]
+        for node in tree.open(nodes):
+            tree.expand(node, Best((8 + level + 1, 1), (5.0, 1.0)))
 
 
 def test_a_tree_without_prices_is_grown_whole_beside_others() -> None:
