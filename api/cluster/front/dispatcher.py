@@ -13,7 +13,6 @@ from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest, QueueF
 from ....core.interface.adapter import adapter_of
 from ....core.interface.request import Delta, FinishReason, Request
 from ....core.scheduling.output_processor import late_end
-from ...runtime.adapters import UnknownAdapter
 from ..wire.forms import DeltaForm, UsageForm, WireError, delta_of
 from ..wire.messages import (
     KEY_BYTES,
@@ -72,7 +71,7 @@ class Dispatcher:
     def submit(self, request: Request, session: str | None) -> TokenStream:
         """Send a new request. Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
 
-        Raises `UnknownAdapter` where no replica has its adapter at this moment.
+        The last one also where no replica has its adapter at this moment.
         """
         if request.request_id in self.live:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
@@ -92,7 +91,7 @@ class Dispatcher:
         links = self._roster.links.values()
         name = adapter_of(request.namespace)
         if name is not None and not any(request.adapter in link.adapters for link in links):
-            raise UnknownAdapter(name)
+            raise EngineDead(f"no replica has the adapter {name} at this moment")
 
     def abort(self, request_id: str) -> None:
         """End a request between two steps; unknown and finished ones are ignored."""

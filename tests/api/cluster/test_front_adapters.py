@@ -33,7 +33,7 @@ from foretoken.api.cluster.wire.messages import (
     prefill_of,
     submit_of,
 )
-from foretoken.api.runtime.adapters import NO_ADAPTERS, Adapters, ServedAdapter, UnknownAdapter
+from foretoken.api.runtime.adapters import NO_ADAPTERS, Adapters, ServedAdapter
 from foretoken.api.runtime.preprocess import make_request
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import (
@@ -205,7 +205,7 @@ def test_a_later_replica_serves_the_base_at_once_and_adapters_when_it_has_them()
             assert isinstance(asked.question, LoadAdapter)
             base = front.submit(request("base"))  # it is not behind the one that waits
             assert (await later.submitted()).request_id == "base"
-            with pytest.raises(UnknownAdapter, match="no adapter sql is loaded"):
+            with pytest.raises(EngineDead, match="no replica has the adapter sql"):
                 front.submit(of(sql, "new"))
             later.send(Answer(call_id=asked.call_id, result=_facts()))
             moved = await later.submitted()
