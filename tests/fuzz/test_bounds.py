@@ -41,6 +41,8 @@ def _beside(path: str, name: str) -> dict[str, Any]:
     """Return the other fields that a request must set for this field to be taken."""
     if name == "min_tokens":
         return {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 2**31 - 1}
+    if (path, name) == ("/v1/completions", "max_tokens"):
+        return {"echo": True}  # 0 wants one
     return {"logprobs": True} if name == "top_logprobs" and path != "/v1/responses" else {}
 
 
