@@ -179,7 +179,8 @@ def images() -> None:
             model=SEEING, messages=user(parts), max_tokens=8, extra_body={"temperature": 0}
         )
         usage = answer.usage
-        return answer.content[0].text, usage.image_tokens, usage.cache_read_input_tokens
+        words = "".join(block.text for block in answer.content)  # a random model may say nothing
+        return words, usage.image_tokens, usage.cache_read_input_tokens
 
     check_sight(look, 20)  # in tiles: there is no detail
 
