@@ -14,16 +14,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import IO, NamedTuple
 
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError
-from ...core.interface.settings import settings_of
-from .config import Chosen
-from .flags import Parser, engine_options
+from ...core.interface.settings import Setting, settings_of
+from ..serving.settings import Settings
+from .config import Chosen, Given
+from .flags import Parser
 
 KINDS = (Chosen, EngineConfig)
 URL = "http://127.0.0.1:8000"
@@ -33,6 +35,10 @@ KEY_VARIABLE = "LOCAL_KEY"  # that Codex reads
 MOST_OUTPUT = 32000  # tokens of one answer, as opencode reserves them
 ENOUGH = 32768  # tokens of context, for the first prompts of agents and some turns
 END_SECONDS = 10.0  # for a fresh server to end
+OWN_FLAGS = (
+    "--port=0",
+    "--log-format=text",
+)  # of a fresh server: any free port, a log that is read
 SERVE = "import sys; from foretoken.api.cli import main; sys.exit(main())"
 
 
@@ -122,7 +128,10 @@ def add_flags(parser: Parser) -> None:
         "--url", metavar="URL", help=f"server to use ({URL} if one runs there, else a fresh one)"
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", help="API key of that server (FORETOKEN_API_KEY)"
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="API key of that server, or of the fresh one (FORETOKEN_API_KEY)",
     )
     parser.add_argument(
         "--show", action="store_true", help="print variables and command, and start nothing"
@@ -137,8 +146,8 @@ def launch(parsed: argparse.Namespace, client_args: Sequence[str]) -> int:
     agent = AGENTS[parsed.agent]
     if not parsed.show and shutil.which(agent.program) is None:
         raise ForetokenError(f"{agent.program} is not installed: {agent.get}")
-    key = parsed.api_key or os.environ.get("FORETOKEN_API_KEY")
-    with _server(parsed, key) as server:
+    key = next(iter(Given(parsed, (*KINDS, Settings)).make(Settings).api_keys), None)
+    with _ending_by_signals(), _server(parsed, key) as server:
         started = agent.start(server)
         command = [*started.command, *client_args]
         if parsed.show:
@@ -161,10 +170,29 @@ def _small_context(server: Server) -> str:
 def _run(command: Sequence[str], started: Started) -> int:
     env = {name: value for name, value in os.environ.items() if name not in started.without}
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client's own business
+    client = subprocess.Popen(command, env=env | started.variables)
     try:
-        return subprocess.run(command, env=env | started.variables, check=False).returncode
+        return client.wait()
     finally:
+        client.terminate()  # where a signal ends this process; else it has ended
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _ending_by_signals() -> Iterator[None]:
+    """Let SIGTERM, and SIGHUP of a terminal that closes, end the fresh server and the client."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    names = ("SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -173,7 +201,8 @@ def _server(parsed: argparse.Namespace, key: str | None) -> Iterator[Server]:
 
     Raises `ForetokenError`.
     """
-    wants_own = parsed.model is not None or bool(engine_options(parsed))
+    flags = _flags(parsed)
+    wants_own = parsed.model is not None or bool(flags)
     if parsed.url is not None and wants_own:
         parsed.parser.error("--url names a server, which has its model and its flags")
     if parsed.show and wants_own:
@@ -188,7 +217,8 @@ def _server(parsed: argparse.Namespace, key: str | None) -> Iterator[Server]:
         if parsed.show:
             yield Server(URL, NO_MODEL, key or NO_KEY, None)
             return
-    with _fresh(_serve_args(parsed)) as url:
+    model = [] if parsed.model is None else [parsed.model]
+    with _fresh(["serve", *model, *OWN_FLAGS, *flags], key) as url:
         yield _connect(url, key)
 
 
@@ -206,20 +236,30 @@ def _connect(url: str, key: str | None) -> Server:
     return Server(checked(url), model.name, key or NO_KEY, model.context)
 
 
-def _serve_args(parsed: argparse.Namespace) -> list[str]:
-    """The arguments of ``foretoken`` that serve the model, on any free port."""
-    args = ["serve", *([] if parsed.model is None else [parsed.model]), "--port", "0"]
-    flags = settings_of(EngineConfig)
-    for name, value in engine_options(parsed).items():
-        args += [flags[name].flag, str(value)]
-    args += [] if parsed.revision is None else ["--revision", parsed.revision]
-    args += ["--offline"] if parsed.offline else []
-    return [*args, *([] if parsed.config is None else ["--config", parsed.config])]
+def _flags(parsed: argparse.Namespace) -> list[str]:
+    """The flags of a fresh server that were given, as its command line has them."""
+    found: list[str] = []
+    for name, each in {**settings_of(Chosen), **settings_of(EngineConfig)}.items():
+        value = getattr(parsed, name)
+        if value is not None and name != "model":
+            found += _written(each, value)
+    return found
+
+
+def _written(each: Setting, value: object) -> list[str]:
+    """A flag with its value, or once with each of its values."""
+    if each.is_switch:
+        return [each.flag]
+    if isinstance(value, list):
+        return [f"{each.flag}={text}" for text in value]
+    text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+    return [f"{each.flag}={text}"]
 
 
 @contextmanager
-def _fresh(args: Sequence[str]) -> Iterator[str]:
+def _fresh(args: Sequence[str], key: str | None) -> Iterator[str]:
     """The address of a server of its own, which ends with the block; its log is in a file."""
+    key_variable = {} if key is None else {"FORETOKEN_API_KEY": key}
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
@@ -229,7 +269,7 @@ def _fresh(args: Sequence[str]) -> Iterator[str]:
         stdin=subprocess.DEVNULL,
         text=True,
         start_new_session=True,  # Ctrl-C is the client's
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, **key_variable, "PYTHONPATH": path},
     )
     lines = process.stderr
     assert lines is not None  # a pipe was asked for
@@ -259,8 +299,10 @@ def _address(lines: IO[str], log: IO[str]) -> str:
     for line in lines:
         log.write(line)
         last = line.strip() or last
-        if found := re.search(r" serves .* on (http://\S+)", line):
-            return found[1]
+        if found := re.search(r" serves .* on (\S+)", line):
+            if found[1].startswith("http"):
+                return found[1]
+            raise ForetokenError(f"the server listens on {found[1]}: clients need a port, no --uds")
     raise ForetokenError(f"the server did not start: {last}")
 
 

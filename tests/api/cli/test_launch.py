@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from foretoken.api.cli import commands, launch
+from foretoken.core.errors import ForetokenError
 from foretoken.core.ops.cache_folder import cache_folder
 
 CLIENT = """#!/bin/sh
@@ -103,9 +107,63 @@ def test_show_without_a_server_names_the_usual_address_and_starts_nothing(capsys
     assert info.value.code == 2
 
 
+@pytest.fixture
+def fresh(server, monkeypatch) -> list[object]:
+    """Arguments and key of each server that would be started; "ended" once it is to end."""
+    found: list[object] = []
+
+    @contextmanager
+    def start(args, key) -> Iterator[str]:
+        found.append((list(args), key))
+        try:
+            yield server.url
+        finally:
+            found.append("ended")
+
+    monkeypatch.setattr(launch, "_fresh", start)
+    return found
+
+
+def test_a_fresh_server_gets_every_flag_as_it_was_given(home, fresh):
+    flags = ["--offline", "--no-images", "--lora", "a=/x", "--lora", "b=/y", "--threads", "1"]
+    values = ["--override-generation-config", '{"top_k": 3}', "--config", os.devnull]
+    assert commands.main(["launch", "codex", "m", *flags, *values, "--api-key", "k"]) == 7
+    args, key = fresh[0]
+    assert args[:2] == ["serve", "m"]
+    assert {
+        "--offline", "--no-images", "--lora=a=/x", "--lora=b=/y", "--threads=1",
+        '--override-generation-config={"top_k": 3}', f"--config={os.devnull}",
+    } <= {*args}  # fmt: skip
+    assert len(args) == 2 + 7 + len(launch.OWN_FLAGS)
+    assert key == "k"
+
+
+def test_a_config_file_wants_a_fresh_server_also_beside_a_running_one(home, fresh, tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text('api-key = ["of the file"]')
+    assert commands.main(["launch", "codex", "--config", str(file)]) == 7
+    assert f"--config={file}" in fresh[0][0]
+    assert variables(home)["LOCAL_KEY"] == "of the file"
+
+
+def test_a_signal_ends_the_fresh_server(home, fresh):
+    (home / "codex").write_text('#!/bin/sh\nkill -TERM "$PPID"\nexec sleep 60\n')
+    with pytest.raises(SystemExit) as info:
+        commands.main(["launch", "codex", "m"])
+    assert info.value.code == 128 + 15
+    assert fresh[-1] == "ended"
+
+
+def test_a_server_that_listens_at_no_port_is_told():
+    lines = io.StringIO("loading\nforetoken 1 serves m on unix:/run/s\n")
+    with pytest.raises(ForetokenError, match=r"listens on unix:/run/s"):
+        launch._address(lines, io.StringIO())
+
+
 @pytest.mark.slow
-def test_a_model_gets_a_server_of_its_own_which_ends_with_the_client(home, capsys):
-    flags = ["--threads", "1", "--max-model-len", "512", "--draft", "none"]
+def test_a_model_gets_a_server_of_its_own_which_ends_with_the_client(home, capsys, monkeypatch):
+    monkeypatch.setenv("FORETOKEN_LOG_FORMAT", "json")
+    flags = ["--no-images", "--threads", "1", "--max-model-len", "512", "--draft", "none"]
     assert commands.main(["launch", "codex", "builtin", *flags]) == 7
     line = capsys.readouterr().err.splitlines()[-2]
     assert line.startswith("a server of its own at http://127.0.0.1:")
