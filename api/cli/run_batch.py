@@ -8,12 +8,15 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 from .config import Chosen
 from .flags import Parser
+
+if TYPE_CHECKING:
+    from ..openai.batches.protocol import OutputLine
 
 KINDS = (Chosen, EngineConfig)
 FAILED = 1  # exit code
@@ -38,22 +41,33 @@ def run_batch(parsed: argparse.Namespace, model: str | None, options: Mapping[st
     Raises `InvalidRequest` for an input that no batch would take, before the model is loaded.
     """
     source, target = Path(parsed.input), Path(parsed.output)
-    if target.exists() and not parsed.resume:
+    if _size(target) and not parsed.resume:
         raise InvalidRequest(f"{target} exists: --resume goes on with it", param="output")
     try:
         done = _done(target)
         return asyncio.run(_run(source, target, done, model, options))
     except OSError as error:
-        raise ForetokenError(f"{error.filename}: {error.strerror}") from None
+        raise ForetokenError(f"{error.filename or target}: {error.strerror}") from None
 
 
 async def _run(
-    source: Path, target: Path, done: set[str], model: str | None, options: Mapping[str, Any]
+    source: Path,
+    target: Path,
+    done: Mapping[str, bool],
+    model: str | None,
+    options: Mapping[str, Any],
 ) -> int:
     import msgspec
 
-    from ..openai.batches.lines import LineRunner, check_lines, read_lines
-    from ..openai.batches.protocol import InputLine, OutputLine
+    from ..openai.batches.lines import (
+        LineRunner,
+        check_lines,
+        is_answered,
+        numbered_lines,
+        read_lines,
+        write_line,
+    )
+    from ..openai.batches.protocol import InputLine
     from ..openai.responses.store import ResponseStore
     from ..sdk.async_llm import AsyncLLM
     from ..server.app import BATCH_PATHS, batch_dialects
@@ -61,16 +75,18 @@ async def _run(
     from ..serving.serving_context import Service
     from ..serving.settings import Settings
 
-    number, errors = check_lines(read_lines(source), None, BATCH_PATHS)
+    number, errors = check_lines(numbered_lines(source), None, BATCH_PATHS)
     if errors:
+        if not number:
+            raise InvalidRequest(f"{source}: {errors[0].message}", param="input")
         told = "\n".join(f"  line {each.line}: {each.message}" for each in errors[:TOLD_ERRORS])
         raise InvalidRequest(f"{source} has lines that are no requests:\n{told}", param="input")
     counts = {True: 0, False: 0}
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def put(line: OutputLine) -> None:
-        os.write(descriptor, msgspec.json.encode(line) + b"\n")
-        counts[line.response is not None and line.response.status_code == 200] += 1
+        write_line(descriptor, line)
+        counts[is_answered(line)] += 1
 
     def wanted() -> Iterator[bytes]:
         decode = msgspec.json.Decoder(InputLine).decode
@@ -83,20 +99,30 @@ async def _run(
             await LineRunner(service, batch_dialects(service, ResponseStore()), put).run(wanted())
     finally:
         os.close(descriptor)
-    left_out = f", {len(done)} were there" if done else ""
+    failed_before = [*done.values()].count(False)
+    left_out = f", {len(done)} were there, {failed_before} of them failed" if done else ""
     print(
         f"{target}: {counts[True]} of {number} requests answered, {counts[False]} failed{left_out}",
         file=sys.stderr,
     )
-    return FAILED if counts[False] else 0
+    return FAILED if counts[False] or failed_before else 0
 
 
-def _done(target: Path) -> set[str]:
-    """Ids of the requests that an earlier run answered; a last line that was cut is dropped."""
-    if not target.exists():
-        return set()
+def _size(target: Path) -> int:
+    """Bytes of the output: 0 where it is not there or no file, as a pipe is."""
+    return target.stat().st_size if target.is_file() else 0
+
+
+def _done(target: Path) -> dict[str, bool]:
+    """Ids of the requests of an earlier run, and whether each has an answer.
+
+    A last line that was cut is dropped.
+    """
+    if not _size(target):
+        return {}
     import msgspec
 
+    from ..openai.batches.lines import is_answered
     from ..openai.batches.protocol import OutputLine
 
     lines = target.read_bytes().splitlines(keepends=True)
@@ -104,6 +130,7 @@ def _done(target: Path) -> set[str]:
     if len(whole) < len(lines):
         target.write_bytes(b"".join(whole))
     try:
-        return {msgspec.json.decode(line, type=OutputLine).custom_id for line in whole}
+        lines_before = [msgspec.json.decode(line, type=OutputLine) for line in whole]
+        return {line.custom_id: is_answered(line) for line in lines_before}
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"{target} has a line that is no answer: {error}") from None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +28,48 @@ _decode = msgspec.json.Decoder(InputLine).decode
 
 def read_lines(file: Path) -> Iterator[bytes]:
     """The lines of a file that are not empty."""
+    return (line for _, line in numbered_lines(file))
+
+
+def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not empty, with their places in it, from 1."""
     with file.open("rb") as opened:
-        for line in opened:
+        for number, line in enumerate(opened, 1):
             if line.strip():
-                yield line
+                yield number, line
+
+
+def write_line(descriptor: int, line: OutputLine) -> None:
+    """Append all of an answer. A disk that is nearly full takes a part, and only then fails."""
+    data = msgspec.json.encode(line) + b"\n"
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def is_answered(line: OutputLine) -> bool:
+    """Whether its request has an answer, and no error."""
+    return line.response is not None and line.response.status_code == HTTPStatus.OK
 
 
 def check_lines(
-    lines: Iterable[bytes], endpoint: str | None, paths: Collection[str]
+    lines: Iterable[tuple[int, bytes]], endpoint: str | None, paths: Collection[str]
 ) -> tuple[int, list[LineError]]:
     """Number of requests, and what is wrong; ``endpoint``: the path of all, None: any of these."""
     known: set[str] = set()
     errors: list[LineError] = []
-    number = 0
-    for number, line in enumerate(lines, 1):
+    count = 0
+    for count, (number, line) in enumerate(lines, 1):
         problem = _problem(line, endpoint, paths, known)
-        if number > MAX_LINES:
+        if count > MAX_LINES:
             problem = LineError(code="too_many_requests", message=f"more than {MAX_LINES:,} lines")
         if problem is not None:
             problem.line = number
             errors.append(problem)
-        if len(errors) >= MAX_ERRORS or number > MAX_LINES:
+        if len(errors) >= MAX_ERRORS or count > MAX_LINES:
             break
-    if number == 0:
+    if count == 0:
         errors.append(LineError(code="empty_file", message="the input has no requests"))
-    return number, errors
+    return count, errors
 
 
 def _problem(

@@ -20,7 +20,15 @@ from ....core.errors import EngineDead, InvalidRequest
 from ...serving.errors import ApiError
 from ...serving.serving_context import Service
 from ...types.request_context import caller, random_id
-from .lines import Dialects, LineRunner, check_lines, read_lines
+from .lines import (
+    Dialects,
+    LineRunner,
+    check_lines,
+    is_answered,
+    numbered_lines,
+    read_lines,
+    write_line,
+)
 from .protocol import (
     BatchBody,
     Counts,
@@ -173,7 +181,7 @@ class BatchStore:
     async def _answer(self, owner: bytes, batch: BatchBody) -> None:
         source = self._folder / batch.input_file_id
         number, errors = await asyncio.to_thread(
-            lambda: check_lines(read_lines(source), batch.endpoint, self._dialects)
+            lambda: check_lines(numbered_lines(source), batch.endpoint, self._dialects)
         )
         batch.request_counts.total = number
         if errors:
@@ -311,11 +319,11 @@ class _Outputs:
 
     def put(self, line: OutputLine) -> None:
         """Append a line to the output file, or to the error file if its status is not 200."""
-        is_good = line.response is not None and line.response.status_code == 200
+        is_good = is_answered(line)
         path = self._paths[0 if is_good else 1]
         if path not in self._opened:
             self._opened[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(self._opened[path], msgspec.json.encode(line) + b"\n")
+        write_line(self._opened[path], line)
         if is_good:
             self._counts.completed += 1
         else:

@@ -7,11 +7,14 @@ import json
 import time
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from foretoken.api.cli import commands
+from foretoken.api.openai.batches import lines
 from foretoken.api.openai.batches.form import read_form
+from foretoken.api.openai.batches.protocol import OutputLine
 from foretoken.core.errors import InvalidRequest
 
 NAME = "tiny/model"
@@ -249,9 +252,32 @@ def test_run_batch_answers_a_file_without_a_server(tmp_path, capsys):
     assert commands.main(args) == 2
     assert "--resume" in capsys.readouterr().err
     target.write_text("".join(json.dumps(each) + "\n" for each in lines[:4]))
-    assert commands.main([*args, "--resume"]) in (0, 1)
+    assert commands.main([*args, "--resume"]) == 1
     assert len(target.read_text().splitlines()) == 6
-    source.write_bytes(jsonl(line("a", url="/nothing"), line("a")))
+    assert commands.main([*args, "--resume"]) == 1  # one of those that were there failed
+    assert "6 were there, 1 of them failed" in capsys.readouterr().err
+    source.write_bytes(b"\n" + jsonl(line("a", url="/nothing"), line("a")))
     assert commands.main(["run-batch", str(source), str(tmp_path / "new")]) == 2
-    assert "line 1: url /nothing" in capsys.readouterr().err
+    assert "line 2: url /nothing" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_run_batch_after_a_model_that_was_misspelt_needs_no_resume(tmp_path, capsys):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(jsonl(line("a")))
+    for _ in range(2):
+        assert commands.main(["run-batch", str(source), str(target), "/no/such/model"]) == 2
+        assert "no such folder" in capsys.readouterr().err
+
+
+def test_an_answer_is_written_wholly_to_a_disk_that_takes_parts(monkeypatch):
+    written = bytearray()
+
+    def takes_seven(_descriptor: int, data: bytes) -> int:
+        written.extend(data[:7])
+        return len(data[:7])
+
+    monkeypatch.setattr(lines.os, "write", takes_seven)
+    answer = OutputLine(id="x", custom_id="a", response=None)
+    lines.write_line(1, answer)
+    assert written == msgspec.json.encode(answer) + b"\n"
