@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ...core.errors import InvalidRequest
+from ...core.errors import ForetokenError, InvalidRequest
 from ...core.execution.calibration import measure_queries
 from ...core.execution.triattention import QueryStats
 from ...core.model.decoder import OwnDecoder
 from ...core.model.loader import load_decoder
 from ..build.model_files import find_model
 from ..text.tokenizer_cache import load_tokenizer
+from .outputs import check_out
 
 MAX_TOKENS = 1 << 16  # of all texts
 TEXT_TOKENS = 4096  # of one, at most
@@ -20,9 +21,10 @@ TEXT_TOKENS = 4096  # of one, at most
 def calibrate(model: str | None, data: Path, out: Path) -> int:
     """Measure, write the file, print what was measured; the process's exit code.
 
-    Raises `InvalidRequest` for data without text and a model that has no such queries, OSError for
-    a file that cannot be written, and what loading raises.
+    Raises `InvalidRequest` for data without text, a file that cannot be written and a model that
+    has no such queries, `ForetokenError` where writing fails, and what loading raises.
     """
+    check_out(out)
     texts = read_texts(data)
     source = find_model(model)
     decoder = load_decoder(source.path, dtype="float32", backend="torch")
@@ -35,7 +37,10 @@ def calibrate(model: str | None, data: Path, out: Path) -> int:
         stats = measure_queries(decoder, tokens)
     except ValueError as error:
         raise InvalidRequest(f"{source.name}: {error}", param="model") from None
-    stats.save(out)
+    try:
+        stats.save(out)
+    except OSError as error:  # a full disk
+        raise ForetokenError(f"{out}: {error.strerror}") from None
     print(f"{out}: queries of {source.name} over {sum(map(len, tokens))} tokens")
     print(f"concentration |E q| / E |q|, by layer: {shares(stats)}")
     return 0

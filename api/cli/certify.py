@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.config import EngineConfig
-from ...core.errors import ForetokenError
+from ...core.errors import ForetokenError, InvalidRequest
 from .config import Chosen
 from .flags import Parser
+from .outputs import check_out
 
 if TYPE_CHECKING:
     from ..certify.certificate import Certificate
@@ -59,6 +60,7 @@ def certify(parsed: argparse.Namespace, model: str | None, options: Mapping[str,
     from ..certify.certificate import Certifier
     from ..certify.report import markdown, verdict
 
+    _check_out(parsed.out)
     number = parsed.requests or (LONG_REQUESTS if parsed.long else REQUESTS)
     certifier = Certifier(model, options, number=number, only=parsed.only, tell=_tell)
     found = asyncio.run(certifier.run())
@@ -67,20 +69,30 @@ def certify(parsed: argparse.Namespace, model: str | None, options: Mapping[str,
         raise ForetokenError(f"nothing was compared: {why}")
     found.command = _command()
     path = Path(parsed.out or f"certificate-{found.model.replace('/', '-')}")
+    print(verdict(found), flush=True)
     try:
         _write(path, found, markdown(found))
-    except OSError as error:
+    except OSError as error:  # a full disk
         raise ForetokenError(f"{path}: {error.strerror}") from None
-    print(f"{verdict(found)}\nreport: {path}.md, {path}.json")
+    print(f"report: {path}.md, {path}.json")
     if not found.exact:
         return INEXACT
     return DIFFERENT if found.differing_tokens else 0
 
 
+def _check_out(given: str | None) -> None:
+    """Make the folder of the report. Raises `InvalidRequest` where none can be written."""
+    path = Path(given or "certificate")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"--out: {path.parent}: {error.strerror}", param="out") from None
+    check_out(path.with_name(f"{path.name}.md"))
+
+
 def _write(path: Path, found: Certificate, text: str) -> None:
     import msgspec
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.with_name(f"{path.name}.md").write_text(text, encoding="utf-8")
     plain = json.dumps(msgspec.to_builtins(found), indent=1)
     path.with_name(f"{path.name}.json").write_text(f"{plain}\n", encoding="utf-8")

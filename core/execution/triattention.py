@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import InvalidRequest
@@ -46,7 +46,8 @@ class QueryStats:
     def save(self, path: Path) -> None:
         """Write a file. Raises OSError."""
         tensors = {"mean": torch.view_as_real(self.mean).contiguous(), "mean_abs": self.mean_abs}
-        save_file(tensors, path, metadata={"format": FORMAT, "model": self.model})
+        # Not save_file, whose errors are no OSError.
+        path.write_bytes(save(tensors, metadata={"format": FORMAT, "model": self.model}))
 
     @classmethod
     def load(cls, path: Path, decoder: OwnDecoder) -> QueryStats:

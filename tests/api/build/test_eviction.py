@@ -94,3 +94,24 @@ def test_data_without_text_is_exit_2(
     arguments = ["--data", str(data), "--out", str(tmp_path / "out")]
     assert main(["calibrate", "builtin", *arguments]) == 2
     assert "foretoken calibrate:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["", "nowhere/stats"], ids=["a folder", "below none"])
+def test_a_file_that_cannot_be_written_is_exit_2_before_the_work(
+    out: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    """Once, this was a traceback at the end."""
+    monkeypatch.setattr("foretoken.api.cli.calibrate.load_decoder", None)
+    data = tmp_path / "data.txt"
+    data.write_text("some text")
+    arguments = ["--data", str(data), "--out", str(tmp_path / out)]
+    assert main(["calibrate", "builtin", *arguments]) == 2
+    assert "foretoken calibrate: --out: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk_is_an_error_of_one_line(tmp_path: Path, capsys) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("some text")
+    assert main(["calibrate", "builtin", "--data", str(data), "--out", "/dev/full"]) == 1
+    assert capsys.readouterr().err == "foretoken: /dev/full: No space left on device\n"

@@ -135,6 +135,14 @@ def test_a_certificate_of_no_pass_is_not_written(only, why, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_report_that_cannot_be_written_is_told_before_the_passes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("foretoken.api.certify.certificate.Certifier", None)
+    (tmp_path / "file").write_text("")
+    args = ["certify", "builtin", "--out", str(tmp_path / "file" / "c")]
+    assert commands.main(args) == 2
+    assert "--out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
