@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from ...core.interface.request import CacheOptions
 from ..runtime.engine_client import EngineClient
+from ..runtime.interrupts import ending_at_once
 from ..sdk.async_llm import AsyncLLM
 from .records import RecordedRequest, kernels_of
 
@@ -29,7 +30,10 @@ async def replay(
 ) -> Replayed:
     """Compute a record with its own options; ``options`` and ``model`` take precedence."""
     asked = {**record.options, **options}
-    async with AsyncLLM(model or record.model, **asked) as llm:
+    llm = AsyncLLM(model or record.model, **asked)
+    with ending_at_once():
+        await llm.start()
+    async with llm:
         return await replay_with(llm, record)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable
 
 from ...core.config import format_size
 from ..build.model_files import name_and_bytes
+from ..runtime.interrupts import ending_at_once
 
 TICK = 0.1  # seconds
 
@@ -17,14 +18,15 @@ TICK = 0.1  # seconds
 async def watch_loading(model: str | None, loading: Awaitable[None]) -> None:
     """Await ``loading`` and write the line, with the seconds that it took at its end.
 
-    A terminal shows them as they pass. No line for a model that is not there, nor for one that may
-    have to be downloaded, which has progress bars of its own.
+    A terminal shows them as they pass. Ctrl-C ends the process at once. No line for a model that is
+    not there, nor for one that may have to be downloaded, which has progress bars of its own.
     """
     found = name_and_bytes(model)
-    if found is None or sys.stderr is None:
-        await loading
-    else:
-        await _watch(f"loading {found[0]} ({format_size(found[1])}) ... ", loading)
+    with ending_at_once():
+        if found is None or sys.stderr is None:
+            await loading
+        else:
+            await _watch(f"loading {found[0]} ({format_size(found[1])}) ... ", loading)
 
 
 async def _watch(line: str, loading: Awaitable[None]) -> None:

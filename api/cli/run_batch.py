@@ -69,6 +69,7 @@ async def _run(
     )
     from ..openai.batches.protocol import InputLine
     from ..openai.responses.store import ResponseStore
+    from ..runtime.interrupts import ending_at_once
     from ..sdk.async_llm import AsyncLLM
     from ..server.app import BATCH_PATHS, batch_dialects
     from ..serving.limits import Limits
@@ -93,7 +94,10 @@ async def _run(
         return (line for line in read_lines(source) if decode(line).custom_id not in done)
 
     try:
-        async with AsyncLLM(model, **options) as llm:
+        llm = AsyncLLM(model, **options)
+        with ending_at_once():
+            await llm.start()
+        async with llm:
             settings = Settings(limits=Limits(max_request_seconds=NO_LIMIT_SECONDS))
             service = Service(llm, settings)
             await LineRunner(service, batch_dialects(service, ResponseStore()), put).run(wanted())

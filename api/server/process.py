@@ -23,6 +23,8 @@ import uvicorn
 from ..._version import __version__
 from ...core.errors import InvalidRequest
 from ..runtime.engine_client import EngineClient
+from ..runtime.interrupts import ending_at_once
+from ..sdk.async_llm import AsyncLLM
 from ..serving.serving_context import chat_client
 from ..serving.settings import Listen
 from .app import create_app
@@ -87,7 +89,9 @@ async def _serve(
         except OSError as error:
             logger.error("%s", _why_not_bound(error, listen))
             return 1
-        await llm.start()
+        # A front may have started replicas, which it ends.
+        with ending_at_once() if isinstance(llm, AsyncLLM) else contextlib.nullcontext():
+            await llm.start()
         gc.freeze()  # what is loaded stays: to look through it took 0.1 s again and again
         async with observing.serving(llm, _name(llm, listen)):
             server = _Server(config, lambda address: _announce(llm, listen, address))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Coroutine
 
@@ -73,6 +75,31 @@ def test_what_fails_ends_the_line(is_terminal, monkeypatch):
         watch(monkeypatch, stderr, "builtin", fail())
     line = r"loading foretoken-builtin \(.*\) \.\.\. \n" if is_terminal else ""
     assert re.fullmatch(line, stderr.getvalue()), "elsewhere the error is the only line"
+
+
+LOADING = """
+import asyncio, os, signal, threading
+from foretoken.api.cli.progress import watch_loading
+
+def load():
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(100)
+
+asyncio.run(watch_loading("builtin", asyncio.to_thread(load)))
+"""
+
+
+def test_ctrl_c_does_not_wait_for_the_model():
+    """Once, the process ended only when the model was loaded."""
+    ended = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, timeout=60)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr == b""
+
+
+def test_behind_the_load_ctrl_c_is_as_before(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    watch(monkeypatch, io.StringIO(), "builtin", load())
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_model_of_the_hub_and_one_that_is_missing_have_no_line(monkeypatch, tmp_path):
