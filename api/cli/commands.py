@@ -488,6 +488,8 @@ def _with_adapter(params: SamplingParams, options: Mapping[str, Any]) -> Samplin
 def _flags_of_a_model_here(parsed: argparse.Namespace) -> str:
     """Arguments that were given and are of no use with a model in another process."""
     names = ["MODEL"] if parsed.model is not None else []
+    names += ["--revision"] if parsed.revision is not None else []
+    names += ["--offline"] if parsed.offline else []
     names += ["--" + name.replace("_", "-") for name in engine_options(parsed)]
     names += ["--show-drafts"] if parsed.show_drafts else []
     return ", ".join(names)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import h11
 
@@ -67,7 +68,7 @@ class ServerModel:
         async with aclosing(self._events("/v1/chat/completions", body)) as events:
             async for event in events:
                 if "error" in event:
-                    raise ForetokenError(str(event["error"].get("message", event["error"])))
+                    raise ForetokenError(_message(event["error"]))
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
                     delta = choice.get("delta") or {}
@@ -98,10 +99,16 @@ class ServerModel:
         """A response's body as it comes. Raises `ForetokenError` with the server's own message."""
         target = urlsplit(self._url)
         http = h11.Connection(h11.CLIENT)
-        headers = [("host", target.netloc), ("content-length", str(len(body)))]
+        host = target.netloc.rpartition("@")[2]
+        headers: list[tuple[str, str | bytes]] = [("host", host)]
+        headers += [("content-length", str(len(body)))]
         headers += [("content-type", "application/json")] if body else []
-        headers += [("authorization", f"Bearer {self._key}")] if self._key else []
-        request = h11.Request(method=method, target=target.path + path, headers=headers)
+        if self._key:  # as servers digest it: a key of the command line may be no UTF-8
+            bearer = f"Bearer {self._key}".encode("utf-8", "surrogateescape")
+            headers += [("authorization", bearer)]
+        request = h11.Request(
+            method=method, target=quote(target.path, safe="/%") + path, headers=headers
+        )
         reader, writer = await self._connect()
         try:
             for event in (request, h11.Data(data=body), h11.EndOfMessage()):
@@ -119,6 +126,9 @@ class ServerModel:
         port = target.port or (443 if is_tls else 80)
         try:
             return await asyncio.open_connection(target.hostname, port, ssl=is_tls or None)
+        except ssl.SSLError as error:  # whose errno is no number of an OSError
+            reason = (error.reason or str(error)).lower().replace("_", " ")
+            raise ForetokenError(f"{self._url} gives no TLS connection ({reason})") from None
         except OSError as error:
             # asyncio's own strerror is "Connect call failed" and the address
             code = error.errno or 0  # of a name that is not found it is negative
@@ -151,6 +161,7 @@ def checked(url: str) -> str:
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_address = is_address and parts.netloc.isascii()
     except ValueError:
         is_address = False
     if not is_address:
@@ -161,6 +172,11 @@ def checked(url: str) -> str:
 def _given(params: SamplingParams) -> dict[str, Any]:
     pairs = ((name, getattr(params, name)) for name in SAMPLING_FLAGS)
     return {name: value for name, value in pairs if value is not getattr(LEFT_OUT, name)}
+
+
+def _message(error: object) -> str:
+    """The words of an error: OpenAI's form, or any other server's."""
+    return str(error.get("message", error) if isinstance(error, Mapping) else error)
 
 
 def _failure(body: bytes, status: int) -> ForetokenError:

@@ -327,7 +327,23 @@ def test_refusals_of_a_server_carry_its_own_words(serve) -> None:
         ask(url, "hi", SamplingParams())
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:99999", "http://h:x"])
+def test_a_key_may_have_any_letters(serve, say) -> None:
+    say("fine")
+    url = serve(api_keys=("ключ",)).url.replace("://", "://user:password@")
+    assert ask(f"{url}/", "hi", SamplingParams(), "ключ") == "fine"
+
+
+def test_a_path_may_have_any_letters(serve) -> None:
+    with pytest.raises(ForetokenError, match="no such route"):
+        ask(f"{serve().url}/ä b", "hi", SamplingParams())
+
+
+def test_a_server_without_tls_is_told(serve) -> None:
+    with pytest.raises(ForetokenError, match=r"gives no TLS connection \(.*(wrong|record)"):
+        ask(serve().url.replace("http:", "https:"), "hi", SamplingParams())
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:99999", "http://h:x", "http://ä"])
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ForetokenError, match="is not the address of a server"):
         ask(url, "hi", SamplingParams())
@@ -357,7 +373,11 @@ def test_a_program_that_speaks_no_http_is_named() -> None:
         asyncio.run(connect())
 
 
-@pytest.mark.parametrize("flags", [["smollm2"], ["--threads", "1"], ["--show-drafts"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["smollm2"], ["--threads", "1"], ["--show-drafts"], ["--revision", "x"], ["--offline"]],
+    ids=str,
+)
 def test_a_server_has_its_own_model_and_flags(flags: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["chat", "--url", "http://127.0.0.1:1", *flags])
