@@ -100,12 +100,11 @@ class ServerModel:
         target = urlsplit(self._url)
         http = h11.Connection(h11.CLIENT)
         host = target.netloc.rpartition("@")[2]
-        headers: list[tuple[str, str | bytes]] = [("host", host)]
-        headers += [("content-length", str(len(body)))]
-        headers += [("content-type", "application/json")] if body else []
+        headers = [(b"host", host.encode()), (b"content-length", b"%d" % len(body))]
+        headers += [(b"content-type", b"application/json")] if body else []
         if self._key:  # as servers digest it: a key of the command line may be no UTF-8
             bearer = f"Bearer {self._key}".encode("utf-8", "surrogateescape")
-            headers += [("authorization", bearer)]
+            headers += [(b"authorization", bearer)]
         request = h11.Request(
             method=method, target=quote(target.path, safe="/%") + path, headers=headers
         )
@@ -127,8 +126,8 @@ class ServerModel:
         try:
             return await asyncio.open_connection(target.hostname, port, ssl=is_tls or None)
         except ssl.SSLError as error:  # whose errno is no number of an OSError
-            reason = (error.reason or str(error)).lower().replace("_", " ")
-            raise ForetokenError(f"{self._url} gives no TLS connection ({reason})") from None
+            why = (error.reason or str(error)).lower().replace("_", " ")
+            raise ForetokenError(f"{self._url} gives no TLS connection ({why})") from None
         except OSError as error:
             # asyncio's own strerror is "Connect call failed" and the address
             code = error.errno or 0  # of a name that is not found it is negative
