@@ -73,6 +73,8 @@ class EngineClient:
         self._grammars: Grammars | None = None  # there when the tokenizer is
         self.images: ImageReader | None = None  # the same, of a model that takes images
         self._starting = asyncio.Lock()
+        self._loading: asyncio.Task[Built[ServingEngine]] | None = None  # also of a cancelled start
+        self._ending: asyncio.Task[None] | None = None  # `close`, behind a cancelled ``async with``
         self._closed = False  # new requests and calls are refused
         self._is_over = False  # those of open calls, too
         self._num_calls = 0  # that are open
@@ -100,7 +102,10 @@ class EngineClient:
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model, off the event loop, and start the engine; may be called twice."""
+        """Load the model, off the event loop, and start the engine; may be called twice.
+
+        Where it is cancelled the model is loaded all the same, for the next `start`.
+        """
         self._check_open()
         self._loop = asyncio.get_running_loop()
         async with self._starting:
@@ -132,9 +137,25 @@ class EngineClient:
             self._tokenizer = tokenizer
 
     async def _build(self) -> Built[ServingEngine]:
+        """The loaded model. A load cannot be cancelled: it is kept for whoever waits next."""
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load(), name="foretoken-load")
+        loading = self._loading
+        try:
+            return await asyncio.shield(loading)
+        finally:
+            if loading.done():
+                self._loading = None
+
+    async def _load(self) -> Built[ServingEngine]:
         """Load the model off the event loop."""
         keep_freed_memory()  # from here: in a thread it would come too late for others
         return await asyncio.to_thread(_build, self._model, self.config)
+
+    def leave_loading(self) -> None:
+        """Give up a load that goes on behind a cancelled `start`: `close` does not wait for it."""
+        if self._loading is not None:
+            self._loading.cancel()
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for a time, abort the rest; idempotent.
@@ -149,6 +170,11 @@ class EngineClient:
             task.cancel()
         self._comparing.close()
         async with self._starting:
+            if self._loading is not None:  # behind a cancelled start
+                await asyncio.wait({self._loading})
+                if not self._loading.cancelled() and self._loading.exception() is None:
+                    self._built = self._loading.result()
+                self._loading = None
             if self._built is not None:
                 await self._built.engine.close(drain_seconds=drain_seconds)
                 if self._built.events is not None:
@@ -186,7 +212,14 @@ class EngineClient:
                 self._no_calls.set()
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except asyncio.CancelledError:
+            self._ending = asyncio.create_task(self.close(), name="foretoken-close")
+            raise
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(

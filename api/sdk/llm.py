@@ -65,12 +65,12 @@ class _LoopThread:
                 self._left.add(future := self._hand_over(work))
                 future.add_done_callback(self._left.discard)
 
-    def soon(self, call: Callable[[str], None], argument: str) -> None:
+    def soon(self, call: Callable[..., None], *arguments: str) -> None:
         """Call it on the loop, if that still runs; does not wait."""
         if os.getpid() == self._pid:
             with self._lock:
                 if not self._closed:
-                    self.loop.call_soon_threadsafe(call, argument)
+                    self.loop.call_soon_threadsafe(call, *arguments)
 
     def _hand_over(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if os.getpid() != self._pid:
@@ -154,6 +154,7 @@ class LLM:
         try:
             self._run(llm.start())
         except BaseException:
+            self._thread.soon(llm.leave_loading)  # Ctrl-C waits for no model
             self.close()
             raise
 

@@ -32,6 +32,76 @@ def test_a_text_prompt_is_answered_with_text_and_tokens(llm, say, tokenizer):
     assert out.prompt_logprobs is None
 
 
+class Loading(AsyncLLM):
+    """An LLM whose model is loaded once ``loaded`` is set; `num_loads` counts the tries."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.loaded, self.num_loads, self._made = asyncio.Event(), 0, made
+
+    async def _load(self):
+        self.num_loads += 1
+        await self.loaded.wait()
+        return self._made
+
+
+async def cancelled(work):
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_request_whose_caller_leaves_during_the_load_leaves_it_to_the_next(built, say):
+    """Once, the next request loaded the model again, beside the first load."""
+    say("hello world")
+
+    async def run():
+        llm = Loading(built)
+        await cancelled(llm.generate("x", FOUR))
+        asyncio.get_running_loop().call_soon(llm.loaded.set)
+        assert (await llm.generate("x", SamplingParams())).text == "hello world"
+        assert llm.num_loads == 1
+        await llm.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("in_a_block", [True, False])
+def test_a_load_that_nobody_waits_for_is_closed(built, engine, in_a_block):
+    async def run():
+        llm = Loading(built)
+        await cancelled(llm.__aenter__() if in_a_block else llm.start())
+        asyncio.get_running_loop().call_soon(llm.loaded.set)
+        await llm.close()
+        assert engine.draining
+        with pytest.raises(EngineDead):
+            await llm.start()
+
+    asyncio.run(run())
+
+
+def test_a_load_that_fails_is_tried_again_by_the_next_start(built):
+    class Failing(Loading):
+        async def _load(self):
+            await super()._load()
+            if self.num_loads == 1:
+                raise OSError("gone")
+            return self._made
+
+    async def run():
+        llm = Failing(built)
+        llm.loaded.set()
+        with pytest.raises(OSError, match="gone"):
+            await llm.start()
+        async with llm:
+            assert llm.num_loads == 2
+
+    asyncio.run(run())
+
+
 def test_a_stop_string_over_several_tokens_ends_the_answer_before_it(llm, say, engine):
     say("hello there. Stop here. And more")
     engine.tokens_per_step = 3
