@@ -342,20 +342,21 @@ class ChatClient:
         """Render, unless that is done, and submit.
 
         ``hands_out``: the choices get `Choice.message_ids` where the template can write a message
-        by its ids. ``transfer``: as `EngineClient.open` takes it. Raises `InvalidRequest`,
-        `QueueFull` and `EngineDead`.
+        by its ids, and none of these is a control token. ``transfer``: as `EngineClient.open` takes
+        it. Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
         """
         self._check_tools(chat)
         if prompt is None:
             prompt = await self.render(chat)
         tools, tail = chat.callable_tools, self._tail(prompt.token_ids)
         can_splice = await self._kinds_to_splice(chat) if hands_out else {}
+        shown = self.syntax.shown_ids(tools=bool(tools))
         try:
             answer = await self._llm.open(
                 prompt.token_ids,
                 self._constrained(chat, tail),
                 request_id=request_id,
-                shown_ids=self.syntax.shown_ids(tools=bool(tools)),
+                shown_ids=shown,
                 cache=chat.cache,
                 note=await self._note(chat),
                 needs_closing=_needs_closing(chat),
@@ -372,7 +373,10 @@ class ChatClient:
             answer,
             chat,
             partial(self.syntax.parser, tools=tools, prompt_tail=tail),
-            hands_out=lambda choice: can_splice.get(bool(choice.tool_calls), False),
+            hands_out=lambda choice: (
+                can_splice.get(bool(choice.tool_calls), False)
+                and not self._llm.tokenizer.has_silent(choice.message_ids or (), shown)
+            ),
             history=self.history,
         )
 

@@ -159,6 +159,17 @@ def test_conversations_without_tools_are_words_alone(llm, say):
     assert len(out.prompt_logprobs) == len(out.prompt_token_ids)
 
 
+def test_an_answer_with_a_control_token_inside_goes_back_as_text(llm, engine, tokenizer):
+    """Once, its message had ids, and the next turn refused them."""
+    said, end = tokenizer.encode_word("hello"), tokenizer.vocab["<|im_end|>"]
+    engine.answers = lambda _: [*said, end, *said]
+    out = llm.chat(HI, SamplingParams(max_tokens=2 * len(said) + 1, ignore_eos=True))
+    assert end in out.token_ids[:-1]
+    assert out.message == {"role": "assistant", "content": "hellohello"}
+    *_, last = llm.stream_chat([*HI, out.message, *HI], SamplingParams(ignore_eos=True))
+    assert last.message_ids is None
+
+
 def test_more_conversations_than_fit_wait_for_room(llm, engine, say):
     from foretoken import QueueFull
 
