@@ -163,10 +163,11 @@ def test_an_answer_with_a_control_token_inside_goes_back_as_text(llm, engine, to
     """Once, its message had ids, and the next turn refused them."""
     said, end = tokenizer.encode_word("hello"), tokenizer.vocab["<|im_end|>"]
     engine.answers = lambda _: [*said, end, *said]
-    out = llm.chat(HI, SamplingParams(max_tokens=2 * len(said) + 1, ignore_eos=True))
+    params = SamplingParams(max_tokens=2 * len(said) + 1, ignore_eos=True)
+    out = llm.chat(HI, params)
     assert end in out.token_ids[:-1]
     assert out.message == {"role": "assistant", "content": "hellohello"}
-    *_, last = llm.stream_chat([*HI, out.message, *HI], SamplingParams(ignore_eos=True))
+    *_, last = llm.stream_chat([*HI, out.message, *HI], params)
     assert last.message_ids is None
 
 
