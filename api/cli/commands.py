@@ -93,6 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left, as `head` does
         _drop_output()
         return 141
+    except OSError as error:  # a full disk below our output, say
+        try:
+            print(end="", flush=True)
+        except OSError:
+            _drop_output()
+        print(f"foretoken: {error}", file=sys.stderr)
+        return 1
 
 
 def _split(args: list[str]) -> tuple[list[str], list[str]]:

@@ -187,7 +187,11 @@ class Tokenizer:
     ) -> list[int]:
         backend = self._literal_backend if is_literal else self._backend
         # The batch call gives the interpreter lock back while it works; `encode` keeps it.
-        batch = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            batch = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:
+            text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
+            raise
         return list(batch[0].ids)
 
     def _encode_marked(self, marked: str, texts: Mapping[str, str]) -> list[int]:
@@ -281,6 +285,8 @@ class Tokenizer:
             raise InvalidRequest(f"the {param} took too long to tokenise", param=param) from None
         except ForetokenError:
             raise
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"the {param} must be valid Unicode", param=param) from None
         except Exception as error:
             logger.warning("a %s could not be tokenised", param, exc_info=error)
             raise InvalidRequest(f"the {param} cannot be tokenised", param=param) from error

@@ -442,3 +442,16 @@ def test_run_ends_quietly_when_the_reader_of_its_output_leaves(here, say, monkey
         assert commands.main(["run", "The quick"]) == 141
         print("what is left in the buffer does not raise at exit", file=out, flush=True)
     assert capfd.readouterr().err.count("\n") == 1, "of what was loaded"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
+def test_run_says_in_one_line_that_its_output_cannot_be_written(here, say, monkeypatch, capfd):
+    """Once, this was a traceback."""
+    say("hello world")
+    with open("/dev/full", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert commands.main(["run", "The quick"]) == 1
+        print("what is left in the buffer does not raise at exit", file=out, flush=True)
+    _loaded, error = capfd.readouterr().err.splitlines()
+    assert error.startswith("foretoken: ")
+    assert "No space left on device" in error

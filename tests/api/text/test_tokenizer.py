@@ -89,6 +89,12 @@ def test_what_a_broken_tokenizer_says_is_logged_and_not_shown(own, caplog):
     assert str(caplog.records[0].exc_info[1]) == "/srv/secret"
 
 
+def test_half_a_surrogate_pair_is_named_and_no_failure_of_ours(own, caplog):
+    with pytest.raises(InvalidRequest, match=r"^the prompt must be valid Unicode$"):
+        asyncio.run(own.encode("a \ud800"))
+    assert not caplog.records
+
+
 def test_the_loop_turns_between_short_prompts(own):
     turns = []
 
