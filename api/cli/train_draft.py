@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MINUTES = 10.0
 DEFAULT_INIT = {"block": None, "eagle3": "target", "lm": "target"}
+LAYERS, BLOCK = 2, 7
 ANSWER_TOKENS = 384  # of an answer that is given anew, at most
 NUM_TIMED, TIMED_TOKENS = 8, 96  # prompts and tokens of each by which a draft is timed in service
 EXAMPLE = """\
@@ -105,13 +106,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_head(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--layers", type=_count, default=2, metavar="N", help="layers of a block head or lm (2)")
+    add("--layers", type=_count, metavar="N", help=f"layers of a block head or lm ({LAYERS})")
     add(
         "--block",
         type=_count,
-        default=7,
         metavar="N",
-        help="tokens that a block head drafts in one pass (7)",
+        help=f"tokens that a block head drafts in one pass ({BLOCK})",
     )
     add(
         "--draft-vocab",
@@ -205,6 +205,9 @@ def _check(parsed: argparse.Namespace) -> None:
             raise InvalidRequest(f"data: {each} does not exist", param="data")
     if parsed.init not in (None, "target") and not Path(parsed.init).is_dir():
         raise InvalidRequest(f"init: {parsed.init} is not a folder", param="init")
+    for name, kinds in (("layers", ("block", "lm")), ("block", ("block",))):
+        if getattr(parsed, name) is not None and parsed.kind not in kinds:
+            raise InvalidRequest(f"{name} is for {' and '.join(kinds)} alone", param=name)
     if parsed.kind == "lm" and parsed.draft_vocab is not None:
         raise InvalidRequest(
             "draft-vocab is supported for heads only: an lm has the target's whole vocabulary",
@@ -223,8 +226,8 @@ def _options(parsed: argparse.Namespace) -> TrainOptions:
         minutes=minutes,
         tokens=parsed.tokens,
         init=parsed.init or DEFAULT_INIT[parsed.kind],
-        layers=parsed.layers,
-        block=parsed.block,
+        layers=parsed.layers or LAYERS,
+        block=parsed.block or BLOCK,
         draft_vocab=parsed.draft_vocab,
         resume=parsed.resume,
         seed=parsed.seed,
@@ -276,6 +279,10 @@ class _Encoder:
 
 
 def _print_acceptance(found: Sequence[Acceptance]) -> None:
+    found = [each for each in found if each.by_position]
+    if not found:
+        print("\nno answer is held out to measure by: the data has too few conversations")
+        return
     print("\nheld-out answers: share of drafted tokens accepted, by position")
     for each in found:
         shown = " ".join(f"{share:.2f}" for share in each.by_position)

@@ -67,8 +67,8 @@ class Evaluator:
         ]
         student.module.train(was_training)
         if not ranked:
-            return Acceptance(temperature, 0, [], [], 1.0), _join([], student.depth)
-        joined = _join(ranked, student.depth)
+            return Acceptance(temperature, 0, [], [], 1.0), _join([])
+        joined = _join(ranked)
         hits = (joined.ranks == 0).view(-1, student.depth).float()
         reached = joined.reached.view(-1, student.depth).float()
         near = (joined.ranks < BEST).view(-1, student.depth).float()
@@ -128,9 +128,10 @@ def _rank(
     return RankedCandidates(best.values[:, :1] - best.values, ranks, reached.flatten() > 0)
 
 
-def _join(ranked: Sequence[RankedCandidates], depth: int) -> RankedCandidates:
+def _join(ranked: Sequence[RankedCandidates]) -> RankedCandidates:
     if not ranked:
-        return RankedCandidates(torch.empty(0, BEST), torch.empty(0), torch.empty(0, depth))
+        none = torch.zeros(0, dtype=torch.bool)
+        return RankedCandidates(torch.empty(0, BEST), torch.empty(0), none)
     parts = [[getattr(each, name) for each in ranked] for name in ("gaps", "ranks", "reached")]
     return RankedCandidates(*(torch.cat(part) for part in parts))
 

@@ -47,6 +47,8 @@ GIVEN = ("train-draft", "--target", "builtin", "--kind", "block")
         ["--data", "DATA", "--out", "OUT", "--device", "tpu"],
         ["--data", "DATA", "--out", "OUT", "--regenerate", "maybe"],
         ["--data", "DATA", "--out", "OUT", "--kind", "lm", "--draft-vocab", "9"],
+        ["--data", "DATA", "--out", "OUT", "--kind", "eagle3", "--layers", "2"],
+        ["--data", "DATA", "--out", "OUT", "--kind", "lm", "--block", "7"],
         ["--data", "EMPTY", "--out", "OUT"],
     ],
     ids=" ".join,
@@ -104,6 +106,16 @@ def test_a_draft_is_trained_and_measured_in_service(capsys, tmp_path, monkeypatc
     report = json.loads((out / "training" / "report.json").read_text())
     assert set(report["tokens_per_s"]) == {"before", "with it"}
     assert len(list(read_records(out / "training" / "answers.jsonl"))) == 6
+
+
+def test_data_of_one_text_trains_a_draft_without_a_measure(capsys, tmp_path, monkeypatch):
+    """Once, this was a traceback behind the training."""
+    monkeypatch.setattr("foretoken.api.cli.train_draft.TIMED_TOKENS", 4)
+    data = tmp_path / "data.txt"
+    data.write_text("hello world this is text")
+    args = ["--kind", "lm", "--data", str(data), "--out", str(tmp_path / "out"), "--tokens", "20"]
+    assert commands.main([*GIVEN, *args, "--regenerate", "off", "--threads", "1"]) == 0
+    assert "no answer is held out to measure by" in capsys.readouterr().out
 
 
 # -- traffic --------------------------------------------------------------------------------------
