@@ -26,13 +26,14 @@ KINDS = (Chosen, EngineConfig)
 
 def add_certify_flags(parser: Parser) -> None:
     """Add the flags of ``foretoken certify`` but for the model."""
-    parser.add_argument(
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument(
         "--requests",
         type=_count,
         metavar="N",
         help=f"number of requests ({REQUESTS:,}); each goes through every pass",
     )
-    parser.add_argument("--long", action="store_true", help=f"send {LONG_REQUESTS:,} requests")
+    number.add_argument("--long", action="store_true", help=f"send {LONG_REQUESTS:,} requests")
     parser.add_argument(
         "--only", metavar="TEXT", help="passes to make, by a text in their names (all)"
     )

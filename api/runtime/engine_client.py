@@ -152,11 +152,6 @@ class EngineClient:
         keep_freed_memory()  # from here: in a thread it would come too late for others
         return await asyncio.to_thread(_build, self._model, self.config)
 
-    def leave_loading(self) -> None:
-        """Give up a load that goes on behind a cancelled `start`: `close` does not wait for it."""
-        if self._loading is not None:
-            self._loading.cancel()
-
     async def close(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for a time, abort the rest; idempotent.
 

@@ -65,12 +65,12 @@ class _LoopThread:
                 self._left.add(future := self._hand_over(work))
                 future.add_done_callback(self._left.discard)
 
-    def soon(self, call: Callable[..., None], *arguments: str) -> None:
+    def soon(self, call: Callable[[str], None], argument: str) -> None:
         """Call it on the loop, if that still runs; does not wait."""
         if os.getpid() == self._pid:
             with self._lock:
                 if not self._closed:
-                    self.loop.call_soon_threadsafe(call, *arguments)
+                    self.loop.call_soon_threadsafe(call, argument)
 
     def _hand_over(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if os.getpid() != self._pid:
@@ -82,7 +82,7 @@ class _LoopThread:
         work.close()
         raise EngineDead("this LLM is closed")
 
-    def end(self, llm: AsyncLLM) -> None:
+    def end(self, llm: AsyncLLM, *, waits: bool = True) -> None:
         """Close the LLM and stop the thread, once; does nothing in a forked process."""
         if os.getpid() != self._pid:
             return
@@ -92,7 +92,7 @@ class _LoopThread:
             self._closed = True
         closing = asyncio.run_coroutine_threadsafe(_close(llm), self.loop)
         closing.add_done_callback(lambda _: self.loop.call_soon_threadsafe(self.loop.stop))
-        if _may_wait():
+        if waits and _may_wait():
             self._thread.join()
             closing.result()
 
@@ -153,8 +153,11 @@ class LLM:
         self._end = weakref.finalize(self, self._thread.end, llm)
         try:
             self._run(llm.start())
+        except KeyboardInterrupt:  # which waits for no model: the thread closes it
+            self._end.detach()
+            self._thread.end(llm, waits=False)
+            raise
         except BaseException:
-            self._thread.soon(llm.leave_loading)  # Ctrl-C waits for no model
             self.close()
             raise
 

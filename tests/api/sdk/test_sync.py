@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from foretoken import LLM, EngineDead, ForetokenError, SamplingParams
+from foretoken import LLM, AsyncLLM, EngineDead, ForetokenError, SamplingParams
 
 SECONDS = 10.0
 
@@ -85,6 +85,29 @@ def test_in_a_forked_child_an_llm_refuses_and_does_not_keep_it_from_ending(llm, 
     engine.by_hand = False
     llm._thread.loop.call_soon_threadsafe(engine._work.set)
     assert next(stream).token_ids, "the parent goes on"
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_in_a_load_waits_for_no_model_which_is_closed_when_it_comes(
+    built, engine, monkeypatch
+):
+    """Once, the engine was lost, and kept its memory and its folders."""
+    loaded, found = threading.Event(), []
+
+    async def load(_llm):
+        found.append(threading.current_thread())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert await asyncio.to_thread(loaded.wait, SECONDS)
+        return built
+
+    monkeypatch.setattr(AsyncLLM, "_load", load)
+    with pytest.raises(KeyboardInterrupt):
+        LLM()
+    assert not engine.draining
+    loaded.set()
+    found[0].join(SECONDS)
+    assert not found[0].is_alive()
+    assert engine.draining, "closed"
 
 
 @pytest.mark.usefixtures("ctrl_c")
