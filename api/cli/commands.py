@@ -349,8 +349,8 @@ def _serve(parsed: argparse.Namespace) -> int:
         llm: EngineClient = AsyncLLM(model, **options)
     else:
         llm = _front_client(parsed, model, front, options)
-    from ..server.logs import configure
-    from ..server.observability import make_observing
+    from ..server.observation.logs import configure
+    from ..server.observation.observability import make_observing
     from ..server.process import run
 
     configure(listen.log_level, listen.log_format)
@@ -412,7 +412,7 @@ def _replica(parsed: argparse.Namespace) -> int:
     joining, (model, options) = given.make(Joining), _model_options(given)
     dial = _dialling(joining.front)
     from ..cluster.replica.process import run
-    from ..server.logs import configure
+    from ..server.observation.logs import configure
 
     configure(joining.log_level, joining.log_format)
     given.warn_of_unknown_variables()
@@ -436,7 +436,7 @@ def _dialling(front: str) -> Callable[[], FrontLink]:
 
 def listen_options(given: Given) -> Listen:
     """Address and TLS files to listen with, and the options of the HTTP side."""
-    from ..server.foreign_pages import is_loopback
+    from ..server.guards.foreign_pages import is_loopback
 
     address = given.make(Listen)
     settings = given.make(

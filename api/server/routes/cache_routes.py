@@ -10,14 +10,14 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...core.errors import InvalidRequest
-from ..openai.schema import Message, plain_chat
-from ..protocol.sampling import decoder
-from ..runtime.cache_diagnostics import Explanation
-from ..serving.errors import ApiError, JsonResponse
-from ..serving.serving_context import Service
-from ..types.request_context import owner_of
-from .auth import needs_admin_key
+from ....core.errors import InvalidRequest
+from ...openai.schema import Message, plain_chat
+from ...protocol.sampling import decoder
+from ...runtime.cache_diagnostics import Explanation
+from ...serving.errors import ApiError, JsonResponse
+from ...serving.serving_context import Service
+from ...types.request_context import owner_of
+from ..guards.auth import needs_admin_key
 from .protocol import Flushed
 
 

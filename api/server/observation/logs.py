@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from ...core.interface.request import Usage
-from ..types.request_context import CONTEXT, EngineAnswer, RequestContext
+from ....core.interface.request import Usage
+from ...types.request_context import CONTEXT, EngineAnswer, RequestContext
 
 LogFormat = Literal["text", "json"]
 _FIELDS = "fields"  # the attribute of a record that holds what its line tells beside the message

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from ..serving.errors import ApiError
-from ..serving.settings import Settings
-from ..types.request_context import header
+from ...serving.errors import ApiError
+from ...serving.settings import Settings
+from ...types.request_context import header
 
 PAGE_PATHS = frozenset({"/", "/docs"})  # a link on any page may lead here
 # Docker's name for the host of a container, whose loopback it reaches, and names of loopback

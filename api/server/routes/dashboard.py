@@ -15,15 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...core.interface.output import StepOutput
-from ...core.interface.plan import StepPlan
-from ...core.interface.request import Delta
-from ...core.interface.request import Request as EngineRequest
-from ...core.telemetry.observers import EngineObserver
-from ...core.telemetry.overview import MAX_REQUESTS, RecentRequest
-from ..serving.serving_context import Service
-from ..serving.sse import EventStream, event
-from ..types.results import Body
+from ....core.interface.output import StepOutput
+from ....core.interface.plan import StepPlan
+from ....core.interface.request import Delta
+from ....core.interface.request import Request as EngineRequest
+from ....core.telemetry.observers import EngineObserver
+from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
+from ...serving.serving_context import Service
+from ...serving.sse import EventStream, event
+from ...types.results import Body
 from .static_page import FOLDER, StaticPage
 
 PAGE = FOLDER / "index.html"

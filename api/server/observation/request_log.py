@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 
-from ..anthropic.errors import is_messages
-from ..types.request_context import CONTEXT, RequestContext, header, random_id
-from .error_forms import error_response
+from ...anthropic.errors import is_messages
+from ...types.request_context import CONTEXT, RequestContext, header, random_id
+from ..error_forms import error_response
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from ..serving.errors import ApiError
+    from ...serving.errors import ApiError
 
 CLIENT_CLOSED = 499  # as proxies log it: the client closed before it was answered
 SERVER_ERROR = 500

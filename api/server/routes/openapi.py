@@ -19,20 +19,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..._version import __version__
-from ..anthropic import protocol as messages
-from ..anthropic.errors import is_messages
-from ..anthropic.schema import CountRequest, MessagesRequest
-from ..ollama import protocol as ollama
-from ..ollama.errors import is_ollama
-from ..ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
-from ..openai import protocol as openai
-from ..openai.batches import protocol as batches
-from ..openai.branches import MAX_BRANCHES, Branch, Text
-from ..openai.responses import protocol as responses
-from ..openai.responses.route import MAX_PAGE
-from ..openai.responses.schema import ResponsesRequest
-from ..openai.schema import (
+from ...._version import __version__
+from ...anthropic import protocol as messages
+from ...anthropic.errors import is_messages
+from ...anthropic.schema import CountRequest, MessagesRequest
+from ...ollama import protocol as ollama
+from ...ollama.errors import is_ollama
+from ...ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from ...openai import protocol as openai
+from ...openai.batches import protocol as batches
+from ...openai.branches import MAX_BRANCHES, Branch, Text
+from ...openai.responses import protocol as responses
+from ...openai.responses.route import MAX_PAGE
+from ...openai.responses.schema import ResponsesRequest
+from ...openai.schema import (
     POOLED_REFUSED,
     ChatRequest,
     CompletionRequest,
@@ -44,10 +44,10 @@ from ..openai.schema import (
     ScoreRequest,
     TokenizeRequest,
 )
-from ..protocol.render import Rendered
-from ..protocol.sampling import REFUSED, One, Sampling
-from ..serving.errors import ErrorBody
-from ..types.results import Body
+from ...protocol.render import Rendered
+from ...protocol.sampling import REFUSED, One, Sampling
+from ...serving.errors import ErrorBody
+from ...types.results import Body
 from . import protocol
 from .adapters import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from .cache_routes import FlushRequest

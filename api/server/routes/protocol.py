@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from ...core.errors import InvalidRequest
-from ..protocol.answers import Free
+from ....core.errors import InvalidRequest
+from ...protocol.answers import Free
 
 
 class SamplingValues(Struct, kw_only=True):

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import ASGIApp
 
-from ...core.errors import InvalidRequest
-from ...core.telemetry.observers import EngineObserver
-from ..runtime.engine_client import EngineClient
-from ..serving.metrics import ServerMetrics
-from ..serving.serving_context import Service
-from ..serving.settings import Listen, ObservingOptions
-from ..types.request_context import caller, caller_of
+from ....core.errors import InvalidRequest
+from ....core.telemetry.observers import EngineObserver
+from ...runtime.engine_client import EngineClient
+from ...serving.metrics import ServerMetrics
+from ...serving.serving_context import Service
+from ...serving.settings import Listen, ObservingOptions
+from ...types.request_context import caller, caller_of
 from .logs import log_request
 from .request_log import RequestLog, no_span
 
 if TYPE_CHECKING:
-    from ...core.interface.request import Delta, Request
-    from ...draft.training.traffic import Recorder, TrafficRecorder
-    from ..certify.recorder import RequestRecorder
+    from ....core.interface.request import Delta, Request
+    from ....draft.training.traffic import Recorder, TrafficRecorder
+    from ...certify.recorder import RequestRecorder
     from .tracing import Telemetry
 
 R = TypeVar("R", bound="Recorder[Any]")
@@ -100,11 +100,11 @@ def make_observing(options: ObservingOptions, listen: Listen) -> Observing:
     """
     has_keys, traffic, requests = bool(listen.settings.api_keys), None, None
     if options.record_traffic is not None:
-        from ...draft.training.traffic import TrafficRecorder
+        from ....draft.training.traffic import TrafficRecorder
 
         traffic = _recorder(TrafficRecorder, options.record_traffic, options, has_keys=has_keys)
     if options.record_requests is not None:
-        from ..certify.recorder import RequestRecorder
+        from ...certify.recorder import RequestRecorder
 
         requests = _recorder(RequestRecorder, options.record_requests, options, has_keys=has_keys)
     return Observing(
@@ -116,7 +116,7 @@ def make_observing(options: ObservingOptions, listen: Listen) -> Observing:
 
 
 def _recorder(kind: type[R], folder: str, options: ObservingOptions, *, has_keys: bool) -> R:
-    from ...draft.training.traffic import DEFAULT_BYTES
+    from ....draft.training.traffic import DEFAULT_BYTES
 
     keys = {caller_of(key) for key in options.record_keys}
     return kind(

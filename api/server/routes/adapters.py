@@ -11,14 +11,14 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...core.errors import InvalidRequest, ModelLoadError
-from ...core.model.adapter_files import leads_over_link
-from ..build.adapter_loader import AdapterFolder
-from ..protocol.sampling import decoder
-from ..runtime.adapters import UnknownAdapter
-from ..serving.errors import ApiError, JsonResponse, unknown_model
-from ..serving.serving_context import Service
-from .auth import needs_admin_key
+from ....core.errors import InvalidRequest, ModelLoadError
+from ....core.model.adapter_files import leads_over_link
+from ...build.adapter_loader import AdapterFolder
+from ...protocol.sampling import decoder
+from ...runtime.adapters import UnknownAdapter
+from ...serving.errors import ApiError, JsonResponse, unknown_model
+from ...serving.serving_context import Service
+from ..guards.auth import needs_admin_key
 
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 

@@ -21,16 +21,16 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 
-from ..._version import __version__
-from ...core.interface.output import StepOutput
-from ...core.interface.plan import ScheduledRequest, StepPlan
-from ...core.interface.request import Delta, Request
-from ...core.interface.sampling import TokenSamplingParams
-from ...core.scheduling.chunk_budget import num_step_tokens
-from ...core.telemetry.observers import EngineObserver
-from ..runtime.serving_engine import ServingEngine
-from ..types.request_context import CONTEXT, RequestContext
-from ..types.sampling_params import SamplingParams
+from ...._version import __version__
+from ....core.interface.output import StepOutput
+from ....core.interface.plan import ScheduledRequest, StepPlan
+from ....core.interface.request import Delta, Request
+from ....core.interface.sampling import TokenSamplingParams
+from ....core.scheduling.chunk_budget import num_step_tokens
+from ....core.telemetry.observers import EngineObserver
+from ...runtime.serving_engine import ServingEngine
+from ...types.request_context import CONTEXT, RequestContext
+from ...types.sampling_params import SamplingParams
 
 MAX_CHUNKS = 32  # spans of one prompt; the last of them covers all later chunks
 NANO = 1e9

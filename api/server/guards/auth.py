@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..serving.errors import ApiError
-from ..serving.settings import Settings
-from ..types.request_context import CONTEXT, NOBODY, caller_of, header
-from .error_forms import error_response
+from ...serving.errors import ApiError
+from ...serving.settings import Settings
+from ...types.request_context import CONTEXT, NOBODY, caller_of, header
+from ..error_forms import error_response
 from .foreign_pages import PAGE_PATHS, foreign_page
 
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one

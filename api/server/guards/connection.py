@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from ..serving.errors import ApiError
-from ..serving.limits import Limits
+from ...serving.errors import ApiError
+from ...serving.limits import Limits
+from ..observation.request_log import BROKEN_OFF, refusal_of
 from .auth import IS_SPARE
-from .request_log import BROKEN_OFF, refusal_of
 
 logger = logging.getLogger(__name__)
 NUM_OTHER_FILES = 128  # of the process, beside one for each connection
