@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from ...core.interface.adapter import adapter_of, salt_of
-from ...core.interface.request import Request, Usage
-from ...radix_cache.namespaces import FlushedNamespaces
-from ..parsing.reasoning import Thinking
-from ..types.request_context import Owner, Shares, caller, owner_of
+from ....core.interface.adapter import adapter_of, salt_of
+from ....core.interface.request import Request, Usage
+from ....radix_cache.namespaces import FlushedNamespaces
+from ...parsing.reasoning import Thinking
+from ...types.request_context import Owner, Shares, caller, owner_of
 
 MAX_BYTES = 32 * 2**20
 TOKEN_BYTES = 4

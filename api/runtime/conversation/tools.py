@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ...core.errors import InvalidRequest
-from ...core.interface.request import DEFAULT_CACHE, CacheOptions, Pin
-from ..types.results import Tool, ToolChoice
-from ..types.sampling_params import MAX_CHOICES, MAX_GRAMMAR_CHARS
+from ....core.errors import InvalidRequest
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Pin
+from ...types.results import Tool, ToolChoice
+from ...types.sampling_params import MAX_CHOICES, MAX_GRAMMAR_CHARS
 
 SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # of what keeps a prompt
 WHOLE = 2**31 - 1  # tokens: more than any prompt has

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...core.errors import ForetokenError, QueueFull
-from ...core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
-from ...core.interface.sampling import Pooling
-from ..types.request_context import EndedAnswer, note_answer, random_id
-from ..types.sampling_params import SamplingParams
-from .engine_client import EngineClient
-from .generation import Answer
+from ....core.errors import ForetokenError, QueueFull
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
+from ....core.interface.sampling import Pooling
+from ...types.request_context import EndedAnswer, note_answer, random_id
+from ...types.sampling_params import SamplingParams
+from ..engine_client import EngineClient
+from ..generation import Answer
 
 PromptOf = Callable[[int], Awaitable[Sequence[int]]]
 """Makes the prompt of an entry: its token ids, checked. Raises `InvalidRequest` that names it."""

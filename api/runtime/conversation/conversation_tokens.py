@@ -16,11 +16,11 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from ...core.errors import InvalidRequest
-from ...core.interface.images import PromptImage, with_image_rows
-from ..parsing.harmony import HARMONY_THINK, marked_call, without_calls
-from ..parsing.output_format import Syntax
-from ..parsing.output_parser import (
+from ....core.errors import InvalidRequest
+from ....core.interface.images import PromptImage, with_image_rows
+from ...parsing.harmony import HARMONY_THINK, marked_call, without_calls
+from ...parsing.output_format import Syntax
+from ...parsing.output_parser import (
     CallArguments,
     CallBegin,
     Content,
@@ -28,12 +28,12 @@ from ..parsing.output_parser import (
     PlainParser,
     Reasoning,
 )
-from ..parsing.reasoning import Thinking
-from ..text.detokenizer import Detokenizer
-from ..text.tokenizer import Tokenizer
-from ..types.request_context import owner_of, random_id
-from ..types.results import Tool
-from ..types.sampling_params import SamplingParams
+from ...parsing.reasoning import Thinking
+from ...text.detokenizer import Detokenizer
+from ...text.tokenizer import Tokenizer
+from ...types.request_context import owner_of, random_id
+from ...types.results import Tool
+from ...types.sampling_params import SamplingParams
 from .chat_input import ChatInput, Handle
 from .token_history import Key, Place, TokenHistory, said_of
 

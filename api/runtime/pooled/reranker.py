@@ -9,14 +9,14 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...core.errors import InvalidRequest, PromptTooLong
-from ...core.interface.request import DEFAULT_CACHE, CacheOptions
-from ...core.interface.sampling import Pooling, beyond_vocabulary
-from ..types.request_context import random_id
-from ..types.sampling_params import SamplingParams
-from .chat import ChatClient
-from .chat_input import ChatInput
-from .engine_client import EngineClient
+from ....core.errors import InvalidRequest, PromptTooLong
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions
+from ....core.interface.sampling import Pooling, beyond_vocabulary
+from ...types.request_context import random_id
+from ...types.sampling_params import SamplingParams
+from ..chat import ChatClient
+from ..conversation.chat_input import ChatInput
+from ..engine_client import EngineClient
 from .pooled_prompts import Pooled, PooledPrompts
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from ...core.errors import InvalidRequest
-from ..media.sources import ImageSource, Placed, join_parts, read_part
+from ....core.errors import InvalidRequest
+from ...media.sources import ImageSource, Placed, join_parts, read_part
 from .tools import plain_call
 
 ROLES: Mapping[str, str] = {"developer": "system", "function": "tool"}

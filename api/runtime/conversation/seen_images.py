@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.errors import InvalidRequest
-from ...core.interface.images import PromptImage, image_key
-from ..media.reader import ImageReader, ReadImage
-from ..media.sources import ImageSource, split_marks, template_parts
-from ..text.tokenizer import Tokenizer
+from ....core.errors import InvalidRequest
+from ....core.interface.images import PromptImage, image_key
+from ...media.reader import ImageReader, ReadImage
+from ...media.sources import ImageSource, split_marks, template_parts
+from ...text.tokenizer import Tokenizer
 from .chat_input import ChatInput
 
 Messages = Sequence[Mapping[str, Any]]

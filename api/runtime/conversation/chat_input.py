@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.interface.request import DEFAULT_CACHE, CacheOptions
-from ..media.sources import ImageSource
-from ..parsing.reasoning import Thinking
-from ..types.results import Tool, ToolChoice
-from ..types.sampling_params import SamplingParams
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions
+from ...media.sources import ImageSource
+from ...parsing.reasoning import Thinking
+from ...types.results import Tool, ToolChoice
+from ...types.sampling_params import SamplingParams
 from .prompt_history import PromptNote, conversation_parts
 
 

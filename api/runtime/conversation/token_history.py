@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ..text.chat_template import REASONING
-from ..types.request_context import Owner, Shares
+from ...text.chat_template import REASONING
+from ...types.request_context import Owner, Shares
 
 MAX_BYTES = 32 * 2**20
 OVERHEAD = 768  # bytes, about, of a remembered answer beside its ids

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.errors import InvalidRequest
-from ...core.interface.request import DEFAULT_CACHE, CacheOptions
-from ...core.interface.sampling import Pooling
-from ...core.validation import MAX_INT, check_integer
-from ..types.sampling_params import SamplingParams
-from .engine_client import EngineClient
+from ....core.errors import InvalidRequest
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions
+from ....core.interface.sampling import Pooling
+from ....core.validation import MAX_INT, check_integer
+from ...types.sampling_params import SamplingParams
+from ..engine_client import EngineClient
+from ..preprocess import Prompt
 from .pooled_prompts import PooledPrompts
-from .preprocess import Prompt
 
 logger = logging.getLogger(__name__)
 HIDDEN_STATE = Pooling()

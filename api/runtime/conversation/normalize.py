@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..types.results import Tool
+from ...types.results import Tool
 from .chat_input import ChatInput
 
 logger = logging.getLogger(__name__)
