@@ -15,7 +15,7 @@ from ...core.errors import InvalidRequest
 from ...core.execution.ranks import Ranks, TpDecoder
 from ...core.interface.settings import parse_size
 from ...core.model.decoder import Decoder, OwnDecoder
-from ...core.model.fields import UnsupportedConfig
+from ...core.model.description.fields import UnsupportedConfig
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
 from ...core.model.opening import read_config

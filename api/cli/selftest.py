@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.errors import ForetokenError
 from ...core.interface.sampling import SamplingMetadata
-from ...core.model.rope import RopeSpec, RopeTable
+from ...core.model.description.rope import RopeSpec, RopeTable
 from ...core.ops.base import Ops
 from ...core.ops.batch import RaggedBatch, Segment, build_batch
 from ...core.ops.kv_pool import KvDtype, KVPool, from_scaled, to_scaled

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.description.config import DecoderConfig
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.native.library import NativeLibrary
 from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth

@@ -27,10 +27,10 @@ from ..ops.lora import adapted_rows
 from ..ops.state_pool import LayerStates, StatePool
 from ..ops.weights import DecoderWeights, HeadLayout, PackedLinear
 from ..sampling.sampler import Sampler
-from .config import DecoderConfig
-from .fold import Recipe
-from .page_layout import PageLayout
-from .rope import RopeTable
+from .description.config import DecoderConfig
+from .description.fold import Recipe
+from .description.page_layout import PageLayout
+from .description.rope import RopeTable
 
 ModelPath: TypeAlias = Literal["own", "transformers"]
 

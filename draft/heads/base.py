@@ -13,9 +13,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
-from ...core.model.fields import Fields
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.fields import Fields
 from ...core.ops.batch import Taps
 from ...core.ops.kv_pool import KVPool
 from .layers import Head, TapConfig

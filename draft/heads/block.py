@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ModelLoadError
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
-from ...core.model.fields import Fields
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.fields import Fields
 from ...core.ops.base import Ops
 from ...core.ops.batch import IntArray, SamplingPlan, Wanted
 from ...core.ops.kv_pool import KvPlace, KVPool

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
-from ...core.model.fields import Fields
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.fields import Fields
 from ...core.ops.base import LayersOutput
 from ...core.ops.batch import SamplingPlan, Taps, Wanted
 from ...core.ops.kv_pool import KvPlace, KVPool

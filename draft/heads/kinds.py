@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from safetensors.torch import save_file
 
 from ...core.errors import ModelLoadError
-from ...core.model.config import DecoderConfig
-from ...core.model.fields import Fields, read_json
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.fields import Fields, read_json
 from ...core.ops.batch import Taps
 from ..proposers.gap_model import GapNumbers
 from .base import HeadKind

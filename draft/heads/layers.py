@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.model.rope import RopeSpec, attention_scaling, inverse_frequencies
+from ...core.model.description.rope import RopeSpec, attention_scaling, inverse_frequencies
 from ...core.ops.batch import Taps
 from ...core.ops.kv_pool import KvShape
 

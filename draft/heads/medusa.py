@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
-from ...core.model.fields import Fields
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.fields import Fields
 from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool
 from .base import HeadKind, PackedHead, ParsedHead, Tensors

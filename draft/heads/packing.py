@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...core.interface.plan import ScheduledRequest
 from ...core.model.decoder import OwnDecoder
-from ...core.model.rope import RopeTable
+from ...core.model.description.rope import RopeTable
 from ...core.ops.base import ForwardPlan, Ops
 from ...core.ops.batch import IntArray, RaggedBatch, padded_rows
 from ...core.ops.kv_pool import KVPool

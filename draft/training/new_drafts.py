@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import InvalidRequest
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from ...core.model.opening import open_model
-from ...core.model.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from ...core.ops.batch import Taps
 from ..heads.block_network import BlockConfig, BlockHead
 from ..heads.eagle import default_taps

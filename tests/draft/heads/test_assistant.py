@@ -18,8 +18,8 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.interface.draft import DraftPlan
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from foretoken.core.model.assistant import UNSCORED, is_assistant, read_assistant
 from foretoken.core.model.decoder import OwnDecoder
+from foretoken.core.model.drafting.assistant import UNSCORED, is_assistant, read_assistant
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.opening import open_model
 from foretoken.core.ops.batch import Segment, Wanted

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model.rope import RopeSpec
+from foretoken.core.model.description.rope import RopeSpec
 from foretoken.draft.heads.base import HeadKind
 from foretoken.draft.heads.block_network import BlockHead
 from foretoken.draft.heads.eagle_network import EagleHead

@@ -15,16 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import ModelLoadError
-from ..ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
-from ..ops.kv_pool import KVPool
-from ..ops.layers import write_kv
-from ..ops.weights import Norm, PackedLinear
-from .config import DecoderConfig, MtpNames
-from .decoder import OwnDecoder
-from .formats.checkpoint import Checkpoint, OnRead, check_tensors, observed
-from .opening import open_model
-from .shapes import (
+from ...errors import ModelLoadError
+from ...ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
+from ...ops.kv_pool import KVPool
+from ...ops.layers import write_kv
+from ...ops.weights import Norm, PackedLinear
+from ..decoder import OwnDecoder
+from ..description.config import DecoderConfig, MtpNames
+from ..description.shapes import (
     FINAL_NORM,
     MTP_EMBEDDING_NORM,
     MTP_HIDDEN_NORM,
@@ -34,7 +32,9 @@ from .shapes import (
     layer_prefix,
     tensor_shapes,
 )
-from .weights.assembly import Assembly
+from ..formats.checkpoint import Checkpoint, OnRead, check_tensors, observed
+from ..opening import open_model
+from ..weights.assembly import Assembly
 
 # -- what a checkpoint has ------------------------------------------------------------------------
 

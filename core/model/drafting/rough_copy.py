@@ -12,12 +12,12 @@ from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from ..config import format_size
-from ..errors import ModelLoadError
-from ..ops.base import RoughOps
-from ..ops.device import free_memory
-from ..ops.weights import AttentionWeights, DecoderWeights, MixerWeights, PackedLinear
-from .decoder import Decoder, OwnDecoder
+from ...config import format_size
+from ...errors import ModelLoadError
+from ...ops.base import RoughOps
+from ...ops.device import free_memory
+from ...ops.weights import AttentionWeights, DecoderWeights, MixerWeights, PackedLinear
+from ..decoder import Decoder, OwnDecoder
 
 logger = logging.getLogger(__name__)
 _Copy: TypeAlias = Callable[[PackedLinear], PackedLinear]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelLoadError
+from ...errors import ModelLoadError
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.weights import RecurrentShape
+from ...ops.weights import RecurrentShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

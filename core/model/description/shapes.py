@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..ops.weights import LatentShape
+from ...ops.weights import LatentShape
 from .config import (
     ConvSpec,
     DecoderConfig,

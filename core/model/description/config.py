@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..ops.state_pool import StateShape
-from ..ops.weights import (
+from ...ops.state_pool import StateShape
+from ...ops.weights import (
     SILU,
     Activation,
     ConvShape,

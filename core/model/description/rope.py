@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
-from ..errors import ModelLoadError
-from ..ops.weights import Tables
+from ...errors import ModelLoadError
+from ...ops.weights import Tables
 from .fields import Fields
 
 RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]

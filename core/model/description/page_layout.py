@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..ops.kv_pool import KvPlace, KvShape
-from ..ops.weights import HeadLayout, Tables
+from ...ops.kv_pool import KvPlace, KvShape
+from ...ops.weights import HeadLayout, Tables
 from .config import DecoderConfig
 from .rope import RopeSpec, layer_tables
 

@@ -19,18 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import ModelLoadError
-from ..ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
-from ..ops.kv_pool import KVPool
-from ..ops.weights import PackedLinear
-from .config import DecoderConfig, LayerSpec
-from .decoder import OwnDecoder
-from .families.registry import parse_config
-from .fields import Fields, read_json
-from .formats.checkpoint import OnRead, check_tensors, observed
-from .formats.safetensors import SafetensorsCheckpoint
-from .page_layout import PageLayout
-from .shapes import (
+from ...errors import ModelLoadError
+from ...ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
+from ...ops.kv_pool import KVPool
+from ...ops.weights import PackedLinear
+from ..decoder import OwnDecoder
+from ..description.config import DecoderConfig, LayerSpec
+from ..description.fields import Fields, read_json
+from ..description.page_layout import PageLayout
+from ..description.shapes import (
     CENTROIDS,
     EMBEDDING,
     LM_HEAD,
@@ -41,7 +38,10 @@ from .shapes import (
     ignored,
     tensor_shapes,
 )
-from .weights.assembly import Assembly
+from ..families.registry import parse_config
+from ..formats.checkpoint import OnRead, check_tensors, observed
+from ..formats.safetensors import SafetensorsCheckpoint
+from ..weights.assembly import Assembly
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _OUTPUTS = (LM_HEAD, EMBEDDING)  # the latter where they are tied
@@ -72,7 +72,7 @@ def read_assistant(path: Path, target: DecoderConfig) -> AssistantConfig:
     if width != target.hidden_size:
         problem = f"is {width}, but the target's hidden size is {target.hidden_size}"
         raise fields.error("backbone_hidden_size", problem)
-    from .fallback.text_config import read_text_config  # transformers takes a second to import
+    from ..fallback.text_config import read_text_config  # transformers takes a second to import
 
     text = {name: value for name, value in read_text_config(path).items() if value is not None}
     text["num_kv_shared_layers"] = 0  # what is shared is another model's
