@@ -26,8 +26,8 @@ from ...core.model.pooling import PoolingSpec, read_pooling
 from ...core.model.report import weight_files
 from ...core.model.vision import Vision
 from ...core.ops.batch import SamplingPlan, Taps, Wanted
-from ...core.ops.host_memory import keep_freed_memory
 from ...core.ops.kv_pool import KVPool
+from ...core.ops.machine.host_memory import keep_freed_memory
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel

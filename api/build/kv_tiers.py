@@ -16,8 +16,8 @@ from ...core.errors import InvalidRequest
 from ...core.execution.proposer import Proposer
 from ...core.interface.settings import parse_size
 from ...core.interface.tiers import PageStore
-from ...core.ops.device import free_memory
 from ...core.ops.kv_pool import KVPool
+from ...core.ops.machine.device import free_memory
 from ...core.tiers.host_store import HostStore
 from ...core.tiers.keys import PageKeys
 from ...core.tiers.mooncake_store import MooncakeStore, check_reachable

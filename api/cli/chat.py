@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...core.errors import ForetokenError, InvalidRequest
-from ...core.ops.cache_folder import cache_folder
+from ...core.ops.machine.cache_folder import cache_folder
 from ..sdk.async_llm import AsyncLLM
 from ..types.sampling_params import LeftOut, SamplingParams
 from .flags import SAMPLING_FLAGS

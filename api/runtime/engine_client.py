@@ -17,7 +17,7 @@ from ...core.errors import EngineDead, InvalidRequest
 from ...core.interface.images import PromptImage
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.interface.sampling import Pooling
-from ...core.ops.host_memory import keep_freed_memory
+from ...core.ops.machine.host_memory import keep_freed_memory
 from ..build.built import Built
 from ..media.reader import ImageReader
 from ..structured.compiler import Grammars

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..errors import ModelLoadError
 from ..ops.backends import Backend, choose_ops
 from ..ops.base import Exactness, Ops
-from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
+from ..ops.machine.device import choose_device
 from ..ops.parallel import Comm
 from ..ops.quantize import Quantize
 from ..ops.weights import HeadLayout

@@ -10,8 +10,8 @@ import torch
 
 from ..errors import ModelLoadError
 from .base import Exactness, Ops
-from .device import choose_device
 from .kv_pool import KvDtype
+from .machine.device import choose_device
 from .quantize import Quantize
 from .torch.torch_ops import TorchOps, keep_rows_exact
 from .weights import HeadLayout

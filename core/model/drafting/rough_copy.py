@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from ...config import format_size
 from ...errors import ModelLoadError
 from ...ops.base import RoughOps
-from ...ops.device import free_memory
+from ...ops.machine.device import free_memory
 from ...ops.weights import AttentionWeights, DecoderWeights, MixerWeights, PackedLinear
 from ..decoder import Decoder, OwnDecoder
 

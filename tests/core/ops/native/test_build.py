@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 
-from foretoken.core.ops import cache_folder as folders
+from foretoken.core.ops.machine import cache_folder as folders
 from foretoken.core.ops.native import build as building
 from foretoken.core.ops.native import library as loading
 from foretoken.core.ops.native import recipe

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..errors import ModelLoadError
+from ...errors import ModelLoadError
 from .system_memory import available_memory
 
 logger = logging.getLogger(__name__)
