@@ -9,10 +9,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ...radix_cache.eviction import NamespaceQuota
-from ...radix_cache.prefix_cache import IDLE_AFTER
-from ..interface.tiers import IsValid, Medium
-from .keys import KEY_BYTES, TAG_BYTES
+from ....radix_cache.eviction import NamespaceQuota
+from ....radix_cache.prefix_cache import IDLE_AFTER
+from ...interface.tiers import IsValid, Medium
+from ..keys import KEY_BYTES, TAG_BYTES
 
 logger = logging.getLogger(__name__)
 

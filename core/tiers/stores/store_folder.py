@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import InvalidRequest
+from ...errors import InvalidRequest
 
 INDEX = "index"
 LOCK = "lock"  # its time of modification is the last use of the folder

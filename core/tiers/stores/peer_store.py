@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-from ..interface.tiers import IsValid, Medium
-from ..interface.transfers import (
+from ...interface.tiers import IsValid, Medium
+from ...interface.transfers import (
     DONE,
     RENEW,
     PageOffer,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import xxhash
 
-from .keys import KEY_BYTES, TAG_BYTES
+from ..keys import KEY_BYTES, TAG_BYTES
 from .slotted_store import Entry
 from .store_folder import INDEX, StoreFolder, refused
 

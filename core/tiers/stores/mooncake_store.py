@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..errors import InvalidRequest
-from ..interface.tiers import IsValid, Medium
-from .keys import tag_of
+from ...errors import InvalidRequest
+from ...interface.tiers import IsValid, Medium
+from ..keys import tag_of
 
 CHECK_BYTES = 8
 PATIENCE_SECONDS = 2.0  # to reach the master at the start; Mooncake itself would try for long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..ops.machine.host_memory import map_zeros
+from ...ops.machine.host_memory import map_zeros
 from .slotted_store import Entry, SlottedStore
 
 
