@@ -33,8 +33,8 @@ from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
 from ...draft.control.outcome import NUM_BEST
 from ...draft.control.profiler import TriedProposer
+from ...draft.heads.common.proposer import HeadProposer
 from ...draft.heads.joined import JoinedHead
-from ...draft.heads.proposer import HeadProposer
 from ..types.sampling_params import SamplingDefaults
 from .adapter_loader import OwnAdapters
 from .beside.drafter import Drafter, Model, load_drafter

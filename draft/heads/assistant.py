@@ -25,12 +25,12 @@ from ...core.model.drafting.assistant import Assistant, load_assistant
 from ...core.model.formats.checkpoint import OnRead
 from ...core.ops.batch import IntArray, SamplingPlan
 from ...core.ops.kv_pool import KVPool
-from .base import PackedHead
-from .head_kv import Written
+from .common.base import PackedHead
+from .common.head_kv import Written
+from .common.layers import MOST_PASSES, Head, TapConfig
+from .common.packing import PassLayout, PassRows, filled, seen_kv
+from .common.proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
 from .joined import JoinedHead
-from .layers import MOST_PASSES, Head, TapConfig
-from .packing import PassLayout, PassRows, filled, seen_kv
-from .proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
 
 logger = logging.getLogger(__name__)
 _NO_SLOTS: IntArray = np.zeros(0, dtype=np.int64)

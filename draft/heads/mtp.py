@@ -24,13 +24,13 @@ from ...core.model.formats.checkpoint import OnRead
 from ...core.ops.base import RoughOps
 from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool, KvShape
-from .base import PackedHead
-from .columns import ColumnProposer, Columns
-from .head_kv import Written
+from .common.base import PackedHead
+from .common.columns import ColumnProposer, Columns
+from .common.head_kv import Written
+from .common.layers import MOST_PASSES, Head, TapConfig
+from .common.packing import PassLayout, PassRows, filled
+from .common.proposer import Scored
 from .joined import JoinedHead
-from .layers import MOST_PASSES, Head, TapConfig
-from .packing import PassLayout, PassRows, filled
-from .proposer import Scored
 
 logger = logging.getLogger(__name__)
 LEAST_ROUGH_BYTES = 32 << 20  # of an output layer: fewer stay in caches

@@ -26,8 +26,8 @@ from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.ops.native import native_library
 from foretoken.draft.heads.assistant import AssistantProposer, join_assistant
-from foretoken.draft.heads.head_kv import Written
-from foretoken.draft.heads.proposer import DraftStart, Query
+from foretoken.draft.heads.common.head_kv import Written
+from foretoken.draft.heads.common.proposer import DraftStart, Query
 from support.assistants import (
     CLUSTERED,
     CLUSTERED_VOCAB,

@@ -29,9 +29,9 @@ from foretoken.core.model.opening import open_model
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
 from foretoken.draft.heads import mtp
-from foretoken.draft.heads.head_kv import Written
+from foretoken.draft.heads.common.head_kv import Written
+from foretoken.draft.heads.common.proposer import DraftStart, Query
 from foretoken.draft.heads.mtp import MtpProposer, frequent_ids, load_mtp, with_rough_output
-from foretoken.draft.heads.proposer import DraftStart, Query
 from support.gguf_files import write_gguf
 from support.mtp_checkpoints import (
     BEHIND,

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...core.interface.plan import ScheduledRequest
-from ...core.model.decoder import OwnDecoder
-from ...core.model.description.rope import RopeTable
-from ...core.ops.base import ForwardPlan, Ops
-from ...core.ops.batch import IntArray, RaggedBatch, padded_rows
-from ...core.ops.kv_pool import KVPool
-from ...core.ops.torch.torch_ops import TorchOps
-from ...core.ops.weights import HeadLayout, HeadNorm, MlpWeights, Norm, PackedLinear
+from ....core.interface.plan import ScheduledRequest
+from ....core.model.decoder import OwnDecoder
+from ....core.model.description.rope import RopeTable
+from ....core.ops.base import ForwardPlan, Ops
+from ....core.ops.batch import IntArray, RaggedBatch, padded_rows
+from ....core.ops.kv_pool import KVPool
+from ....core.ops.torch.torch_ops import TorchOps
+from ....core.ops.weights import HeadLayout, HeadNorm, MlpWeights, Norm, PackedLinear
 from .head_kv import Written
 from .layers import HeadConfig, Mlp, OutputLayer, Projections, RmsNorm, Vocabulary
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.model.description.rope import RopeSpec, attention_scaling, inverse_frequencies
-from ...core.ops.batch import Taps
-from ...core.ops.kv_pool import KvShape
+from ....core.model.description.rope import RopeSpec, attention_scaling, inverse_frequencies
+from ....core.ops.batch import Taps
+from ....core.ops.kv_pool import KvShape
 
 KeysValues: TypeAlias = tuple[Tensor, Tensor]
 Rotary: TypeAlias = tuple[Tensor, Tensor]

@@ -13,11 +13,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from ...core.model.decoder import OwnDecoder
-from ...core.model.description.config import DecoderConfig
-from ...core.model.description.fields import Fields
-from ...core.ops.batch import Taps
-from ...core.ops.kv_pool import KVPool
+from ....core.model.decoder import OwnDecoder
+from ....core.model.description.config import DecoderConfig
+from ....core.model.description.fields import Fields
+from ....core.ops.batch import Taps
+from ....core.ops.kv_pool import KVPool
 from .layers import Head, TapConfig
 from .proposer import HeadProposer
 

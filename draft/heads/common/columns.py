@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.execution.step_layout import table_slots
-from ...core.ops.batch import SamplingPlan
+from ....core.execution.step_layout import table_slots
+from ....core.ops.batch import SamplingPlan
 from .head_kv import Written
 from .packing import PassRows, seen_kv
 from .proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of

@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...core.errors import ModelLoadError
-from ...core.model.description.config import DecoderConfig
-from ...core.model.description.fields import Fields, read_json
-from ...core.model.description.rope import RopeSpec, parse_rope
-from ...core.ops.batch import Taps
-from ..proposers.gap_model import GapNumbers
+from ....core.errors import ModelLoadError
+from ....core.model.description.config import DecoderConfig
+from ....core.model.description.fields import Fields, read_json
+from ....core.model.description.rope import RopeSpec, parse_rope
+from ....core.ops.batch import Taps
+from ...proposers.gap_model import GapNumbers
 from .base import Tensors
 from .layers import Head, HeadConfig, Vocabulary
 

@@ -15,18 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.execution.proposer import PageRows, VerifiedRequest
-from ...core.interface.draft import NO_DRAFT, Draft, DraftPlan
-from ...core.interface.plan import ScheduledRequest
-from ...core.interface.protocols import ProposerTraits
-from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from ...core.model.decoder import OwnDecoder
-from ...core.ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Taps, Wanted
-from ...core.ops.kv_pool import KVPool
-from ...core.sampling.sampler import DeviceSampler, DraftVocab, PendingBest, PendingTokens
-from ..proposers.gap_model import GapModel, GapNumbers, default_gap_models
-from ..proposers.step_trees import StepTrees
-from ..proposers.tree_growth import (
+from ....core.execution.proposer import PageRows, VerifiedRequest
+from ....core.interface.draft import NO_DRAFT, Draft, DraftPlan
+from ....core.interface.plan import ScheduledRequest
+from ....core.interface.protocols import ProposerTraits
+from ....core.interface.sampling import SamplingMetadata, TokenSamplingParams
+from ....core.model.decoder import OwnDecoder
+from ....core.ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Taps, Wanted
+from ....core.ops.kv_pool import KVPool
+from ....core.sampling.sampler import DeviceSampler, DraftVocab, PendingBest, PendingTokens
+from ...proposers.gap_model import GapModel, GapNumbers, default_gap_models
+from ...proposers.step_trees import StepTrees
+from ...proposers.tree_growth import (
     ROOT,
     TreeGrowth,
     choose,

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.execution.proposer import PageRows, VerifiedRequest
-from ...core.interface.plan import ScheduledRequest
-from ...core.ops.batch import IntArray
-from ...core.ops.kv_pool import KVPool
+from ....core.execution.proposer import PageRows, VerifiedRequest
+from ....core.interface.plan import ScheduledRequest
+from ....core.ops.batch import IntArray
+from ....core.ops.kv_pool import KVPool
 from .layers import TapConfig
 
 
