@@ -451,7 +451,7 @@ def _run(parsed: argparse.Namespace) -> int:
     given = _given_in_terminal(parsed)
     params, (model, options) = given.make(SamplingParams), _model_options(given)
     from ..build.model_files import BY_NAME
-    from .terminal import run
+    from .terminal.terminal import run
 
     if parsed.prompt in BY_NAME and model not in (None, *BY_NAME):
         parsed.parser.error(f"the prompt comes before the model {parsed.prompt}")
@@ -464,7 +464,7 @@ def _chat(parsed: argparse.Namespace) -> int:
     params = given.make(SamplingParams)
     if parsed.url is None:
         model, options = _model_options(given)
-    from .chat import chat, chat_with_server
+    from .terminal.chat import chat, chat_with_server
 
     if parsed.url is None:
         params = _with_adapter(params, options)

@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Awaitable
 
-from ...core.config import format_size
-from ..build.model_files import name_and_bytes
+from ....core.config import format_size
+from ...build.model_files import name_and_bytes
 
 TICK = 0.1  # seconds
 

@@ -14,11 +14,11 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...core.errors import ForetokenError, InvalidRequest
-from ...core.ops.machine.cache_folder import cache_folder
-from ..sdk.async_llm import AsyncLLM
-from ..types.sampling_params import LeftOut, SamplingParams
-from .flags import SAMPLING_FLAGS
+from ....core.errors import ForetokenError, InvalidRequest
+from ....core.ops.machine.cache_folder import cache_folder
+from ...sdk.async_llm import AsyncLLM
+from ...types.sampling_params import LeftOut, SamplingParams
+from ..flags import SAMPLING_FLAGS
 from .progress import watch_loading
 from .remote import ServerModel
 from .terminal import Palette, palette, show

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import h11
 
-from ...core.errors import ForetokenError, InvalidRequest
-from ..types.sampling_params import SamplingParams
-from .flags import SAMPLING_FLAGS
+from ....core.errors import ForetokenError, InvalidRequest
+from ...types.sampling_params import SamplingParams
+from ..flags import SAMPLING_FLAGS
 
 READ_BYTES = 2**16
 LEFT_OUT = SamplingParams()  # fields that are as here are not sent: the server's defaults hold

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TextIO
 
-from ...core.interface.request import Usage
-from ...core.telemetry.spec_decode_stats import by_source
-from ..runtime.generation import Answer
-from ..runtime.preprocess import Prompt
-from ..sdk.async_llm import AsyncLLM
-from ..types.results import TextDelta
-from ..types.sampling_params import SamplingParams
+from ....core.interface.request import Usage
+from ....core.telemetry.spec_decode_stats import by_source
+from ...runtime.generation import Answer
+from ...runtime.preprocess import Prompt
+from ...sdk.async_llm import AsyncLLM
+from ...types.results import TextDelta
+from ...types.sampling_params import SamplingParams
 from .progress import watch_loading
 
 COLOURS = {"green": 32, "cyan": 36, "magenta": 35, "yellow": 33, "blue": 34, "red": 31}
