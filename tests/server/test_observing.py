@@ -36,7 +36,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Usage
-from foretoken.core.scheduling.scheduler import schedule_request
+from foretoken.core.scheduling.shares import schedule_request
 from support.fake_model import make_request
 from support.observed_app import KEY, MODEL, Observed
 
