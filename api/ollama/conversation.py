@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.errors import InvalidRequest
-from ..runtime.chat_input import ChatInput
-from ..runtime.tools import ANY_OBJECT, read_tools
+from ..runtime.conversation.chat_input import ChatInput
+from ..runtime.conversation.tools import ANY_OBJECT, read_tools
 from ..types.sampling_params import SamplingParams
 from .schema import ChatMessage, OllamaBody, OllamaChatBody, OllamaGenerateBody, Options
 

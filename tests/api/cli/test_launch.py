@@ -15,7 +15,7 @@ import pytest
 
 from foretoken.api.cli import commands, launch
 from foretoken.core.errors import ForetokenError
-from foretoken.core.ops.cache_folder import cache_folder
+from foretoken.core.ops.machine.cache_folder import cache_folder
 
 CLIENT = """#!/bin/sh
 env > "$HOME/env"

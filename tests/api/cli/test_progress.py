@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 import pytest
 
 from foretoken.api.build import model_files
-from foretoken.api.cli import progress
+from foretoken.api.cli.terminal import progress
 
 
 class Screen(io.StringIO):
@@ -79,7 +79,7 @@ def test_what_fails_ends_the_line(is_terminal, monkeypatch):
 
 LOADING = """
 import asyncio, os, signal, threading
-from foretoken.api.cli.progress import watch_loading
+from foretoken.api.cli.terminal.progress import watch_loading
 
 def load():
     os.kill(os.getpid(), signal.SIGINT)
