@@ -196,9 +196,15 @@ def test_a_model_whose_template_has_no_tools_is_told_of_them_in_text(
 
 
 @pytest.mark.parametrize(
-    "parameters", [{"type": "object", "properties": {"a": {"type": "nothing"}}}, {"type": "array"}]
+    ("parameters", "reason"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "nothing"}}}, "Invalid type: nothing"),
+        ({"type": "object", "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
+        ({"type": "object", "oneOf": [{"required": ["a"]}, {}]}, "oneOf is supported only where"),
+        ({"type": "array"}, "the parameters of f must be"),
+    ],
 )
-def test_a_bad_schema_names_the_tools(client, parameters):
+def test_a_bad_schema_names_the_tools(client, parameters, reason):
     function = {"name": "f", "parameters": parameters, "strict": True}
     with pytest.raises(openai.BadRequestError) as info:
         client.chat.completions.create(
@@ -208,6 +214,7 @@ def test_a_bad_schema_names_the_tools(client, parameters):
             tool_choice="required",
         )
     assert info.value.param == "tools"
+    assert info.value.body["message"].startswith(f"tools: {reason}")
 
 
 def test_the_chosen_tool_is_forced_by_a_grammar(client, engine, say):
