@@ -23,7 +23,7 @@ def read_chat(body: OllamaChatBody) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
     refuse_unsupported(body)
     return ChatInput(
-        messages=plain_messages(body.messages),
+        messages=plain_messages(body.messages or ()),
         params=read_params(body),
         tools=read_tools(body.tools),
         template=template_options(body),
@@ -32,7 +32,7 @@ def read_chat(body: OllamaChatBody) -> ChatInput:
 
 def read_prompt(body: OllamaGenerateBody) -> ChatInput:
     """A prompt, and a system text, as a conversation; raises `InvalidRequest`."""
-    messages = [{"role": "user", "content": body.prompt}]
+    messages = [{"role": "user", "content": body.prompt or ""}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
     return ChatInput(messages=messages, params=read_params(body), template=template_options(body))
@@ -80,14 +80,14 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         if message.images:
             where = f"messages[{index}].images"
             raise InvalidRequest(f"{where} is not supported", param=where)
-        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
             plain["reasoning_content"] = message.thinking
         if message.tool_calls:
             plain["tool_calls"] = []
             for call in message.tool_calls:
                 call_id = f"call_{number:08}"
-                function = {"name": call.function.name, "arguments": call.function.arguments}
+                function = {"name": call.function.name, "arguments": call.function.arguments or {}}
                 plain["tool_calls"].append(
                     {"id": call_id, "type": "function", "function": function}
                 )

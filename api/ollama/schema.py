@@ -1,4 +1,7 @@
-"""Bodies of Ollama's routes: decoding is validation. Unknown fields and options are ignored."""
+"""Bodies of Ollama's routes: decoding is validation. Unknown fields and options are ignored.
+
+Null means that a field was left out, as in Ollama.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ class FunctionCall(Struct, kw_only=True):
     """The function of a call; its arguments are an object, not a text."""
 
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | None = None
 
 
 class Call(Struct, kw_only=True):
@@ -76,7 +79,7 @@ class ChatMessage(Struct, kw_only=True):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = None
     thinking: str | None = None
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
@@ -86,14 +89,14 @@ class ChatMessage(Struct, kw_only=True):
 class OllamaChatBody(OllamaBody, kw_only=True):
     """Body of /api/chat."""
 
-    messages: list[ChatMessage] = []
+    messages: list[ChatMessage] | None = None
     tools: Tools | None = None
 
 
 class OllamaGenerateBody(OllamaBody, kw_only=True):
     """Body of /api/generate."""
 
-    prompt: str = ""
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
     # known and refused
