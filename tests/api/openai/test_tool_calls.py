@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from foretoken.api.openai.schema import Message, plain_messages
+from foretoken.api.openai.schema import ContentPart, Message, plain_messages
 from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd, Content
 from foretoken.api.runtime.chat import ChoiceReader
 from foretoken.api.text import chat_template
@@ -251,6 +251,12 @@ def test_system_messages_at_the_beginning_become_one():
     plain = plain_messages(talk)
     assert [message["role"] for message in plain] == ["system", "user", "system"]
     assert plain[0]["content"] == "system\n\ndeveloper"
+
+
+def test_a_refusal_of_an_earlier_turn_is_its_text():
+    parts = [ContentPart(type="refusal", refusal="No.")]
+    [plain] = plain_messages([Message(role="assistant", content=parts)])
+    assert plain["content"] == "No."
 
 
 def test_a_tool_that_is_named_is_called_once(client, say):
