@@ -10,11 +10,12 @@ import asyncio
 import inspect
 import json
 import os
+import sys
 import time
 import traceback
-import uuid
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 Refusal = TypeVar("Refusal", bound=Exception)
@@ -73,7 +74,8 @@ def check_sight(look: Callable[[str, str], tuple[str, int, int]], num_tokens: in
     ``look`` asks about a picture with a text behind it, and returns the answer, the tokens of the
     image and those of the prompt that were cached.
     """
-    text = f"Look well at this picture, then name its colour. {uuid.uuid4()}"  # a new prompt
+    who = f"{Path(sys.prefix).name}, {Path(sys.argv[0]).stem}"  # no other client's prompt
+    text = f"Look well at this picture, then name its colour, {who}."
     first, again, other = look(RED, text), look(RED, text), look(BLUE, text)
     found = [each[1] for each in (first, again, other)]
     expect(found, [num_tokens] * 3, "tokens of the image")

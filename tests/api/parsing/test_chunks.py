@@ -76,7 +76,7 @@ def answers(draw: st.DrawFn, family: str) -> str:
 
 @pytest.mark.parametrize("reasoning", ["none", "think"])
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_parts_do_not_depend_on_the_cuts(family, reasoning, data):
     model = syntax(family, reasoning=reasoning)

@@ -40,12 +40,15 @@ export function check(truth, what) {
   if (!truth) throw new Error(typeof what === "string" ? what : JSON.stringify(what));
 }
 
+let numLooks = 0;
+
 /**
  * Pictures reach the model as so many tokens, and the cache keeps them apart. `look` asks about a picture with a text
  * behind it, and gives the answer, the tokens of the image and those of the prompt that were cached.
  */
 export async function checkSight(look, numTokens = 4) {
-  const text = `Look well at this picture, then name its colour. ${crypto.randomUUID()}`; // a new prompt
+  const who = process.argv[1].split("/").at(-1);
+  const text = `Look well at this picture, then name its colour, ${who} ${(numLooks += 1)}.`; // a new prompt
   const [first, again, other] = [await look(RED, text), await look(RED, text), await look(BLUE, text)];
   expect([first[1], again[1], other[1]], [numTokens, numTokens, numTokens], "tokens of the image");
   expect(again[0], first[0], "the answer about the same picture");

@@ -17,7 +17,7 @@ from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingPar
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.verifier import VerifyRequest, best, sample, verify
 
-VOCAB, NUM_ROWS, PROMPT = 10, 10_000, array("q", [3])
+VOCAB, NUM_ROWS, PROMPT = 10, 5_000, array("q", [3])
 GENERATOR = torch.Generator().manual_seed(2)
 TARGET = torch.randn(VOCAB, generator=GENERATOR) * 1.5
 NOISE = torch.randn(VOCAB, generator=GENERATOR)
