@@ -83,7 +83,7 @@ class ChatMessage(Struct, kw_only=True):
     thinking: str | None = None
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
-    images: list[Any] | None = None  # known and refused
+    images: list[str] | None = None  # base64
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -99,11 +99,11 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: list[str] | None = None  # base64
     # known and refused
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
-    images: list[Any] | None = None
 
 
 class OllamaShowBody(Struct, kw_only=True):
