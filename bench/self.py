@@ -41,8 +41,8 @@ from ..core.interface.protocols import ProposerTraits
 from ..core.interface.request import Request
 from ..core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ..core.model.decoder import OwnDecoder
+from ..core.model.drafting.rough_copy import rough_decoder, rounded_matrices
 from ..core.model.loader import load_decoder
-from ..core.model.rough_copy import rough_decoder, rounded_matrices
 from ..core.ops.batch import ForwardOutput, RaggedBatch, Segment, SegmentState, Taps
 from ..core.ops.kv_pool import KVPool
 from ..draft.proposers.self_draft import SelfProposer

@@ -41,7 +41,7 @@ def openapi() -> bytes:
     import msgspec
 
     from foretoken.api.server.app import _routes
-    from foretoken.api.server.openapi import describe
+    from foretoken.api.server.routes.openapi import describe
     from foretoken.api.serving.serving_context import Service
     from foretoken.api.serving.settings import Settings
 

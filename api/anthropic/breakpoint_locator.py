@@ -13,7 +13,7 @@ import msgspec
 
 from ...core.errors import InvalidRequest
 from ..runtime.chat import ChatClient
-from ..runtime.chat_input import ChatInput
+from ..runtime.conversation.chat_input import ChatInput
 from .breakpoints import NEXT, Breakpoints, Mark, pins_at
 from .conversation import read_conversation
 

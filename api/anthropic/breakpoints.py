@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Pin
-from ..runtime.prompt_history import common_len
+from ..runtime.conversation.prompt_history import common_len
 from .schema import (
     AnyBlock,
     CacheControl,

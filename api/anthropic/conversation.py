@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from ...core.errors import InvalidRequest
 from ..media.sources import ImageSource, join_parts
-from ..runtime.chat_input import ChatInput, Handle
-from ..runtime.tools import named_choice
+from ..runtime.conversation.chat_input import ChatInput, Handle
+from ..runtime.conversation.tools import named_choice
 from ..types.results import Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
 from .blocks import INVALID

@@ -17,7 +17,7 @@ from ..protocol.sampling import (
     refuse_unsupported,
     sampling_params,
 )
-from ..runtime.chat_input import ChatInput
+from ..runtime.conversation.chat_input import ChatInput
 from ..serving.errors import ApiError
 from ..serving.serve import Dialect
 from ..serving.serving_context import ANTHROPIC_TEMPERATURE, Service

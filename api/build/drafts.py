@@ -14,10 +14,10 @@ from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.execution.proposer import Proposer
 from ...core.interface.protocols import NO_SPECULATION, Speculator
 from ...core.model.decoder import Decoder, OwnDecoder, sequence_pool
+from ...core.model.drafting.mtp import count_mtp_layers
+from ...core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder
 from ...core.model.formats.checkpoint import OnRead
-from ...core.model.mtp import count_mtp_layers
 from ...core.model.opening import open_model
-from ...core.model.rough_copy import NoRoughCopyError, rough_decoder
 from ...core.ops.kv_pool import KVPool
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile, best_chain

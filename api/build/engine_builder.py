@@ -26,15 +26,15 @@ from ...core.model.pooling import PoolingSpec, read_pooling
 from ...core.model.report import weight_files
 from ...core.model.vision import Vision
 from ...core.ops.batch import SamplingPlan, Taps, Wanted
-from ...core.ops.host_memory import keep_freed_memory
 from ...core.ops.kv_pool import KVPool
+from ...core.ops.machine.host_memory import keep_freed_memory
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
 from ...draft.control.outcome import NUM_BEST
 from ...draft.control.profiler import TriedProposer
+from ...draft.heads.common.proposer import HeadProposer
 from ...draft.heads.joined import JoinedHead
-from ...draft.heads.proposer import HeadProposer
 from ..types.sampling_params import SamplingDefaults
 from .adapter_loader import OwnAdapters
 from .beside.drafter import Drafter, Model, load_drafter

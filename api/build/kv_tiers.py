@@ -16,16 +16,16 @@ from ...core.errors import InvalidRequest
 from ...core.execution.proposer import Proposer
 from ...core.interface.settings import parse_size
 from ...core.interface.tiers import PageStore
-from ...core.ops.device import free_memory
 from ...core.ops.kv_pool import KVPool
-from ...core.tiers.host_store import HostStore
+from ...core.ops.machine.device import free_memory
 from ...core.tiers.keys import PageKeys
-from ...core.tiers.mooncake_store import MooncakeStore, check_reachable
 from ...core.tiers.page_records import PageRecords, StateRecords
-from ...core.tiers.peer_store import PeerStore
-from ...core.tiers.slab_files import LEAST_PAGES
-from ...core.tiers.slab_store import SlabStore
-from ...core.tiers.store_folder import make_root
+from ...core.tiers.stores.host_store import HostStore
+from ...core.tiers.stores.mooncake_store import MooncakeStore, check_reachable
+from ...core.tiers.stores.peer_store import PeerStore
+from ...core.tiers.stores.slab_files import LEAST_PAGES
+from ...core.tiers.stores.slab_store import SlabStore
+from ...core.tiers.stores.store_folder import make_root
 from ...core.tiers.tiers import StateTiers, Tiers
 from ...radix_cache import PrefixCache
 

@@ -16,7 +16,7 @@ from ...core.interface.transfers import PageOffer, PageServer
 from ...core.ops.kv_pool import KVPool
 from ...core.tiers.keys import PageKeys
 from ...core.tiers.nixl_transport import NixlReader, NixlServer
-from ...core.tiers.peer_store import PeerStore
+from ...core.tiers.stores.peer_store import PeerStore
 from ...core.tiers.tiers import CALL_BYTES
 from ...core.tiers.transfer_params import TransferParams
 from ...radix_cache import PrefixCache

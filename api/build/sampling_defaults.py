@@ -11,7 +11,7 @@ from typing import Any
 from ...core.config import EngineConfig, parse_overrides
 from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.interface.sampling import RECOMMENDED
-from ...core.model.fields import read_json
+from ...core.model.description.fields import read_json
 from ...core.model.formats.files import GGUF
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 from .model_files import ModelSource

@@ -15,7 +15,7 @@ from ...core.errors import InvalidRequest
 from ...core.execution.ranks import Ranks, TpDecoder
 from ...core.interface.settings import parse_size
 from ...core.model.decoder import Decoder, OwnDecoder
-from ...core.model.fields import UnsupportedConfig
+from ...core.model.description.fields import UnsupportedConfig
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
 from ...core.model.opening import read_config
@@ -24,8 +24,8 @@ from ...core.model.sharding import check_shards
 from ...core.model.vision import Vision, load_vision
 from ...core.ops.backends import choose_ops
 from ...core.ops.base import Ops
-from ...core.ops.device import choose_device, free_memory
-from ...core.ops.host_memory import CAN_SHARE
+from ...core.ops.machine.device import choose_device, free_memory
+from ...core.ops.machine.host_memory import CAN_SHARE
 from ...core.ops.native.native_ops import NativeOps
 from ...core.ops.parallel import Comm
 from .kv_pools import out_of_memory_told

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ...core.model.formats.files import gguf_file
-from ...core.ops.identity import machine_identity
+from ...core.ops.machine.identity import machine_identity
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "llguidance", "numpy", "triton")
 READ_BYTES = 1 << 22

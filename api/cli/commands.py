@@ -349,8 +349,8 @@ def _serve(parsed: argparse.Namespace) -> int:
         llm: EngineClient = AsyncLLM(model, **options)
     else:
         llm = _front_client(parsed, model, front, options)
-    from ..server.logs import configure
-    from ..server.observability import make_observing
+    from ..server.observation.logs import configure
+    from ..server.observation.observability import make_observing
     from ..server.process import run
 
     configure(listen.log_level, listen.log_format)
@@ -412,7 +412,7 @@ def _replica(parsed: argparse.Namespace) -> int:
     joining, (model, options) = given.make(Joining), _model_options(given)
     dial = _dialling(joining.front)
     from ..cluster.replica.process import run
-    from ..server.logs import configure
+    from ..server.observation.logs import configure
 
     configure(joining.log_level, joining.log_format)
     given.warn_of_unknown_variables()
@@ -436,7 +436,7 @@ def _dialling(front: str) -> Callable[[], FrontLink]:
 
 def listen_options(given: Given) -> Listen:
     """Address and TLS files to listen with, and the options of the HTTP side."""
-    from ..server.foreign_pages import is_loopback
+    from ..server.guards.foreign_pages import is_loopback
 
     address = given.make(Listen)
     settings = given.make(
@@ -451,7 +451,7 @@ def _run(parsed: argparse.Namespace) -> int:
     given = _given_in_terminal(parsed)
     params, (model, options) = given.make(SamplingParams), _model_options(given)
     from ..build.model_files import BY_NAME
-    from .terminal import run
+    from .terminal.terminal import run
 
     if parsed.prompt in BY_NAME and model not in (None, *BY_NAME):
         parsed.parser.error(f"the prompt comes before the model {parsed.prompt}")
@@ -464,7 +464,7 @@ def _chat(parsed: argparse.Namespace) -> int:
     params = given.make(SamplingParams)
     if parsed.url is None:
         model, options = _model_options(given)
-    from .chat import chat, chat_with_server
+    from .terminal.chat import chat, chat_with_server
 
     if parsed.url is None:
         params = _with_adapter(params, options)

@@ -197,7 +197,7 @@ class _NoServerError(ForetokenError):
 
 
 def _connect(url: str, key: str | None) -> Server:
-    from .remote import ServerModel, checked
+    from .terminal.remote import ServerModel, checked
 
     try:
         model = asyncio.run(ServerModel.connect(url, key))

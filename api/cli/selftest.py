@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ...core.errors import ForetokenError
 from ...core.interface.sampling import SamplingMetadata
-from ...core.model.rope import RopeSpec, RopeTable
+from ...core.model.description.rope import RopeSpec, RopeTable
 from ...core.ops.base import Ops
 from ...core.ops.batch import RaggedBatch, Segment, build_batch
 from ...core.ops.kv_pool import KvDtype, KVPool, from_scaled, to_scaled
 from ...core.ops.native import NativeLibrary, native_library
 from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
-from ...core.ops.native.linear import NativeLinear, Products, linear, pack_linear
 from ...core.ops.native.native_ops import NativeOps
 from ...core.ops.native.products import bfloat16_products
+from ...core.ops.native.structs.linear import NativeLinear, Products, linear, pack_linear
 from ...core.ops.quantize import Quantize
 from ...core.ops.torch.torch_ops import TorchOps
 from ...core.ops.weights import Activation, HeadLayout, HeadNorm, Norm, PackedLinear

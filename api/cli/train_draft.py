@@ -234,7 +234,7 @@ def _options(parsed: argparse.Namespace) -> TrainOptions:
 def _load_target(parsed: argparse.Namespace) -> Target:
     from ...core.model.decoder import OwnDecoder
     from ...core.model.loader import load_decoder
-    from ...core.ops.device import choose_device
+    from ...core.ops.machine.device import choose_device
     from ...draft.training.new_drafts import Target
     from ..build.drafts import tokenizer_json
     from ..build.model_files import find_model

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...core.errors import InvalidRequest
 from ..media.sources import ImageSource, Placed, join_parts
-from ..runtime.chat_input import ChatInput
-from ..runtime.tools import ANY_OBJECT, read_tools
+from ..runtime.conversation.chat_input import ChatInput
+from ..runtime.conversation.tools import ANY_OBJECT, read_tools
 from ..types.sampling_params import SamplingParams
 from .schema import ChatMessage, OllamaBody, OllamaChatBody, OllamaGenerateBody, Options
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ...core.errors import InvalidRequest, PromptTooLong
 from ..protocol.sampling import decoder
-from ..runtime.prompt_history import PromptNote, text_parts
+from ..runtime.conversation.prompt_history import PromptNote, text_parts
 from ..serving.errors import ApiError
 from ..serving.serve import Dialect
 from ..serving.sse import Reply

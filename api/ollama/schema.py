@@ -22,7 +22,7 @@ from ..protocol.sampling import (
     TopK,
     TopP,
 )
-from ..runtime.tools import Tools
+from ..runtime.conversation.tools import Tools
 
 Format = Literal["", "json"] | dict[str, Any]
 Think = bool | Literal["low", "medium", "high"]

@@ -31,7 +31,7 @@ from ..protocol.sampling import (
     is_prewarm,
 )
 from ..runtime.chat import ChatAnswer
-from ..runtime.chat_input import ChatInput
+from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.generation import each_of, merge
 from ..serving.serve import Dialect
 from ..serving.sse import Reply

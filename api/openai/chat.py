@@ -17,8 +17,8 @@ from ..protocol.answers import prewarm
 from ..protocol.render import render_chat
 from ..protocol.sampling import cache_options, decoder, is_prewarm, sampling_params
 from ..runtime.chat import ChatAnswer
-from ..runtime.chat_input import ChatInput
-from ..runtime.tools import format_schema, read_choice, read_tools
+from ..runtime.conversation.chat_input import ChatInput
+from ..runtime.conversation.tools import format_schema, read_choice, read_tools
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply, event

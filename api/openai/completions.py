@@ -22,9 +22,9 @@ from ..protocol.sampling import (
     refuse_unsupported,
     sampling_params,
 )
+from ..runtime.conversation.prompt_history import PromptNote, text_parts
 from ..runtime.generation import Answer, each_of, merge
 from ..runtime.preprocess import Prompt, warm_params
-from ..runtime.prompt_history import PromptNote, text_parts
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply

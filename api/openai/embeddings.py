@@ -11,8 +11,8 @@ from msgspec import Raw
 
 from ...core.errors import InvalidRequest
 from ..protocol.sampling import decoder
-from ..runtime.embedder import Embedder, unit_vector
-from ..runtime.pooled_prompts import Pooled, entry_names
+from ..runtime.pooled.embedder import Embedder, unit_vector
+from ..runtime.pooled.pooled_prompts import Pooled, entry_names
 from ..runtime.preprocess import Prompt
 from ..serving.serving_context import Service
 from ..serving.sse import Reply

@@ -9,8 +9,8 @@ from typing import TypeVar
 import msgspec
 
 from ...core.interface.request import CacheOptions
-from ..runtime.pooled_prompts import Pooled, PooledPrompts, pool_params
-from ..runtime.tools import read_cache
+from ..runtime.conversation.tools import read_cache
+from ..runtime.pooled.pooled_prompts import Pooled, PooledPrompts, pool_params
 from ..serving.serve import Dialect
 from ..serving.sse import Reply
 from ..types.results import batch_usage

@@ -11,8 +11,8 @@ from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
 from ..protocol.sampling import decoder
-from ..runtime.pooled_prompts import Pooled, entry_names
-from ..runtime.reranker import Reranker, ranked, score_of
+from ..runtime.pooled.pooled_prompts import Pooled, entry_names
+from ..runtime.pooled.reranker import Reranker, ranked, score_of
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..types.request_context import random_id

@@ -24,9 +24,16 @@ from ..protocol.sampling import (
     TokenIds,
     refuse_unsupported,
 )
-from ..runtime.chat_input import ChatInput, Handle
-from ..runtime.messages import ROLES, num_system, one_system
-from ..runtime.tools import CacheSpec, NamedChoice, ResponseFormat, Tools, plain_call, read_tools
+from ..runtime.conversation.chat_input import ChatInput, Handle
+from ..runtime.conversation.messages import ROLES, num_system, one_system
+from ..runtime.conversation.tools import (
+    CacheSpec,
+    NamedChoice,
+    ResponseFormat,
+    Tools,
+    plain_call,
+    read_tools,
+)
 from ..types.results import Tool
 from ..types.sampling_params import SamplingParams
 

@@ -7,8 +7,8 @@ from typing import Any
 from msgspec import Struct
 
 from ...core.interface.request import Usage
-from ..runtime.chat_input import ChatInput
-from ..runtime.conversation_tokens import PromptTokens
+from ..runtime.conversation.chat_input import ChatInput
+from ..runtime.conversation.conversation_tokens import PromptTokens
 from ..serving.errors import deadline_exceeded, unavailable
 from ..serving.serving_context import SHUTTING_DOWN, Service
 from ..types.results import Completion

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from ..runtime.chat_input import ChatInput
+from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.preprocess import warm_params
 from ..serving.serving_context import Service
 from ..types.sampling_params import LeftOutFloat, LeftOutInt, SamplingParams

@@ -16,7 +16,7 @@ from ...core.errors import InvalidRequest
 from ...core.interface.request import CacheOptions
 from ...core.interface.sampling import MAX_ALLOWED, MAX_BIASED_TOKENS, MAX_LISTED, MAX_LOGPROBS
 from ...core.validation import MAX_INT
-from ..runtime.tools import (
+from ..runtime.conversation.tools import (
     CacheSpec,
     GrammarText,
     PromptCacheOptions,

@@ -18,8 +18,16 @@ import msgspec
 from ...core.interface.adapter import salt_of
 from ..parsing.reasoning import Thinking
 from ..types.results import Body
-from .normalize import RULES, TOOL_ORDER, steady
-from .prompt_history import Kind, Part, PromptLog, Remembered, common_len, ids_of, most_similar
+from .conversation.normalize import RULES, TOOL_ORDER, steady
+from .conversation.prompt_history import (
+    Kind,
+    Part,
+    PromptLog,
+    Remembered,
+    common_len,
+    ids_of,
+    most_similar,
+)
 
 AROUND = 30  # characters that are shown on each side of a difference
 AROUND_TOKENS = 8

@@ -36,15 +36,15 @@ from ..text.chat_template import check_messages
 from ..types.request_context import owner_of
 from ..types.results import CallDelta, Choice, Completion, TextDelta, ToolChoice
 from ..types.sampling_params import SamplingParams
-from .chat_input import ChatInput
-from .conversation_tokens import TAIL_IDS, ConversationTokens, PromptTokens
+from .conversation.chat_input import ChatInput
+from .conversation.conversation_tokens import TAIL_IDS, ConversationTokens, PromptTokens
+from .conversation.normalize import Normalizer
+from .conversation.prompt_history import PromptNote
+from .conversation.seen_images import NO_IMAGES, SeenImages, see
+from .conversation.token_history import Place, TokenHistory, said_of
 from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
-from .normalize import Normalizer
 from .preprocess import needs_closing, warm_params
-from .prompt_history import PromptNote
-from .seen_images import NO_IMAGES, SeenImages, see
-from .token_history import Place, TokenHistory, said_of
 
 MESSAGE_BYTES = 256  # to note a message takes about as long as to read so many
 PROBE = "foretoken"  # a system text whose place in the prompt is looked for

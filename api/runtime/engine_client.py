@@ -17,7 +17,7 @@ from ...core.errors import EngineDead, InvalidRequest
 from ...core.interface.images import PromptImage
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.interface.sampling import Pooling
-from ...core.ops.host_memory import keep_freed_memory
+from ...core.ops.machine.host_memory import keep_freed_memory
 from ..build.built import Built
 from ..media.reader import ImageReader
 from ..structured.compiler import Grammars
@@ -38,6 +38,7 @@ from ..types.results import Body, Completion
 from ..types.sampling_params import SamplingParams
 from .adapters import Adapters
 from .cache_diagnostics import CAUSES, Explainer, Explanation
+from .conversation.prompt_history import NO_NOTE, PromptLog, PromptNote, Remembered
 from .generation import Answer, Generation
 from .preprocess import (
     Conversation,
@@ -52,7 +53,6 @@ from .preprocess import (
     submit,
     warm_params,
 )
-from .prompt_history import NO_NOTE, PromptLog, PromptNote, Remembered
 from .serving_engine import ServingEngine
 
 MAX_COMPARISONS = 8  # that wait for the thread; prompts beyond are not counted by their cause

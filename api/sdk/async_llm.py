@@ -16,12 +16,14 @@ from ...core.errors import InvalidRequest, QueueFull
 from ...core.validation import MAX_INT, as_tuple, check_integer, require
 from ..build.hub import at_revision, go_offline
 from ..runtime.chat import ChatAnswer, ChatClient
-from ..runtime.chat_input import ChatInput, Handle
-from ..runtime.embedder import Embedder, unit_vector
+from ..runtime.conversation.chat_input import ChatInput, Handle
+from ..runtime.conversation.messages import num_system, one_system, read_message
+from ..runtime.conversation.tools import NamedChoice, Tools, read_choice, read_tools
 from ..runtime.engine_client import EngineClient
 from ..runtime.generation import Answer
-from ..runtime.messages import num_system, one_system, read_message
-from ..runtime.pooled_prompts import Pooled, PooledPrompts, entry_names, pool_params
+from ..runtime.pooled.embedder import Embedder, unit_vector
+from ..runtime.pooled.pooled_prompts import Pooled, PooledPrompts, entry_names, pool_params
+from ..runtime.pooled.reranker import Reranker, ranked
 from ..runtime.preprocess import (
     Conversation,
     Prompt,
@@ -33,8 +35,6 @@ from ..runtime.preprocess import (
     one_params,
     with_adapter,
 )
-from ..runtime.reranker import Reranker, ranked
-from ..runtime.tools import NamedChoice, Tools, read_choice, read_tools
 from ..text.chat_template import check_messages
 from ..types.results import Completion, Embedding, RankedDocument, TextDelta, Tool, ToolChoice
 from ..types.sampling_params import SamplingParams

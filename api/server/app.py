@@ -51,17 +51,17 @@ from ..serving.errors import (
 from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service
 from ..serving.settings import Settings
-from . import protocol
-from .adapters import AdapterRoutes
-from .auth import AuthMiddleware, needs_admin_key
-from .cache_routes import CacheRoutes
-from .dashboard import Dashboard
 from .error_forms import error_response
-from .observability import Observing
-from .openapi import OpenApi
-from .request_log import CLIENT_CLOSED
-from .static_page import ApiViewer
-from .under_path import UnderPath
+from .guards.auth import AuthMiddleware, needs_admin_key
+from .guards.under_path import UnderPath
+from .observation.observability import Observing
+from .observation.request_log import CLIENT_CLOSED
+from .routes import protocol
+from .routes.adapters import AdapterRoutes
+from .routes.cache_routes import CacheRoutes
+from .routes.dashboard import Dashboard
+from .routes.openapi import OpenApi
+from .routes.static_page import ApiViewer
 
 PATHS = (
     "dump_dir",

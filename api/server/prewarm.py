@@ -19,8 +19,8 @@ from ...core.errors import InvalidRequest
 from ...core.interface.request import MAX_TTL, CacheOptions, Pin
 from ..openai.schema import Message, plain_chat
 from ..runtime.chat import ChatClient
+from ..runtime.conversation.tools import WHOLE, Tools, read_tools
 from ..runtime.engine_client import EngineClient
-from ..runtime.tools import WHOLE, Tools, read_tools
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

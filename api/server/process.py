@@ -26,10 +26,10 @@ from ..runtime.engine_client import EngineClient
 from ..serving.serving_context import chat_client
 from ..serving.settings import Listen
 from .app import create_app
-from .connection import connection_class, reserve_files
+from .guards.connection import connection_class, reserve_files
 from .lifecycle import STUCK, Supervisor
-from .logs import announcement
-from .observability import Observing
+from .observation.logs import announcement
+from .observation.observability import Observing
 from .prewarm import prewarm, read_prewarm
 from .unix_socket import SOCKET_MODE, owned, remove
 

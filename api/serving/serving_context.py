@@ -12,9 +12,9 @@ from starlette.types import Receive
 
 from ...core.errors import InvalidRequest
 from ..runtime.chat import ChatClient
+from ..runtime.conversation.normalize import Normalizer
+from ..runtime.conversation.token_history import TokenHistory
 from ..runtime.engine_client import EngineClient
-from ..runtime.normalize import Normalizer
-from ..runtime.token_history import TokenHistory
 from ..types.request_context import (
     adapter_name,
     arrival,

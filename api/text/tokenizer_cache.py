@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as Backend
 
-from ...core.ops.cache_folder import cache_folder
+from ...core.ops.machine.cache_folder import cache_folder
 from . import gguf_tokenizer
 from .gguf_tokenizer import load_gguf_tokenizer, splits_as_named
 

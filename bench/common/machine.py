@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.description.config import DecoderConfig
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.native.library import NativeLibrary
 from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
-from ...core.ops.native.linear import NativeLinear
 from ...core.ops.native.native_ops import NativeOps
+from ...core.ops.native.structs.linear import NativeLinear
 from ...core.ops.weights import PackedLinear
 from .roofline import Limits, Shape
 

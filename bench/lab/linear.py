@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...core.ops.native import NativeLibrary, Variant, native_library, variants
 from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
-from ...core.ops.native.linear import linear, pack_linear
 from ...core.ops.native.products import bfloat16_products
+from ...core.ops.native.structs.linear import linear, pack_linear
 from ...core.ops.quantize import GROUP, SUPER, QuantizedWeight, WeightKind, quantize_weight
 from ...core.ops.torch.torch_ops import TorchOps
 from ..common.report import RESULTS, heading, table, write_json

@@ -30,7 +30,8 @@ from ...core.interface.output import RequestOutput, StepOutput
 from ...core.interface.plan import ScheduledRequest, StepPlan
 from ...core.interface.request import Request
 from ...core.interface.sampling import SamplingMetadata
-from ...core.scheduling.scheduler import MAX_DRAFT, draft_limits, draft_row_budget
+from ...core.scheduling.scheduler import MAX_DRAFT
+from ...core.scheduling.shares import draft_limits, draft_row_budget
 from ...draft.control.controller import Allocation, Controller, StepCandidates, allocate
 from ...draft.control.cost_model import CostModel, FloatArray, IntArray, StepProfile
 from ...draft.control.estimators import MAX_LENGTH, AcceptanceModel

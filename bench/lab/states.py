@@ -31,11 +31,11 @@ from ...core.ops.native import Variant, native_library, variants
 from ...core.ops.native.library import DTYPES
 from ...core.ops.native.limits import best_seconds, read_bandwidth
 from ...core.ops.native.native_ops import NativeOps
-from ...core.ops.native.state import RecurrentStructs
+from ...core.ops.native.structs.state import RecurrentStructs
 from ...core.ops.state_pool import STATE_PAGE_SIZES, StatePool
 from ...core.ops.weights import DeltaWeights, HeadLayout, PackedLinear, RecurrentShape
+from ...draft.heads.common.proposer import HeadProposer
 from ...draft.heads.mtp import load_mtp
-from ...draft.heads.proposer import HeadProposer
 from ..common.report import RESULTS, heading, table, write_json
 
 PLACES = (0, 5, 10, 15)  # of a decoding row in its page

@@ -27,7 +27,7 @@ from ...api.cli.flags import Parser, add_engine_flags, engine_options
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.execution.model_runner import ModelRunner
-from ...core.model.config import DecoderConfig
+from ...core.model.description.config import DecoderConfig
 from ...core.model.opening import read_config
 from ..common.machine import Meter, largest_cache, prompt_text, shape_of
 from ..common.report import command, machine, write_json

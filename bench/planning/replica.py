@@ -19,8 +19,8 @@ from ...core.interface.transfers import PageOffer
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...core.tiers.keys import PageKeys
-from ...core.tiers.peer_store import PeerStore
-from ...core.tiers.slotted_store import Entry, SlottedStore
+from ...core.tiers.stores.peer_store import PeerStore
+from ...core.tiers.stores.slotted_store import Entry, SlottedStore
 from ...core.tiers.tiers import CALL_BYTES, Tiers
 from ...radix_cache import PrefixCache
 from .costs import StepCosts

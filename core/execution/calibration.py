@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..model.decoder import OwnDecoder
-from ..model.rope import RopeTable
+from ..model.description.rope import RopeTable
 from ..ops.base import ForwardPlan
 from ..ops.batch import Segment
 from ..ops.torch.plan import TorchPlan

@@ -22,8 +22,8 @@ from ..interface.protocols import OnKernelsStarted, Pending, StepCancelled, igno
 from ..model.decoder import Decoder
 from ..model.vision import Vision
 from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Wanted
-from ..ops.device import Stopwatch, make_stopwatch
 from ..ops.kv_pool import KVPool
+from ..ops.machine.device import Stopwatch, make_stopwatch
 from ..sampling.rejection import SampledDraft, verify_by_rejection
 from ..sampling.sampler import DeviceSampler, PendingTokens
 from ..sampling.verifier import (

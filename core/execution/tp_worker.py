@@ -30,8 +30,8 @@ from ..errors import ForetokenError
 from ..model.decoder import OwnDecoder
 from ..model.loader import load_decoder
 from ..ops.batch import RaggedBatch
-from ..ops.host_memory import map_shared, map_zeros, shared_zeros
 from ..ops.kv_pool import KvDtype, KVPool
+from ..ops.machine.host_memory import map_shared, map_zeros, shared_zeros
 from ..ops.native.native_ops import NativeOps
 from ..ops.parallel import GlooComm
 

@@ -22,7 +22,7 @@ from ..errors import InvalidRequest
 from ..interface.eviction import KvPack
 from ..interface.plan import ScheduledRequest
 from ..model.decoder import OwnDecoder
-from ..model.rope import RopeTable
+from ..model.description.rope import RopeTable
 from ..ops.kv_pool import KVPool, from_scaled
 from ..ops.weights import AttentionWeights
 

@@ -20,17 +20,17 @@ from ..ops.batch import (
     Wanted,
     build_batch,
 )
-from ..ops.host_memory import MapBytes, map_zeros
 from ..ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_pool
 from ..ops.layers import run_layers
 from ..ops.lora import adapted_rows
+from ..ops.machine.host_memory import MapBytes, map_zeros
 from ..ops.state_pool import LayerStates, StatePool
 from ..ops.weights import DecoderWeights, HeadLayout, PackedLinear
 from ..sampling.sampler import Sampler
-from .config import DecoderConfig
-from .fold import Recipe
-from .page_layout import PageLayout
-from .rope import RopeTable
+from .description.config import DecoderConfig
+from .description.fold import Recipe
+from .description.page_layout import PageLayout
+from .description.rope import RopeTable
 
 ModelPath: TypeAlias = Literal["own", "transformers"]
 

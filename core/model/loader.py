@@ -14,24 +14,24 @@ from torch import Tensor
 from ..errors import ModelLoadError
 from ..ops.backends import Backend, choose_ops
 from ..ops.base import Exactness, Ops
-from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
+from ..ops.machine.device import choose_device
 from ..ops.parallel import Comm
 from ..ops.quantize import Quantize
 from ..ops.weights import HeadLayout
-from .config import (
+from .decoder import Decoder, OwnDecoder
+from .description.config import (
     DecoderConfig,
 )
-from .decoder import Decoder, OwnDecoder
-from .fields import UnsupportedConfig
-from .formats.checkpoint import OnRead, Read, observed
-from .opening import open_model, read_config
-from .page_layout import PageLayout
-from .shapes import (
+from .description.fields import UnsupportedConfig
+from .description.page_layout import PageLayout
+from .description.shapes import (
     DELTA,
     MAMBA,
     tensor_shapes,
 )
+from .formats.checkpoint import OnRead, Read, observed
+from .opening import open_model, read_config
 from .sharding import check_shards, read_others, shard_config, shard_reader
 from .weights.assembly import Assembly
 

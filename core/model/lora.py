@@ -31,8 +31,8 @@ from ..ops.weights import (
 )
 from .adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from .decoder import Decoder, OwnDecoder
-from .fields import Fields, read_json
-from .fold import Recipe
+from .description.fields import Fields, read_json
+from .description.fold import Recipe
 from .formats.nested import base_names, family_names, text_names
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -16,17 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from .config import BEHIND_THE_LAST, DecoderConfig, ExpertsSpec
-from .families.hybrid import as_stored, tiled
-from .families.latent import as_split
-from .families.registry import MODEL_FAMILIES, parse_config
-from .fields import Fields, UnsupportedConfig, read_json
-from .formats.checkpoint import Checkpoint, check_tensors
-from .formats.files import gguf_file
-from .formats.gguf import GgufFile
-from .formats.nested import base_names, family_names, is_base, text_names
-from .formats.safetensors import Rename, SafetensorsCheckpoint
-from .shapes import (
+from .description.config import BEHIND_THE_LAST, DecoderConfig, ExpertsSpec
+from .description.fields import Fields, UnsupportedConfig, read_json
+from .description.shapes import (
     EMBEDDING,
     LM_HEAD,
     Shape,
@@ -35,6 +27,14 @@ from .shapes import (
     stacked_shapes,
     tensor_shapes,
 )
+from .families.hybrid import as_stored, tiled
+from .families.latent import as_split
+from .families.registry import MODEL_FAMILIES, parse_config
+from .formats.checkpoint import Checkpoint, check_tensors
+from .formats.files import gguf_file
+from .formats.gguf import GgufFile
+from .formats.nested import base_names, family_names, is_base, text_names
+from .formats.safetensors import Rename, SafetensorsCheckpoint
 
 # Fields of a multimodal config that its text model's may leave out.
 _OUTER = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "is_encoder_decoder")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelLoadError
-from .fields import Fields, read_json
+from .description.fields import Fields, read_json
 from .formats.files import gguf_file
 
 MODULES = "modules.json"

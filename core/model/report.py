@@ -12,19 +12,19 @@ import torch
 from ..errors import ModelLoadError
 from ..ops.kv_pool import KvShape, bytes_per_mixed_page
 from ..ops.state_pool import bytes_per_slot
-from .config import DecoderConfig
-from .fields import Fields, UnsupportedConfig, read_json
+from .description.config import DecoderConfig
+from .description.fields import Fields, UnsupportedConfig, read_json
+from .description.page_layout import PageLayout
+from .description.shapes import tensor_shapes
+from .drafting.mtp import count_mtp_layers
+from .drafting.rough_copy import ROUGH_BYTES
 from .formats.checkpoint import Checkpoint
 from .formats.files import gguf_file
 from .formats.gguf import GgufFile
 from .formats.quantized import read_scheme
 from .formats.safetensors import TensorFiles
-from .mtp import count_mtp_layers
 from .opening import open_model, read_config
-from .page_layout import PageLayout
 from .pooling import read_pooling
-from .rough_copy import ROUGH_BYTES
-from .shapes import tensor_shapes
 from .vision import count_tower, vision_support
 
 Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]

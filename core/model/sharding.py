@@ -17,9 +17,9 @@ from torch import Tensor
 from ..errors import InvalidRequest
 from ..ops.parallel import Comm
 from ..ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
-from .config import DecoderConfig, ExpertsSpec, LayerSpec, MlpNames
+from .description.config import DecoderConfig, ExpertsSpec, LayerSpec, MlpNames
+from .description.shapes import FUSED_GATE_UP, layer_prefix
 from .formats.checkpoint import Read
-from .shapes import FUSED_GATE_UP, layer_prefix
 
 _Cut: TypeAlias = Callable[[StoredWeight], StoredWeight]
 

@@ -22,7 +22,7 @@ from ..ops.base import ForwardPlan, Ops
 from ..ops.batch import Segment, build_batch
 from ..ops.kv_pool import KVPool
 from ..ops.weights import Activation, HeadLayout
-from .rope import Still
+from .description.rope import Still
 
 PAGE_SIZE = 16  # rows
 LEAST_ROWS = 128  # of a sequence: windows, which are shorter, are left to torch

@@ -23,7 +23,7 @@ from ..errors import ModelLoadError
 from ..interface.images import PromptImage, TowerInput
 from ..ops.base import Ops
 from .decoder import Decoder, OwnDecoder
-from .fields import Fields, read_json
+from .description.fields import Fields, read_json
 from .formats.checkpoint import OnRead
 from .formats.files import gguf_file
 from .formats.nested import text_names

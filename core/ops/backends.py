@@ -10,8 +10,8 @@ import torch
 
 from ..errors import ModelLoadError
 from .base import Exactness, Ops
-from .device import choose_device
 from .kv_pool import KvDtype
+from .machine.device import choose_device
 from .quantize import Quantize
 from .torch.torch_ops import TorchOps, keep_rows_exact
 from .weights import HeadLayout
@@ -96,8 +96,8 @@ def _native_ops(
     """The native kernels, or why they do not suit."""
     from .native import native_library
     from .native.native_ops import NativeOps
-    from .native.plan import unsuited
     from .native.products import bfloat16_products
+    from .native.structs.plan import unsuited
 
     problem = f"device {device.type}" if device.type != "cpu" else unsuited(dtype, heads, kv_dtype)
     if problem:

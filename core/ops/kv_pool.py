@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .host_memory import MapBytes, map_zeros
+from .machine.host_memory import MapBytes, map_zeros
 from .state_pool import StatePool
 
 KvDtype: TypeAlias = Literal["auto", "int8", "fp8"]

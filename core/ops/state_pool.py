@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .host_memory import map_zeros
+from .machine.host_memory import map_zeros
 
 DRAFT_ROOM = 32
 """Rows of a segment that may be drafts: so many positions a log holds beside a page."""

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from ..interface.plan import ScheduledRequest, StateUse, StepPlan
 from ..interface.request import Request
-from .scheduler import Scheduler, schedule_request
+from .scheduler import Scheduler
+from .shares import schedule_request
 from .states import use_state
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..ops.device import make_copier
+from ..ops.machine.device import make_copier
 from ..ops.state_pool import StatePool
 
 

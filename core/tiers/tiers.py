@@ -22,7 +22,7 @@ from ..interface.tiers import PageStore, TierState
 from ..interface.transfers import PageOffer, Refusal
 from .keys import PageKeys, StoredPages, chain_keys, tag_of
 from .page_records import Records, SlotRecords
-from .peer_store import PeerStore
+from .stores.peer_store import PeerStore
 
 logger = logging.getLogger(__name__)
 LEAST_TOKENS = 64  # that are worth a load

@@ -13,8 +13,8 @@ import torch
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import SamplingPlan, Segment, SegmentState, Wanted
-from ...core.ops.device import make_stopwatch
 from ...core.ops.kv_pool import KVPool
+from ...core.ops.machine.device import make_stopwatch
 from ...core.ops.state_pool import DRAFT_ROOM
 from ...core.sampling.logits_processors import SampleRow
 from .cost_model import StepProfile

@@ -1,4 +1,4 @@
-"""Gemma 4's assistants as drafters: core/model/assistant.py, level by level.
+"""Gemma 4's assistants as drafters: core/model/drafting/assistant.py, level by level.
 
 A feature is the output of the target's final norm. There is no KV of drafts: each token is computed
 alone, of its own feature and the target's KV, so trees cost what chains of as many tokens do.
@@ -20,17 +20,17 @@ from torch import Tensor
 from ...core.config import format_size
 from ...core.errors import ModelLoadError
 from ...core.execution.proposer import PageRows
-from ...core.model.assistant import Assistant, load_assistant
 from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.drafting.assistant import Assistant, load_assistant
 from ...core.model.formats.checkpoint import OnRead
 from ...core.ops.batch import IntArray, SamplingPlan
 from ...core.ops.kv_pool import KVPool
-from .base import PackedHead
-from .head_kv import Written
+from .common.base import PackedHead
+from .common.head_kv import Written
+from .common.layers import MOST_PASSES, Head, TapConfig
+from .common.packing import PassLayout, PassRows, filled, seen_kv
+from .common.proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
 from .joined import JoinedHead
-from .layers import MOST_PASSES, Head, TapConfig
-from .packing import PassLayout, PassRows, filled, seen_kv
-from .proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
 
 logger = logging.getLogger(__name__)
 _NO_SLOTS: IntArray = np.zeros(0, dtype=np.int64)

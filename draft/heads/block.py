@@ -13,19 +13,27 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ModelLoadError
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
-from ...core.model.fields import Fields
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.fields import Fields
 from ...core.ops.base import Ops
 from ...core.ops.batch import IntArray, SamplingPlan, Wanted
 from ...core.ops.kv_pool import KvPlace, KVPool
 from ...core.ops.layers import run_layers
 from ...core.ops.weights import AttentionWeights, DecoderWeights, LayerWeights
-from .base import HeadKind, PackedHead, ParsedHead, Tensors
 from .block_network import BlockConfig, BlockFrame, BlockHead, BlockLayer, MarkovHead, MarkovKind
-from .files import OWN_KEY, check_taps, fill_vocabulary, own_taps, parse_shape, shape_json, words_of
-from .head_kv import Written
-from .packing import (
+from .common.base import HeadKind, PackedHead, ParsedHead, Tensors
+from .common.files import (
+    OWN_KEY,
+    check_taps,
+    fill_vocabulary,
+    own_taps,
+    parse_shape,
+    shape_json,
+    words_of,
+)
+from .common.head_kv import Written
+from .common.packing import (
     HeadPass,
     PassRows,
     filled,
@@ -36,7 +44,7 @@ from .packing import (
     plain_norm,
     seen_kv,
 )
-from .proposer import Drafting, DraftStart, HeadProposer, Query, Scored
+from .common.proposer import Drafting, DraftStart, HeadProposer, Query, Scored
 
 _HIDDEN = Wanted(hidden_alone=True)  # logits are made of them for each level
 BLOCKS_A_PASS = 16  # requests of one pass; more draft one pass after another

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from .layers import (
+from .common.layers import (
     HIDDEN,
     HeadConfig,
     KeysValues,

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
-from ...core.model.fields import Fields
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.fields import Fields
 from ...core.ops.base import LayersOutput
 from ...core.ops.batch import SamplingPlan, Taps, Wanted
 from ...core.ops.kv_pool import KvPlace, KVPool
@@ -26,10 +26,9 @@ from ...core.ops.weights import (
     LayerWeights,
     PackedLinear,
 )
-from .base import HeadKind, PackedHead, ParsedHead, Tensors
-from .columns import ColumnProposer, Columns
-from .eagle_network import EagleConfig, EagleFrame, EagleHead
-from .files import (
+from .common.base import HeadKind, PackedHead, ParsedHead, Tensors
+from .common.columns import ColumnProposer, Columns
+from .common.files import (
     OWN_KEY,
     PICKLES,
     WEIGHTS,
@@ -39,8 +38,8 @@ from .files import (
     parse_shape,
     shape_json,
 )
-from .head_kv import Written
-from .packing import (
+from .common.head_kv import Written
+from .common.packing import (
     HeadPass,
     PassRows,
     filled,
@@ -50,7 +49,8 @@ from .packing import (
     packed_output,
     plain_norm,
 )
-from .proposer import Scored
+from .common.proposer import Scored
+from .eagle_network import EagleConfig, EagleFrame, EagleHead
 
 _NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _BEHIND_LAYER: Taps = (1,)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from .layers import (
+from .common.layers import (
     HIDDEN,
     MOST_PASSES,
     HeadConfig,

@@ -19,11 +19,11 @@ from ...core.ops.batch import Segment, SegmentState, Taps, Wanted, fresh_state
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
 from ...core.sampling.logits_processors import SampleRow
 from ..proposers.gap_model import GapNumbers
-from .base import PackedHead
+from .common.base import PackedHead
+from .common.layers import Head, TapConfig
+from .common.packing import LentOutput
+from .common.proposer import HeadProposer
 from .kinds import HeadFolder, kind_of, open_head
-from .layers import Head, TapConfig
-from .packing import LentOutput
-from .proposer import HeadProposer
 
 logger = logging.getLogger(__name__)
 NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that distinguish two readings of tap ids

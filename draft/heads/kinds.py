@@ -14,14 +14,13 @@ from typing import Any, TypeAlias
 from safetensors.torch import save_file
 
 from ...core.errors import ModelLoadError
-from ...core.model.config import DecoderConfig
-from ...core.model.fields import Fields, read_json
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.fields import Fields, read_json
 from ...core.ops.batch import Taps
 from ..proposers.gap_model import GapNumbers
-from .base import HeadKind
 from .block import BLOCK
-from .eagle import EAGLE
-from .files import (
+from .common.base import HeadKind
+from .common.files import (
     CONFIG,
     OWN_KEY,
     WEIGHTS,
@@ -32,7 +31,8 @@ from .files import (
     vocabulary_tensors,
     words_of,
 )
-from .layers import Head, TapConfig
+from .common.layers import Head, TapConfig
+from .eagle import EAGLE
 from .medusa import MEDUSA
 
 AnyKind: TypeAlias = HeadKind[Any, Any]

@@ -16,17 +16,17 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
-from ...core.model.fields import Fields
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.fields import Fields
 from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool
-from .base import HeadKind, PackedHead, ParsedHead, Tensors
-from .files import fill
-from .head_kv import Written
-from .layers import Head, OutputLayer, TapConfig
-from .packing import pack_linears
-from .proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
+from .common.base import HeadKind, PackedHead, ParsedHead, Tensors
+from .common.files import fill
+from .common.head_kv import Written
+from .common.layers import Head, OutputLayer, TapConfig
+from .common.packing import pack_linears
+from .common.proposer import Drafting, DraftStart, HeadProposer, Query, Scored, features_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""MTP layers as drafters: the layer of core/model/mtp.py as columns (`ColumnProposer`).
+"""MTP layers as drafters: the layer of core/model/drafting/mtp.py as columns (`ColumnProposer`).
 
 A feature is the output of the target's final norm, which the next column's layer reads.
 """
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from ...core.config import format_size
 from ...core.errors import ModelLoadError
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.model.description.config import DecoderConfig
+from ...core.model.drafting.mtp import MtpLayer, load_mtp_layer
 from ...core.model.formats.checkpoint import OnRead
-from ...core.model.mtp import MtpLayer, load_mtp_layer
 from ...core.ops.base import RoughOps
 from ...core.ops.batch import SamplingPlan
 from ...core.ops.kv_pool import KVPool, KvShape
-from .base import PackedHead
-from .columns import ColumnProposer, Columns
-from .head_kv import Written
+from .common.base import PackedHead
+from .common.columns import ColumnProposer, Columns
+from .common.head_kv import Written
+from .common.layers import MOST_PASSES, Head, TapConfig
+from .common.packing import PassLayout, PassRows, filled
+from .common.proposer import Scored
 from .joined import JoinedHead
-from .layers import MOST_PASSES, Head, TapConfig
-from .packing import PassLayout, PassRows, filled
-from .proposer import Scored
 
 logger = logging.getLogger(__name__)
 LEAST_ROUGH_BYTES = 32 << 20  # of an output layer: fewer stay in caches

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import InvalidRequest
-from ...core.model.config import DecoderConfig
 from ...core.model.decoder import OwnDecoder
+from ...core.model.description.config import DecoderConfig
+from ...core.model.description.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from ...core.model.opening import open_model
-from ...core.model.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from ...core.ops.batch import Taps
 from ..heads.block_network import BlockConfig, BlockHead
+from ..heads.common.layers import Vocabulary
 from ..heads.eagle import default_taps
 from ..heads.eagle_network import EagleConfig, EagleHead
 from ..heads.kinds import open_head, save_head
-from ..heads.layers import Vocabulary
 from .students import BlockStudent, EagleStudent, LmStudent, Student
 
 Kind: TypeAlias = Literal["block", "eagle3", "lm"]

@@ -81,7 +81,7 @@ def test_checksums_are_read_by_the_usual_command(tmp_path: Path) -> None:
     assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode == 1
 
 
-SOURCES = {"a.c": "#include <math.h>\nfloat f(float x) { return expf(x); }\n", "a.h": ""}
+SOURCES = {"sums/a.c": "#include <math.h>\nfloat f(float x) { return expf(x); }\n", "sums/a.h": ""}
 
 
 CAN_COMPILE = (
@@ -97,7 +97,7 @@ def test_the_wheel_with_kernels_has_all_that_the_other_has_and_sealed_libraries(
     how = Path(release.ROOT, "core/ops/native/recipe.py").read_text("utf-8")
     about = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files = {f"{native}/recipe.py": how, "foretoken-1.dist-info/WHEEL": about}
-    files |= {f"{native}/{name}": text for name, text in SOURCES.items()}
+    files |= {f"{native}/kernels/{name}": text for name, text in SOURCES.items()}
     files["foretoken-1.dist-info/RECORD"] = "old"
     pure = tmp_path / "foretoken-1-py3-none-any.whl"
     with zipfile.ZipFile(pure, "w") as packed:

@@ -20,7 +20,7 @@ from foretoken.core.scheduling.leases import hold_prompt
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.tiers.keys import PageKeys
 from foretoken.core.tiers.page_records import PageRecords
-from foretoken.core.tiers.peer_store import PeerStore
+from foretoken.core.tiers.stores.peer_store import PeerStore
 from foretoken.core.tiers.tiers import Tiers
 from foretoken.core.tiers.transfer_params import TransferParams
 from foretoken.radix_cache import PrefixCache

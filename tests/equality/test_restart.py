@@ -27,7 +27,7 @@ from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library, variants
 from foretoken.core.scheduling import page_loads
-from foretoken.core.tiers.slab_store import SlabStore
+from foretoken.core.tiers.stores.slab_store import SlabStore
 from foretoken.draft.heads.kinds import save_head
 from support.checkpoints import make_checkpoint
 from support.forked import run_forked

@@ -9,8 +9,8 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.api.build.drafts import self_draft_price
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.rough_copy import rough_decoder
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.weights import RecurrentWeights
 from support.checkpoints import make_checkpoint

@@ -19,8 +19,8 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.tiers.keys import PageKeys
 from foretoken.core.tiers.page_records import PageRecords, StateRecords
-from foretoken.core.tiers.slab_files import BLOCK
-from foretoken.core.tiers.slab_store import SlabStore
+from foretoken.core.tiers.stores.slab_files import BLOCK
+from foretoken.core.tiers.stores.slab_store import SlabStore
 from foretoken.core.tiers.tiers import StateTiers, Tiers
 from foretoken.radix_cache import PrefixCache
 from foretoken.radix_cache.audit import run as run_checks

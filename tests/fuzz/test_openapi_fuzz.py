@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode, checks
 
-from foretoken.api.server.openapi import EVENTS, LINES, OPERATIONS
+from foretoken.api.server.routes.openapi import EVENTS, LINES, OPERATIONS
 from foretoken.api.serving.settings import Settings
 from foretoken.api.types.sampling_params import STRUCTURED_FIELDS
 from fuzz.conftest import Effort

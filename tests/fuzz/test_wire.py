@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.api.cluster.wire.forms import WireError, delta_of, error_of, params_of, usage_of
+from foretoken.api.cluster.wire.greeting import built_of
 from foretoken.api.cluster.wire.messages import (
     Answer,
     Call,
@@ -19,7 +20,6 @@ from foretoken.api.cluster.wire.messages import (
     Step,
     Submit,
     body_of,
-    built_of,
     encode,
     from_front,
     from_replica,

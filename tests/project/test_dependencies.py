@@ -140,7 +140,7 @@ def test_everything_that_is_installed_is_pinned(extra: str) -> None:
 
 
 def test_what_the_server_uses_of_private_parts_is_there() -> None:
-    """The ranges of the extra are as wide as versions have these: api/server/connection.py."""
+    """The extra's ranges are as wide as versions have these: api/server/guards/connection.py."""
     import h11
     from h11._writers import ChunkedWriter, ContentLengthWriter
     from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle

@@ -11,7 +11,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from foretoken.api.server.dashboard import MAX_STEPS, PAGE, Dashboard, Watched
+from foretoken.api.server.routes.dashboard import MAX_STEPS, PAGE, Dashboard, Watched
 from foretoken.core.interface.request import Delta
 from foretoken.core.telemetry.observers import EngineObserver
 from support.server_process import running

@@ -19,9 +19,14 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 
 from foretoken.api.cli import commands
 from foretoken.api.runtime.generation import Answer, Generation
-from foretoken.api.server.logs import JsonFormatter, TextFormatter, announcement, log_request
-from foretoken.api.server.observability import _Recording, make_observing
-from foretoken.api.server.tracing import MAX_CHUNKS, Telemetry
+from foretoken.api.server.observation.logs import (
+    JsonFormatter,
+    TextFormatter,
+    announcement,
+    log_request,
+)
+from foretoken.api.server.observation.observability import _Recording, make_observing
+from foretoken.api.server.observation.tracing import MAX_CHUNKS, Telemetry
 from foretoken.api.serving.errors import ApiError
 from foretoken.api.serving.metrics import ServerMetrics
 from foretoken.api.serving.settings import Listen, ObservingOptions
@@ -31,7 +36,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.output import RequestOutput, StepOutput
 from foretoken.core.interface.plan import StepPlan
 from foretoken.core.interface.request import Usage
-from foretoken.core.scheduling.scheduler import schedule_request
+from foretoken.core.scheduling.shares import schedule_request
 from support.fake_model import make_request
 from support.observed_app import KEY, MODEL, Observed
 
@@ -497,11 +502,11 @@ def test_nothing_but_one_file_knows_opentelemetry() -> None:
         for path in (ROOT / room).rglob("*.py")
         if re.search(r"^\s*(from|import) opentelemetry", path.read_text(), re.MULTILINE)
     ]
-    assert knowing == ["api/server/tracing.py"]
+    assert knowing == ["api/server/observation/tracing.py"]
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "foretoken.api.server.tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "foretoken.api.server.observation.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(InvalidRequest, match=r"pip install 'foretoken\[otel\]'"):
         make_observing(ObservingOptions(otlp_endpoint="http://127.0.0.1:1"), Listen())

@@ -24,8 +24,8 @@ from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.interface.tiers import KVTiers
 from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder
-from foretoken.core.model.rough_copy import rough_decoder
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.state_pool import DRAFT_ROOM

@@ -71,7 +71,7 @@ class FakeStream:
 
 
 class FakeMark:
-    """`Event` of core/ops/device.py."""
+    """`Event` of core/ops/machine/device.py."""
 
     def __init__(self, stream: FakeStream) -> None:
         self._stream = stream

@@ -13,7 +13,7 @@ from foretoken.core.interface.tiers import IsValid, Medium
 from foretoken.core.scheduling.page_loads import PageLoads
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.tiers.keys import PageKeys
-from foretoken.core.tiers.peer_store import PeerStore
+from foretoken.core.tiers.stores.peer_store import PeerStore
 from foretoken.core.tiers.tiers import LEAST_TOKENS, Tiers
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import Driver, FakeRunner, make_scheduler

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.decoder import Decoder, OwnDecoder
-from foretoken.core.model.rope import RopeSpec
+from foretoken.core.model.description.config import DecoderConfig, LayerSpec
+from foretoken.core.model.description.rope import RopeSpec
 from foretoken.core.ops.base import Exactness, Ops
 from foretoken.core.ops.kv_pool import KvDtype, KvPlace, KVPool
 from foretoken.core.ops.triton.graph.graphs import Graph, MakeGraph, cuda_graphs

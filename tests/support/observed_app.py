@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foretoken import AsyncLLM
 from foretoken.api.server.app import create_app
-from foretoken.api.server.observability import Observing
-from foretoken.api.server.tracing import Telemetry
+from foretoken.api.server.observation.observability import Observing
+from foretoken.api.server.observation.tracing import Telemetry
 from foretoken.api.serving.settings import Settings
 
 T = TypeVar("T")

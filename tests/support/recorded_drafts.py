@@ -16,7 +16,7 @@ from foretoken.core.model.decoder import OwnDecoder
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.heads.proposer import HeadProposer
+from foretoken.draft.heads.common.proposer import HeadProposer
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth

@@ -23,7 +23,7 @@ from foretoken import AsyncLLM
 from foretoken.api.cluster.replica.engine_host import EngineHost
 from foretoken.api.cluster.replica.process import serve
 from foretoken.api.cluster.wire.transport import ReplicaSocket
-from foretoken.api.server.logs import configure
+from foretoken.api.server.observation.logs import configure
 from foretoken.api.server.process import run
 from foretoken.api.serving.limits import Limits
 from foretoken.api.serving.settings import Listen, Settings

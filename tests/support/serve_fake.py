@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tokenizers import Tokenizer as Backend
 
 from foretoken import AsyncLLM
-from foretoken.api.server.logs import configure
+from foretoken.api.server.observation.logs import configure
 from foretoken.api.server.process import run
 from foretoken.api.serving.settings import Listen
 from foretoken.api.text.tokenizer import Tokenizer

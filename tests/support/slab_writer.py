@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from foretoken.core.tiers.slab_store import SlabStore
+from foretoken.core.tiers.stores.slab_store import SlabStore
 
 FINGERPRINT = hashlib.blake2b(b"weights", digest_size=32).digest()
 PAGE_BYTES = 20_000  # five blocks, the last one in part

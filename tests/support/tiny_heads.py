@@ -18,25 +18,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.decoder import Decoder, OwnDecoder
-from foretoken.core.model.mtp import MtpLayer, mtp_config
-from foretoken.core.model.rope import RopeSpec
-from foretoken.core.model.shapes import (
+from foretoken.core.model.description.config import DecoderConfig, LayerSpec
+from foretoken.core.model.description.rope import RopeSpec
+from foretoken.core.model.description.shapes import (
     FINAL_NORM,
     MTP_EMBEDDING_NORM,
     MTP_HIDDEN_NORM,
     MTP_PROJECTION,
     layer_prefix,
 )
+from foretoken.core.model.drafting.mtp import MtpLayer, mtp_config
 from foretoken.core.model.weights.assembly import Assembly
 from foretoken.core.ops.kv_pool import KvShape
 from foretoken.draft.heads.block_network import BlockConfig, BlockHead
-from foretoken.draft.heads.eagle_network import EagleConfig, EagleHead
-from foretoken.draft.heads.joined import JoinedHead, lend
-from foretoken.draft.heads.joined import join as pack
-from foretoken.draft.heads.kinds import save_head
-from foretoken.draft.heads.layers import (
+from foretoken.draft.heads.common.layers import (
     Head,
     KeysValues,
     Mlp,
@@ -44,6 +40,10 @@ from foretoken.draft.heads.layers import (
     RmsNorm,
     RotaryTable,
 )
+from foretoken.draft.heads.eagle_network import EagleConfig, EagleHead
+from foretoken.draft.heads.joined import JoinedHead, lend
+from foretoken.draft.heads.joined import join as pack
+from foretoken.draft.heads.kinds import save_head
 from foretoken.draft.heads.medusa import MedusaConfig, MedusaHead
 from foretoken.draft.heads.mtp import MtpConfig, join_mtp
 

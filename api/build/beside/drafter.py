@@ -14,11 +14,11 @@ import torch
 from ....core.config import EngineConfig
 from ....core.errors import InvalidRequest
 from ....core.execution.proposer import Proposer
-from ....core.model.assistant import is_assistant
 from ....core.model.decoder import Decoder
+from ....core.model.description.shapes import LM_HEAD
+from ....core.model.drafting.assistant import is_assistant
 from ....core.model.formats.checkpoint import OnRead
 from ....core.model.opening import open_model
-from ....core.model.shapes import LM_HEAD
 from ....core.ops.kv_pool import KVPool
 from ....draft.control.profiler import TriedProposer
 from ....draft.heads.assistant import join_assistant

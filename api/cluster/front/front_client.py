@@ -18,7 +18,8 @@ from ...runtime.serving_engine import ServingEngine
 from ...serving.settings import FrontOptions
 from ...text.tokenizer import Tokenizer
 from ...types.results import Body
-from ..wire.messages import Hello, built_of
+from ..wire.greeting import built_of
+from ..wire.messages import Hello
 from .replicas import Replicas
 from .routing import Route
 

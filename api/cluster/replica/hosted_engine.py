@@ -25,6 +25,7 @@ from ...text.detokenizer import AnswerText
 from ...text.tokenizer import Tokenizer
 from ...types.sampling_params import SamplingParams
 from ..wire.forms import WireError, ids_of, params_of
+from ..wire.greeting import hello_of
 from ..wire.messages import (
     Audit,
     CacheInfo,
@@ -42,7 +43,6 @@ from ..wire.messages import (
     body_form,
     body_of,
     facts_form,
-    hello_of,
     request_of,
 )
 from .hosted_adapters import HostedAdapters

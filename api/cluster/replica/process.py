@@ -73,7 +73,7 @@ def _with_disk_share(config: EngineConfig, num_shares: int, wait_seconds: float)
     """Return the config with a share of its disk, which this process holds until it ends."""
     if (disk := config.kv_disk_place()) is None:
         return config
-    from ....core.tiers.disk_shares import DiskShare  # needs a disk to be asked for
+    from ....core.tiers.stores.disk_shares import DiskShare  # needs a disk to be asked for
 
     share = DiskShare(*disk, num_shares, wait_seconds=wait_seconds)
     return replace(config, kv_disk=f"{share.path}:{share.num_bytes}")

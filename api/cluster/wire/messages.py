@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from ...._version import __version__
 from ....core.interface.adapter import Adapter, LoadedAdapter
 from ....core.interface.images import PromptImage
 from ....core.interface.request import CacheOptions, OnToken, Request
 from ....core.interface.sampling import Pooling
-from ...build.built import Built
 from ...runtime.adapters import ServedAdapter
 from ...runtime.preprocess import make_request, warm_params
-from ...runtime.serving_engine import ServingEngine
 from ...structured.matcher import Grammar, GrammarMatcher
 from ...types.results import Body
 from ...types.sampling_params import SamplingParams
@@ -42,20 +38,15 @@ from .forms import (
     WireError,
     cache_form,
     cache_of,
-    defaults_form,
-    defaults_of,
     ids_form,
     ids_of,
     meaningful,
     params_form,
-    pooling_form,
-    pooling_of,
 )
 
 VERSION = 3  # of all messages and forms; another one is refused at `Hello`
 KEY_BYTES = 8  # of a page's key; the whole key has 32
 M = TypeVar("M")
-EngineT = TypeVar("EngineT", bound=ServingEngine)
 Seed = Annotated[int, Meta(ge=0)]  # msgpack's integers end at 64 bits
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -412,65 +403,6 @@ def page_keys(news: PageNews) -> list[bytes]:
     if len(data) % KEY_BYTES:
         raise WireError(f"keys of pages have {KEY_BYTES} bytes each, not {len(data)} together")
     return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
-
-
-# -- greeting --------------------------------------------------------------------------------------
-
-
-def hello_of(built: Built[ServingEngine], *, kernels: str, tokenizer: str, pid: int) -> Hello:
-    """The greeting of a replica with this engine."""
-    engine = built.engine
-    return Hello(
-        version=VERSION,
-        release=__version__,
-        pid=pid,
-        kernels=kernels,
-        tokenizer=tokenizer,
-        fingerprint=built.fingerprint,
-        name=built.name,
-        aliases=sorted(built.aliases),
-        model_path=built.model_path,
-        vocab_size=built.vocab_size,
-        max_model_len=built.max_model_len,
-        eos_token_ids=sorted(built.eos_token_ids),
-        exact=built.exact,
-        drafters=list(built.drafters),
-        no_self_draft=built.no_self_draft,
-        sampling_defaults=defaults_form(built.sampling_defaults),
-        pooling=pooling_form(built.pooling),
-        takes_images=built.takes_images,
-        settings=body_form(dict(built.settings)),
-        max_running=engine.limits.max_running,
-        max_queued=engine.limits.max_queued,
-        page_size=engine.page_size,
-        num_pages=engine.num_pages,
-    )
-
-
-def built_of(hello: Hello, engine: EngineT, path: Path) -> Built[EngineT]:
-    """The model as a front's API knows it; its tokenizer and template are at ``path``.
-
-    Raises `WireError`.
-    """
-    return Built(
-        engine=engine,
-        path=path,
-        name=hello.name,
-        aliases=frozenset(hello.aliases),
-        vocab_size=hello.vocab_size,
-        max_model_len=hello.max_model_len,
-        eos_token_ids=frozenset(hello.eos_token_ids),
-        exact=hello.exact,
-        drafters=tuple(hello.drafters),
-        no_self_draft=hello.no_self_draft,
-        model_path=hello.model_path,
-        sampling_defaults=defaults_of(hello.sampling_defaults),
-        pooling=pooling_of(hello.pooling),
-        takes_images=hello.takes_images,
-        settings=body_of(hello.settings),
-        fingerprint=hello.fingerprint,
-        kernels=hello.kernels,
-    )
 
 
 # -- requests --------------------------------------------------------------------------------------

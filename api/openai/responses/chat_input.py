@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from ....core.errors import InvalidRequest
 from ...protocol.sampling import HARMLESS, cache_options, refuse_unsupported, sampling_params
-from ...runtime.chat_input import ChatInput
-from ...runtime.tools import ANY_OBJECT, allowed_choice, named_choice, read_choice
+from ...runtime.conversation.chat_input import ChatInput
+from ...runtime.conversation.tools import ANY_OBJECT, allowed_choice, named_choice, read_choice
 from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import SamplingParams
 from ..schema import Message, plain_messages, read_handles, read_images

@@ -12,7 +12,7 @@ from ....core.errors import InvalidRequest
 from ...protocol.answers import prewarm
 from ...protocol.render import render_chat
 from ...protocol.sampling import decoder, is_prewarm
-from ...runtime.chat_input import ChatInput
+from ...runtime.conversation.chat_input import ChatInput
 from ...serving.errors import ApiError, JsonResponse
 from ...serving.serve import Dialect
 from ...serving.serving_context import Service

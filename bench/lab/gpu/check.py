@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from ....core.errors import ModelLoadError
-from ....core.ops.device import choose_device
+from ....core.ops.machine.device import choose_device
 from ...common.report import RESULTS, machine, write_json
 from ...common.roofline import Limits
 from .page import PAGE, read_results, render

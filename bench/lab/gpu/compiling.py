@@ -16,7 +16,7 @@ from typing import Any
 from ....api.build.model_files import BUILTIN
 from ....core.execution.warm_up import warm_up
 from ....core.model.decoder import OwnDecoder
-from ....core.model.rough_copy import rough_decoder
+from ....core.model.drafting.rough_copy import rough_decoder
 from ....core.ops.base import RoughOps
 from ....core.ops.batch import SamplingPlan, Wanted
 from ....draft.control.outcome import NUM_BEST

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ....core.model.config import DecoderConfig
 from ....core.model.decoder import OwnDecoder
-from ....core.model.rough_copy import NoRoughCopyError, rough_decoder, rounded_matrices
+from ....core.model.description.config import DecoderConfig
+from ....core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder, rounded_matrices
 from ....core.ops.batch import SamplingPlan, Wanted
 from ....draft.control.outcome import NUM_BEST
 from ....draft.control.profiler import profile_draft, profile_head
 from ....draft.heads.block_network import BlockConfig, BlockHead
+from ....draft.heads.common.layers import Head
 from ....draft.heads.eagle_network import EagleConfig, EagleHead
 from ....draft.heads.joined import join, lend
-from ....draft.heads.layers import Head
 from .bed import PAGE_SIZE, Bed
 from .stage import QWEN, SMALL, Stage
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ....core.ops.device import make_stopwatch
+from ....core.ops.machine.device import make_stopwatch
 
 WARM_UP = 3  # calls before those that are timed
 

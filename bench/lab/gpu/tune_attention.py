@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ....core.ops.batch import Segment, build_batch
-from ....core.ops.device import choose_device
 from ....core.ops.kv_pool import KVPool
+from ....core.ops.machine.device import choose_device
 from ....core.ops.triton.attention import launch as launches
 from ....core.ops.triton.attention.launch import AttentionLaunch, Rule, attend, merge
 from ....core.ops.triton.graph.plan import DevicePlan

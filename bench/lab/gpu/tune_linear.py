@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....core.ops.device import choose_device
+from ....core.ops.machine.device import choose_device
 from ....core.ops.triton.linear.tiles import (
     FEW_ROWS,
     MANY_ROWS,

@@ -16,7 +16,7 @@ from ....api.build.engine_builder import build
 from ....api.media.placeholders import ImageTokens
 from ....api.media.reader import ImageReader
 from ....api.media.sources import ImageSource
-from ....api.runtime.embedder import HIDDEN_STATE, unit_vector
+from ....api.runtime.pooled.embedder import HIDDEN_STATE, unit_vector
 from ....api.types.sampling_params import SamplingParams
 from ....core.config import EngineConfig
 from ....core.engine.engine import Engine

@@ -14,7 +14,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from ...errors import ModelLoadError
-from ..fields import Fields, read_json
+from ..description.fields import Fields, read_json
 
 
 def read_text_config(folder: Path) -> dict[str, Any]:

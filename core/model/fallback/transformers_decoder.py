@@ -41,9 +41,9 @@ from ...ops.quantize import QuantizedWeight
 from ...ops.state_pool import StatePool
 from ...ops.torch.torch_ops import TorchOps
 from ...ops.weights import HeadLayout, PackedLinear
-from ..config import DecoderConfig
 from ..decoder import ModelPath, PagedDecoder, check_taps
-from ..rope import Still
+from ..description.config import DecoderConfig
+from ..description.rope import Still
 from .selective_scan import replace_scans, scanning
 from .states import ModuleStatePool, ModuleStates, PagedCache, SequenceRun, pass_arguments
 from .transformers_probe import AttentionCall, AttentionSite, hooked

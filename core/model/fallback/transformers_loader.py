@@ -19,17 +19,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...errors import ModelLoadError
 from ...ops.base import Ops
-from ..config import DecoderConfig, DtypeName, LayerSpec
+from ..description.config import DecoderConfig, DtypeName, LayerSpec
+from ..description.fields import Fields, read_json
+from ..description.rope import RopeSpec
+from ..description.shapes import Shape
 from ..families.registry import OWN_ONLY
-from ..fields import Fields, read_json
 from ..formats.checkpoint import Checkpoint, OnRead, is_derived, mismatch, refuse_names
 from ..formats.files import gguf_file
 from ..formats.gguf import GgufFile
 from ..formats.nested import text_names
 from ..formats.quantized import read_scheme
 from ..formats.safetensors import SafetensorsCheckpoint
-from ..rope import RopeSpec
-from ..shapes import Shape
 from .startup_test import startup_test
 from .states import has_states
 from .text_config import make_config, one_line, quiet, read_whole_config, text_of

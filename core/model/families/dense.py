@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..config import DecoderConfig, LayerSpec, MlpNames, NormNames
-from ..fields import Fields
-from ..fold import Fold
-from ..rope import NO_ROPE, parse_rope, parse_ropes
+from ..description.config import DecoderConfig, LayerSpec, MlpNames, NormNames
+from ..description.fields import Fields
+from ..description.fold import Fold
+from ..description.rope import NO_ROPE, parse_rope, parse_ropes
 from .shared import (
     base_config,
     cap_of,

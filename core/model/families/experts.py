@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...ops.weights import Activation, Routing
-from ..config import (
+from ..description.config import (
     BEHIND_THE_LAST,
     DecoderConfig,
     ExpertNames,
@@ -14,8 +14,8 @@ from ..config import (
     LayerSpec,
     MlpNames,
 )
-from ..fields import Fields
-from ..rope import RopeSpec
+from ..description.fields import Fields
+from ..description.rope import RopeSpec
 from .dense import hunyuan
 from .shared import (
     activation_of,

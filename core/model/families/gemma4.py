@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...ops.weights import Routing
-from ..config import BesideNames, DecoderConfig, ExpertNames, ExpertsSpec, HeadSpec, LayerSpec
-from ..fields import Fields
-from ..fold import Fold
-from ..rope import parse_ropes
+from ..description.config import (
+    BesideNames,
+    DecoderConfig,
+    ExpertNames,
+    ExpertsSpec,
+    HeadSpec,
+    LayerSpec,
+)
+from ..description.fields import Fields
+from ..description.fold import Fold
+from ..description.rope import parse_ropes
 from .dense import BEFORE_AND_AFTER, gemma
 from .shared import activation_of, sliding
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...ops.weights import RecurrentShape, Routing
-from ..config import BESIDE_THE_MODEL, DecoderConfig, DeltaSpec, ExpertNames, LayerSpec
-from ..fields import Fields
-from ..fold import Fold
+from ..description.config import BESIDE_THE_MODEL, DecoderConfig, DeltaSpec, ExpertNames, LayerSpec
+from ..description.fields import Fields
+from ..description.fold import Fold
 from .experts import renorm_of, top_k_of, with_experts
 from .shared import base_config, with_defaults
 

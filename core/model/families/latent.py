@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from ...ops.weights import LatentShape, Routing
-from ..config import BEHIND_THE_LAST, DecoderConfig, LayerSpec
-from ..fields import Fields
-from ..fold import Fold
-from ..rope import RopeSpec, mscale_all, parse_rope
-from ..shapes import layer_prefix
+from ..description.config import BEHIND_THE_LAST, DecoderConfig, LayerSpec
+from ..description.fields import Fields
+from ..description.fold import Fold
+from ..description.rope import RopeSpec, mscale_all, parse_rope
+from ..description.shapes import layer_prefix
 from .experts import like_deepseek, top_k_of, with_experts
 from .shared import base_config
 

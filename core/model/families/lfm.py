@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...ops.weights import ConvShape, Routing
-from ..config import ConvSpec, DecoderConfig, ExpertNames, LayerSpec
-from ..fields import Fields
+from ..description.config import ConvSpec, DecoderConfig, ExpertNames, LayerSpec
+from ..description.fields import Fields
 from .experts import renorm_of, top_k_of, with_experts
 from .shared import base_config, with_defaults
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...ops.weights import RecurrentShape, Routing
-from ..config import (
+from ..description.config import (
     DecoderConfig,
     ExpertNames,
     LayerSpec,
@@ -15,9 +15,9 @@ from ..config import (
     MlpNames,
     NormNames,
 )
-from ..fields import Fields
-from ..fold import Fold
-from ..rope import NO_ROPE
+from ..description.fields import Fields
+from ..description.fold import Fold
+from ..description.rope import NO_ROPE
 from .experts import renorm_of, top_k_of, with_experts
 from .shared import activation_of, base_config, with_defaults
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...errors import ModelLoadError
-from ..config import DecoderConfig
-from ..fields import Fields, UnsupportedConfig
+from ..description.config import DecoderConfig
+from ..description.fields import Fields, UnsupportedConfig
 from ..formats.quantized import read_scheme
 from . import dense, experts, gemma4, hybrid, latent, lfm, mamba
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
 from ...ops.weights import Activation
-from ..config import DecoderConfig, DtypeName, LayerSpec
-from ..fields import Fields
-from ..rope import NO_ROPE, RopeSpec, parse_rope
+from ..description.config import DecoderConfig, DtypeName, LayerSpec
+from ..description.fields import Fields
+from ..description.rope import NO_ROPE, RopeSpec, parse_rope
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
     "silu": "silu",

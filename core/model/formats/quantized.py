@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import ModelLoadError
 from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight
-from ..fields import Fields
+from ..description.fields import Fields
 from .files import TensorEntry
 
 INSTEAD = "take the plain weights with --quantize int8 or int4, or a GGUF file"

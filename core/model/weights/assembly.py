@@ -22,11 +22,10 @@ from ...ops.weights import (
     TokenInputs,
     TokenInputWeights,
 )
-from ..config import BesideNames, DecoderConfig, ExpertsSpec, Mamba2Spec
-from ..fold import rounded, scaled
-from ..formats.checkpoint import Read
-from ..page_layout import PageLayout
-from ..shapes import (
+from ..description.config import BesideNames, DecoderConfig, ExpertsSpec, Mamba2Spec
+from ..description.fold import rounded, scaled
+from ..description.page_layout import PageLayout
+from ..description.shapes import (
     CENTROIDS,
     EMBEDDING,
     FINAL_NORM,
@@ -44,6 +43,7 @@ from ..shapes import (
     TOKEN_TABLE,
     layer_prefix,
 )
+from ..formats.checkpoint import Read
 from .attention import AttentionPacker
 from .mlp import MlpPacker
 from .packer import Packer

@@ -17,11 +17,11 @@ from ...ops.weights import (
     Norm,
     PackedLinear,
 )
-from ..config import HeadSpec
-from ..fold import head_order
-from ..page_layout import PageLayout
-from ..rope import RopeSpec, rotary_dim
-from ..shapes import layer_prefix
+from ..description.config import HeadSpec
+from ..description.fold import head_order
+from ..description.page_layout import PageLayout
+from ..description.rope import RopeSpec, rotary_dim
+from ..description.shapes import layer_prefix
 from .packer import Packer
 
 LATENT_EPS = 1e-6  # of the norms within latent attention, whatever the config says of the others

@@ -8,8 +8,8 @@ import torch
 
 from ...ops.parallel import Comm
 from ...ops.weights import Activation, ExpertWeights, MlpWeights
-from ..config import ExpertsSpec, MlpNames
-from ..shapes import FUSED_GATE_UP
+from ..description.config import ExpertsSpec, MlpNames
+from ..description.shapes import FUSED_GATE_UP
 from .packer import Packer, in_order
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from ...ops.base import Ops
 from ...ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight, stack
 from ...ops.weights import Norm, PackedLinear
-from ..config import DecoderConfig
-from ..fold import Recipe, scaled
+from ..description.config import DecoderConfig
+from ..description.fold import Recipe, scaled
 from ..formats.checkpoint import Read
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...ops.weights import ConvWeights, DeltaWeights, Mamba2Weights, RecurrentWeights
-from ..config import ConvSpec, DeltaSpec, Mamba2Spec, MixerSpec
-from ..fold import ba_order, mamba_orders, mamba_widths, qkvz_order, scaled_rows
-from ..shapes import CONV, DELTA, MAMBA, layer_prefix
+from ..description.config import ConvSpec, DeltaSpec, Mamba2Spec, MixerSpec
+from ..description.fold import ba_order, mamba_orders, mamba_widths, qkvz_order, scaled_rows
+from ..description.shapes import CONV, DELTA, MAMBA, layer_prefix
 from .packer import Packer, in_order
 
 

@@ -28,8 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-from ..cache_folder import cache_folder, whoever_writes
-from ..device import cpu_flags
+from ..machine.cache_folder import cache_folder, whoever_writes
+from ..machine.device import cpu_flags
 from .recipe import (
     AVX512_FLAGS,
     FLAGS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..host_memory import map_zeros
+from ..machine.host_memory import map_zeros
 
 _CHUNK = 64 << 20  # bytes; what is never written costs nothing but address space
 _ALIGNMENT = 64

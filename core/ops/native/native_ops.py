@@ -27,15 +27,15 @@ from ..weights import (
     RecurrentWeights,
     Tables,
 )
-from .experts import ExpertStructs
 from .library import DTYPES, NativeLibrary
-from .linear import NativeLinear, Products, linear, pack_linear, rough_copy
-from .lora import NativeLora, add_lora
-from .plan import NativePlan, unsuited
 from .sampler import NativeSampler
-from .state import ConvStructs, RecurrentStructs
 from .step import NativeStep
-from .structs import activation_struct, norm_struct, rule_struct, turn_struct
+from .structs.declared import activation_struct, norm_struct, rule_struct, turn_struct
+from .structs.experts import ExpertStructs
+from .structs.linear import NativeLinear, Products, linear, pack_linear, rough_copy
+from .structs.lora import NativeLora, add_lora
+from .structs.plan import NativePlan, unsuited
+from .structs.state import ConvStructs, RecurrentStructs
 
 
 class NativeOps:

@@ -18,7 +18,7 @@ import torch
 
 from .library import NativeLibrary
 from .limits import best_seconds
-from .linear import Products, linear, pack_linear
+from .structs.linear import Products, linear, pack_linear
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ Variant: TypeAlias = Literal["amx", "avx512", "avx2", "scalar", "amx-emulated"]
 
 PACKAGED: tuple[Variant, ...] = ("amx", "avx512", "avx2", "scalar")
 FOLDER = Path(__file__).parent
+KERNELS = FOLDER / "kernels"  # the C sources, each in the folder of what it computes
 # -ffp-contract=off: whether a product is fused must not depend on how a loop was unrolled.
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
 WARNINGS = ("-Wall", "-Wno-unknown-pragmas", "-Wno-psabi")
@@ -43,15 +44,15 @@ VARIANT_FLAGS: dict[Variant, tuple[str, ...]] = {
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
-def sources(folder: Path = FOLDER) -> list[Path]:
-    """The C files and headers of a folder."""
-    return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
+def sources() -> list[Path]:
+    """The C files and headers."""
+    return sorted(path for path in KERNELS.rglob("*") if path.suffix in (".c", ".h"))
 
 
 def arguments(files: Sequence[Path], output: Path) -> list[str]:
     """Arguments of the compiler behind its flags: the files that it compiles, and the result."""
     compiled = [str(path) for path in files if path.suffix == ".c"]
-    return [f"-I{FOLDER}", *compiled, "-o", str(output), *LIBRARIES]
+    return [f"-I{KERNELS}", *compiled, "-o", str(output), *LIBRARIES]
 
 
 def packaged_flags(variant: Variant) -> tuple[str, ...]:

@@ -20,9 +20,9 @@ from ..batch import Segment, first_pages
 from ..kv_pool import KVPool
 from ..weights import HeadLayout
 from .library import NativeLibrary
-from .linear import LinearStruct
-from .plan import HeadsStruct, KvStruct, heads_struct, kv_struct
 from .sampler import HOST, Walks
+from .structs.linear import LinearStruct
+from .structs.plan import HeadsStruct, KvStruct, heads_struct, kv_struct
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 

@@ -31,16 +31,9 @@ from ..weights import (
     TokenInputs,
     TokenInputWeights,
 )
-from .experts import ExpertStructs
-from .gemma4 import BesideStruct, ExtrasStruct, TokenInputsStruct, TokenInputStruct
-from .latent import LatentStruct, latent_struct
 from .library import NativeLibrary
-from .linear import LinearStruct, NativeLinear
-from .lora import AdaptedStructs, Addresses, updates_of
-from .plan import NativePlan, PartStruct
 from .row_passes import NativeRowPasses
-from .state import ConvStruct, ConvStructs, RecurrentStruct, RecurrentStructs
-from .structs import (
+from .structs.declared import (
     ActivationStruct,
     NormStruct,
     RuleStruct,
@@ -50,6 +43,13 @@ from .structs import (
     rule_struct,
     turn_struct,
 )
+from .structs.experts import ExpertStructs
+from .structs.gemma4 import BesideStruct, ExtrasStruct, TokenInputsStruct, TokenInputStruct
+from .structs.latent import LatentStruct, latent_struct
+from .structs.linear import LinearStruct, NativeLinear
+from .structs.lora import AdaptedStructs, Addresses, updates_of
+from .structs.plan import NativePlan, PartStruct
+from .structs.state import ConvStruct, ConvStructs, RecurrentStruct, RecurrentStructs
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 _LINEAR, _NORM = ctypes.POINTER(LinearStruct), ctypes.POINTER(NormStruct)

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from ...sampling.sampler import TorchSampler
 from ..base import Exactness, ForwardPlan, Rope, capped, gated
 from ..batch import RaggedBatch
-from ..device import cpu_flags
 from ..kv_pool import KVPool
 from ..lora import LoraUpdate, PackedLora
+from ..machine.device import cpu_flags
 from ..quantize import QuantizedWeight, WeightKind
 from ..weights import (
     FIRST_TABLE,

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..device import make_event
+from ..machine.device import make_event
 
 HostFields: TypeAlias = Mapping[str, NDArray[Any]]
 NUM_BUFFERS = 2  # launches on their way at once: the third finds the first one's block free

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from foretoken.api.anthropic.breakpoints import Breakpoints
-from foretoken.api.runtime.prompt_history import common_len
+from foretoken.api.runtime.conversation.prompt_history import common_len
 from foretoken.core.interface.request import Pin
 
 HERE = {"cache_control": {"type": "ephemeral"}}

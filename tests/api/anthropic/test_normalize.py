@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 import foretoken.bench
-from foretoken.api.runtime.chat_input import ChatInput
-from foretoken.api.runtime.normalize import RULES, Normalizer, steady
+from foretoken.api.runtime.conversation.chat_input import ChatInput
+from foretoken.api.runtime.conversation.normalize import RULES, Normalizer, steady
 from foretoken.api.types.results import Tool
 from foretoken.api.types.sampling_params import SamplingParams
 

@@ -11,7 +11,7 @@ from foretoken.api.build import drafts
 from foretoken.api.build.drafts import DraftSpec, parse_draft
 from foretoken.api.build.engine_builder import LocalBuilt, build
 from foretoken.core.config import EngineConfig
-from foretoken.core.model import rough_copy
+from foretoken.core.model.drafting import rough_copy
 from support.tiny_pair import write_pair
 
 LOOK_UPS = ("radix", "suffix")

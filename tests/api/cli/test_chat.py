@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from foretoken.api.cli import chat
 from foretoken.api.cli.commands import main
-from foretoken.api.cli.remote import ServerModel
+from foretoken.api.cli.terminal import chat
+from foretoken.api.cli.terminal.remote import ServerModel
 from foretoken.api.types.sampling_params import SamplingDefaults, SamplingParams
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
@@ -314,7 +314,7 @@ def test_the_models_own_values_come_from_the_list_of_models(serve, built) -> Non
 
 
 def test_only_what_was_set_is_sent(monkeypatch) -> None:
-    from foretoken.api.cli import remote
+    from foretoken.api.cli.terminal import remote
 
     assert remote._given(SamplingParams()) == {}
     given = remote._given(SamplingParams(temperature=0.0, max_tokens=7, stop="x"))

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 import foretoken
-from foretoken.api.cli import commands, terminal
-from foretoken.api.cli.terminal import wants_colour
+from foretoken.api.cli import commands
+from foretoken.api.cli.terminal import terminal
+from foretoken.api.cli.terminal.terminal import wants_colour
 from foretoken.api.types.sampling_params import SamplingDefaults
 from foretoken.core.config import EngineConfig
 from support.given import listening, parser

@@ -260,7 +260,9 @@ def test_the_port_that_kubernetes_sets_for_a_service_is_none(monkeypatch, caplog
 def test_serve_warns_after_its_log_is_configured(monkeypatch) -> None:
     monkeypatch.setenv("FORETOKEN_LOG_FORMAT", "json")
     did = []
-    monkeypatch.setattr("foretoken.api.server.logs.configure", lambda *args: did.append(args))
+    monkeypatch.setattr(
+        "foretoken.api.server.observation.logs.configure", lambda *args: did.append(args)
+    )
     monkeypatch.setattr(Given, "warn_of_unknown_variables", lambda _: did.append("warned"))
     monkeypatch.setattr("foretoken.api.server.process.run", lambda *_: did.append("ran") or 0)
     assert commands.main(["serve"]) == 0

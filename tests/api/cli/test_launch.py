@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.api.cli import commands, launch
-from foretoken.core.ops.cache_folder import cache_folder
+from foretoken.core.ops.machine.cache_folder import cache_folder
 
 CLIENT = """#!/bin/sh
 env > "$HOME/env"

@@ -8,7 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.api.cli.terminal import COLOURS, Painter, Palette
+from foretoken.api.cli.terminal.terminal import COLOURS, Painter, Palette
 from foretoken.api.text.detokenizer import AnswerText
 from foretoken.api.types.results import TextDelta
 

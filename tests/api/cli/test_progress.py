@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 import pytest
 
 from foretoken.api.build import model_files
-from foretoken.api.cli import progress
+from foretoken.api.cli.terminal import progress
 
 
 class Screen(io.StringIO):

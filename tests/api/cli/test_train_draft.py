@@ -8,7 +8,7 @@ import os
 import pytest
 
 from foretoken.api.cli import commands
-from foretoken.api.server.observability import make_observing
+from foretoken.api.server.observation.observability import make_observing
 from foretoken.api.serving.settings import ObservingOptions
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps

@@ -39,7 +39,7 @@ from foretoken.api.types.sampling_params import LeftOut, SamplingDefaults, Sampl
 from foretoken.core import errors as core_errors
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import CacheOptions, Delta, Pin, Usage
-from foretoken.core.model.fields import UnsupportedConfig
+from foretoken.core.model.description.fields import UnsupportedConfig
 from support.wire_samples import CACHE, DEFAULTS, DELTA, ERRORS, NOW, PARAMS, USAGE
 
 F = TypeVar("F")

@@ -233,7 +233,8 @@ def test_it_is_logged_once_and_shown_that_nothing_replaces_replicas(
 WITHOUT_TORCH = """
 import asyncio, sys
 sys.path.insert(0, {tests!r})
-import foretoken.api.cli.commands, foretoken.api.server.process, foretoken.api.server.observability
+import foretoken.api.cli.commands, foretoken.api.server.process
+import foretoken.api.server.observation.observability
 assert "zmq" not in sys.modules, "the command line imports zmq"
 from foretoken.api.cluster.front.front_client import FrontClient
 from foretoken.api.serving.settings import FrontOptions

@@ -13,6 +13,7 @@ import pytest
 
 from foretoken.api.build.built import Built
 from foretoken.api.cluster.wire.forms import WireError, ids_of, params_of
+from foretoken.api.cluster.wire.greeting import built_of, hello_of
 from foretoken.api.cluster.wire.messages import (
     KEY_BYTES,
     VERSION,
@@ -31,12 +32,10 @@ from foretoken.api.cluster.wire.messages import (
     Submit,
     body_form,
     body_of,
-    built_of,
     encode,
     fetch_of,
     from_front,
     from_replica,
-    hello_of,
     page_keys,
     page_news,
     request_of,

@@ -13,7 +13,7 @@ import torch
 from foretoken import LLM, InvalidRequest
 from foretoken.api.build.built import Built
 from foretoken.api.build.engine_builder import build
-from foretoken.api.runtime.reranker import INSTRUCTION
+from foretoken.api.runtime.pooled.reranker import INSTRUCTION
 from foretoken.core.engine.engine import Engine
 from support.embedders import TinyModel, is_near, relevance, tiny_config, write_reranker
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from foretoken.api.parsing.reasoning import Thinking
-from foretoken.api.runtime import prompt_history
 from foretoken.api.runtime.cache_diagnostics import (
     Decode,
     Explainer,
@@ -17,7 +16,8 @@ from foretoken.api.runtime.cache_diagnostics import (
     first_difference,
     openai_diagnostics,
 )
-from foretoken.api.runtime.prompt_history import (
+from foretoken.api.runtime.conversation import prompt_history
+from foretoken.api.runtime.conversation.prompt_history import (
     MAX_COMPARED,
     Part,
     PromptLog,

@@ -21,9 +21,9 @@ from foretoken import (
     QueueFull,
 )
 from foretoken.api.openai.pooled import PooledReply
-from foretoken.api.runtime.embedder import unit_vector
-from foretoken.api.runtime.pooled_prompts import Pooled, PooledPrompts, pool_params
-from foretoken.api.runtime.reranker import Reranker, ranked, score_of
+from foretoken.api.runtime.pooled.embedder import unit_vector
+from foretoken.api.runtime.pooled.pooled_prompts import Pooled, PooledPrompts, pool_params
+from foretoken.api.runtime.pooled.reranker import Reranker, ranked, score_of
 from foretoken.api.serving.errors import JsonResponse
 from foretoken.api.types.request_context import CONTEXT, EndedAnswer, RequestContext
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.api.runtime.token_history import OVERHEAD, Place, TokenHistory, said_of
+from foretoken.api.runtime.conversation.token_history import OVERHEAD, Place, TokenHistory, said_of
 
 ME, YOU = b"me", b"you"
 

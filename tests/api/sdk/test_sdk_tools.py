@@ -17,7 +17,7 @@ from foretoken.api.parsing.output_parser import (
     Reasoning,
 )
 from foretoken.api.runtime.chat import ChatAnswer, ChatClient
-from foretoken.api.runtime.chat_input import ChatInput
+from foretoken.api.runtime.conversation.chat_input import ChatInput
 from foretoken.api.sdk.async_llm import ChatOptions
 
 HI = [{"role": "user", "content": "hi"}]

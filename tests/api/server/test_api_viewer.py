@@ -10,7 +10,7 @@ import shutil
 import httpx
 import pytest
 
-from foretoken.api.server.static_page import DOCS
+from foretoken.api.server.routes.static_page import DOCS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 import foretoken
-from foretoken.api.server.connection import Connection, QuickSends
+from foretoken.api.server.guards.connection import Connection, QuickSends
 from foretoken.api.serving.errors import UpdateUnderWay
 from foretoken.api.serving.sse import EventStream, UnlessGone
 

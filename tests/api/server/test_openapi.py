@@ -15,8 +15,9 @@ from foretoken.api.openai import protocol as openai
 from foretoken.api.openai.responses import protocol as responses
 from foretoken.api.protocol.render import Rendered
 from foretoken.api.protocol.sampling import REFUSED
-from foretoken.api.server import app, protocol
-from foretoken.api.server.openapi import JSON, OPERATIONS, describe, template
+from foretoken.api.server import app
+from foretoken.api.server.routes import protocol
+from foretoken.api.server.routes.openapi import JSON, OPERATIONS, describe, template
 from foretoken.api.serving.errors import ErrorBody
 from foretoken.api.serving.serving_context import Service
 from foretoken.api.serving.settings import Settings

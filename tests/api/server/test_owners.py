@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from foretoken.api.runtime.prompt_history import MAX_BYTES
+from foretoken.api.runtime.conversation.prompt_history import MAX_BYTES
 from foretoken.api.types.request_context import FAIR_SHARE, Shares
 
 ALICE, BOB = "alice", "bob"
@@ -150,7 +150,7 @@ def test_names_and_metadata_are_short(server, say):
 
 
 def test_all_that_is_remembered_of_a_prompt_is_counted(run):
-    from foretoken.api.runtime.prompt_history import Part, PromptNote
+    from foretoken.api.runtime.conversation.prompt_history import Part, PromptNote
     from foretoken.api.types.sampling_params import SamplingParams
 
     async def body(llm) -> list[int]:

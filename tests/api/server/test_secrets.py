@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from foretoken.api.runtime.conversation.prompt_history import PromptLog
 from foretoken.api.runtime.engine_client import EngineClient
 from foretoken.api.runtime.generation import Generation
-from foretoken.api.runtime.prompt_history import PromptLog
 from foretoken.api.serving.serving_context import Service
 
 SECONDS = 20

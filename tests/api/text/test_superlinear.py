@@ -15,7 +15,7 @@ import pytest
 from foretoken.api.parsing.families import FAMILIES
 from foretoken.api.parsing.output_parser import ReaderParser
 from foretoken.api.parsing.reasoning import THINK, ThinkingState, thinking_parser
-from foretoken.api.runtime.normalize import steady
+from foretoken.api.runtime.conversation.normalize import steady
 from foretoken.api.serving.errors import _param
 from foretoken.api.structured import grammar_text
 from foretoken.api.text.detokenizer import StopStrings

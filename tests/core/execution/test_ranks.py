@@ -29,8 +29,8 @@ from foretoken.core.execution.tp_worker import (
     serve_rank,
 )
 from foretoken.core.model.decoder import Decoder, OwnDecoder
+from foretoken.core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.rough_copy import NoRoughCopyError, rough_decoder
 from foretoken.core.ops.batch import RaggedBatch, Segment, Wanted, build_batch
 from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.tiers.page_records import PageRecords

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.description.fields import Fields
 from foretoken.core.model.families.registry import MODEL_FAMILIES, parse_config
-from foretoken.core.model.fields import Fields
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
 from support.checkpoints import (

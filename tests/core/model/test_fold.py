@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model.config import DecoderConfig, ExpertNames, LayerSpec, NormNames
+from foretoken.core.model.description.config import DecoderConfig, ExpertNames, LayerSpec, NormNames
+from foretoken.core.model.description.fields import Fields
+from foretoken.core.model.description.fold import Fold, head_order, scaled
 from foretoken.core.model.families.registry import MODEL_FAMILIES
-from foretoken.core.model.fields import Fields
-from foretoken.core.model.fold import Fold, head_order, scaled
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.weights import Activation
 from support.checkpoints import KINDS, ModelDriver, make_checkpoint, make_reference, save

@@ -18,7 +18,7 @@ from foretoken.core.model.formats.gguf import GgufFile
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.opening import open_model, read_config
 from foretoken.core.ops.native import native_library
-from foretoken.core.ops.native.linear import NativeLinear
+from foretoken.core.ops.native.structs.linear import NativeLinear
 from foretoken.core.ops.quantize import QuantizedWeight
 from support.checkpoints import ModelDriver, make_checkpoint
 from support.gguf_files import write_gguf as write

@@ -14,9 +14,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.description.fields import Fields, UnsupportedConfig
+from foretoken.core.model.description.fold import ba_order, qkvz_order
 from foretoken.core.model.families.registry import parse_config
-from foretoken.core.model.fields import Fields, UnsupportedConfig
-from foretoken.core.model.fold import ba_order, qkvz_order
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
 from foretoken.core.ops.native import native_library

@@ -16,7 +16,7 @@ from foretoken.core.model.formats.safetensors import TensorFiles
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.opening import open_model
 from foretoken.core.ops.native import native_library
-from foretoken.core.ops.native.linear import NativeLinear
+from foretoken.core.ops.native.structs.linear import NativeLinear
 from foretoken.core.ops.quantize import QuantizedStack, QuantizedWeight
 from foretoken.core.ops.weights import ExpertWeights
 from support.checkpoints import ModelDriver, make_checkpoint

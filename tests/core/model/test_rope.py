@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.core.model.rope import RopeSpec, RopeTable, inverse_frequencies
+from foretoken.core.model.description.rope import RopeSpec, RopeTable, inverse_frequencies
 
 DIM = 8
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.core.ops import cache_folder as folders
-from foretoken.core.ops.cache_folder import cache_folder, whoever_writes
+from foretoken.core.ops.machine import cache_folder as folders
+from foretoken.core.ops.machine.cache_folder import cache_folder, whoever_writes
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from foretoken.core.ops.host_memory import keep_freed_memory, map_zeros
+from foretoken.core.ops.machine.host_memory import keep_freed_memory, map_zeros
 
 
 def test_it_says_whether_it_could_and_may_be_called_again() -> None:

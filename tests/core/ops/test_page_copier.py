@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from foretoken.core.ops.device import PageCopier, make_copier
+from foretoken.core.ops.machine.device import PageCopier, make_copier
 from foretoken.core.tiers.page_records import PageRecords
 
 

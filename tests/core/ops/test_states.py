@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.model.fold import mamba_orders
+from foretoken.core.model.description.fold import mamba_orders
 from foretoken.core.ops.base import Ops
 from foretoken.core.ops.batch import NOTHING_MORE, Segment, SegmentState, build_batch
 from foretoken.core.ops.kv_pool import KvPlace, KVPool

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.core.ops import device
-from foretoken.core.ops.system_memory import available_memory
+from foretoken.core.ops.machine import device
+from foretoken.core.ops.machine.system_memory import available_memory
 
 GIB = 2**30
 MEMINFO = (

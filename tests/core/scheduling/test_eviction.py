@@ -12,7 +12,7 @@ from foretoken.core.interface.eviction import EVERY, most_kv, next_packing, num_
 from foretoken.core.interface.sampling import TokenSamplingParams
 from foretoken.core.scheduling.leases import release_kv
 from foretoken.core.scheduling.request_table import kv_budget_of
-from foretoken.core.scheduling.scheduler import draft_limits
+from foretoken.core.scheduling.shares import draft_limits
 from support.fake_model import Driver, FakeRunner, make_request, make_scheduler
 
 PROMPT, BUDGET = 100, 256

@@ -12,7 +12,7 @@ from foretoken.core.interface.request import CacheOptions, Request, RequestStatu
 from foretoken.core.interface.transfers import PageOffer
 from foretoken.core.scheduling.page_loads import LATE_SECONDS, MEETING_SECONDS
 from foretoken.core.tiers.keys import chain_keys, root_key
-from foretoken.core.tiers.peer_store import PeerStore
+from foretoken.core.tiers.stores.peer_store import PeerStore
 from support.fake_model import FakeRunner, answer, make_request
 from support.fake_tiers import TieredDriver
 from support.loopback import LoopbackReader, LoopbackServer, take_notes

@@ -8,7 +8,7 @@ from foretoken.core.interface.draft import Draft
 from foretoken.core.interface.output import RequestOutput, TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason, Request
 from foretoken.core.scheduling.output_processor import take_output
-from foretoken.core.scheduling.scheduler import schedule_request
+from foretoken.core.scheduling.shares import schedule_request
 from support.fake_model import EOS, make_request
 
 TWO = Draft.of([4, 4], "ngram")

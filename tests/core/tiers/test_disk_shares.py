@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.tiers.disk_shares import DiskShare
+from foretoken.core.tiers.stores.disk_shares import DiskShare
 from support.forked import run_forked
 from support.slab_writer import key_of, opened, page_of
 
@@ -52,7 +52,7 @@ def test_a_share_that_becomes_free_is_waited_for(tmp_path: Path) -> None:
         held.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foretoken.core.tiers.disk_shares.time.sleep", sleep)
+        patch.setattr("foretoken.core.tiers.stores.disk_shares.time.sleep", sleep)
         found = DiskShare(tmp_path, SIZE, 1, wait_seconds=60)
     assert (found.path, len(waits)) == (tmp_path / "0", 1)
     found.close()

@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType as GgmlType
 
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.opening import open_model, read_config
-from foretoken.core.ops import identity
-from foretoken.core.ops.identity import machine_identity
+from foretoken.core.ops.machine import identity
+from foretoken.core.ops.machine.identity import machine_identity
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.quantize import QuantizedStack, QuantizedWeight, quantize_weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from foretoken.core.tiers.host_store import HostStore
+from foretoken.core.tiers.stores.host_store import HostStore
 
 PAGE_BYTES = 64
 TAG, OTHER = b"one tag.", b"another."

@@ -14,7 +14,7 @@ import pytest
 from foretoken import LLM, AsyncLLM, Completion, SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.tiers.keys import chain_keys, root_key, tag_of
-from foretoken.core.tiers.mooncake_store import MooncakeStore
+from foretoken.core.tiers.stores.mooncake_store import MooncakeStore
 
 MASTER = shutil.which("mooncake_master")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretoken.core.ops.kv_pool import KvDtype, KVPool, KvShape, MixedKVPool, make_pool
 from foretoken.core.tiers.page_records import PageRecords
-from foretoken.draft.heads.head_kv import HeadKV
+from foretoken.draft.heads.common.head_kv import HeadKV
 from support.tiny_heads import block_config, eagle_config
 
 NUM_PAGES, PAGE_SIZE = 6, 4

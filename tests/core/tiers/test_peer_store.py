@@ -10,7 +10,7 @@ import torch
 
 from foretoken.core.interface.transfers import PageOffer
 from foretoken.core.tiers.keys import chain_keys, root_key
-from foretoken.core.tiers.peer_store import SHUNNED_SECONDS, PeerStore
+from foretoken.core.tiers.stores.peer_store import SHUNNED_SECONDS, PeerStore
 from foretoken.radix_cache import HeldPages, PrefixCache
 from support.loopback import LoopbackReader, LoopbackServer, take_notes
 

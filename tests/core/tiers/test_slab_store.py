@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.tiers.slab_store import SlabStore
+from foretoken.core.tiers.stores.slab_store import SlabStore
 from foretoken.radix_cache.prefix_cache import IDLE_AFTER
 from support.slab_writer import (
     FINGERPRINT,

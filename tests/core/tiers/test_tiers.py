@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foretoken.core.tiers.keys import PageKeys, chain_keys, root_key, tag_of
-from foretoken.core.tiers.peer_store import PeerStore
+from foretoken.core.tiers.stores.peer_store import PeerStore
 from foretoken.core.tiers.tiers import CLOSED_SECONDS, MAX_CLOSED_SECONDS, MAX_QUEUED, Tiers
 from foretoken.radix_cache import PrefixCache
 from foretoken.radix_cache.audit import run

@@ -18,16 +18,16 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.interface.draft import DraftPlan
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from foretoken.core.model.assistant import UNSCORED, is_assistant, read_assistant
 from foretoken.core.model.decoder import OwnDecoder
+from foretoken.core.model.drafting.assistant import UNSCORED, is_assistant, read_assistant
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.opening import open_model
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.ops.native import native_library
 from foretoken.draft.heads.assistant import AssistantProposer, join_assistant
-from foretoken.draft.heads.head_kv import Written
-from foretoken.draft.heads.proposer import DraftStart, Query
+from foretoken.draft.heads.common.head_kv import Written
+from foretoken.draft.heads.common.proposer import DraftStart, Query
 from support.assistants import (
     CLUSTERED,
     CLUSTERED_VOCAB,

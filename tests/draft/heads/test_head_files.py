@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model.rope import RopeSpec
-from foretoken.draft.heads.base import HeadKind
+from foretoken.core.model.description.rope import RopeSpec
 from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.common.base import HeadKind
 from foretoken.draft.heads.eagle_network import EagleHead
 from foretoken.draft.heads.kinds import KINDS, head_kind, open_head, save_head
 from foretoken.draft.heads.medusa import MedusaHead

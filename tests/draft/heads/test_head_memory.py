@@ -22,8 +22,8 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.scheduling.guarded_speculator import MAX_FAILURES
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.draft.heads.common.proposer import Drafting, DraftStart
 from foretoken.draft.heads.kinds import KINDS
-from foretoken.draft.heads.proposer import Drafting, DraftStart
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth

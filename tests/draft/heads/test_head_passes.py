@@ -23,14 +23,14 @@ from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.draft.heads.block import BLOCKS_A_PASS, BlockPass, _Pairs
 from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.common.head_kv import Written
+from foretoken.draft.heads.common.layers import Head
+from foretoken.draft.heads.common.packing import PassRows, pack_linears, seen_kv
+from foretoken.draft.heads.common.proposer import DraftStart
 from foretoken.draft.heads.eagle import EaglePass
 from foretoken.draft.heads.eagle_network import EagleHead
-from foretoken.draft.heads.head_kv import Written
 from foretoken.draft.heads.joined import lend
-from foretoken.draft.heads.layers import Head
 from foretoken.draft.heads.medusa import MedusaHead
-from foretoken.draft.heads.packing import PassRows, pack_linears, seen_kv
-from foretoken.draft.heads.proposer import DraftStart
 from support.quick_interpreter import quicken
 from support.tiny_heads import block_config, eagle_config, medusa_config
 from support.tiny_pair import write_pair

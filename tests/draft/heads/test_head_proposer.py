@@ -36,12 +36,12 @@ from foretoken.draft.control.outcome import NUM_BEST
 from foretoken.draft.heads import block
 from foretoken.draft.heads.block import BlockPass
 from foretoken.draft.heads.block_network import BlockHead
-from foretoken.draft.heads.head_kv import Written
+from foretoken.draft.heads.common.head_kv import Written
+from foretoken.draft.heads.common.layers import Head
+from foretoken.draft.heads.common.packing import PassRows
+from foretoken.draft.heads.common.proposer import HeadProposer
 from foretoken.draft.heads.joined import JoinedHead, lend
 from foretoken.draft.heads.joined import join as pack
-from foretoken.draft.heads.layers import Head
-from foretoken.draft.heads.packing import PassRows
-from foretoken.draft.heads.proposer import HeadProposer
 from foretoken.draft.proposers.gap_model import default_gap_models
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth

@@ -19,19 +19,19 @@ from foretoken.core.interface.draft import DraftPlan
 from foretoken.core.interface.plan import ScheduledRequest
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from foretoken.core.model.config import BESIDE_THE_MODEL
 from foretoken.core.model.decoder import OwnDecoder
+from foretoken.core.model.description.config import BESIDE_THE_MODEL
+from foretoken.core.model.drafting.mtp import count_mtp_layers, load_mtp_layer
 from foretoken.core.model.families.experts import glm4_moe
 from foretoken.core.model.families.registry import MODEL_FAMILIES
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.mtp import count_mtp_layers, load_mtp_layer
 from foretoken.core.model.opening import open_model
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
 from foretoken.draft.heads import mtp
-from foretoken.draft.heads.head_kv import Written
+from foretoken.draft.heads.common.head_kv import Written
+from foretoken.draft.heads.common.proposer import DraftStart, Query
 from foretoken.draft.heads.mtp import MtpProposer, frequent_ids, load_mtp, with_rough_output
-from foretoken.draft.heads.proposer import DraftStart, Query
 from support.gguf_files import write_gguf
 from support.mtp_checkpoints import (
     BEHIND,

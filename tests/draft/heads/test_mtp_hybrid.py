@@ -15,8 +15,8 @@ from torch import Tensor
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.model.decoder import OwnDecoder
+from foretoken.core.model.drafting.mtp import count_mtp_layers, load_mtp_layer
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.mtp import count_mtp_layers, load_mtp_layer
 from foretoken.core.model.opening import open_model
 from foretoken.core.ops.batch import Segment
 from support.checkpoints import make_reference, save

@@ -1,6 +1,6 @@
 /* The matrix unit in plain C, bit by bit as amx.h describes it. For tests: it takes some hundred
  * times as long. What the unit would refuse ends the process here, too, with a line on stderr. */
-#include "amx.h"
+#include "common/amx.h"
 
 #if defined(FT_AMX_EMULATED)
 

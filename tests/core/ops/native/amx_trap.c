@@ -5,7 +5,7 @@
  * compiler's code: which memory it has written when a tile is loaded, which registers it names.
  */
 #define _GNU_SOURCE
-#include "amx.h"
+#include "common/amx.h"
 
 #include <signal.h>
 #include <stdio.h>

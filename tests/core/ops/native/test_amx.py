@@ -35,9 +35,9 @@ from foretoken.core.ops.native.build import (
     variants,
 )
 from foretoken.core.ops.native.library import NativeLibrary
-from foretoken.core.ops.native.linear import linear, pack_linear
 from foretoken.core.ops.native.native_ops import NativeOps
-from foretoken.core.ops.native.recipe import FLAGS, FOLDER, VARIANT_FLAGS
+from foretoken.core.ops.native.recipe import FLAGS, KERNELS, VARIANT_FLAGS
+from foretoken.core.ops.native.structs.linear import linear, pack_linear
 from foretoken.core.ops.weights import HeadLayout
 from support.native_variants import EMULATION
 from support.rope_fixture import Turns
@@ -192,7 +192,7 @@ def test_what_is_not_finite_stays_in_its_own_row(emulated):
 GUARDED = """
 import ctypes, mmap, sys, torch
 from foretoken.core.ops.native.library import NativeLibrary
-from foretoken.core.ops.native.linear import pack_linear
+from foretoken.core.ops.native.structs.linear import pack_linear
 
 library = NativeLibrary("amx-emulated", ctypes.CDLL(sys.argv[1]))
 size = 1 << 20
@@ -436,9 +436,8 @@ def test_a_variant_that_cannot_run_here_is_refused_by_name(asked, monkeypatch):
 def assembly(source: str) -> str:
     """Compile a source for the true matrix unit, to assembly."""
     flags = [flag for flag in FLAGS if flag != "-shared"]
-    path = FOLDER / source
-    variant = building.variant_flags("amx")
-    command = [*building._find_compiler(), *flags, *variant, "-S", "-o", "-", str(path)]
+    flags += [*building.variant_flags("amx"), f"-I{KERNELS}"]
+    command = [*building._find_compiler(), *flags, "-S", "-o", "-", str(KERNELS / source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "unrecognized" in done.stderr:
         pytest.skip("this compiler does not know the unit")
@@ -448,7 +447,10 @@ def assembly(source: str) -> str:
 
 @pytest.mark.parametrize(
     ("source", "products"),
-    [("linear_amx.c", ["tdpbf16ps", "tdpbsud"]), ("attention.c", ["tdpbf16ps", "tdpbssd"])],
+    [
+        ("linear/linear_amx.c", ["tdpbf16ps", "tdpbsud"]),
+        ("attention/attention.c", ["tdpbf16ps", "tdpbssd"]),
+    ],
 )
 def test_the_true_unit_compiles_to_its_instructions(source, products):
     """Compiled, never run: on a machine without the unit it would end the process."""
@@ -477,7 +479,7 @@ import ctypes, sys, torch
 sys.path[:0] = sys.argv[4:]
 from test_amx import HEADS, SHAPES, Rows, draw
 from foretoken.core.ops.native.library import NativeLibrary
-from foretoken.core.ops.native.linear import linear, pack_linear
+from foretoken.core.ops.native.structs.linear import linear, pack_linear
 
 trap = ctypes.CDLL(sys.argv[1])
 trap.trap_install()
@@ -508,7 +510,7 @@ def test_what_the_compiler_made_for_the_true_unit_computes_the_same_bits(tmp_pat
     folder, trap = Path(__file__).parent, tmp_path / "trap.so"
     sources = [folder / "amx_trap.c", EMULATION]
     flags = [*FLAGS, "-march=x86-64-v3", "-DFT_AMX_EMULATED"]
-    headers = f"-I{FOLDER}"
+    headers = f"-I{KERNELS}"
     command = [*building._find_compiler(), *flags, headers, *map(str, sources)]
     subprocess.run([*command, "-o", str(trap), "-lm"], check=True)
     try:

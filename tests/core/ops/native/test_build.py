@@ -11,14 +11,14 @@ from typing import get_args
 
 import pytest
 
-from foretoken.core.ops import cache_folder as folders
+from foretoken.core.ops.machine import cache_folder as folders
 from foretoken.core.ops.native import build as building
 from foretoken.core.ops.native import library as loading
 from foretoken.core.ops.native import recipe
 from foretoken.core.ops.native.build import NativeBuildError, build, can_run, variants
 from foretoken.core.ops.native.recipe import (
     FLAGS,
-    FOLDER,
+    KERNELS,
     WARNINGS,
     Variant,
     packaged_flags,
@@ -273,7 +273,7 @@ def test_the_sources_are_free_of_warnings(variant):
     """The sources of the matrix unit are checked even on a machine without one."""
     sources = [str(p) for p in building._sources(variant) if p.suffix == ".c"]
     flags = [*FLAGS, *building.variant_flags(variant), *WARNINGS]
-    flags.append(f"-I{FOLDER}")
+    flags.append(f"-I{KERNELS}")
     command = ["cc", *flags, "-Wextra", "-Werror", "-fsyntax-only", *sources]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "unrecognized" in done.stderr or "bad value" in done.stderr:

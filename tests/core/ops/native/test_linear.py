@@ -12,7 +12,12 @@ from torch import Tensor
 from foretoken.core.model.formats.gguf import _KEPT
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.library import NativeLibrary
-from foretoken.core.ops.native.linear import NativeLinear, linear, pack_linear, rough_copy
+from foretoken.core.ops.native.structs.linear import (
+    NativeLinear,
+    linear,
+    pack_linear,
+    rough_copy,
+)
 from foretoken.core.ops.quantize import (
     Quantize,
     QuantizedWeight,

@@ -19,7 +19,7 @@ from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
-from foretoken.core.ops.native.plan import NativePlan
+from foretoken.core.ops.native.structs.plan import NativePlan
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.weights import FIRST_TABLE, Activation, HeadLayout, HeadNorm, Norm, Tables
 from support.checkpoints import ModelDriver, make_checkpoint

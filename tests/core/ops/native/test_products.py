@@ -12,9 +12,14 @@ from torch import Tensor
 from foretoken.core.ops.backends import choose_ops
 from foretoken.core.ops.native import native_library, products
 from foretoken.core.ops.native.library import NativeLibrary
-from foretoken.core.ops.native.linear import NativeLinear, Products, linear, pack_linear
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.native.products import SETTING, bfloat16_products, choose_products
+from foretoken.core.ops.native.structs.linear import (
+    NativeLinear,
+    Products,
+    linear,
+    pack_linear,
+)
 from support.native_variants import every_variant
 
 SHAPES = [(64, 128), (37, 51), (1, 32), (130, 33)]

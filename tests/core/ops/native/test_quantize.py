@@ -14,7 +14,7 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.native import native_library
-from foretoken.core.ops.native.linear import NativeLinear
+from foretoken.core.ops.native.structs.linear import NativeLinear
 from foretoken.draft import training
 
 FOLDER = Path(next(iter(training.__path__)), "builtin") / "target"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from foretoken.core.interface.sampling import SamplingMetadata
 from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.rough_copy import rough_decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.native import native_library

@@ -16,7 +16,7 @@ from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
-from foretoken.core.ops.native.plan import NativePlan
+from foretoken.core.ops.native.structs.plan import NativePlan
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.weights import HeadLayout
 from support.checkpoints import ModelDriver, make_checkpoint, void_item

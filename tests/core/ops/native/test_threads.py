@@ -12,7 +12,7 @@ import torch
 
 from foretoken.core.ops.native import native_library, variants
 from foretoken.core.ops.native.library import NativeLibrary
-from foretoken.core.ops.native.linear import linear, pack_linear
+from foretoken.core.ops.native.structs.linear import linear, pack_linear
 
 
 @pytest.fixture(params=[variants()[0]])

@@ -18,7 +18,7 @@ from foretoken.api.build.target import device_of
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.ops.backends import choose_ops
-from foretoken.core.ops.device import choose_device
+from foretoken.core.ops.machine.device import choose_device
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.triton import availability

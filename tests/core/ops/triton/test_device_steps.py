@@ -22,10 +22,10 @@ from foretoken.core.execution import warm_up as warming
 from foretoken.core.execution.warm_up import warm_up
 from foretoken.core.model import loader
 from foretoken.core.model.opening import read_config
-from foretoken.core.ops import device as devices
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Segment, Wanted
-from foretoken.core.ops.device import make_stopwatch
 from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.ops.machine import device as devices
+from foretoken.core.ops.machine.device import make_stopwatch
 from foretoken.core.ops.triton.linear import tiles
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.draft import training

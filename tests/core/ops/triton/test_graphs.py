@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from foretoken.core.model.decoder import Decoder
-from foretoken.core.model.rough_copy import rough_decoder
+from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 

@@ -20,8 +20,8 @@ from foretoken.core.interface.protocols import OnKernelsStarted, Pending, Specul
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.drafting.rough_copy import rough_decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.model.rough_copy import rough_decoder
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.proposers.lm_proposer import LmProposer

@@ -1,0 +1,320 @@
+"""``foretoken chat``: a conversation in the terminal, with a model in this process or a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from json import dumps, loads
+from pathlib import Path
+from typing import Any, Protocol
+
+from ....core.errors import ForetokenError, InvalidRequest
+from ....core.ops.machine.cache_folder import cache_folder
+from ...sdk.async_llm import AsyncLLM
+from ...types.sampling_params import LeftOut, SamplingParams
+from ..flags import SAMPLING_FLAGS
+from .progress import watch_loading
+from .remote import ServerModel
+from .terminal import Palette, palette, show
+
+HISTORY_LINES = 1000
+MANY_LINES = '"""'  # begins and ends a message of several lines
+HELP = f"""\
+/system TEXT      set the system message; without TEXT remove it
+/set NAME VALUE   set a sampling parameter; without VALUE show it, without NAME list all
+/clear            begin a new conversation; the system message stays
+/save FILE        write the conversation to FILE as JSON
+/exit             end (also Ctrl-D)
+{MANY_LINES}               begins and ends a message of several lines
+Ctrl-C            stop the answer"""
+
+
+class Partner(Protocol):
+    """Answers conversations: a model in this process, or a server."""
+
+    name: str
+    sampling: Mapping[str, Any]  # values of parameters that are left out, by name
+
+    async def answer(
+        self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
+    ) -> list[int] | None:
+        """Print an answer as it comes and append its text to ``texts``, also where it is cut.
+
+        Returns the token ids by which later prompts can have the answer, if there are any.
+        """
+
+
+class LocalModel:
+    """A model in this process."""
+
+    def __init__(self, llm: AsyncLLM, colours: Palette | None) -> None:
+        self._llm, self._colours = llm, colours
+        self.name = llm.built.name
+        self.sampling: Mapping[str, Any] = llm.built.sampling_defaults.in_force
+
+    async def answer(
+        self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
+    ) -> list[int] | None:
+        """Print an answer in the colours of its drafters, then its cost."""
+        prompt = await self._llm.render(messages)
+        return await show(self._llm, prompt, params, self._colours, texts)
+
+
+def chat(
+    model: str | None,
+    params: SamplingParams,
+    options: Mapping[str, Any],
+    system: str | None = None,
+    *,
+    show_drafts: bool = False,
+) -> int:
+    """Hold a conversation with a model: a turn for each message of stdin, until stdin ends."""
+
+    async def hold() -> None:
+        llm = AsyncLLM(model, **options)
+        await watch_loading(model, llm.start())
+        async with llm:
+            partner = LocalModel(llm, palette(show_drafts=show_drafts))
+            await Conversation(partner, params, system).hold()
+
+    asyncio.run(hold())
+    return 0
+
+
+def chat_with_server(
+    url: str, key: str | None, params: SamplingParams, system: str | None = None
+) -> int:
+    """Hold the same conversation with a running server."""
+
+    async def hold() -> None:
+        partner = await ServerModel.connect(url, key)
+        await Conversation(partner, params, system).hold()
+
+    asyncio.run(hold())
+    return 0
+
+
+def without_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as text alone, as a template needs them that cannot take ids in their places."""
+    return [
+        {name: each for name, each in message.items() if name != "token_ids"}
+        for message in messages
+    ]
+
+
+class Conversation:
+    """Messages so far, the parameters of the next answer, and the commands that change them."""
+
+    def __init__(self, partner: Partner, params: SamplingParams, system: str | None) -> None:
+        self._partner, self._params = partner, params
+        self._messages: list[dict[str, Any]] = []
+        if system:
+            self._messages = [{"role": "system", "content": system}]
+        self._prompt = ""  # of the line that is being read
+        self._answering: asyncio.Task[list[int] | None] | None = None
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: print(HELP),
+            "/system": self._set_system,
+            "/set": self._set,
+            "/clear": self._clear,
+            "/save": self._save,
+        }
+
+    async def hold(self) -> None:
+        """Read and answer until stdin ends."""
+        if sys.stdin is None:
+            return
+        is_terminal = sys.stdin.isatty()
+        with _line_editor() if is_terminal else contextlib.nullcontext():
+            if is_terminal:
+                print(f"{self._partner.name}: write a message, or /help; Ctrl-C stops an answer")
+                self._watch_for_interrupts()
+            while (text := await self._read_message(is_terminal=is_terminal)) is not None:
+                name, _, rest = text.partition(" ")
+                if not name.startswith("/") or not is_terminal:
+                    await self._answer(text)
+                elif name in ("/exit", "/quit", "/bye"):
+                    return
+                else:
+                    self._command(name, rest.strip())
+
+    # -- answers --------------------------------------------------------------------------------
+
+    async def _answer(self, text: str) -> None:
+        messages = [*self._messages, {"role": "user", "content": text}]
+        texts: list[str] = []
+        token_ids: list[int] | None = None
+        self._answering = asyncio.create_task(self._ask(messages, texts), name="answer")
+        try:
+            token_ids = await self._answering
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the whole conversation is to end, not the answer
+            print("\n[stopped]", file=sys.stderr)
+        except ForetokenError as error:  # a prompt that is too long, say
+            print(f"foretoken: {error}", file=sys.stderr)
+            return
+        finally:
+            self._answering = None
+        said: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        if token_ids:
+            said["token_ids"] = token_ids
+        self._messages = [*messages, said]
+
+    async def _ask(self, messages: list[dict[str, Any]], texts: list[str]) -> list[int] | None:
+        """Print an answer; ids that cannot stand in the prompt (of another model) are left out."""
+        try:
+            return await self._partner.answer(messages, self._params, texts)
+        except InvalidRequest as error:
+            if not (error.param or "").endswith("token_ids"):
+                raise
+        messages[:] = without_ids(messages)
+        return await self._partner.answer(messages, self._params, texts)
+
+    def _watch_for_interrupts(self) -> None:
+        with contextlib.suppress(NotImplementedError):  # on Windows Ctrl-C ends the conversation
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self) -> None:
+        """Stop the answer and nothing else."""
+        if self._answering is not None:
+            self._answering.cancel()
+        else:
+            print("\n(Ctrl-D or /exit ends the conversation)", file=sys.stderr, flush=True)
+            print(self._prompt, _half_line(), sep="", end="", flush=True)  # still being read
+
+    # -- commands -------------------------------------------------------------------------------
+
+    def _command(self, name: str, rest: str) -> None:
+        command = self._commands.get(name)
+        if command is None:
+            print(f"there is no {name}; /help lists the commands", file=sys.stderr)
+            return
+        try:
+            command(rest)
+        except InvalidRequest as error:
+            print(f"foretoken: {error}", file=sys.stderr)
+        except OSError as error:
+            print(f"foretoken: {error.filename}: {error.strerror}", file=sys.stderr)
+
+    def _set_system(self, text: str) -> None:
+        others = [each for each in self._messages if each["role"] != "system"]
+        system = [{"role": "system", "content": text}] if text else []
+        self._messages = system + others
+        print("(the system message is set)" if text else "(there is no system message now)")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if name not in ("", *SAMPLING_FLAGS):
+            known = ", ".join(SAMPLING_FLAGS)
+            raise InvalidRequest(f"{name} is not one of {known}", param=name)
+        if value:
+            try:
+                given = loads(value)
+            except ValueError:
+                given = value
+            self._params = replace(self._params, **{name: given})
+        for each in (name,) if name else SAMPLING_FLAGS:
+            print(each, self._in_force(each))
+
+    def _in_force(self, name: str) -> str:
+        """The value of a parameter; where it is left out the model's, if that is known."""
+        value = getattr(self._params, name)
+        if not isinstance(value, LeftOut):
+            return dumps(value)
+        if name not in self._partner.sampling:
+            return "(the model's own)"
+        return f"(the model's own: {dumps(self._partner.sampling[name])})"
+
+    def _clear(self, _text: str) -> None:
+        self._messages = [each for each in self._messages if each["role"] == "system"]
+        print("(a new conversation)")
+
+    def _save(self, text: str) -> None:
+        if not text:
+            raise InvalidRequest("/save needs the name of a file", param="file")
+        document = dumps(without_ids(self._messages), ensure_ascii=False, indent=2)
+        path = Path(text).expanduser()
+        path.write_text(document + "\n", "utf-8")
+        print(f"({path} has the conversation)")
+
+    # -- messages -------------------------------------------------------------------------------
+
+    async def _read_message(self, *, is_terminal: bool) -> str | None:
+        """The next message that is not empty; None at the end of stdin."""
+        while (line := await self._read("> " if is_terminal else "")) is not None:
+            if not line.startswith(MANY_LINES) or not is_terminal:
+                if line.strip():
+                    return line
+                continue
+            lines = [line.removeprefix(MANY_LINES)]
+            while not lines[-1].endswith(MANY_LINES):
+                more = await self._read(". ")
+                if more is None:
+                    return None
+                lines.append(more)
+            return "\n".join(lines).removesuffix(MANY_LINES).strip("\n")
+        return None
+
+    async def _read(self, prompt: str) -> str | None:
+        self._prompt = prompt
+        return await _read_line(prompt)
+
+
+# -- stdin ------------------------------------------------------------------------------------
+
+
+async def _read_line(prompt: str) -> str | None:
+    """The next line of stdin without its end; None at the end of stdin.
+
+    Read in a thread that may be left behind; an executor's is waited for at exit.
+    """
+    future: Future[str | None] = Future()
+    future.set_running_or_notify_cancel()  # or leaving the wait would make the answer an error
+
+    def work() -> None:
+        try:
+            future.set_result(input(prompt) if prompt else _piped_line())
+        except EOFError:
+            future.set_result(None)
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="foretoken-stdin", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _piped_line() -> str | None:
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+def _half_line() -> str:
+    """The typed part of the line that is being read, where Python has readline."""
+    readline = sys.modules.get("readline")
+    return "" if readline is None else readline.get_line_buffer()
+
+
+@contextlib.contextmanager
+def _line_editor() -> Iterator[None]:
+    """Arrow keys and a history that is kept in the cache folder, where Python has readline."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    with contextlib.suppress(OSError):
+        readline.read_history_file(cache_folder() / "chat_history")
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            readline.write_history_file(cache_folder() / "chat_history")

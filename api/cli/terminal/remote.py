@@ -1,0 +1,187 @@
+"""A running server as the partner of ``foretoken chat --url``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import h11
+
+from ....core.errors import ForetokenError, InvalidRequest
+from ...types.sampling_params import SamplingParams
+from ..flags import SAMPLING_FLAGS
+
+READ_BYTES = 2**16
+LEFT_OUT = SamplingParams()  # fields that are as here are not sent: the server's defaults hold
+
+
+class ServerModel:
+    """The first model of an OpenAI-compatible server."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.name = ""
+        self.context: int | None = None  # tokens, where the server tells
+        self.sampling: Mapping[str, Any] = {}
+        self._takes_ids = False  # other servers may refuse the field
+        self._url, self._key = url, key
+
+    @classmethod
+    async def connect(cls, url: str, key: str | None) -> Self:
+        """Ask the server for its model. Raises `ForetokenError` where it does not answer."""
+        found = cls(checked(url), key)
+        body = b"".join([piece async for piece in found._pieces("GET", "/v1/models")])
+        try:
+            model = json.loads(body)["data"][0]
+            found.name = model["id"]
+            context = model.get("max_model_len")  # also vLLM and SGLang tell it
+            found.context = context if isinstance(context, int) else None
+            found.sampling = dict(model.get("default_sampling_params") or {})  # foretoken's own
+            found._takes_ids = bool(found.sampling)
+        except (ValueError, LookupError, TypeError):
+            raise ForetokenError(f"{found._url} has no list of models at /v1/models") from None
+        return found
+
+    async def answer(
+        self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
+    ) -> list[int] | None:
+        """Print an answer as it comes, then what it cost."""
+        body: dict[str, Any] = {
+            "model": self.name,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **_given(params),
+        }
+        if self._takes_ids:
+            body["return_token_ids"] = True
+        usage: Mapping[str, Any] = {}
+        token_ids: list[int] = []
+        reasoning = ""
+        async with aclosing(self._events("/v1/chat/completions", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    raise ForetokenError(str(event["error"].get("message", event["error"])))
+                usage = event.get("usage") or usage
+                for choice in event.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    texts.append(text := delta.get("content") or "")
+                    token_ids = delta.get("token_ids") or token_ids
+                    reasoning += (thought := delta.get("reasoning_content") or "")
+                    print(thought, text, sep="", end="", flush=True)
+        print(flush=True)
+        print(_cost_line(usage), file=sys.stderr)
+        return None if reasoning else token_ids  # the conversation has no thoughts
+
+    async def _events(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The JSON objects of an event stream."""
+        rest = b""
+        async with aclosing(self._pieces("POST", path, json.dumps(body).encode())) as pieces:
+            async for piece in pieces:
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    data = line.removeprefix(b"data:").strip()
+                    if line.startswith(b"data:") and data != b"[DONE]":
+                        yield json.loads(data)
+
+    async def _pieces(
+        self, method: str, path: str, body: bytes = b""
+    ) -> AsyncGenerator[bytes, None]:
+        """A response's body as it comes. Raises `ForetokenError` with the server's own message."""
+        target = urlsplit(self._url)
+        http = h11.Connection(h11.CLIENT)
+        headers = [("host", target.netloc), ("content-length", str(len(body)))]
+        headers += [("content-type", "application/json")] if body else []
+        headers += [("authorization", f"Bearer {self._key}")] if self._key else []
+        request = h11.Request(method=method, target=target.path + path, headers=headers)
+        reader, writer = await self._connect()
+        try:
+            for event in (request, h11.Data(data=body), h11.EndOfMessage()):
+                writer.write(http.send(event) or b"")
+            async for piece in _received(http, reader):
+                yield piece
+        except (h11.RemoteProtocolError, OSError) as error:
+            raise ForetokenError(f"{self._url} broke off: {error}") from None
+        finally:
+            writer.close()  # where an answer is stopped, too: the server aborts it
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        target = urlsplit(self._url)
+        is_tls = target.scheme == "https"
+        port = target.port or (443 if is_tls else 80)
+        try:
+            return await asyncio.open_connection(target.hostname, port, ssl=is_tls or None)
+        except OSError as error:
+            # asyncio's own strerror is "Connect call failed" and the address
+            code = error.errno or 0  # of a name that is not found it is negative
+            reason = os.strerror(code) if code > 0 else error.strerror or error
+            message = f"{self._url} does not answer ({reason}): is `foretoken serve` running there?"
+            raise ForetokenError(message) from None
+
+
+async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The body of a response with status 200; `ForetokenError` with the message of another."""
+    status, failure = 0, b""
+    while not isinstance(event := http.next_event(), h11.EndOfMessage):
+        if event is h11.NEED_DATA:
+            if not (piece := await reader.read(READ_BYTES)) and not status:
+                raise h11.RemoteProtocolError("the connection ended before an answer came")
+            http.receive_data(piece)
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data) and status == HTTPStatus.OK:
+            yield bytes(event.data)
+        elif isinstance(event, h11.Data):
+            failure += event.data
+    if status != HTTPStatus.OK:
+        raise _failure(failure, status)
+
+
+def checked(url: str) -> str:
+    """The address of a server, without /v1. Raises `ForetokenError` for what is none."""
+    url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ForetokenError(f"{url} is not the address of a server, such as http://127.0.0.1:8000")
+    return url
+
+
+def _given(params: SamplingParams) -> dict[str, Any]:
+    pairs = ((name, getattr(params, name)) for name in SAMPLING_FLAGS)
+    return {name: value for name, value in pairs if value is not getattr(LEFT_OUT, name)}
+
+
+def _failure(body: bytes, status: int) -> ForetokenError:
+    """The server's own error; an `InvalidRequest` if it names a field."""
+    try:
+        error = json.loads(body)["error"]
+        message, param = str(error["message"]), error.get("param")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ForetokenError(f"the server answered with status {status}")
+    if status == HTTPStatus.BAD_REQUEST and isinstance(param, str):
+        return InvalidRequest(message, param=param)
+    return ForetokenError(message)
+
+
+def _cost_line(usage: Mapping[str, Any]) -> str:
+    parts = [f"{usage.get('completion_tokens', 0)} tokens"]
+    if speculation := usage.get("speculation"):
+        num_steps = max(1, speculation["verify_steps"])
+        parts[0] += f" in {num_steps} steps"
+        accepted, proposed = speculation["accepted_tokens"], speculation["proposed_tokens"]
+        parts.append(f"{accepted} of {proposed} draft tokens accepted" if proposed else "no drafts")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    parts.append(f"{cached} of {usage.get('prompt_tokens', 0)} prompt tokens cached")
+    return f"[{', '.join(parts)}]"

@@ -1,0 +1,62 @@
+"""ChatInput: a chat request, independent of the API that it came through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions
+from ...media.sources import ImageSource
+from ...parsing.reasoning import Thinking
+from ...types.results import Tool, ToolChoice
+from ...types.sampling_params import SamplingParams
+from .prompt_history import PromptNote, conversation_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """The token ids of an assistant's message, which are then rendered in place of its text."""
+
+    index: int  # of the message
+    token_ids: Sequence[int]
+    param: str = ""  # the field of the body; "": from a store, and used only where they fit
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller gave them: ids that cannot stand for the message are an error."""
+        return bool(self.param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatInput:
+    """A chat request.
+
+    ``messages`` are in the plain shape of chat templates (`openai.schema.plain_messages`);
+    ``images``: those that marks in the messages stand for, in their order;
+    ``handles``: those that are rendered by their token ids;
+    ``params`` hold what asks for structured output (json_schema, regex, grammar, choice).
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    images: Sequence[ImageSource] = ()
+    handles: Sequence[Handle] = ()
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    template: Mapping[str, object] = field(default_factory=dict)  # options of the chat template
+    cache: CacheOptions = DEFAULT_CACHE
+    cache_key: str | None = None  # ``prompt_cache_key``: reported when a cache miss is explained
+
+    def note(self, thinking: Thinking | None = None) -> PromptNote:
+        """The record for explanations of later cache misses; ``thinking``: the model's marks."""
+        parts = conversation_parts(self.messages, [tool.body for tool in self.tools])
+        return PromptNote(parts=parts, cache_key=self.cache_key, thinking=thinking)
+
+    @property
+    def callable_tools(self) -> Sequence[Tool]:
+        """The tools that the model may call in this answer."""
+        choice = self.tool_choice
+        if choice.mode == "none" or choice.allowed is None:
+            return () if choice.mode == "none" else self.tools
+        return [tool for tool in self.tools if tool.name in choice.allowed]

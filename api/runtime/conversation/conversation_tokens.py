@@ -1,0 +1,554 @@
+"""The token ids of a conversation: text of the chat template, and earlier answers by their own ids.
+
+A sampled answer often is not the tokens that a tokenizer makes of its text. Where its ids are
+known, the template writes the conversation with a mark in place of what was generated; the text
+around the mark is encoded, and the ids stand between. The same conversation is also written
+without marks: what stands there between the texts around a mark is the message as the template
+writes it, which says whether it keeps all of an answer, drops its thoughts, or changes it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from ....core.errors import InvalidRequest
+from ....core.interface.images import PromptImage, with_image_rows
+from ...parsing.harmony import HARMONY_THINK, marked_call, without_calls
+from ...parsing.output_format import Syntax
+from ...parsing.output_parser import (
+    CallArguments,
+    CallBegin,
+    Content,
+    OutputParser,
+    PlainParser,
+    Reasoning,
+)
+from ...parsing.reasoning import Thinking
+from ...text.detokenizer import Detokenizer
+from ...text.tokenizer import Tokenizer
+from ...types.request_context import owner_of, random_id
+from ...types.results import Tool
+from ...types.sampling_params import SamplingParams
+from .chat_input import ChatInput, Handle
+from .token_history import Key, Place, TokenHistory, said_of
+
+TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have been opened
+MAX_ENDS = 16  # places where the text behind a message is looked for
+MAX_TRIES = 8  # times that a conversation is written with marks, but for handles of the caller's
+NOT_WRITTEN = (
+    "the chat template does not write this message as it was generated; leave token_ids out"
+)
+Write = Callable[[ChatInput], Awaitable[str]]
+"""Writes a conversation by the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The token ids of a conversation; ``num_spliced`` are ids of earlier answers.
+
+    ``images``: those in the places of image tokens. ``normalized``: names of the rules of
+    `normalize` that changed it before.
+    """
+
+    token_ids: Sequence[int]
+    num_spliced: int = 0
+    normalized: tuple[str, ...] = ()
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def cached_ids(self) -> array[int]:
+        """The ids by which the prefix cache has it: those of rows where images stand."""
+        return with_image_rows(self.token_ids, self.images)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """An assistant's message whose ids are known, from a handle or by its text and place."""
+
+    index: int
+    message: Mapping[str, Any]
+    said: bytes
+    handle: Handle | None = None
+    places: Mapping[bytes, bytes] = field(default_factory=dict)  # ids by the place before them
+    mark: str = ""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the message calls tools."""
+        return bool(self.message.get("tool_calls"))
+
+
+class ConversationTokens:
+    """Renders the conversations for one model; ``history``: answers that are found by their text.
+
+    ``end_ids``: tokens that end an answer, which the template writes itself.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        syntax: Syntax,
+        *,
+        vocab_size: int,
+        end_ids: frozenset[int],
+        history: TokenHistory | None = None,
+    ) -> None:
+        self.tokenizer, self.syntax = tokenizer, syntax
+        self.vocab_size, self.end_ids = vocab_size, end_ids
+        self._history = history
+
+    async def render(self, chat: ChatInput, write: Write) -> PromptTokens:
+        """The prompt's token ids; raises `InvalidRequest`, naming the handle that is wrong."""
+        text = await write(chat)
+        slots = await self.tokenizer.apart(len(text), partial(self._slots, chat))
+        tries = MAX_TRIES
+        while slots:
+            splicer = Splicer(self, chat, text, slots)
+            try:
+                marked = await self._write_marked(chat, slots, write)
+            except InvalidRequest:  # the template wants the calls before their results
+                failed: Slot | None = next((each for each in slots if each.has_calls), slots[0])
+            else:
+                failed = await self.tokenizer.work(len(text), partial(splicer.splice, marked))
+            if failed is None:
+                for key in splicer.used:
+                    self._touch(key)
+                return PromptTokens(splicer.token_ids, splicer.num_spliced)
+            tries -= 1
+            slots = _without(slots, failed, most=bool(tries))
+        return PromptTokens(await self.tokenizer.encode(text, add_special_tokens=False))
+
+    async def can_splice(self, messages: Sequence[Mapping[str, Any]], write: Write) -> bool:
+        """Whether the template writes the second of these messages so that ids can stand there."""
+        chat = ChatInput(messages=messages, params=SamplingParams())
+        slot = Slot(1, messages[1], b"")
+        try:
+            text, marked = await write(chat), await self._write_marked(chat, [slot], write)
+        except InvalidRequest:
+            return False
+        pieces = _split(marked, [slot])
+        return isinstance(pieces, list) and _fits_around(text, *pieces)
+
+    async def _write_marked(self, chat: ChatInput, slots: Sequence[Slot], write: Write) -> str:
+        """The conversation with a mark in place of each message whose ids are known."""
+        if self.syntax.tool_parser != "harmony":
+            return await write(_marked(chat, slots))
+        text = await write(_marked(chat, slots, marked_call))
+        return without_calls(text, [slot.mark for slot in slots])
+
+    def _touch(self, key: Key) -> None:
+        if self._history is not None:
+            self._history.touch(key)
+
+    def _slots(self, chat: ChatInput) -> list[Slot]:
+        """The messages whose ids may be known, in their order."""
+        handles = {each.index: each for each in chat.handles}
+        owner = owner_of(chat.params.cache_salt)
+        history = self._history
+        if not handles and (history is None or not history.has_any(owner)):
+            return []
+        is_open = bool(chat.template.get("continue_final_message"))
+        slots = []
+        for index, message in enumerate(chat.messages):
+            handle = handles.get(index)
+            if is_open and index == len(chat.messages) - 1:
+                if handle is not None and handle.is_given:
+                    message_ = f"{handle.param} is not supported in a message that is continued"
+                    raise InvalidRequest(message_, param=handle.param)
+            elif message.get("role") == "assistant" and (
+                slot := self._slot(index, message, handle, owner)
+            ):
+                slots.append(slot)
+        return slots
+
+    def _slot(
+        self, index: int, message: Mapping[str, Any], handle: Handle | None, owner: bytes
+    ) -> Slot | None:
+        said = said_of(message)
+        if handle is not None and (said is not None or handle.is_given):
+            return Slot(index, message, said or b"", handle)
+        if said is None or self._history is None:
+            return None
+        places = self._history.places(owner, said)
+        return Slot(index, message, said, places=places) if places else None
+
+
+class Splicer:
+    """One conversation: where its messages stand in the text, and which ids take their places."""
+
+    def __init__(
+        self, model: ConversationTokens, chat: ChatInput, text: str, slots: Sequence[Slot]
+    ) -> None:
+        self._model, self._chat, self._text, self._slots = model, chat, text, slots
+        self._tokenizer = model.tokenizer
+        self._owner = owner_of(chat.params.cache_salt)  # in the thread of the work it is unknown
+        self._known_ids: dict[str, list[int]] = {}  # of texts that follow the ids so far
+        self._pending = ""  # text behind the ids, not encoded yet
+        self._place = Place()  # of the ids
+        self._looks = True  # in the history: the places so far were those that it knows
+        self.token_ids: list[int] = []
+        self.num_spliced = 0
+        self.used: list[Key] = []
+
+    def splice(self, marked: str) -> Slot | None:
+        """Put the ids together; returns the message that they cannot stand for, if there is one.
+
+        Raises `InvalidRequest` for a handle that is wrong.
+        """
+        pieces = _split(marked, self._slots)
+        if isinstance(pieces, Slot):
+            return pieces
+        at = 0
+        for number, slot in enumerate(self._slots):
+            before, after = pieces[number], pieces[number + 1]
+            if not self._text.startswith(before, at):
+                return slot
+            self._pending += before
+            at += len(before)
+            is_last = number == len(self._slots) - 1
+            ends = [*islice(_ends(self._text, after, at, is_last=is_last), MAX_ENDS)]
+            if not ends:
+                return slot
+            texts = [self._text[at:end] for end in ends]
+            taken = self._given(slot, texts) if slot.handle else self._known(slot, texts)
+            if taken is None and slot.handle is not None:
+                return slot
+            if taken is None:
+                self._looks = False
+                taken = texts[0]
+                self._pending += taken
+            at += len(taken)
+        self._pending += pieces[-1]
+        self._commit()
+        return None
+
+    def _given(self, slot: Slot, texts: Sequence[str]) -> str | None:
+        """Take the ids of a handle; returns the text that they stand for, if it fits."""
+        assert slot.handle is not None
+        ids = self._checked(slot.handle)
+        raw = self._read(slot, ids)
+        if raw is None and slot.handle.is_given:
+            message = (
+                f"{slot.handle.param} do not decode to the message's own content, reasoning and "
+                "tool calls"
+            )
+            raise InvalidRequest(message, param=slot.handle.param)
+        if raw is None:
+            return None
+        for text in texts:
+            found = stand(text, raw, slot.message, self._model.syntax.thought_marks)
+            if found is not None and (kept := self._from(ids, found.start, slot)) is not None:
+                self._pending += found.opening
+                self._put(kept)
+                return text
+        return None
+
+    def _known(self, slot: Slot, texts: Sequence[str]) -> str | None:
+        """Take the ids of an answer that was given in this place; returns the text it stood for."""
+        if not self._looks:
+            return None
+        for text in texts:
+            for opening in _openings(text, self._model.syntax.thinking):
+                for has_space in (True, False):
+                    if (taken := self._at(slot, text, opening, has_space=has_space)) is not None:
+                        return taken
+        return None
+
+    def _at(self, slot: Slot, text: str, opening: str, *, has_space: bool) -> str | None:
+        pending = self._pending + opening
+        if not has_space:
+            if not pending.endswith(" "):
+                return None
+            pending = pending[:-1]
+        place = self._place.behind(self._encoded(pending))
+        data = slot.places.get(place)
+        if data is None:
+            return None
+        ids = array("i", data).tolist()
+        raw = self._raw(ids, tools=slot.has_calls or bool(self._chat.tools))
+        if raw is None:
+            return None
+        found = stand(text, raw, slot.message, self._model.syntax.thought_marks)
+        if found is None or found.opening != opening:
+            return None
+        kept = self._from(ids, found.start, slot)
+        if kept is None:
+            return None
+        self._pending = pending
+        self._put(kept, is_exact=True)
+        self.used.append((self._owner, slot.said, place))
+        return text
+
+    # -- handles --------------------------------------------------------------------------------
+
+    def _checked(self, handle: Handle) -> list[int]:
+        """The ids of a handle without the token that ended the answer; raises `InvalidRequest`."""
+        ids = list(handle.token_ids)
+        param = handle.param or "token_ids"
+        self._tokenizer.check_ids(ids, self._model.vocab_size, param)
+        return ids[:-1] if ids and ids[-1] in self._model.end_ids else ids
+
+    def _read(self, slot: Slot, ids: Sequence[int]) -> str | None:
+        """The text of ids that say what the message says, read as the model's or as plain text."""
+        for tools in (self._chat.tools or _called_tools(slot.message), ()):
+            raw = self._raw(ids, tools=bool(tools))
+            for tail in self._tails():
+                parser = self._model.syntax.parser(tools=tools, prompt_tail=tail)
+                if raw is not None and _says(parser, raw) == slot.said:
+                    return raw
+        raw = self._raw(ids, tools=None)
+        return raw if raw is not None and _says(PlainParser(), raw) == slot.said else None
+
+    def _tails(self) -> list[str]:
+        """Ends of the prompt before the answer: as it is, and with a thought opened."""
+        thinking = self._model.syntax.thinking
+        if thinking is None:
+            return [""]
+        tail = self._pending[-4 * TAIL_IDS :]
+        return [tail, tail + thinking.begin + thinking.label]
+
+    def _raw(self, ids: Sequence[int], *, tools: bool | None) -> str | None:
+        """The text of an answer with the marks of thoughts and, with ``tools``, of calls.
+
+        With None without any. None if a token has no text: it could mean whatever it likes.
+        """
+        if self._tokenizer.has_silent(ids, self._shown(tools=tools)):
+            return None
+        text = self._detokenizer(tools=tools)
+        return text.push_all(ids) + text.flush()
+
+    def _shown(self, *, tools: bool | None) -> frozenset[int]:
+        return frozenset() if tools is None else self._model.syntax.shown_ids(tools=tools)
+
+    def _detokenizer(self, *, tools: bool | None) -> Detokenizer:
+        context: Sequence[int] = ()
+        if not self._tokenizer.is_byte_level:
+            context = [*self.token_ids[-TAIL_IDS:], *self._encoded(self._pending)[-TAIL_IDS:]]
+        return self._tokenizer.detokenizer(context, self._shown(tools=tools))
+
+    def _from(self, ids: Sequence[int], start: int, slot: Slot) -> Sequence[int] | None:
+        """The ids from a character of their text on; None if none of them begins there."""
+        if not start:
+            return ids
+        text = self._detokenizer(tools=slot.has_calls or bool(self._chat.tools))
+        length = 0
+        for index, token_id in enumerate(ids):
+            if length >= start:
+                return ids[index:] if length == start else None
+            length += len(text.push(token_id))
+        return [] if length + len(text.flush()) == start else None
+
+    # -- the prompt -----------------------------------------------------------------------------
+
+    def _encoded(self, text: str) -> list[int]:
+        """Token ids of a text that follows the ids so far."""
+        if text not in self._known_ids:
+            is_first, own = not self.token_ids, self._tokenizer
+            self._known_ids[text] = own.encode_word(text) if is_first else own.encode_behind(text)
+        return self._known_ids[text]
+
+    def _commit(self) -> None:
+        """Encode the text so far."""
+        self._append(self._encoded(self._pending))
+        self._pending = ""
+
+    def _put(self, ids: Sequence[int], *, is_exact: bool = False) -> None:
+        """Append ids; a space before them that the first has itself is left out."""
+        has_space = ids and self._tokenizer.token_bytes(ids[0]).startswith(b" ")
+        if has_space and not is_exact:
+            self._pending = self._pending.removesuffix(" ")
+        self._commit()
+        self._append(ids)
+        self.num_spliced += len(ids)
+
+    def _append(self, ids: Sequence[int]) -> None:
+        self.token_ids += ids
+        self._place.add(ids)
+        self._known_ids.clear()
+
+
+# -- texts ------------------------------------------------------------------------------------
+
+
+def _marked(
+    chat: ChatInput,
+    slots: Sequence[Slot],
+    mark_call: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
+) -> ChatInput:
+    """The conversation with a mark in place of each message whose ids are known.
+
+    ``mark_call``: makes a message with a call of one, where a text cannot stand for it.
+    """
+    nonce, messages = random_id(), list(chat.messages)  # no text of a caller has it
+    for slot in slots:
+        slot.mark = f"\ue000{nonce}.{slot.index}\ue001"
+        if mark_call is not None and slot.has_calls:
+            messages[slot.index] = mark_call(slot.message, slot.mark)
+            continue
+        kept = {name: each for name, each in slot.message.items() if name == "name"}
+        messages[slot.index] = {"role": "assistant", "content": slot.mark, **kept}
+    return replace(chat, messages=messages)
+
+
+def _split(marked: str, slots: Sequence[Slot]) -> list[str] | Slot:
+    """The texts around the marks; a message whose mark is not there or not in its place.
+
+    A mark that is there twice stays in a text, which then is nowhere in the conversation.
+    """
+    pieces, at = [], 0
+    for slot in slots:
+        found = marked.find(slot.mark, at)
+        if found < 0:
+            return slot
+        pieces.append(marked[at:found])
+        at = found + len(slot.mark)
+    return [*pieces, marked[at:]]
+
+
+def _ends(text: str, after: str, at: int, *, is_last: bool) -> Iterator[int]:
+    """The places from ``at`` on where a message may end: before the text behind it."""
+    if is_last:
+        if len(text) - len(after) >= at and text.endswith(after):
+            yield len(text) - len(after)
+        return
+    end = text.find(after, at)
+    while end >= 0:
+        yield end
+        end = text.find(after, end + 1)
+
+
+def _fits_around(text: str, before: str, after: str) -> bool:
+    return (
+        text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after)
+    )
+
+
+def _without(slots: Sequence[Slot], failed: Slot, *, most: bool) -> list[Slot]:
+    """The messages that are left to be tried; raises `InvalidRequest` for a handle of the caller's.
+
+    What the template makes of one message it makes of others of its shape. ``most``: False leaves
+    only those that the caller gave.
+    """
+    if failed.handle is not None and failed.handle.is_given:
+        param = failed.handle.param
+        raise InvalidRequest(f"{param}: {NOT_WRITTEN}", param=param)
+    if not most:
+        return [slot for slot in slots if slot.handle is not None and slot.handle.is_given]
+    if failed.handle is not None:
+        return [slot for slot in slots if slot is not failed]
+    return [slot for slot in slots if slot.handle is not None or slot.has_calls != failed.has_calls]
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """The way in which the text of an answer stands for a message that a template wrote."""
+
+    start: int = 0  # the first character of the answer that the template keeps
+    opening: str = ""  # what it writes before the answer, as the prompt of the answer ended
+
+
+def stand(
+    written: str, raw: str, message: Mapping[str, Any], thinking: Thinking | None
+) -> Stand | None:
+    """Compare what a template wrote with what was generated; None if it is something else.
+
+    White space does not count: templates trim it. Calls are compared by nothing: templates write
+    them in a form of their own.
+    """
+    if written == raw:
+        return Stand()
+    shown, said = _squashed(written), _squashed(raw)
+    if shown == said:
+        return Stand()
+    if message.get("tool_calls"):
+        return _stand_of_calls(written, raw, message, thinking)
+    if said.endswith(shown):
+        return Stand(_suffix(raw, len(shown)))
+    if said and shown.endswith(said):
+        return Stand(opening=_opening(written, raw, len(said)))
+    return None
+
+
+def _stand_of_calls(
+    written: str, raw: str, message: Mapping[str, Any], thinking: Thinking | None
+) -> Stand | None:
+    if _squashed(message.get("content") or "") not in _squashed(written):
+        return None
+    end = raw.find(thinking.end) if thinking is not None else -1
+    if thinking is None or end < 0:
+        return Stand()
+    if thinking is HARMONY_THINK and not raw.startswith(thinking.begin):
+        return Stand()  # words before the call: no prompt opens a thought
+    if thinking.end not in written:
+        rest = raw[end + len(thinking.end) :]
+        return Stand(len(raw) - len(rest.lstrip("\n")))
+    begin = thinking.begin + thinking.label
+    if raw.lstrip().startswith(begin):
+        return Stand()
+    opened = written[: written.find(begin) + len(begin)]
+    breaks = written[len(opened) :]
+    return Stand(opening=opened + breaks[: len(breaks) - len(breaks.lstrip("\n"))])
+
+
+def _squashed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _suffix(text: str, count: int) -> int:
+    """The place where the last ``count`` characters begin that are no white space."""
+    at = len(text)
+    while count:
+        at -= 1
+        count -= not text[at].isspace()
+    return at
+
+
+def _opening(written: str, raw: str, count: int) -> str:
+    """The text before the answer, without white space that the answer begins with."""
+    opening = written[: _suffix(written, count)]
+    space = raw[: len(raw) - len(raw.lstrip())]
+    return opening.removesuffix(space) if space else opening
+
+
+def _openings(written: str, thinking: Thinking | None) -> list[str]:
+    """The texts that the prompt of an answer may have ended with, beside the one before it now."""
+    if thinking is None or not written.startswith(thinking.begin):
+        return [""]
+    begin = thinking.begin + thinking.label
+    breaks = written[len(begin) :]
+    spaced = begin + breaks[: len(breaks) - len(breaks.lstrip("\n"))]
+    return ["", begin] if spaced == begin else ["", spaced, begin]
+
+
+def _called_tools(message: Mapping[str, Any]) -> list[Tool]:
+    """The tools that a message calls, for a conversation that has none any more."""
+    functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    return [Tool(name=str(function.get("name"))) for function in functions]
+
+
+def _says(parser: OutputParser, raw: str) -> bytes | None:
+    """Digest of what a parser makes of a text, as a message."""
+    content, reasoning = [], []
+    calls: list[dict[str, str]] = []
+    for event in (*parser.feed(raw), *parser.end()):
+        match event:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallBegin(name):
+                calls.append({"name": name, "arguments": ""})
+            case CallArguments(text):
+                calls[-1]["arguments"] += text
+    return said_of(
+        {
+            "content": "".join(content),
+            "reasoning_content": "".join(reasoning),
+            "tool_calls": calls,
+        }
+    )

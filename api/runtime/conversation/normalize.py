@@ -1,0 +1,115 @@
+"""``--normalize``: prompts without what clients change in each request.
+
+A prompt is cached from its beginning, so one new number in its first line loses the whole cache
+hit. Each rule of `RULES` names a client and the part of a line that is removed from system
+messages; the rest stays unchanged. Of tools the order is made one.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ...types.results import Tool
+from .chat_input import ChatInput
+
+logger = logging.getLogger(__name__)
+LINE = re.MULTILINE | re.IGNORECASE
+# Marks of a list, a quotation or an emphasis. Bounded and of one line: a pattern that could go on
+# over the next ones would take time with the square of their number, and what stands there.
+MARKS = r"[^\w\n]{0,16}"
+TOOL_ORDER = "tool-order"
+Mode = Literal["off", "safe", "all"]
+"""``safe``: the rules that take nothing from the model which was written for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A pattern of one line, its replacement, and the reason."""
+
+    name: str
+    pattern: re.Pattern[str]
+    instead: str
+    why: str
+    is_safe: bool = False
+
+
+RULES = (
+    Rule(
+        "billing-header",
+        re.compile(r"\Ax-anthropic-billing-header:.*(?:\n|\Z)", re.IGNORECASE),
+        "",
+        "Claude Code's first system block, which counts and signs a request, is meant for "
+        "Anthropic's server, which takes it away; the line goes",
+        is_safe=True,
+    ),
+    Rule(
+        "time-of-day",
+        re.compile(
+            rf"^(?P<head>{MARKS}(?:the )?current (?:date(?: and |/| ?& ?)?time|time|date)(?: is)?"
+            r"\b[^\d\n]{0,40}\d{4}-\d\d-\d\d)[T ]"
+            r"\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?",
+            LINE,
+        ),
+        r"\g<head>",
+        'agents write "Current time: 2026-11-21T13:34:26Z"; the date stays',
+    ),
+    Rule(
+        "request-id",
+        re.compile(
+            rf"^{MARKS}(?:x-)?(?:request|trace|correlation)[-_ ]id\b"
+            rf"(?:[^\w\n]|_){{1,4}}[\w-]{{8,}}{MARKS}(?:\n|\Z)",
+            LINE,
+        ),
+        "",
+        "gateways stamp the id of each request; the line goes",
+    ),
+)
+
+
+class Normalizer:
+    """Applies the rules of a mode to conversations, and reports which have changed something."""
+
+    def __init__(self, mode: Mode) -> None:
+        self._rules = [rule for rule in RULES if mode == "all" or (mode == "safe" and rule.is_safe)]
+        self._sorts_tools = mode == "all"
+        self._logged: set[str] = set()
+
+    def apply(self, chat: ChatInput) -> tuple[ChatInput, tuple[str, ...]]:
+        """The normalized conversation, and the names of the rules that have changed it."""
+        names: dict[str, None] = {}
+        messages = [self._message(message, names) for message in chat.messages]
+        tools = sorted(chat.tools, key=_name_of) if self._sorts_tools else chat.tools
+        if list(tools) != list(chat.tools):
+            names[TOOL_ORDER] = None
+        if not names:
+            return chat, ()
+        for name in names.keys() - self._logged:
+            self._logged.add(name)
+            logger.info("--normalize: the rule %s changes prompts (logged once)", name)
+        return replace(chat, messages=messages, tools=tools), tuple(names)
+
+    def _message(self, message: Mapping[str, Any], names: dict[str, None]) -> Mapping[str, Any]:
+        content = message.get("content")
+        if message.get("role") != "system" or not isinstance(content, str):
+            return message
+        text, found = steady(content, self._rules)
+        names.update(dict.fromkeys(found))
+        return {**message, "content": text} if found else message
+
+
+def _name_of(tool: Tool) -> str:
+    return tool.name
+
+
+def steady(text: str, rules: Sequence[Rule] = RULES) -> tuple[str, list[str]]:
+    """A system text under rules, and the names of those that have changed it."""
+    names = []
+    for rule in rules:
+        text, count = rule.pattern.subn(rule.instead, text)
+        if count:
+            names.append(rule.name)
+    return text, names

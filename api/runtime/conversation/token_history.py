@@ -1,0 +1,129 @@
+"""A bounded memory of answers: the token ids of a message, by its text and its place."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import msgspec
+
+from ...text.chat_template import REASONING
+from ...types.request_context import Owner, Shares
+
+MAX_BYTES = 32 * 2**20
+OVERHEAD = 768  # bytes, about, of a remembered answer beside its ids
+DIGEST_BYTES = 16
+Digest: TypeAlias = bytes
+Key: TypeAlias = tuple[Owner, Digest, Digest]
+_json = msgspec.json.Encoder(order="deterministic")
+
+
+class Place:
+    """Digest of the token ids before a message, while they grow."""
+
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self.add(token_ids)
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Append token ids. O(token ids)."""
+        self._hash.update(array("i", token_ids).tobytes())
+
+    def behind(self, token_ids: Sequence[int]) -> Digest:
+        """The digest of all ids with these behind them, which are not kept."""
+        copied = self._hash.copy()
+        copied.update(array("i", token_ids).tobytes())
+        return copied.digest()
+
+
+def said_of(message: Mapping[str, Any]) -> Digest | None:
+    """Digest of a message of the assistant's as clients see it: content, reasoning, tool calls.
+
+    Ids of calls, the order of their arguments and white space around the content of a message with
+    calls do not count. None for a message that no answer can equal: its content is no text.
+    """
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        return None
+    reasoning = next((message[name] for name in REASONING if message.get(name)), "")
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    if calls:
+        content = content.strip()
+    try:
+        written = _json.encode((content, reasoning, calls))
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return hashlib.blake2b(written, digest_size=DIGEST_BYTES).digest()
+
+
+def _call(call: Mapping[str, Any]) -> tuple[object, object]:
+    function = call.get("function")
+    function = function if isinstance(function, Mapping) else call
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(msgspec.DecodeError, ValueError, RecursionError):
+            arguments = msgspec.json.decode(arguments)  # what is no JSON is compared as it is
+    return function.get("name"), arguments
+
+
+class TokenHistory:
+    """The token ids of the last answers of each owner, ``max_bytes`` in all; see `Shares`."""
+
+    def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
+        self._shares: Shares[Key] = Shares(max_bytes)
+        self._owners: dict[Owner, dict[Digest, dict[Digest, bytes]]] = {}
+        self._salts: dict[Owner, str | None] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size in bytes."""
+        return self._shares.num_bytes
+
+    def has_any(self, owner: Owner) -> bool:
+        """Whether an answer to this owner is remembered."""
+        return owner in self._owners
+
+    def put(
+        self, owner: Owner, salt: str | None, said: Digest, place: Digest, ids: Sequence[int]
+    ) -> None:
+        """Remember an answer, in place of one of the same text in the same place. O(ids)."""
+        key = (owner, said, place)
+        self._forget(key)
+        data = array("i", ids).tobytes()
+        self._owners.setdefault(owner, {}).setdefault(said, {})[place] = data
+        self._salts[owner] = salt
+        self._shares.add(owner, key, len(data) + OVERHEAD)
+        while (excess := self._shares.excess()) is not None:
+            self._forget(excess)
+
+    def places(self, owner: Owner, said: Digest) -> Mapping[Digest, bytes]:
+        """The places where an owner was answered so, and the ids there (int32)."""
+        return dict(self._owners.get(owner, {}).get(said, {}))
+
+    def touch(self, key: Key) -> None:
+        """Make an answer the youngest, if it is still remembered."""
+        owner, said, place = key
+        if place in self._owners.get(owner, {}).get(said, {}):
+            self._shares.touch(key)
+
+    def flush(self, *salts: str | None) -> None:
+        """Forget the answers under these cache salts, all when none is named. O(answers)."""
+        for owner, salt in list(self._salts.items()):
+            if not salts or salt in salts:
+                for said, places in list(self._owners[owner].items()):
+                    for place in list(places):
+                        self._forget((owner, said, place))
+
+    def _forget(self, key: Key) -> None:
+        owner, said, place = key
+        texts = self._owners.get(owner, {})
+        if texts.get(said, {}).pop(place, None) is None:
+            return
+        self._shares.remove(key)
+        if not texts[said]:
+            del texts[said]
+        if not texts:
+            del self._owners[owner], self._salts[owner]

@@ -1,0 +1,108 @@
+"""Embedder: vectors of texts, the hidden state of each text's last token."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....core.errors import InvalidRequest
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions
+from ....core.interface.sampling import Pooling
+from ....core.validation import MAX_INT, check_integer
+from ...types.sampling_params import SamplingParams
+from ..engine_client import EngineClient
+from ..preprocess import Prompt
+from .pooled_prompts import PooledPrompts
+
+logger = logging.getLogger(__name__)
+HIDDEN_STATE = Pooling()
+
+
+def unit_vector(numbers: array[float], dimensions: int | None = None) -> NDArray[np.float32]:
+    """Cut a vector to its first ``dimensions`` and scale it to length 1; zeros stay zeros."""
+    vector = np.frombuffer(numbers, np.float32)[:dimensions].astype(np.float64)
+    length = float(np.sqrt(np.square(vector).sum())) or 1.0
+    return (vector / length).astype(np.float32)
+
+
+class Embedder:
+    """Opens the texts of a call; warns once of a model that is not made for vectors."""
+
+    def __init__(self, llm: EngineClient) -> None:
+        self._llm = llm
+        self._has_warned = False
+
+    def open(
+        self,
+        inputs: Sequence[Prompt],
+        params: SamplingParams,
+        dimensions: int | None,
+        *,
+        name: Callable[[int], str],
+        cache: CacheOptions = DEFAULT_CACHE,
+        keeps_ids: bool = False,
+    ) -> PooledPrompts:
+        """Open texts or token ids; ``name``: the field of each, for errors.
+
+        They are tokenised and checked when they come to run. ``keeps_ids``: so that the token ids
+        are there afterwards. Raises `InvalidRequest` for one that is empty, and for a length to
+        which the model's vectors may not be cut.
+        """
+        self._check(dimensions)
+        for index, each in enumerate(inputs):
+            if not each:
+                message = f"{name(index)} must not be empty"
+                raise InvalidRequest(message, param=name(index))
+        self._warn()
+
+        async def prompt_of(index: int) -> Sequence[int]:
+            return await self._llm.check(
+                inputs[index], params, pooling=HIDDEN_STATE, param=name(index)
+            )
+
+        return PooledPrompts(
+            self._llm,
+            len(inputs),
+            prompt_of,
+            params,
+            HIDDEN_STATE,
+            cache=cache,
+            keeps_ids=keeps_ids,
+        )
+
+    def _warn(self) -> None:
+        built = self._llm.built
+        if not (built.pooling.embeds or self._has_warned):
+            self._has_warned = True
+            logger.warning(
+                "the files of %s name no pooling (modules.json), as those of an embedding model do:"
+                " its vectors may mean little", built.name,
+            )  # fmt: skip
+
+    def _check(self, dimensions: int | None) -> None:
+        spec = self._llm.built.pooling
+        if dimensions is not None:
+            check_integer("dimensions", dimensions, 1, MAX_INT)
+        if dimensions is None or dimensions == spec.dimensions:
+            return
+        if dimensions > spec.dimensions:
+            message = f"dimensions must be at most {spec.dimensions}, not {dimensions}"
+        elif spec.cuts == ():
+            message = (
+                f"dimensions must be {spec.dimensions} or left out, not {dimensions}: the model's "
+                "config.json names no lengths to cut to (matryoshka_dimensions, is_matryoshka)"
+            )
+        elif spec.cuts is not None and dimensions not in spec.cuts:
+            others = [each for each in spec.cuts if each < spec.dimensions]
+            known = ", ".join(map(str, sorted({*others, spec.dimensions})))
+            message = (
+                f"dimensions must be one of {known}, which the model's config.json names "
+                f"(matryoshka_dimensions), not {dimensions}"
+            )
+        else:
+            return
+        raise InvalidRequest(message, param="dimensions")

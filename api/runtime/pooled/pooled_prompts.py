@@ -1,0 +1,149 @@
+"""PooledPrompts: the prompts of one call, each for the numbers of its last row, not for text."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....core.errors import ForetokenError, QueueFull
+from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
+from ....core.interface.sampling import Pooling
+from ...types.request_context import EndedAnswer, note_answer, random_id
+from ...types.sampling_params import SamplingParams
+from ..engine_client import EngineClient
+from ..generation import Answer
+
+PromptOf = Callable[[int], Awaitable[Sequence[int]]]
+"""Makes the prompt of an entry: its token ids, checked. Raises `InvalidRequest` that names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooled:
+    """The numbers of one prompt, and what they cost; its token ids where they are kept."""
+
+    numbers: array[float]
+    usage: Usage
+    token_ids: Sequence[int] = ()
+
+
+def pool_params(
+    *,
+    cache_salt: str | None = None,
+    lora: str | None = None,
+    priority: int | None = None,
+    deadline: float | None = None,
+) -> SamplingParams:
+    """Parameters of a request that generates nothing; ``deadline`` in seconds."""
+    return SamplingParams(
+        cache_salt=cache_salt, lora=lora, priority=priority or 0, deadline=deadline
+    )
+
+
+def entry_names(param: str, count: int) -> Callable[[int], str]:
+    """Names of the entries of a field, for errors; a single one has the field's own."""
+    return lambda index: param if count == 1 else f"{param}[{index}]"
+
+
+class PooledPrompts:
+    """``count`` prompts; `read` computes them, some at a time. `close` it in a ``finally``.
+
+    A call makes, checks and submits no more of its prompts than may run at once: the queue is left
+    to others, and its memory does not grow with ``count``. It is refused where the queue is full
+    for the first that comes to it; later ones wait for room.
+    """
+
+    def __init__(
+        self,
+        llm: EngineClient,
+        count: int,
+        prompt_of: PromptOf,
+        params: SamplingParams,
+        pooling: Pooling,
+        *,
+        cache: CacheOptions = DEFAULT_CACHE,
+        keeps_ids: bool = False,
+    ) -> None:
+        self._llm, self._count, self._prompt_of = llm, count, prompt_of
+        self._params, self._pooling, self._cache = params, pooling, cache
+        self._keeps_ids = keeps_ids
+        self._id = f"pool-{random_id()}"
+        self._open: dict[int, Answer] = {}
+        self._submitting = asyncio.Lock()  # one at a time tries where there is no room
+        self._is_accepted = False  # one of its prompts was
+
+    async def read(self) -> list[Pooled]:
+        """The numbers of all prompts, in order; the first failure ends the rest.
+
+        Raises `InvalidRequest`, `QueueFull`, `DeadlineExceeded`, `EngineDead` and what the engine
+        raises.
+        """
+        found: dict[int, Pooled] = {}
+        waiting = iter(range(self._count))
+
+        async def compute_some() -> None:
+            for index in waiting:
+                found[index] = await self._compute(index)
+
+        try:
+            with self._llm.call():
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(self._count, self._num_places)):
+                        group.create_task(compute_some())
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            self.close()
+        return [found[index] for index in range(self._count)]
+
+    @property
+    def _num_places(self) -> int:
+        return max(1, self._llm.engine.limits.max_running)
+
+    def close(self) -> None:
+        """Abort prompts that have not ended; may be called twice."""
+        for index in list(self._open):
+            self._forget(index)
+
+    async def _compute(self, index: int) -> Pooled:
+        token_ids = array("i", await self._prompt_of(index))
+        answer = await self._submitted(index, token_ids)
+        try:
+            numbers = await answer.generations[0].pooled()
+        finally:
+            self._forget(index)
+        if not np.isfinite(np.frombuffer(numbers, np.float32)).all():
+            raise ForetokenError("the model computed a number that is not finite")
+        return Pooled(
+            numbers=numbers, usage=answer.usage, token_ids=token_ids if self._keeps_ids else ()
+        )
+
+    async def _submitted(self, index: int, token_ids: Sequence[int]) -> Answer:
+        """Submit a prompt; once one of the call was accepted, where there is room."""
+        async with self._submitting:
+            while True:
+                try:
+                    answer = await self._llm.open(
+                        token_ids,
+                        self._params,
+                        request_id=f"{self._id}-{index}",
+                        cache=self._cache,
+                        pooling=self._pooling,
+                    )
+                except QueueFull as full:
+                    if not self._is_accepted:
+                        raise
+                    await self._llm.wait_for_room(full.retry_after)
+                else:
+                    self._is_accepted = True
+                    self._open[index] = answer
+                    return answer
+
+    def _forget(self, index: int) -> None:
+        if (answer := self._open.pop(index, None)) is not None:
+            self._llm.forget(answer)
+            ends = tuple(answer.finish_reasons)
+            note_answer(EndedAnswer(answer.request_id, answer.usage, ends))

@@ -1,0 +1,1 @@
+"""Checks before a route: connections and their limits, keys, origins, the path below a proxy."""

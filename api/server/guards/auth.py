@@ -1,0 +1,150 @@
+"""AuthMiddleware: checks each request before its route: protocol, connections, key, origin."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...serving.errors import ApiError
+from ...serving.settings import Settings
+from ...types.request_context import CONTEXT, NOBODY, caller_of, header
+from ..error_forms import error_response
+from .foreign_pages import PAGE_PATHS, foreign_page
+
+OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
+IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
+OPERATOR_PATHS = frozenset({"/cache", "/replicas", "/ui/events"})
+OPERATOR_PREFIX = "/debug/"
+VERSIONS = ("1.1", "1.0")
+JSON, FORM = "application/json", "multipart/form-data"
+UPLOAD_PATH = "/v1/files"
+CLOSE = {"connection": "close"}
+FIELD_BYTES = 4  # of a header field beside its name and value: ": " and the end of the line
+
+
+class AuthMiddleware:
+    """Refuses callers without a key and pages of other origins; notes the caller of each request.
+
+    Every path needs the key unless it is named in ``OPEN_PATHS``; the path
+    is the one of the scope, because a Host header can be forged.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app = app
+        self._settings = settings
+        self._limits = settings.limits
+        self._needs_key = bool(settings.api_keys)
+        self._has_page = settings.ui
+        self._admins = _digests(settings.admin_keys)
+        self._callers = [*_digests(settings.api_keys), *self._admins]
+        # With several API keys and no admin key, no caller is an admin: they are different tenants.
+        self._all_are_admins = not self._admins and len(settings.api_keys) <= 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        offered = _offered(scope)
+        known = _among(self._callers, offered)
+        state["is_admin"] = self._all_are_admins or known in self._admins
+        refusal = self._malformed(scope) or self._unwelcome(scope, known)
+        answer = self.app if refusal is None else error_response(scope, refusal)
+        context = CONTEXT.get()
+        if context is not None:
+            context.caller = known or next(iter(offered), NOBODY)
+        await answer(scope, receive, send)
+
+    def _malformed(self, scope: Scope) -> ApiError | None:
+        if scope["http_version"] not in VERSIONS:
+            return ApiError(505, "only HTTP/1.1 and HTTP/1.0 are supported", headers=CLOSE)
+        if len(scope["headers"]) > self._limits.max_header_fields:
+            most = self._limits.named("max_header_fields")
+            return ApiError(431, f"the header has more fields than {most}")
+        if _num_bytes(scope) > self._limits.max_header_bytes:
+            size = self._limits.named("max_header_bytes")
+            return ApiError(431, f"the header is longer than {size} bytes")
+        names = {name for name, _ in scope["headers"]}
+        if b"transfer-encoding" in names and (
+            b"content-length" in names or scope["http_version"] == "1.0"
+        ):
+            message = "Transfer-Encoding must not come with Content-Length, nor in HTTP/1.0"
+            return ApiError(400, message, headers=CLOSE)
+        return None
+
+    def _unwelcome(self, scope: Scope, known: bytes | None) -> ApiError | None:
+        path: str = scope["path"]
+        if path in OPEN_PATHS:
+            return None
+        if IS_SPARE in scope["state"]:
+            return self._full()
+        refusal = foreign_page(scope, self._settings)
+        if refusal is not None or (path in PAGE_PATHS and self._has_page):
+            return refusal  # a page holds nothing but itself, and asks for the key
+        is_operators = path in OPERATOR_PATHS or path.startswith(OPERATOR_PREFIX)
+        needs_admin = is_operators and not self._all_are_admins
+        if known is None and (self._needs_key or needs_admin):
+            return ApiError(
+                401,
+                "the API key is missing or wrong",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        if needs_admin and known not in self._admins:
+            return needs_admin_key(path)
+        return None if self._needs_key else _not_json(scope)
+
+    def _full(self) -> ApiError:
+        most = self._limits.named("max_connections")
+        return ApiError(
+            503,
+            f"the server has more connections open than {most}",
+            kind="server_error",
+            code="too_many_connections",
+            headers={"retry-after": "1"},
+        )
+
+
+def _not_json(scope: Scope) -> ApiError | None:
+    """The error 415 for a body of another type: a page may send those without asking first."""
+    given = header(scope, b"content-type").partition(";")[0].strip().lower()
+    if scope["method"] != "POST" or given in ("", JSON) or given.endswith("+json"):
+        return None
+    if scope["path"] == UPLOAD_PATH and given == FORM:
+        return None  # a file that only waits there; the origin of pages is checked before
+    message = (
+        f"the header must have Content-Type: {JSON} (curl: --json in place of -d), not {given}"
+    )
+    return ApiError(415, message)
+
+
+def needs_admin_key(what: str) -> ApiError:
+    """The error 403 for actions that concern all callers."""
+    message = f"{what} needs an admin key (--admin-key)"
+    return ApiError(403, message, kind="permission_error", code="admin_key_needed")
+
+
+def _num_bytes(scope: Scope) -> int:
+    fields = sum(len(name) + len(value) + FIELD_BYTES for name, value in scope["headers"])
+    return fields + len(scope.get("raw_path") or b"") + len(scope["query_string"])
+
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    """Digests of keys, as `_offered` makes them. A key of the command line may be no UTF-8."""
+    return [caller_of(key.encode("utf-8", "surrogateescape")) for key in keys]
+
+
+def _offered(scope: Scope) -> list[bytes]:
+    """Digests of the keys in a request, all of one length."""
+    scheme, _, token = header(scope, b"authorization").partition(" ")
+    shown = [token.strip() if scheme.lower() == "bearer" else "", header(scope, b"x-api-key")]
+    return [caller_of(key) for key in shown if key]
+
+
+def _among(digests: Sequence[bytes], offered: Sequence[bytes]) -> bytes | None:
+    """The first known key in the request. All are compared, so that timing reveals none."""
+    found = [digest for digest in digests for each in offered if hmac.compare_digest(digest, each)]
+    return found[0] if found else None

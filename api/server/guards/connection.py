@@ -1,0 +1,292 @@
+"""One client's connection: uvicorn's HTTP protocol with limits on time, size and number."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import sys
+from contextvars import Context
+from typing import ClassVar, cast
+
+import h11
+from h11._writers import ChunkedWriter, ContentLengthWriter
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from ...serving.errors import ApiError
+from ...serving.limits import Limits
+from ..observation.request_log import BROKEN_OFF, refusal_of
+from .auth import IS_SPARE
+
+logger = logging.getLogger(__name__)
+NUM_OTHER_FILES = 128  # of the process, beside one for each connection
+NUM_SPARE = 64  # connections beyond the limit that get a 503; the others are dropped
+SPARE_SECONDS = 1.0  # for one of those to send its request
+DRAIN_BYTES = 64 * 2**20  # of a body that no route reads
+LINGER_SECONDS = 2.0  # for a client that was refused to read so: to close would take it from it
+# What is no HTTP is the client's trouble: a line for each would let anybody flood the log.
+_http_logger = logging.getLogger("uvicorn.error.connection")
+_http_logger.setLevel(logging.ERROR)
+
+
+class QuickSends(h11.Connection):
+    """h11's connection, with less work for what a server sends most.
+
+    It frames the pieces of a stream by itself: no piece changes the state of the connection, and
+    h11's way through its state machine took a tenth of what a streamed token costs. The header of
+    an answer whose length is known waits for the body, which its application sends at once: both
+    go out together, in one call of the kernel.
+    """
+
+    _header = b""  # that waits for its body
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override] # deprecated ones
+        """The bytes of an event, behind those that waited for it."""
+        if isinstance(event, h11.Data) and event.data:
+            is_chunked = isinstance(self._writer, ChunkedWriter)
+            if is_chunked and self.our_state is h11.SEND_BODY:
+                return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        data = super().send(event)
+        if isinstance(event, h11.Response) and isinstance(self._writer, ContentLengthWriter):
+            self._header = data or b""
+            return b""
+        if self._header and data is not None:
+            data, self._header = self._header + data, b""
+        return data
+
+
+class Connection(H11Protocol):
+    """Closes when a header does not come, when the client does not read, when too many are open.
+
+    ``close`` would wait for the client to read the buffer. An abort is a disconnect to whatever
+    works for this client, so that its requests are aborted too.
+    """
+
+    limits: ClassVar[Limits] = Limits()
+    _header_timer: asyncio.TimerHandle | None = None
+    _body_timer: asyncio.TimerHandle | None = None
+    _body_cycle: RequestResponseCycle | None = None  # the request whose body it waits for
+    _write_timer: asyncio.TimerHandle | None = None
+    _num_drained = 0
+    _is_spare = False
+    _is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer for the first header."""
+        super().connection_made(transport)
+        self.conn = QuickSends(h11.SERVER, self.limits.max_header_bytes)
+        self.logger = _http_logger
+        self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
+        # Else up to 64 KiB that the client does not read passes for written, as still under TLS.
+        # Not 0: TLS would then pause with nothing to write.
+        transport.set_write_buffer_limits(high=1, low=0)
+        num_beyond = len(self.connections) - self.limits.max_connections
+        if num_beyond > NUM_SPARE:
+            transport.abort()
+            return
+        if num_beyond > 0:
+            self._is_spare, self.app = True, self._refuse_spare
+        self._expect_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all timers."""
+        self._forget_header()
+        self._forget_body()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    async def _refuse_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request: 503 since the server is full, except health checks."""
+        scope["headers"] = [*scope["headers"], (b"connection", b"close")]
+        scope["state"][IS_SPARE] = True
+        await self.config.loaded_app(scope, receive, send)
+
+    # -- what the client sends ------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Receive and drop the rest of a body that no route reads, for a bounded time."""
+        if self._is_answered_early:
+            self._num_drained += len(data)
+            if self._num_drained > DRAIN_BYTES:
+                self.transport.abort()
+        if not self._is_refused and not self.transport.is_closing():
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        """Set the timer for the next data of the client; none while the server works."""
+        super().handle_events()
+        if self._is_refused:  # its timer is set
+            return
+        self._expect_body()
+        if self.conn.their_state is not h11.IDLE:
+            self._forget_header()
+        elif self._header_timer is None:
+            self._expect_next()
+        if self.flow.read_paused and not self.cycle.more_body:
+            self._listen_on()
+
+    def _expect_body(self) -> None:
+        """Set the timer for a body that did not come with its header, whether it is read or not."""
+        is_due = self.conn.their_state is h11.SEND_BODY
+        if not is_due or self.cycle is not self._body_cycle:
+            self._forget_body()
+        if is_due and self._body_timer is None:
+            self._body_cycle = self.cycle
+            self._body_timer = self.loop.call_later(self.limits.body_seconds, self._end_body)
+
+    def _end_body(self) -> None:
+        """Answer 408, or close if an answer has begun."""
+        seconds = self.limits.named("body_seconds")
+        self._refuse(ApiError(408, f"the body did not arrive within {seconds} seconds"))
+
+    def _expect_next(self) -> None:
+        """Half a header is due too; uvicorn ends the silence behind an answer, but not that behind
+        a body which came after its answer."""
+        if self.conn.trailing_data[0]:
+            self._expect_header()
+        elif self.timeout_keep_alive_task is None and self.conn.our_state is h11.IDLE:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.limits.idle_seconds, self.timeout_keep_alive_handler
+            )
+
+    def _listen_on(self) -> None:
+        """Read while a request is worked for, though another stands behind it.
+
+        uvicorn pauses until the answer is complete. A client that leaves would then not be noticed,
+        and its request run to its end for nobody.
+        """
+        num_waiting = len(self.conn._receive_buffer)  # `trailing_data` copies it, for each packet
+        if num_waiting > self.limits.max_header_bytes + self.limits.max_body_bytes:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
+
+    @property
+    def _is_answered_early(self) -> bool:
+        """Whether the request was answered while its body is still being sent.
+
+        It is false for the next request, whose body may come together with the end of this one.
+        """
+        is_sending = self.conn.their_state is h11.SEND_BODY
+        return is_sending and self.cycle.response_complete
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words
+        """Answer invalid HTTP with a JSON body; nothing behind it is read."""
+        error = sys.exception()  # uvicorn calls this while it handles it
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
+            refusal = ApiError(431, f"the header is longer than {self._max_header()}")
+        elif isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 501:
+            refusal = ApiError(501, "only the transfer coding chunked is supported")
+        else:
+            refusal = ApiError(400, "the request is not valid HTTP/1.1")
+        self._refuse(refusal)
+
+    def _refuse(self, refusal: ApiError) -> None:
+        """Answer and close; only close if an answer has begun."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        begun = self.conn.our_state is h11.SEND_RESPONSE  # a request whose path is known
+        answer = self._broken_off(refusal) if begun else refusal.response()
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        events = (
+            h11.Response(status_code=refusal.status, headers=headers),
+            h11.Data(data=bytes(answer.body)),
+            h11.EndOfMessage(),
+        )
+        for event in events:
+            self.transport.write(self.conn.send(event))
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
+        self._is_refused = True
+        self._forget_body()
+        self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def _broken_off(self, refusal: ApiError) -> Response:
+        """The answer to a request whose body is invalid HTTP; notes it in the request's context."""
+        scope = cast("Scope", self.scope)
+        scope["state"][BROKEN_OFF] = refusal
+        # Outside of any context: the one at hand may be that of the request before.
+        return Context().run(refusal_of, scope, refusal)
+
+    def _max_header(self) -> str:
+        return f"{self.limits.named('max_header_bytes')} bytes"
+
+    def _expect_header(self) -> None:
+        seconds = self.limits.header_seconds
+        if self._is_spare:
+            seconds = min(seconds, SPARE_SECONDS)
+        self._header_timer = self.loop.call_later(seconds, self._end_header)
+
+    def _end_header(self) -> None:
+        """Answer 408 if a request was begun; close a silent connection without an answer."""
+        self._header_timer = None
+        if not self.conn.trailing_data[0]:
+            self.transport.abort()
+            return
+        seconds = self.limits.named("header_seconds")
+        self._refuse(ApiError(408, f"the header did not arrive within {seconds} seconds"))
+
+    def _forget_header(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _forget_body(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer, self._body_cycle, self._num_drained = None, None, 0
+
+    # -- the client's reading -------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """Start the timer: the client does not read."""
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        """Stop the timer: the client has read all."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _expect_reading(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        seconds = self.limits.write_seconds
+        self._write_timer = self.loop.call_later(seconds, self._check_reading, size)
+
+    def _check_reading(self, size_before: int) -> None:
+        """Close if the client read nothing since the last check; a slow reader is served."""
+        if self.transport.get_write_buffer_size() < size_before:
+            self._expect_reading()
+            return
+        logger.warning(
+            "connection closed: the client read nothing for %s s (--write-seconds)",
+            self.limits.write_seconds,
+        )
+        self.transport.abort()
+
+
+def connection_class(limits: Limits) -> type[Connection]:
+    """`Connection` with these limits: uvicorn makes the instances itself."""
+    return type("Connection", (Connection,), {"limits": limits})
+
+
+def reserve_files(limits: Limits) -> None:
+    """Raise the limit on open files to one per connection, as far as the system allows."""
+    wanted = limits.max_connections + NUM_SPARE + NUM_OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        logger.warning(
+            "the process may open %s files, too few for --max-connections: raise ulimit -n", allowed
+        )

@@ -1,0 +1,1 @@
+"""Observation of requests: logs, metrics, traces."""

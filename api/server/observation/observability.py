@@ -1,0 +1,143 @@
+"""Metrics, request logs, traces and recorded traffic of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.types import ASGIApp
+
+from ....core.errors import InvalidRequest
+from ....core.telemetry.observers import EngineObserver
+from ...runtime.engine_client import EngineClient
+from ...serving.metrics import ServerMetrics
+from ...serving.serving_context import Service
+from ...serving.settings import Listen, ObservingOptions
+from ...types.request_context import caller, caller_of
+from .logs import log_request
+from .request_log import RequestLog, no_span
+
+if TYPE_CHECKING:
+    from ....core.interface.request import Delta, Request
+    from ....draft.training.traffic import Recorder, TrafficRecorder
+    from ...certify.recorder import RequestRecorder
+    from .tracing import Telemetry
+
+R = TypeVar("R", bound="Recorder[Any]")
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observing:
+    """The observers of a server."""
+
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    access_log: bool = False
+    telemetry: Telemetry | None = None
+    recorder: TrafficRecorder | None = None
+    request_recorder: RequestRecorder | None = None
+
+    def around(self, app: ASGIApp, service: Service) -> ASGIApp:
+        """Wrap the application with its observers."""
+        self.metrics.is_ready = lambda: service.unready is None
+        self.metrics.is_draining = lambda: service.draining
+        return RequestLog(
+            app,
+            self.metrics,
+            log=log_request if self.access_log else None,
+            span=no_span if self.telemetry is None else self.telemetry.span,
+        )
+
+    @asynccontextmanager
+    async def serving(self, llm: EngineClient, model: str) -> AsyncIterator[None]:
+        """Observe this engine and the running loop inside the block."""
+        if self.telemetry is not None:
+            self.telemetry.watch(llm.engine, model)
+        if self.recorder is not None:
+            llm.engine.metrics.observers.append(_Recording(self.recorder))
+            self.recorder.name(model, await asyncio.to_thread(llm.tokenizer.fingerprint))
+        if self.request_recorder is not None:
+            built = llm.built
+            self.request_recorder.name(str(built.path), built.settings, exact=built.exact)
+            llm.engine.metrics.observers.append(_Recording(self.request_recorder))
+        try:
+            with self.metrics.lag.measured():
+                yield
+        finally:
+            if self.telemetry is not None:
+                await asyncio.to_thread(self.telemetry.close)
+            for recorder in (self.recorder, self.request_recorder):
+                if recorder is not None:
+                    await asyncio.to_thread(recorder.close)
+
+
+class _Recording(EngineObserver):
+    """Passes requests to a recorder, with the caller that each is served for."""
+
+    def __init__(self, recorder: Recorder[Any]) -> None:
+        self._recorder = recorder
+
+    def begin(self, request: Request, now: float) -> None:  # noqa: ARG002
+        if request.sampling.generates:  # else there is no answer to learn from
+            self._recorder.expect(request, caller())
+
+    def observe_delta(self, request: Request, delta: Delta, now: float) -> None:  # noqa: ARG002
+        if delta.terminal:
+            self._recorder.finish(request, delta)
+
+
+def make_observing(options: ObservingOptions, listen: Listen) -> Observing:
+    """The observers that the options name.
+
+    Callers with API keys opt in to be recorded, each by its key. Raises `InvalidRequest` where the
+    extra for traces is missing or no collector is known.
+    """
+    has_keys, traffic, requests = bool(listen.settings.api_keys), None, None
+    if options.record_traffic is not None:
+        from ....draft.training.traffic import TrafficRecorder
+
+        traffic = _recorder(TrafficRecorder, options.record_traffic, options, has_keys=has_keys)
+    if options.record_requests is not None:
+        from ...certify.recorder import RequestRecorder
+
+        requests = _recorder(RequestRecorder, options.record_requests, options, has_keys=has_keys)
+    return Observing(
+        access_log=options.access_log or listen.log_level == "debug",
+        telemetry=_telemetry(options),
+        recorder=traffic,
+        request_recorder=requests,
+    )
+
+
+def _recorder(kind: type[R], folder: str, options: ObservingOptions, *, has_keys: bool) -> R:
+    from ....draft.training.traffic import DEFAULT_BYTES
+
+    keys = {caller_of(key) for key in options.record_keys}
+    return kind(
+        Path(folder),
+        max_bytes=options.record_bytes or DEFAULT_BYTES,
+        callers=keys if keys or has_keys else None,
+    )
+
+
+def _telemetry(options: ObservingOptions) -> Telemetry | None:
+    """Traces over OTLP, to the endpoint or to where OpenTelemetry's own variables say."""
+    if options.otlp_endpoint is None and not options.tracing:
+        return None
+    if options.otlp_endpoint is None and not any(name in os.environ for name in ENDPOINTS):
+        message = f"--tracing needs {ENDPOINTS[1]}, or else --otlp-endpoint"
+        raise InvalidRequest(message, param="tracing")
+    try:
+        telemetry = importlib.import_module(".tracing", __package__)
+    except ModuleNotFoundError as error:
+        message = f"tracing needs the extra otel: pip install 'foretoken[otel]' ({error})"
+        raise InvalidRequest(message, param="tracing") from None
+    provider = telemetry.otlp_provider(options.otlp_endpoint)
+    made: Telemetry = telemetry.Telemetry(provider, step_rate=options.trace_steps)
+    return made

@@ -1,0 +1,1 @@
+"""The server's own routes: models, tokens, the cache, health, adapters, pages."""

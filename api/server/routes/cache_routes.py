@@ -1,0 +1,127 @@
+"""GET /cache and /cache/explain, POST /cache/flush: inspect and flush the prefix cache."""
+
+from __future__ import annotations
+
+from array import array
+from functools import partial
+from typing import cast
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....core.errors import InvalidRequest
+from ...openai.schema import Message, plain_chat
+from ...protocol.sampling import decoder
+from ...runtime.cache_diagnostics import Explanation
+from ...serving.errors import ApiError, JsonResponse
+from ...serving.serving_context import Service
+from ...types.request_context import owner_of
+from ..guards.auth import needs_admin_key
+from .protocol import Flushed
+
+
+class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of /cache/flush: without fields it flushes everything, so unknown ones are refused.
+
+    ``prefix`` is a text, token ids, or messages; it belongs to ``cache_salt``, or to the default.
+    """
+
+    cache_salt: str | None = None
+    prefix: str | list[int | Message] | None = None
+
+
+decode_flush = decoder(FlushRequest)
+
+
+class CacheRoutes:
+    """Routes of the cache for operators and tenants."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def show(self, request: Request) -> Response:
+        """Occupancy, why prompts missed, and the pins of ``cache_salt`` or of the default."""
+        salt = request.query_params.get("cache_salt")
+        _check_salt(salt)
+        llm = self.service.llm
+        return JsonResponse({**await llm.engine.cache_info(salt), "causes": llm.causes})
+
+    async def flush(self, request: Request) -> Response:
+        """Drop cached prefixes: of one salt, below one prefix, or all."""
+        data = await self.service.read_bytes(request)
+        body = decode_flush(data) if data.strip() else FlushRequest()
+        _check_salt(body.cache_salt)
+        if body.prefix is None and body.cache_salt is None and not request.state.is_admin:
+            raise needs_admin_key("a flush without cache_salt and prefix")
+        llm, salt = self.service.llm, body.cache_salt
+        if body.prefix is not None:
+            async with self.service.wanted(request.receive):
+                tokens = array("q", await self._token_ids(body.prefix, salt))
+            dropped = 0
+            for namespace in (salt, *llm.adapters.namespaces(salt)):
+                dropped += await llm.engine.flush_prefix(tokens, namespace)
+                llm.prompts.flush_prefix(tokens, namespace)
+            self._flush_history(salt)  # it knows no prefixes
+        else:
+            salts = () if salt is None else (salt,)
+            namespaces = () if salt is None else (salt, *llm.adapters.namespaces(salt))
+            dropped = await llm.engine.flush_cache(*namespaces)
+            llm.prompts.flush(*namespaces)
+            self._flush_history(*salts)
+        return JsonResponse(Flushed(flushed_pages=dropped))
+
+    def _flush_history(self, *salts: str | None) -> None:
+        """Forget the token ids of answers under these salts, all when none is named."""
+        if self.service.chat.history is not None:
+            self.service.chat.history.flush(*salts)
+
+    async def _token_ids(self, prefix: str | list[int | Message], salt: str | None) -> list[int]:
+        llm = self.service.llm
+        if isinstance(prefix, str):
+            return await llm.tokenizer.encode(prefix)
+        kinds = {*map(type, prefix)}  # a loop over a million ids would hold the event loop
+        if Message not in kinds:
+            token_ids = cast("list[int]", prefix)
+            llm.tokenizer.check_ids(token_ids, llm.built.vocab_size, "prefix")
+            return token_ids
+        if len(kinds) > 1:
+            message = "prefix must be a text, token ids or messages, not a mixture"
+            raise InvalidRequest(message, param="prefix")
+        messages = cast("list[Message]", prefix)
+        chat = await self.service.apart(partial(plain_chat, messages, opens=False, cache_salt=salt))
+        return [*(await self.service.chat.render(chat)).cached_ids]
+
+    async def explain(self, request: Request) -> Response:
+        """Explain a cache miss; needs the API key and ``cache_salt`` of the request.
+
+        ``previous_id`` names the response to compare with; by default it is the most similar.
+        """
+        asked = request.query_params
+        response_id = asked.get("response_id")
+        if not response_id:
+            raise InvalidRequest("response_id is needed", param="response_id")
+        return JsonResponse(
+            self._explain(response_id, asked.get("previous_id"), asked.get("cache_salt")).body()
+        )
+
+    def _explain(self, response_id: str, previous_id: str | None, salt: str | None) -> Explanation:
+        llm = self.service.llm
+        prompt = llm.prompts.find(response_id)
+        if prompt is None or prompt.owner != owner_of(salt):  # it is not told which of the two
+            raise _unknown(response_id, "response_id")
+        found = llm.explain(response_id, previous_id=previous_id)
+        if found is None:
+            raise _unknown(previous_id or "", "previous_id")
+        return found
+
+
+def _check_salt(salt: str | None) -> None:
+    """Raise `InvalidRequest` for one that could name the namespaces of an adapter."""
+    if salt is not None and salt.startswith("\0"):
+        raise InvalidRequest("cache_salt must not begin with a NUL", param="cache_salt")
+
+
+def _unknown(response_id: str, param: str) -> ApiError:
+    message = f"no prompt is remembered for the response {response_id}"
+    return ApiError(404, message, code="response_not_found", param=param)

@@ -1,0 +1,160 @@
+"""GET /: a page to talk to the model and watch the engine; GET /ui/events: what the page shows.
+
+The page is one file without a build step. It needs no key itself: it asks the user for one, keeps
+it in the browser and sends it. The events have counts, sizes and ids of requests, never a text or a
+token. The engine is observed only while a page is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ....core.interface.output import StepOutput
+from ....core.interface.plan import StepPlan
+from ....core.interface.request import Delta
+from ....core.interface.request import Request as EngineRequest
+from ....core.telemetry.observers import EngineObserver
+from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
+from ...serving.serving_context import Service
+from ...serving.sse import EventStream, event
+from ...types.results import Body
+from .static_page import FOLDER, StaticPage
+
+PAGE = FOLDER / "index.html"
+PERIOD_SECONDS = 1.0
+STEPS_SECONDS = 0.25  # between two events with the steps since the last one
+MAX_STEPS = 256  # in one event
+
+
+class Watched(EngineObserver):
+    """The latest steps and the latest requests that ended. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0  # with tokens, of all replicas
+        self.finished: deque[RecentRequest] = deque(maxlen=MAX_REQUESTS)
+        self._steps: deque[dict[str, int]] = deque(maxlen=MAX_STEPS)
+        self._replicas: deque[int] = deque(maxlen=MAX_STEPS)  # by step; empty without a front
+        self._step: dict[str, int] = {}  # tokens by drafter; "" for the target's own
+
+    def observe_delta(self, request: EngineRequest, delta: Delta, now: float) -> None:  # noqa: ARG002
+        """Count the tokens of the last step; keep what ended."""
+        for source in delta.token_sources:
+            self._step[source] = self._step.get(source, 0) + 1
+        if delta.terminal:
+            self.finished.append(RecentRequest.of(request))
+
+    def observe_step(
+        self,
+        plan: StepPlan,  # noqa: ARG002
+        output: StepOutput,  # noqa: ARG002
+        *,
+        began: float,  # noqa: ARG002
+        ended: float,  # noqa: ARG002
+    ) -> None:
+        """End the step before this one: a step's tokens are delivered while the next one runs."""
+        self._end_step()
+
+    def observe_replica_step(self, replica: int) -> None:
+        """End a step of a replica: its tokens are delivered together."""
+        if self._end_step():
+            self._replicas.append(replica)
+
+    def since(self, num_steps: int) -> Body:
+        """The steps after the first ``num_steps``, `MAX_STEPS` at most; of a front, whose they are.
+
+        Empty without any.
+        """
+        self._end_step()
+        if not (count := min(self.num_steps - num_steps, len(self._steps))):
+            return {}
+        body: Body = {"latest_steps": [*self._steps][-count:]}
+        return body | ({"replicas": [*self._replicas][-count:]} if self._replicas else {})
+
+    def _end_step(self) -> bool:
+        """Whether there was one: a step without tokens is none."""
+        if not self._step:
+            return False
+        self.num_steps += 1
+        self._steps.append(self._step)
+        self._step = {}
+        return True
+
+
+class Dashboard:
+    """The page and its events. One snapshot a period serves all who watch."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._watched: Watched | None = None  # while somebody watches
+        self._num_watchers = 0
+        self._latest: tuple[float, bytes] = (float("-inf"), b"")
+        self._page = StaticPage(PAGE)
+
+    @property
+    def routes(self) -> list[Route]:
+        """Routes of the page; empty with ``--no-ui``."""
+        if not self.service.settings.ui:
+            return []
+        return [
+            Route("/", self.page, methods=["GET"]),
+            Route("/ui/events", self.events, methods=["GET"]),
+        ]
+
+    async def page(self, _request: Request) -> Response:
+        """The live page, one file."""
+        return self._page.answer()
+
+    async def events(self, _request: Request) -> Response:
+        """The state of the engine, once a second, and its steps four times a second."""
+        limits = self.service.settings.limits
+        return EventStream(self._events(), close=_nothing, ping_seconds=limits.ping_seconds)
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        watched = self.watch()
+        try:
+            seen, ticks = watched.num_steps, round(PERIOD_SECONDS / STEPS_SECONDS)
+            while not self.service.draining:
+                yield await self._snapshot(watched)
+                for _ in range(ticks):
+                    await asyncio.sleep(STEPS_SECONDS)
+                    if steps := watched.since(seen):
+                        seen = watched.num_steps
+                        yield event(steps)
+        finally:
+            self.unwatch()
+
+    def watch(self) -> Watched:
+        """Observe the engine, from the first watcher to the last."""
+        if self._watched is None:
+            self._watched = Watched()
+            self.service.llm.engine.metrics.observers.append(self._watched)
+        self._num_watchers += 1
+        return self._watched
+
+    def unwatch(self) -> None:
+        """End what one `watch` began."""
+        self._num_watchers -= 1
+        if not self._num_watchers and self._watched is not None:
+            self.service.llm.engine.metrics.observers.remove(self._watched)
+            self._watched = None
+
+    async def _snapshot(self, watched: Watched) -> bytes:
+        now = asyncio.get_running_loop().time()
+        if now - self._latest[0] >= PERIOD_SECONDS / 2:
+            llm = self.service.llm
+            sampling = llm.built.sampling_defaults.in_force
+            about = {"time": now, "model": self.service.model, "sampling": sampling}
+            about["causes"] = llm.causes
+            body = {**about, **await llm.engine.overview(watched.finished)}
+            self._latest = (now, event(body))
+        return self._latest[1]
+
+
+def _nothing() -> None:
+    """Do nothing: a watcher holds no resource."""

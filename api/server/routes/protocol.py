@@ -1,0 +1,243 @@
+"""Answers of the server's own routes: models, tokens, the cache, health."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from ....core.errors import InvalidRequest
+from ...protocol.answers import Free
+
+
+class SamplingValues(Struct, kw_only=True):
+    """``default_sampling_params``: values of a request that leaves these fields out."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
+class Model(Struct, kw_only=True):
+    """A served model; ``max_model_len``: limit on prompt and answer together, in tokens.
+
+    ``exact``: whether logits have the same bits in any batch. ``model_path``: the implementation
+    of the layers, ``own`` or ``transformers``. ``parent``: the model that an adapter changes.
+    ``drafters``: names of what drafts, grammars and predictions aside; ``no_self_draft``: why
+    ``--draft auto`` does without the model's own drafts.
+    """
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "foretoken"
+    parent: str | None = None
+    max_model_len: int
+    exact: bool
+    model_path: str
+    drafters: list[str]
+    no_self_draft: str | None = None
+    type: str = "model"
+    display_name: str
+    created_at: str
+    lifecycle: str = "active"
+    tool_parser: str  # how the model writes calls: one of `--tool-parser`
+    default_sampling_params: SamplingValues
+
+
+class ModelList(Struct, kw_only=True):
+    """Answer of GET /v1/models."""
+
+    object: str = "list"
+    data: list[Model]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class Tokens(Struct, kw_only=True):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, kw_only=True):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class Flushed(Struct, kw_only=True):
+    """Answer of /cache/flush."""
+
+    flushed_pages: int
+
+
+class Status(Struct, kw_only=True):
+    """Answer of /health and /ready."""
+
+    status: str
+
+
+class Audit(Struct, kw_only=True, omit_defaults=True):
+    """Answer of /debug/audit: owners of all KV pages, and the violated rule, if any.
+
+    ``states``: owners of the slots for recurrent states, of models that have them.
+    """
+
+    ok: bool
+    pages: dict[str, int] = {}
+    states: dict[str, int] = {}
+    requests: dict[str, int] = {}
+    replicas: list[dict[str, Any]] = []  # of each, over a front
+
+
+class Replica(Struct, kw_only=True):
+    """A replica that serves. It has sent its load last; the front counts requests and tokens.
+
+    ``state``: ready, or why it takes no requests now. ``seconds``: since it joined. ``served``:
+    requests that ended there. ``owed_tokens``: left to compute for its ``requests``.
+    """
+
+    number: int
+    pid: int
+    model: str
+    release: str
+    kernels: str
+    state: str
+    seconds: float
+    requests: int
+    served: int
+    running: int
+    waiting: int
+    kv_usage: float
+    owed_tokens: int
+    max_running: int
+    max_queued: int
+    total_pages: int
+
+
+class ReplicaChange(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Body of POST /replicas: one number, or bounds within which it follows the load, or options.
+
+    ``options``: engine options, as in `EngineConfig`, beside those that the replicas have. All are
+    replaced, each after a new one has come; if one does not come, the replicas keep their options.
+    Meanwhile another number or other bounds hold at once; other options are refused with 409.
+    """
+
+    replicas: int | None = None
+    min: int | None = None
+    max: int | None = None
+    options: dict[str, Any] | None = None
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """Fewest and most replicas. Raises `InvalidRequest` for what are none."""
+        if self.replicas is not None and (self.min is not None or self.max is not None):
+            raise InvalidRequest("replicas cannot be given with min and max", param="replicas")
+        if (self.min is None) != (self.max is None):
+            missing = "min" if self.min is None else "max"
+            raise InvalidRequest("min and max are given together", param=missing)
+        least = self.replicas if self.min is None else self.min
+        most = self.replicas if self.max is None else self.max
+        if least is None or most is None:
+            return None
+        if not 1 <= least <= most:
+            param = "min" if self.replicas is None else "replicas"
+            message = f"{param} must be at least 1, and not above max"
+            raise InvalidRequest(message, param=param)
+        return least, most
+
+
+class ReplicaUpdate(Struct, kw_only=True):
+    """The last replacement of all replicas.
+
+    ``reason``: why a new replica did not come, where the update was undone.
+    """
+
+    state: Literal["running", "done", "undone"]
+    reason: str | None
+
+
+class ReplicaList(Struct, kw_only=True):
+    """Answer of GET /replicas: none where the server itself computes."""
+
+    replicas: list[Replica]
+    update: ReplicaUpdate | None
+
+
+class ModelFacts(Struct, kw_only=True):
+    """Fields that /server_info and /model_info share.
+
+    ``max_model_len``: limit on prompt and answer together, in tokens. The KV pool has
+    ``total_pages`` pages of ``page_size`` tokens. ``fingerprint``: equal for servers whose KV pages
+    have the same bits; null where it is not known.
+    """
+
+    version: str
+    model: str
+    model_path: str
+    max_model_len: int
+    exact: bool
+    page_size: int
+    total_pages: int
+    fingerprint: str | None
+
+
+class ModelInfo(ModelFacts, kw_only=True):
+    """Answer of /model_info: the model and its KV pool, for routers.
+
+    ``names``: those that requests may use. ``max_running`` requests run at once, ``max_queued``
+    more may wait.
+    """
+
+    names: list[str]
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_running: int
+    max_queued: int
+    drafters: list[str]
+
+
+class ServerInfo(ModelFacts, kw_only=True):
+    """Answer of /server_info: the model, its sampling, and the settings in force.
+
+    ``settings``: options of the engine, those left open as they were chosen, without paths of the
+    server's machine. ``limits``: of connections and requests.
+    """
+
+    default_sampling_params: SamplingValues
+    settings: Free
+    limits: Free
+
+
+class Version(Struct, kw_only=True):
+    """Answer of /version."""
+
+    version: str
+
+
+class CacheBody(Struct, kw_only=True):
+    """Answer of /cache. Pages are of ``page_size`` tokens.
+
+    ``causes``: prompts that were computed, by why they missed the cache, since the start.
+    """
+
+    page_size: int
+    total_pages: int
+    free_pages: int
+    evictable_pages: int
+    pinned_pages: int
+    num_pins: int
+    num_sessions: int
+    causes: dict[str, int]
+    pins: list[Free]
+    usage: float
+    queried_tokens: int
+    hit_tokens: int
+    evicted_answer_tokens: int = 0  # of answers: their KV was given up (--kv-evict)

@@ -1,0 +1,355 @@
+"""Rotary position embedding: inverse frequencies of each kind, and cos/sin by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor
+
+from ...errors import ModelLoadError
+from ...ops.weights import Tables
+from .fields import Fields
+
+RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
+
+_CHUNK = 4096  # positions; tables grow in equal pieces so that their bits do not depend on when
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """The RoPE fields of a config.json; fields that a kind does not use keep their defaults."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_len: int = 0  # tokens the model was first trained for
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn, and all below
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    # by frequency: of longrope, and of a file that spells out llama3's scaling
+    divisors: tuple[float, ...] = ()
+    # The share of a head's items that turn, the first ones; 0: none. Of a proportional one the
+    # first of each half turn, as fast as if all did.
+    partial: float = 1.0
+    # Queries grow by 1 + beta * log(1 + floor(position / original_max_len)) (Llama 4); 0: not
+    query_beta: float = 0.0
+    # Frequencies that follow time, height and width; of images alone, for text all are equal.
+    sections: tuple[int, ...] = ()
+    interleaves_sections: bool = False  # they take turns; time has what is left of them
+
+
+NO_ROPE = RopeSpec(partial=0.0)
+
+
+def parse_rope(
+    config: Fields, *, max_len: int, partial: float | None = None, theta: float = 10000.0
+) -> RopeSpec:
+    """RoPE of a config.json in the spelling of transformers v4 (``rope_scaling``) or v5.
+
+    ``partial``: the share of a head that turns by default, of a family that turns a part of it.
+    ``theta``: the family's default. Raises `ModelLoadError` for a kind that is not supported.
+    """
+    name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    rope = config.object(name)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in get_args(RopeKind):
+        supported = ", ".join(get_args(RopeKind))
+        raise config.unsupported(
+            name, f"has type {kind!r}, which is not supported; {supported} are"
+        )
+    if partial is None:
+        _refuse_partial(config, rope)
+    share = 1.0 if partial is None else _partial(config, rope, partial)
+    theta = rope.above_zero("rope_theta", config.number("rope_theta", theta))
+    if kind == "default":
+        sections = rope.values.get("mrope_section")
+        return RopeSpec(
+            theta=theta,
+            partial=share,
+            sections=tuple(map(int, sections)) if isinstance(sections, list | tuple) else (),
+            interleaves_sections=rope.flag("mrope_interleaved", False),
+        )
+    if kind == "proportional":
+        factor = rope.above_zero("factor", 1.0)
+        return RopeSpec(kind="proportional", theta=theta, partial=share, factor=factor)
+    if kind == "longrope":
+        return _parse_longrope(config, rope, theta, share, max_len)
+    # Beside the scaling (Phi) it wins over inside it, as in transformers.
+    holder = config if config.has("original_max_position_embeddings") else rope
+    original = holder.positive("original_max_position_embeddings", max_len)
+    stretch = max_len / original if kind == "yarn" else None
+    return RopeSpec(
+        kind=cast(RopeKind, kind),
+        theta=theta,
+        factor=rope.above_zero("factor", stretch),
+        original_max_len=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+        partial=share,
+    )
+
+
+def _parse_longrope(
+    config: Fields, rope: Fields, theta: float, partial: float, max_len: int
+) -> RopeSpec:
+    """The table of short texts (arXiv 2402.13753), which holds up to the original length."""
+    holder = config if config.has("original_max_position_embeddings") else rope
+    original = holder.positive("original_max_position_embeddings", max_len)
+    factor = rope.above_zero("factor", max_len / original)
+    scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    divisors = rope.values.get("short_factor")
+    is_numbers = isinstance(divisors, list) and all(isinstance(d, int | float) for d in divisors)
+    if not is_numbers or not divisors:
+        raise rope.error("short_factor", "must be a list of numbers")
+    return RopeSpec(
+        kind="longrope",
+        theta=theta,
+        factor=factor,
+        original_max_len=original,
+        attention_factor=rope.number("attention_factor", scaling),
+        divisors=tuple(float(each) for each in divisors),
+        partial=partial,
+    )
+
+
+def parse_ropes(
+    config: Fields,
+    *,
+    max_len: int,
+    theta: float,
+    local_theta: float | None = None,
+    partial: float | None = None,
+) -> tuple[RopeSpec, RopeSpec]:
+    """RoPE of the layers of full attention, and of those with a window, where they differ.
+
+    ``partial``: the share of a head that turns by default where a part of it may.
+
+    transformers v5 has one object for each kind of layer. In v4 the scaling is that of full layers,
+    and ``rope_local_base_freq``, by default ``local_theta``, the theta of the others; None: theta.
+    """
+    kinds = config.object("rope_parameters")
+    if kinds.has("full_attention"):
+        full, local = (
+            parse_rope(
+                _of_kind(config, kinds, kind), max_len=max_len, theta=default, partial=partial
+            )
+            for kind, default in (
+                ("full_attention", theta),
+                ("sliding_attention", local_theta or theta),
+            )
+        )
+        return full, local
+    full = parse_rope(config, max_len=max_len, theta=theta)
+    if local_theta is None:
+        return full, RopeSpec(theta=full.theta)
+    return full, RopeSpec(theta=config.number("rope_local_base_freq", local_theta))
+
+
+def _of_kind(config: Fields, kinds: Fields, kind: str) -> Fields:
+    values = {**config.values, "rope_parameters": kinds.object(kind).values}
+    return Fields(values, config.where)
+
+
+def _partial(config: Fields, rope: Fields, default: float) -> float:
+    name = "partial_rotary_factor"
+    share = rope.number(name, config.number(name, default))
+    if not 0 < share <= 1:
+        raise config.error(name, f"must be above 0 and at most 1, not {share}")
+    return share
+
+
+def rotary_dim(spec: RopeSpec, head_dim: int) -> int:
+    """Items of a head that turn, an even number; of a proportional one all, some not moving."""
+    return head_dim if spec.kind == "proportional" else int(head_dim * spec.partial)
+
+
+def _refuse_partial(config: Fields, rope: Fields) -> None:
+    for fields in (config, rope):
+        if fields.number("partial_rotary_factor", 1.0) != 1.0:
+            raise fields.unsupported("partial_rotary_factor", "other than 1 is not supported")
+
+
+def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """Radians per position of every pair of dimensions, ``[head_dim / 2]`` float32; 0: at rest."""
+    turning = _frequencies(spec, rotary_dim(spec, head_dim))
+    return torch.nn.functional.pad(turning, (0, head_dim // 2 - len(turning)))
+
+
+def _frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """Frequencies of a head all of whose dimensions turn, [head_dim / 2] float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (spec.theta**exponents)
+    if spec.divisors:
+        if len(spec.divisors) != len(plain):
+            raise ModelLoadError(f"{len(spec.divisors)} RoPE factors for {len(plain)} frequencies")
+        return plain / torch.tensor(spec.divisors, dtype=torch.float32)
+    if spec.kind == "proportional":  # Gemma 4
+        turning = int(spec.partial * head_dim // 2)
+        return torch.where(torch.arange(len(plain)) < turning, plain / spec.factor, 0.0)
+    if spec.kind == "linear":  # arXiv 2306.15595
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(spec, plain)
+    if spec.kind == "yarn":
+        return _yarn(spec, plain, head_dim)
+    return plain
+
+
+def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Slow the low frequencies only (the Llama 3.1 release, ``apply_scaling``)."""
+    turns = spec.original_max_len * plain / (2 * math.pi)
+    span = spec.high_freq_factor - spec.low_freq_factor
+    smooth = ((turns - spec.low_freq_factor) / span).clamp(0.0, 1.0)
+    return (1 - smooth) * plain / spec.factor + smooth * plain
+
+
+def _yarn(spec: RopeSpec, plain: Tensor, head_dim: int) -> Tensor:
+    """Interpolate slow dimensions, leave fast ones (arXiv 2309.00071, section 3.2)."""
+    low = _yarn_dim(spec, head_dim, spec.beta_fast)
+    high = _yarn_dim(spec, head_dim, spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = high - low if high != low else 0.001  # as in transformers
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
+    return plain / spec.factor * ramp + plain * (1 - ramp)
+
+
+def _yarn_dim(spec: RopeSpec, head_dim: int, turns: float) -> float:
+    """The dimension that makes so many turns within the original context."""
+    ratio = spec.original_max_len / (turns * 2 * math.pi)
+    return head_dim * math.log(ratio) / (2 * math.log(spec.theta))
+
+
+def attention_scaling(spec: RopeSpec) -> float:
+    """Factor on cos and sin: yarn's (arXiv 2309.00071, section 3.4) or longrope's, else 1."""
+    if spec.kind not in ("yarn", "longrope"):
+        return 1.0
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.mscale and spec.mscale_all_dim:  # DeepSeek's variant
+        return _mscale(spec.factor, spec.mscale) / _mscale(spec.factor, spec.mscale_all_dim)
+    return _mscale(spec.factor, 1.0)
+
+
+def mscale_all(spec: RopeSpec) -> float:
+    """Factor of DeepSeek's variant of yarn on a whole query or key, turned or not; else 1."""
+    if spec.kind == "default" or not spec.mscale_all_dim:
+        return 1.0
+    return _mscale(spec.factor, spec.mscale_all_dim)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+class LayerTables(NamedTuple):
+    """RoPE tables of a model, and which of them turn the queries and the keys of each layer."""
+
+    specs: tuple[RopeSpec, ...]  # with `RopeSpec.query_beta` only where a table is of queries
+    by_layer: tuple[Tables, ...]
+
+
+def layer_tables(ropes: Sequence[RopeSpec]) -> LayerTables:
+    """One table for all layers and heads that turn alike; ``ropes`` are those of the layers."""
+    numbers: dict[RopeSpec, int] = {}
+    by_layer = [
+        Tables(
+            numbers.setdefault(rope, len(numbers)),
+            numbers.setdefault(replace(rope, query_beta=0.0), len(numbers)),
+        )
+        for rope in ropes
+    ]
+    return LayerTables(tuple(numbers), tuple(by_layer))
+
+
+def _axes(spec: RopeSpec, num_frequencies: int) -> Tensor:
+    """The axis of each frequency, 0 to 2: those of one section together, or in turn."""
+    axes = torch.zeros(num_frequencies, dtype=torch.int64)
+    if spec.interleaves_sections:
+        for axis, count in enumerate(spec.sections[1:], start=1):
+            axes[axis : 3 * count : 3] = axis
+    elif spec.sections:
+        axes[: sum(spec.sections)] = torch.repeat_interleave(torch.tensor(spec.sections))
+    return axes
+
+
+class RopeTable:
+    """cos and sin by position, float32; grows as positions are asked for."""
+
+    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str) -> None:
+        self._spec = spec
+        self._frequencies = inverse_frequencies(spec, head_dim).to(device)
+        # What is at rest keeps its length.
+        self._scaling = torch.where(self._frequencies == 0, 1.0, attention_scaling(spec))
+        self._cos = self._sin = self._frequencies.new_empty((0, head_dim // 2))
+        self._axes = _axes(spec, head_dim // 2).to(device)
+
+    def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``.
+
+        Of positions ``[3, T]`` each frequency follows the axis of its section.
+        """
+        cos, sin = self.table(stop)
+        if positions.dim() == 2:
+            by_frequency = positions[self._axes].T  # [T, head_dim / 2]
+            return cos.gather(0, by_frequency), sin.gather(0, by_frequency)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def turns(self, positions: Tensor) -> Tensor:
+        """Turns of positions ``[T]``, ``[T, head_dim / 2]`` complex; the tables do not grow."""
+        angles = positions.double().unsqueeze(1) * self._frequencies.double().to(positions.device)
+        scaling = torch.as_tensor(self._scaling).to(positions.device)
+        return torch.polar(torch.ones_like(angles), angles).to(torch.complex64) * scaling
+
+    def table(self, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[stop or more, head_dim / 2]``; the same tensors until it must grow."""
+        while len(self._cos) < stop:
+            self._grow()
+        return self._cos, self._sin
+
+    def _grow(self) -> None:
+        start = len(self._cos)
+        positions = torch.arange(start, start + _CHUNK, device=self._frequencies.device)
+        angles = positions.float().unsqueeze(1) * self._frequencies
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        if self._spec.query_beta:  # longer in every direction, whether it turns or not
+            turns = torch.floor(positions.float() / self._spec.original_max_len)
+            longer = (1 + self._spec.query_beta * torch.log1p(turns)).unsqueeze(1)
+            cos, sin = cos * longer, sin * longer
+        self._cos = torch.cat((self._cos, cos))
+        self._sin = torch.cat((self._sin, sin))
+
+
+class Still:
+    """`Rope` that turns nothing: of modules that have turned queries and keys already, or do not.
+
+    Its tables are [rows, head_dim / 2].
+    """
+
+    def __init__(self, head_dim: int, device: torch.device) -> None:
+        self._half, self._device = head_dim // 2, device
+
+    def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Tables of as many rows as there are positions."""
+        return self.table(len(positions))
+
+    def table(self, stop: int) -> tuple[Tensor, Tensor]:
+        """Tables of the first positions."""
+        cos = torch.ones((stop, self._half), device=self._device)
+        return cos, torch.zeros_like(cos)

@@ -1,0 +1,258 @@
+"""Gemma 4's assistants: a few layers that draft for a model on the model's own keys and values.
+
+Of token p and h, the output of the model's final norm at position p - 1, an assistant reads
+``pre_projection([embedding of the token, h])``; the embedding is the model's. Its layers have
+queries alone. They stand at position p and read what the model's last layer of their kind, with or
+without a window, keeps of the positions before p. Its output guesses the token behind p, and its
+``post_projection`` stands for h there: the next token is read in the same way, and its queries
+still stand at p. Large vocabularies may be cut into clusters of equal size, of which the best few
+alone are scored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...errors import ModelLoadError
+from ...ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
+from ...ops.kv_pool import KVPool
+from ...ops.weights import PackedLinear
+from ..decoder import OwnDecoder
+from ..description.config import DecoderConfig, LayerSpec
+from ..description.fields import Fields, read_json
+from ..description.page_layout import PageLayout
+from ..description.shapes import (
+    CENTROIDS,
+    EMBEDDING,
+    LM_HEAD,
+    POST_PROJECTION,
+    PRE_PROJECTION,
+    TOKEN_ORDERING,
+    Shapes,
+    ignored,
+    tensor_shapes,
+)
+from ..families.registry import parse_config
+from ..formats.checkpoint import OnRead, check_tensors, observed
+from ..formats.safetensors import SafetensorsCheckpoint
+from ..weights.assembly import Assembly
+
+TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+_OUTPUTS = (LM_HEAD, EMBEDDING)  # the latter where they are tied
+UNSCORED = -1e30  # the logit of a token whose cluster is not among the best; finite, so no NaN
+
+
+class AssistantConfig(NamedTuple):
+    """``decoder``: of the layers, each of which reads layer ``kv_of`` of the target.
+
+    ``num_clusters``: of the vocabulary, ``num_scored`` of which are scored; 0: all of it is.
+    """
+
+    decoder: DecoderConfig
+    num_clusters: int
+    num_scored: int
+
+
+def is_assistant(path: Path) -> bool:
+    """Whether a folder has an assistant, by its config.json."""
+    file = path / "config.json"
+    return file.is_file() and read_json(file).get("model_type") in TYPES
+
+
+def read_assistant(path: Path, target: DecoderConfig) -> AssistantConfig:
+    """The config of an assistant for a target. Raises `ModelLoadError` where they do not fit."""
+    fields = Fields(read_json(path / "config.json"), str(path / "config.json"))
+    width = fields.positive("backbone_hidden_size")
+    if width != target.hidden_size:
+        problem = f"is {width}, but the target's hidden size is {target.hidden_size}"
+        raise fields.error("backbone_hidden_size", problem)
+    from ..fallback.text_config import read_text_config  # transformers takes a second to import
+
+    text = {name: value for name, value in read_text_config(path).items() if value is not None}
+    text["num_kv_shared_layers"] = 0  # what is shared is another model's
+    inner = Fields(text, f"{fields.where}: text_config")
+    config = parse_config(inner)
+    if config.vocab_size != target.vocab_size:
+        problem = f"is {config.vocab_size}, but the target has {target.vocab_size} tokens"
+        raise inner.error("vocab_size", problem)
+    layers = tuple(_reading(config, index, target, inner) for index in range(config.num_layers))
+    num_clusters, num_scored = _clusters(fields, config.vocab_size)
+    return AssistantConfig(replace(config, layers=layers), num_clusters, num_scored)
+
+
+def _reading(config: DecoderConfig, index: int, target: DecoderConfig, fields: Fields) -> LayerSpec:
+    """A layer that reads the target's last one of its kind which keeps keys and values."""
+    layer, heads = config.layers[index], config.heads_of(index)
+    kind = "full attention" if layer.window is None else "a window"
+    found = [
+        number
+        for number, spec in enumerate(target.layers)
+        if spec.kv_of is None and spec.has_attention
+        if (spec.window is None) == (layer.window is None)
+    ]
+    if not found:
+        raise fields.error("layer_types", f"has {kind}, and no layer of the target does")
+    theirs = target.heads_of(found[-1])
+    if heads[1:] != theirs[1:]:
+        raise fields.error(
+            "per_layer_config",
+            f"layer {index} reads {heads.num_kv_heads} KV heads of {heads.head_dim} dimensions, "
+            f"but layer {found[-1]} of the target has {theirs.num_kv_heads} of {theirs.head_dim}",
+        )
+    # The row stands at the last key, and transformers lets it see so many positions before that.
+    window = None if layer.window is None else layer.window + 1
+    return replace(layer, kv_of=found[-1], window=window)
+
+
+def _clusters(fields: Fields, vocab_size: int) -> tuple[int, int]:
+    """The number of clusters of the vocabulary, and how many of them are scored."""
+    if not fields.flag("use_ordered_embeddings", False):
+        return 0, 0
+    count = fields.positive("num_centroids", 2048)
+    scored = fields.positive("centroid_intermediate_top_k", 32)
+    if vocab_size % count:
+        raise fields.error("num_centroids", f"{count} does not divide {vocab_size} tokens")
+    if scored > count:
+        raise fields.error("centroid_intermediate_top_k", f"is {scored} of {count} clusters")
+    return count, scored
+
+
+def _shapes(config: AssistantConfig, width: int, output: str) -> Shapes:
+    """The tensors of an assistant of a target of that hidden size; ``output``: name of one."""
+    decoder, hidden = config.decoder, config.decoder.hidden_size
+    shapes = tensor_shapes(decoder)
+    for name in _OUTPUTS:
+        shapes.pop(name, None)
+    shapes |= {
+        output: (decoder.vocab_size, hidden),
+        f"{PRE_PROJECTION}.weight": (hidden, 2 * width),
+        f"{POST_PROJECTION}.weight": (width, hidden),
+    }
+    if config.num_clusters:
+        shapes[f"{CENTROIDS}.weight"] = (config.num_clusters, hidden)
+    return shapes
+
+
+# -- its weights ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clusters:
+    """A vocabulary in clusters: ``ids`` [num_clusters, size], ``table`` [vocab, hidden]."""
+
+    ids: Tensor
+    table: Tensor
+    num_scored: int
+
+    def logits(self, scores: Tensor, hidden: Tensor) -> Tensor:
+        """Logits ``[n, vocab]`` float32 of the tokens of the clusters with the best ``scores``.
+
+        ``scores`` [n, num_clusters], ``hidden`` [n, hidden].
+        """
+        ids = self.ids[scores.topk(self.num_scored, dim=-1).indices].flatten(1)
+        rows = F.embedding(ids, self.table)
+        found = torch.matmul(rows, hidden.unsqueeze(-1)).squeeze(-1).float()
+        logits = found.new_full((len(hidden), len(self.table)), UNSCORED)
+        return logits.scatter_(1, ids, found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assistant:
+    """An assistant beside its target. ``embedding`` [vocab, target's hidden]: the target's.
+
+    ``decoder``: of its layers, over the target's pool; its output is that of all tokens, or of
+    ``clusters``.
+    """
+
+    decoder: OwnDecoder
+    embedding: Tensor
+    pre_projection: PackedLinear
+    post_projection: PackedLinear
+    clusters: Clusters | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its matrices."""
+        weights = self.decoder.weights
+        linears = [self.pre_projection, self.post_projection, weights.lm_head]
+        linears += [each for layer in weights.layers for each in layer.linears]
+        table = 0 if self.clusters is None else self.clusters.table.nbytes
+        return table + sum(each.weight.nbytes for each in linears)
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        pool: KVPool,
+        hidden: Tensor,
+        draws: SamplingPlan | None = None,
+    ) -> ForwardOutput:
+        """Compute the tokens of a batch over the target's ``pool``, of which nothing is written.
+
+        ``hidden`` [num_rows, target's hidden]: the states before the tokens. That of the output
+        stands for the states of their own.
+        """
+        ops = self.decoder.ops
+        token_ids = batch.token_ids.to(self.decoder.device)
+        embedded = ops.embedding(token_ids, self.embedding)
+        inputs = ops.linear(torch.cat((embedded, hidden), dim=-1), self.pre_projection)
+        given = replace(batch, token_ids=torch.full_like(batch.token_ids, -1))
+        draws = draws if self.clusters is None else None
+        found = self.decoder.forward(given, pool, Wanted(draws, inputs=inputs))
+        logits = found.logits
+        if self.clusters is not None:
+            logits = self.clusters.logits(logits, found.hidden[: batch.num_logits])
+        return found._replace(hidden=ops.linear(found.hidden, self.post_projection), logits=logits)
+
+
+def load_assistant(
+    path: Path, target: OwnDecoder, *, keeps_packed: bool, on_read: OnRead | None = None
+) -> Assistant:
+    """Read the assistant in a folder. ``on_read`` is called with every tensor of weights.
+
+    ``keeps_packed``: quantised weights stay as they are stored. Raises `ModelLoadError` where
+    tensors are missing, or the assistant does not fit the target.
+    """
+    config = read_assistant(path, target.config)
+    checkpoint = SafetensorsCheckpoint(path)
+    stored = set(checkpoint.shapes)
+    output = next((name for name in _OUTPUTS if name in stored), EMBEDDING)
+    expected = _shapes(config, target.config.hidden_size, output)
+    unread = {*_OUTPUTS, *ignored(config.decoder, stored)} - {output}
+    check_tensors(checkpoint, expected, ignored=unread)
+    read = checkpoint.read if on_read is None else observed(checkpoint.read, on_read)
+    ops, layout = target.ops, PageLayout.beside(config.decoder, PageLayout.of(target.config))
+    for part in layout.parts:
+        if problem := ops.unsuited(part.heads):
+            raise ModelLoadError(f"{path}: the target's kernels do not compute {problem}")
+    assembly = Assembly(
+        config.decoder, read, ops, target.dtype, target.device,
+        keeps_packed=keeps_packed, layout=layout,
+    )  # fmt: skip
+    found = assembly.assistant(output, is_clustered=bool(config.num_clusters))
+    clusters = None
+    if found.table is not None:
+        ids = _ordering(checkpoint, config).to(target.device)
+        clusters = Clusters(ids, found.table, config.num_scored)
+    return Assistant(
+        OwnDecoder(config.decoder, found.decoder, ops, layout),
+        target.weights.embedding,
+        found.pre_projection,
+        found.post_projection,
+        clusters,
+    )
+
+
+def _ordering(checkpoint: SafetensorsCheckpoint, config: AssistantConfig) -> Tensor:
+    """The token ids of each cluster, ``[num_clusters, size]``."""
+    vocab_size = config.decoder.vocab_size
+    ids = checkpoint.files.read_integers(TOKEN_ORDERING)
+    if sorted(ids.flatten().tolist()) != list(range(vocab_size)):
+        problem = f"{TOKEN_ORDERING} must have each of {vocab_size} token ids once"
+        raise ModelLoadError(f"{checkpoint.where}: {problem}")
+    return ids.view(config.num_clusters, -1)

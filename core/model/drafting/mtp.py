@@ -1,0 +1,184 @@
+"""The layer that predicts one token more than its model does (MTP, arXiv 2412.19437, section 2.2).
+
+Of token p and h, the output of the model's final norm at position p - 1, it reads
+``projection([norm(embedding of the token), norm(h)])``: a layer of the model's own kind, a final
+norm of its own, and the model's output, which guesses the token behind p. Its own output stands for
+h where the model has not been yet. Checkpoints hold it behind the model's last layer or beside the
+model; of several such layers the first one is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...errors import ModelLoadError
+from ...ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
+from ...ops.kv_pool import KVPool
+from ...ops.layers import write_kv
+from ...ops.weights import Norm, PackedLinear
+from ..decoder import OwnDecoder
+from ..description.config import DecoderConfig, MtpNames
+from ..description.shapes import (
+    FINAL_NORM,
+    MTP_EMBEDDING_NORM,
+    MTP_HIDDEN_NORM,
+    MTP_PROJECTION,
+    Shapes,
+    further_tensors,
+    layer_prefix,
+    tensor_shapes,
+)
+from ..formats.checkpoint import Checkpoint, OnRead, check_tensors, observed
+from ..opening import open_model
+from ..weights.assembly import Assembly
+
+# -- what a checkpoint has ------------------------------------------------------------------------
+
+
+def count_mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> int:
+    """Count the layers of a checkpoint that predict further tokens; 0: none, or no known ones.
+
+    Raises `ModelLoadError` where the first of them lacks tensors or has other shapes.
+    """
+    further = further_tensors(config, checkpoint.shapes)
+    if config.mtp is None or not further:
+        return 0
+    names, shapes = _stored_names(config, config.mtp), mtp_shapes(config)
+    expected = {names[name]: shape for name, shape in shapes.items()}
+    check_tensors(checkpoint, expected, ignored=set(checkpoint.shapes) - set(expected))
+    return max(1, len({_layer_number(name) for name in further} - {None}))
+
+
+def mtp_config(config: DecoderConfig) -> DecoderConfig:
+    """The config of a decoder of that layer alone: like the last one of the model's attention."""
+    last = next(layer for layer in reversed(config.layers) if layer.has_attention)
+    return replace(config, num_layers=1, layers=(last,), mtp=None)
+
+
+def mtp_shapes(config: DecoderConfig) -> Shapes:
+    """The tensors of that layer, by the names that the decoder of `mtp_config` gives them."""
+    hidden = config.hidden_size
+    return {
+        name: shape
+        for name, shape in tensor_shapes(mtp_config(config)).items()
+        if name == FINAL_NORM or name.startswith(layer_prefix(0))
+    } | {
+        MTP_EMBEDDING_NORM: (hidden,),
+        MTP_HIDDEN_NORM: (hidden,),
+        f"{MTP_PROJECTION}.weight": (hidden, 2 * hidden),
+    }
+
+
+def _stored_names(config: DecoderConfig, names: MtpNames) -> dict[str, str]:
+    """The name in the files of each of `mtp_shapes`."""
+    found = {
+        FINAL_NORM: names.final_norm,
+        MTP_EMBEDDING_NORM: names.embedding_norm,
+        MTP_HIDDEN_NORM: names.hidden_norm,
+        f"{MTP_PROJECTION}.weight": f"{names.projection}.weight",
+    }
+    first = layer_prefix(0)
+    found |= {
+        name: names.layer + name.removeprefix(first)
+        for name in mtp_shapes(config)
+        if name.startswith(first)
+    }
+    return {name: stored.format(config.num_layers) for name, stored in found.items()}
+
+
+def _layer_number(name: str) -> str | None:
+    """The number of the layer that a tensor belongs to."""
+    parts = name.split(".")
+    return parts[parts.index("layers") + 1] if "layers" in parts[:-1] else None
+
+
+# -- its weights ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MtpLayer:
+    """The layer beside its model.
+
+    ``decoder``: of the one layer, whose rows are given; its output is the model's, or of
+    ``draft_ids`` [num_draft_ids] alone.
+    """
+
+    decoder: OwnDecoder
+    embedding_norm: Norm
+    hidden_norm: Norm
+    projection: PackedLinear
+    draft_ids: Tensor | None
+    has_own_output: bool = False  # that is not the model's, or rows of it
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the matrices that the model does not have."""
+        weights = self.decoder.weights
+        linears = [self.projection, *(each for layer in weights.layers for each in layer.linears)]
+        if self.has_own_output or self.draft_ids is not None:
+            linears.append(weights.lm_head)
+        return sum(each.weight.nbytes for each in linears)
+
+    def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """The layer's input for tokens ``[n]`` and the states before them, ``[n, hidden]`` both.
+
+        As many rows as the operations want at least.
+        """
+        ops = self.decoder.ops
+        embedded = ops.embedding(token_ids, self.decoder.weights.embedding)
+        normed = (ops.norm(embedded, self.embedding_norm), ops.norm(hidden, self.hidden_norm))
+        return ops.linear(torch.cat(normed, dim=-1), self.projection)
+
+    def write_kv(self, batch: RaggedBatch, pool: KVPool, inputs: Tensor) -> None:
+        """Write the keys and values of rows, without computing more of them."""
+        (layer,), (plan,) = self.decoder.weights.layers, self.decoder.plans(batch, pool)
+        write_kv(self.decoder.ops, layer, inputs, plan)
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        pool: KVPool,
+        hidden: Tensor,
+        draws: SamplingPlan | None = None,
+    ) -> ForwardOutput:
+        """Compute the tokens of a batch, of which ``hidden`` [num_rows, hidden] stand before."""
+        inputs = self.inputs(batch.token_ids.to(self.decoder.device), hidden)
+        given = replace(batch, token_ids=torch.full_like(batch.token_ids, -1))
+        return self.decoder.forward(given, pool, Wanted(draws, inputs=inputs))
+
+
+def load_mtp_layer(
+    path: Path,
+    target: OwnDecoder,
+    *,
+    keeps_packed: bool,
+    draft_ids: Tensor | None = None,
+    on_read: OnRead | None = None,
+) -> MtpLayer:
+    """Read the layer of a target's checkpoint. ``draft_ids``: those that it is to guess alone.
+
+    ``keeps_packed``: as the target's weights, quantised ones stay as they are stored. ``on_read``
+    is called with every tensor. Raises `ModelLoadError` where the checkpoint has no such layer.
+    """
+    config, checkpoint = open_model(path)
+    if config.mtp is None or not count_mtp_layers(config, checkpoint):
+        raise ModelLoadError(f"{path} has no layers that predict further tokens (MTP)")
+    names = _stored_names(config, config.mtp)
+    read = checkpoint.read if on_read is None else observed(checkpoint.read, on_read)
+    one, ops = mtp_config(config), target.ops
+    assembly = Assembly(
+        one, lambda name: read(names.get(name, name)), ops, target.dtype, target.device,
+        keeps_packed=keeps_packed,
+    )  # fmt: skip
+    found = assembly.mtp(target.weights, draft_ids)
+    return MtpLayer(
+        OwnDecoder(one, found.decoder, ops),
+        found.embedding_norm,
+        found.hidden_norm,
+        found.projection,
+        draft_ids,
+    )

@@ -1,0 +1,114 @@
+"""A decoder in 4 bits beside the one of 8 bits or more: the model that drafts for itself.
+
+Norms, biases, the embedding and routers are shared with the target. The copy of the matrices is
+made from the packed ones, some panels at a time, so nothing else exists twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from ...config import format_size
+from ...errors import ModelLoadError
+from ...ops.base import RoughOps
+from ...ops.machine.device import free_memory
+from ...ops.weights import AttentionWeights, DecoderWeights, MixerWeights, PackedLinear
+from ..decoder import Decoder, OwnDecoder
+
+logger = logging.getLogger(__name__)
+_Copy: TypeAlias = Callable[[PackedLinear], PackedLinear]
+_KEPT = ("router", "shared_gate", "gates")  # are small, and choose or decay
+ROUGH_BYTES = 0.625  # a weight: 4 bits, and a scale and a minimum of 16 bits for 32
+_PADDED = 1.15  # panels and groups are filled up
+
+
+class NoRoughCopyError(ModelLoadError):
+    """The model has no rough copy; the message says why, as what is said of draft 'self'."""
+
+
+def rough_decoder(
+    target: Decoder, *, least_item: int = 1, least_bytes: int = 0, memory_share: float = 1.0
+) -> OwnDecoder:
+    """Copy a decoder with matrices of 4 bits, for drafts on the same pages.
+
+    Raises `NoRoughCopyError` where the target has no weights to round, an item of them has fewer
+    bytes than ``least_item`` or all have less than ``least_bytes``, or the copy would take more
+    than ``memory_share`` of the free memory.
+    """
+    kind = target.config.model_type
+    if not isinstance(target, OwnDecoder):
+        raise NoRoughCopyError(
+            f"rounds the weights of foretoken's own decoder, and {kind} is computed by "
+            "transformers' modules"
+        )
+    if any(isinstance(each, AttentionWeights) and each.comm for each in _mixers(target.weights)):
+        raise NoRoughCopyError("has no part on the other processes of --tp, which share the KV")
+    ops = target.ops
+    if not isinstance(ops, RoughOps):
+        raise NoRoughCopyError(
+            "needs the native kernels on a CPU or Triton's on a GPU, and "
+            f"{type(ops).__name__} on {target.device} computes"
+        )
+    matrices = rounded_matrices(target.weights)
+    if any(each.weight.nbytes < least_item * each.num_weights for each in matrices):
+        raise NoRoughCopyError(
+            "pays seldom for weights of fewer than 16 bits: --draft self tries it nevertheless"
+        )
+    num_bytes = sum(each.weight.nbytes for each in matrices)
+    if num_bytes < least_bytes:
+        raise NoRoughCopyError(
+            f"saves nothing where weights have {format_size(num_bytes)}, which caches hold"
+        )
+    needed, free = (
+        int(_PADDED * ROUGH_BYTES * sum(each.num_weights for each in matrices)),
+        free_memory(target.device),
+    )
+    if needed > memory_share * free:
+        of_these = "" if memory_share == 1.0 else f", of which it may have {memory_share:.0%}"
+        raise NoRoughCopyError(
+            f"needs {format_size(needed)} for a copy of the weights in 4 bits, and "
+            f"{format_size(free)} are free{of_these}"
+        )
+    copy_one = partial(ops.rough_copy, dtype=target.dtype)
+    try:
+        copy = OwnDecoder(target.config, _copied(target.weights, copy_one), ops)
+    except ValueError:
+        raise NoRoughCopyError(
+            f"rounds weights of 8 bits or more, and some of {kind} have fewer already"
+        ) from None
+    size = sum(each.num_bytes for each in rounded_matrices(copy.weights))
+    logger.info("draft 'self': a copy of the weights in 4 bits, %s", format_size(size))
+    return copy
+
+
+def _mixers(weights: DecoderWeights) -> Iterator[MixerWeights]:
+    for layer in weights.layers:
+        yield from layer.mixers
+
+
+def rounded_matrices(weights: DecoderWeights) -> list[PackedLinear]:
+    """Every matrix of which a rough copy has its own."""
+    found: list[PackedLinear] = []
+
+    def note(matrix: PackedLinear) -> PackedLinear:
+        found.append(matrix)
+        return matrix
+
+    _copied(weights, note)
+    return found
+
+
+def _copied(value: Any, copy: _Copy) -> Any:  # noqa: ANN401 - the same type
+    """The value with ``copy`` of every matrix in it that may be quantised."""
+    if isinstance(value, PackedLinear):
+        return copy(value)
+    if type(value) is tuple:
+        return tuple(_copied(each, copy) for each in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    names = (field.name for field in fields(value) if field.name not in _KEPT)
+    return replace(value, **{name: _copied(getattr(value, name), copy) for name in names})

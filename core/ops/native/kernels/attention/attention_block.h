@@ -1,0 +1,342 @@
+/* A task of attention, and how it brings a block of keys and values from the pages. */
+#ifndef FT_ATTENTION_BLOCK_H
+#define FT_ATTENTION_BLOCK_H
+
+#include "common/amx.h"
+#include "attention_plan.h"
+#include "common/vector.h"
+
+#if defined(FT_DOT_BF16) || defined(FT_AMX)
+#define FT_PAIRS 1 /* bf16 is kept in pairs, for instructions that multiply these */
+#endif
+
+enum {
+    SUBS = KEYS / 16, /* sixteens of a block */
+#if defined(FT_AVX2)
+    TILE = 6, /* queries that share the loads of a block */
+#else
+    TILE = 4,
+#endif
+    MAX_DIM = FT_MAX_DIM,
+    BYTE_QUERY = 2 * MAX_DIM, /* bytes of a query as two bytes an item */
+#if defined(FT_AMX)
+    ROOM = QUERIES + AMX_ROWS, /* for a last tile of queries that goes beyond them */
+#else
+    ROOM = QUERIES,
+#endif
+};
+#define HIDDEN (-1e30f) /* finite: a block in which all is hidden must not yield NaN */
+
+typedef struct {
+    const char *q;
+    char *out;
+    const ft_attend_plan *plan;
+    const ft_batch *batch;
+    const ft_kv *kv;
+    const ft_heads *heads;
+    int64_t layer;
+    const ft_rule *rule;
+    int failed; /* set when a thread has no memory */
+} attend_job;
+
+/* A task of the plan for one KV head, or for a share of the query heads that read it. Its queries: of
+ * every part's rows, `group` of the row's query heads one after the other. */
+typedef struct {
+    const attend_job *job;
+    const ft_attend_part *parts;
+    int64_t num_parts;
+    int64_t head;         /* the KV head */
+    int64_t first, group; /* of the query heads, how many of them */
+    int64_t dim;          /* of a query and of a key */
+    int64_t value_dim, padded; /* of a value; rounded up to sixteen */
+} attend_task;
+
+/* A thread's own memory. Words are fp32 numbers, or pairs of bf16, or quads of bytes. */
+typedef struct {
+    _Alignas(64) uint32_t keys[KEYS * MAX_DIM];   /* [SUBS][words of a head][16] */
+    _Alignas(64) uint32_t values[KEYS * MAX_DIM]; /* [KEYS][padded], or pairs of keys, [KEYS / 2] */
+    _Alignas(64) float scores[ROOM][KEYS];        /* then weights */
+    _Alignas(64) bf16 weights[ROOM][KEYS];        /* rounded, where sums of products are of bf16 */
+    _Alignas(64) float acc[QUERIES * MAX_DIM];    /* [queries][padded] weighted values */
+    _Alignas(64) float wide[ROOM * MAX_DIM];      /* [queries][dim] queries widened to fp32 */
+    _Alignas(64) float exp_sums[QUERIES][16];     /* of every sixteenth key */
+    float max_score[QUERIES], keep[QUERIES];
+    /* Of int8 keys and values alone. */
+    _Alignas(64) float key_scales[KEYS], value_scales[KEYS];
+    float taint;
+    float query_scale[QUERIES], weight_scale[QUERIES];
+    int32_t bias[QUERIES][2];
+    const void *queries[QUERIES];
+    int64_t rows[QUERIES], positions[QUERIES]; /* of each query, in the batch, in its sequence */
+    int64_t reaches[QUERIES];                  /* the first position that it does not see */
+    int64_t first_query[QUERIES + 1];          /* of each part */
+    const char *key_rows[2][KEYS]; /* of this block and the next one, in the pages, in turns */
+    const float *value_rows[KEYS];
+} attend_space;
+
+static const float zeros[MAX_DIM];
+
+static int uses_dot(const ft_heads *heads) {
+#if defined(FT_PAIRS)
+    return heads->dtype == FT_BFLOAT16;
+#else
+    (void)heads;
+    return 0;
+#endif
+}
+
+static int64_t item_size(const ft_heads *heads) { return heads->dtype == FT_BFLOAT16 ? 2 : 4; }
+
+/* Whether keys and values are kept as bytes with scales. */
+static int is_int8(const attend_task *task) { return task->job->kv->scales_at != 0; }
+
+/* Whether the matrix unit computes the task. */
+static int uses_amx(const attend_task *task) {
+#if defined(FT_AMX)
+    return is_int8(task) || uses_dot(task->job->heads);
+#else
+    (void)task;
+    return 0;
+#endif
+}
+
+/* Words of a turned key. */
+static int64_t key_words(const attend_task *task) {
+    if (is_int8(task)) return ft_ceil_div(task->dim, 4);
+    return uses_dot(task->job->heads) ? task->dim / 2 : task->dim;
+}
+
+/* These, and behind them zeros up to whole tiles of the matrix unit. */
+static int64_t key_stride(const attend_task *task) {
+    return uses_amx(task) ? ft_ceil_div(key_words(task), 16) * 16 : key_words(task);
+}
+
+/* Keys of a block whose values are read: those there are, and zeros up to a whole sixteen or tile. */
+static int64_t filled_keys(const attend_task *task, int64_t count) {
+    int64_t unit = !uses_amx(task) ? 16 : is_int8(task) ? 64 : 32;
+    return ft_ceil_div(count, unit) * unit;
+}
+
+/* Bytes of a key or value in the pages. */
+static int64_t vector_bytes(const attend_task *task) {
+    return task->dim * (task->job->kv->scales_at ? 1 : item_size(task->job->heads));
+}
+
+/* -- a block of keys and values --------------------------------------------------------------- */
+
+/* From a key or its scale to the value's, in bytes. */
+static int64_t value_offset(const attend_task *task) {
+    const ft_heads *heads = task->job->heads;
+    return heads->rank ? 0 : heads->num_kv_heads * task->job->kv->block_bytes;
+}
+
+/* Pages lie anywhere, so that the CPU does not foresee what is read next. Into the second cache,
+ * and a few rows at a time: the first has too few reads under way (measured, 0.7 times). */
+FT_INLINE void fetch_soon(const char *row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
+/* Keys of a segment from a position on that lie behind each other in a page. */
+typedef struct {
+    int64_t page, offset, count;
+} key_run;
+
+/* Those before `stop`; the tail's, wherever it has put them, one by one. */
+static key_run find_run(const attend_job *job, int64_t segment, int64_t position, int64_t stop) {
+    const ft_batch *batch = job->batch;
+    int64_t size = job->kv->page_size, tail = batch->tail_from[segment];
+    if (position >= tail) {
+        int64_t slot = batch->tails[batch->first_tails[segment] + position - tail];
+        return (key_run){slot / size, slot % size, 1};
+    }
+    int64_t page = batch->page_table[segment * batch->max_pages + position / size];
+    int64_t offset = position % size, count = ft_min(stop, tail) - position;
+    return (key_run){page, offset, ft_min(count, size - offset)};
+}
+
+/* Addresses of a step's keys, and behind them of zeros. */
+static void find_keys(const attend_task *task, const ft_attend_step *step, const char **rows) {
+    const attend_job *job = task->job;
+    int64_t segment = task->parts[step->first].segment, lo = step->lo;
+    int64_t bytes = vector_bytes(task), scales = job->kv->scales_at;
+    for (int64_t i = 0; i < step->count;) {
+        key_run run = find_run(job, segment, lo + i, lo + step->count);
+        const char *row = ft_page(job->kv, job->heads, run.page, job->layer, 0, task->head);
+        if (scales) {
+            fetch_soon(row + scales + run.offset * 4, run.count * 4);
+            fetch_soon(row + scales + run.offset * 4 + value_offset(task), run.count * 4);
+        }
+        row += run.offset * bytes;
+        for (int64_t stop = i + run.count; i < stop; i++, row += bytes) rows[i] = row;
+    }
+    for (int64_t i = step->count; i < KEYS; i++) rows[i] = (const char *)zeros;
+}
+
+#if defined(FT_AVX2)
+/* Eight rows of eight words, turned, to every sixteenth word from `out` on. */
+FT_INLINE void turn_eight(__m256 *a, uint32_t *out) {
+    __m256 b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        b[2 * i] = _mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm256_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm256_store_ps((float *)out + 16 * i, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_store_ps((float *)out + 16 * (i + 4), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
+#endif
+
+/* Sixteen rows of sixteen words: out[word][row]. */
+FT_INLINE void turn_square(const char *const *rows, int64_t byte, uint32_t *out) {
+#if defined(FT_AVX512)
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + byte);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm512_store_si512(out + 16 * i, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+        _mm512_store_si512(out + 16 * (i + 8), _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+        _mm512_store_si512(out + 16 * (i + 4), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
+        _mm512_store_si512(out + 16 * (i + 12), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
+    }
+#elif defined(FT_AVX2)
+    for (int half = 0; half < 16; half += 8)
+        for (int word = 0; word < 16; word += 8) {
+            __m256 a[8];
+            for (int i = 0; i < 8; i++)
+                a[i] = _mm256_loadu_ps((const float *)(rows[half + i] + byte) + word);
+            turn_eight(a, out + word * 16 + half);
+        }
+#else
+    for (int i = 0; i < 16; i++) {
+        uint32_t words[16];
+        memcpy(words, rows[i] + byte, sizeof words);
+        for (int word = 0; word < 16; word++) out[word * 16 + i] = words[word];
+    }
+#endif
+}
+
+/* Sixteen rows of bf16 as fp32: out[dimension][row]. */
+static void turn_wide(const char *const *rows, int64_t dim, uint32_t *out) {
+    int64_t d = 0;
+#if defined(FT_AVX2)
+    for (; d + 8 <= dim; d += 8)
+        for (int half = 0; half < 16; half += 8) {
+            __m256 a[8];
+            for (int i = 0; i < 8; i++) a[i] = ft_widen8((const bf16 *)rows[half + i] + d);
+            turn_eight(a, out + d * 16 + half);
+        }
+#endif
+    for (; d < dim; d++)
+        for (int i = 0; i < 16; i++) out[d * 16 + i] = (uint32_t)((const bf16 *)rows[i])[d] << 16;
+}
+
+static void turn_words(const char *const *rows, int64_t words, uint32_t *out) {
+    int64_t word = 0;
+    for (; word + 16 <= words; word += 16) turn_square(rows, word * 4, out + word * 16);
+    for (; word < words; word++)
+        for (int i = 0; i < 16; i++) memcpy(out + word * 16 + i, rows[i] + word * 4, 4);
+}
+
+/* The block's keys, turned; what lies behind `count` reads as 0: the pages hold anything there. */
+static void load_keys(const attend_task *task, attend_space *space, const char **rows,
+                      int64_t count) {
+    const ft_heads *heads = task->job->heads;
+    int widens = heads->dtype == FT_BFLOAT16 && !uses_dot(heads);
+    int64_t words = key_words(task), stride = key_stride(task);
+    for (int64_t i = 0; i < count; i += 16) {
+        uint32_t *out = space->keys + i * stride;
+        for (int64_t j = i; j < ft_min(i + 16, count); j++)
+            if (!heads->rank) fetch_soon(rows[j] + value_offset(task), task->dim * item_size(heads));
+        if (widens)
+            turn_wide(rows + i, task->dim, out);
+        else
+            turn_words(rows + i, words, out);
+        memset(out + words * 16, 0, (size_t)(stride - words) * 16 * 4);
+    }
+}
+
+#if defined(FT_PAIRS)
+/* Two rows of bf16 as pairs, padded with zeros. */
+FT_INLINE void pair_rows(const bf16 *first, const bf16 *second, int64_t dim, uint32_t *out) {
+    int64_t d = 0;
+#if defined(FT_AVX512)
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
+                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (; d + 32 <= dim; d += 32) {
+        __m512i a = _mm512_loadu_si512(first + d), b = _mm512_loadu_si512(second + d);
+        _mm512_store_si512(out + d, _mm512_permutex2var_epi16(a, low, b));
+        _mm512_store_si512(out + d + 16, _mm512_permutex2var_epi16(a, high, b));
+    }
+#endif
+    for (; d < dim; d++) out[d] = (uint32_t)first[d] | (uint32_t)second[d] << 16;
+    for (; d % 16; d++) out[d] = 0;
+}
+#endif
+
+static const char *value_row(const attend_task *task, const char *const *rows, int64_t i,
+                             int64_t count) {
+    return i < count ? rows[i] + value_offset(task) : (const char *)zeros;
+}
+
+/* The block's values, as pairs or in fp32, where they are if they can be used there. `next` are
+ * the keys that follow. */
+static void load_values(const attend_task *task, attend_space *space, const char *const *rows,
+                        const char *const *next, int64_t count) {
+    int64_t bytes = task->dim * item_size(task->job->heads); /* of the keys that are fetched */
+    int64_t dim = task->value_dim, padded = task->padded, stop = filled_keys(task, count);
+#if defined(FT_PAIRS)
+    if (uses_dot(task->job->heads)) {
+        for (int64_t i = 0; i < stop; i += 2) {
+            fetch_soon(next[i], bytes);
+            fetch_soon(next[i + 1], bytes);
+            const bf16 *first = (const bf16 *)value_row(task, rows, i, count);
+            const bf16 *second = (const bf16 *)value_row(task, rows, i + 1, count);
+            pair_rows(first, second, dim, space->values + i / 2 * padded);
+        }
+        return;
+    }
+#endif
+    int is_bf16 = task->job->heads->dtype == FT_BFLOAT16;
+    for (int64_t i = 0; i < stop; i++) {
+        fetch_soon(next[i], bytes);
+        const char *row = value_row(task, rows, i, count);
+        float *copy = (float *)space->values + i * padded;
+        space->value_rows[i] = (is_bf16 || dim != padded) ? copy : (const float *)row;
+        if (space->value_rows[i] != copy) continue;
+        for (int64_t d = 0; d < dim; d += FT_WIDTH)
+            v_store(copy + d, v_get(row, d, dim - d, is_bf16));
+    }
+}
+
+#endif

@@ -1,0 +1,1 @@
+"""Weights, states and batches as the structs that the C kernels read."""

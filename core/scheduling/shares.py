@@ -1,0 +1,105 @@
+"""Shares of a step: how many prompt tokens and draft rows each request gets, and its record.
+
+Functions of requests alone, which change nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from ..interface.draft import NO_DRAFT_PLAN, DraftPlan
+from ..interface.eviction import KvPack
+from ..interface.plan import NO_PAGES, ScheduledRequest, StateUse
+from ..interface.request import Request, by_work
+from .chunk_budget import newcomer_share
+
+
+def schedule_request(
+    request: Request,
+    stop: int,
+    plan: DraftPlan = NO_DRAFT_PLAN,
+    spare_page_ids: array[int] = NO_PAGES,
+    state: StateUse | None = None,
+) -> ScheduledRequest:
+    """Make a request's share of a step: its tokens up to ``stop`` and its drafts."""
+    return ScheduledRequest(
+        request_id=request.request_id,
+        tokens=request.tokens,
+        start=request.num_computed,
+        stop=stop,
+        page_ids=request.lease.page_ids if request.lease is not None else array("q"),
+        sampling=request.sampling,
+        draft_plan=plan,
+        spare_page_ids=spare_page_ids,
+        state=state,
+        adapter=request.adapter,
+        images=request.images,
+        num_evicted=request.num_evicted(stop),
+        pack=_due_pack(request, stop),
+    )
+
+
+def _due_pack(request: Request, stop: int) -> KvPack | None:
+    """Order the packing that is due before a step that computes tokens up to ``stop``."""
+    if not request.kv_budget:
+        return None
+    start = request.num_computed
+    num_before = request.num_evicted(start)
+    num_new = request.num_evicted(stop) - num_before
+    return KvPack(request.prompt_len, start - num_before, num_new) if num_new else None
+
+
+def without_suspects(prompts: list[Request]) -> list[Request]:
+    """Return the prompt whose turn it is alone if it is a suspect, else all that are none."""
+    if not any(each.is_suspect for each in prompts):
+        return prompts
+    first = min(prompts, key=lambda each: (each.is_early, each.order))
+    return [first] if first.is_suspect else [each for each in prompts if not each.is_suspect]
+
+
+def share_chunk_tokens(prompts: Sequence[Request], budget: int) -> Mapping[str, int]:
+    """Return the prompt tokens that each request may compute in a step, by its id.
+
+    `newcomer_share` goes to those with the least left to compute, the rest in the order of
+    ``prompts``. So the first one always has the greater part of a step, and a short prompt does not
+    wait for the end of a long one.
+    """
+    shares: Counter[str] = Counter()
+    for in_turn, room in (
+        (sorted(prompts, key=by_work), newcomer_share(budget)),
+        (prompts, budget - newcomer_share(budget)),
+    ):
+        for request in in_turn:
+            count = min(room, request.num_pending - shares[request.request_id])
+            shares[request.request_id] += count
+            room -= count
+    return shares
+
+
+def draft_limits(requests: Sequence[Request], depth_cap: int) -> list[int]:
+    """Most draft tokens of each request: an answer's last token is never drafted.
+
+    0 until the prompt is computed: drafting would delay the first token.
+    """
+    return [_draft_limit(request, depth_cap) for request in requests]
+
+
+def _draft_limit(request: Request, depth_cap: int) -> int:
+    size, stop = len(request.tokens), request.max_len - 1
+    if size == request.prompt_len:
+        return 0
+    if request.kv_budget:
+        stop = min(stop, request.next_packing(size - 1) or stop)
+    return max(0, min(depth_cap, stop - size))
+
+
+def without_proposer(plan: DraftPlan) -> DraftPlan:
+    """Return what was looked up: proposers have KV by the same page ids, which is not packed."""
+    return DraftPlan(plan.draft) if plan.max_draft else plan
+
+
+def draft_row_budget(budget: int, *, others_wait: bool) -> int:
+    """Rows for drafts: half of those that decodes leave if prompts wait, else all."""
+    return max(0, budget // 2 if others_wait else budget)

@@ -1,0 +1,260 @@
+"""SlottedStore: pages by key in slots of files or memory; the least recently used make room."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from ....radix_cache.eviction import NamespaceQuota
+from ....radix_cache.prefix_cache import IDLE_AFTER
+from ...interface.tiers import IsValid, Medium
+from ..keys import KEY_BYTES, TAG_BYTES
+
+logger = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# A page's slot, and its entry's checksum, tick and tag. In a plain tuple, which Python's garbage
+# collector leaves alone: there may be millions of them.
+_Kept = tuple[int, int, int, bytes]
+
+
+class Entry(NamedTuple):
+    """A page as the store knows it."""
+
+    key: bytes
+    check: int  # checksum of the page
+    tick: int  # of the last use; it grows with every use
+    tag: bytes  # names the namespace
+
+
+class Slots(Protocol):
+    """Slots for pages, ``capacity`` of them, and for their entries."""
+
+    capacity: int
+
+    def allocate(self, slot: int) -> bool:
+        """Return whether there is room for a slot that was never used."""
+
+    def write(self, slot: int, page: memoryview) -> int:
+        """Write a page; return its checksum."""
+
+    def read(self, slot: int, into: memoryview) -> int | None:
+        """Read a page; return its checksum, None where there is none."""
+
+    def write_entry(self, slot: int, entry: Entry) -> None:
+        """Write the entry of a slot."""
+
+    def void(self, slot: int) -> None:
+        """Void the entry of a slot."""
+
+    def clear(self) -> None:
+        """Forget all pages."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class SlottedStore:
+    """Keeps pages of ``page_bytes`` in slots; a `PageStore`.
+
+    A page is written to a free slot before its entry is; the entry of an older page is void before
+    its slot is overwritten. Pages of a namespace that has more than its share of them, ``quota``,
+    go first, as in the pool. A page takes about half a kilobyte of memory.
+    """
+
+    def __init__(self, slots: Slots, medium: Medium, page_bytes: int, quota: float) -> None:
+        self.medium = medium
+        self._slots = slots
+        self._page_bytes = page_bytes
+        self._quota = quota
+        self._tick = 0
+        self._counts = {"unsound": 0, "given_up": 0, "evicted": 0}
+        self._adopt([])
+
+    def _adopt(self, found: list[tuple[int, Entry]]) -> None:
+        """Begin with these pages by slot, in the order of their last use."""
+        self.capacity = self._slots.capacity  # less once the disk is full
+        share = None if self._quota >= 1 else max(1, int(self.capacity * self._quota))
+        self._owned = NamespaceQuota(share, IDLE_AFTER * self.capacity)
+        self._pages: OrderedDict[bytes, _Kept] = OrderedDict()  # oldest first
+        self._by_tag: dict[str | None, OrderedDict[bytes, None]] = {}  # keys; oldest first
+        self._num_slots = max((slot + 1 for slot, _ in found), default=0)  # no later one was used
+        used = {slot for slot, _ in found}
+        self._free = [slot for slot in range(self._num_slots) if slot not in used]
+        for slot, entry in sorted(found, key=lambda each: each[1].tick):
+            if entry.key in self._pages:  # it was void, but that was lost with the power
+                self._forget(entry.key)
+            self._add(slot, entry)
+
+    def __len__(self) -> int:
+        """Return how many pages are kept."""
+        return len(self._pages)
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Return how many of ``keys``, from the first on, are kept. O(keys)."""
+        for num_found, key in enumerate(keys):
+            if key not in self._pages:
+                return num_found
+        return len(keys)
+
+    def get(self, key: bytes, into: memoryview) -> bool:
+        """Read a page; False if it is missing, or unsound and now forgotten. O(1).
+
+        Raises OSError where the disk fails; the page is forgotten then, too.
+        """
+        if key not in self._pages:
+            return False
+        slot, check, _, _ = self._pages[key]
+        is_sound = False
+        try:
+            is_sound = self._slots.read(slot, into) == check
+        finally:
+            if not is_sound:
+                self._counts["unsound"] += 1
+                self._forget(key)
+        if is_sound:
+            self._use(key)
+        return is_sound
+
+    def put(self, key: bytes, tag: bytes, page: memoryview, is_valid: IsValid) -> bool:
+        """Keep a page if it is valid once it is written; return whether it is kept. O(1).
+
+        Raises OSError where the disk fails or is full; all other pages are kept then.
+        """
+        if (len(key), len(tag), page.nbytes) != (KEY_BYTES, TAG_BYTES, self._page_bytes):
+            raise ValueError("a key, a tag or a page has another length than all others")
+        if key in self._pages:
+            self._use(key)
+            return True
+        slot = self._free_slot()
+        try:
+            check = self._slots.write(slot, page)
+            if not is_valid():
+                self._counts["given_up"] += 1
+                return False
+            entry = Entry(key, check, self._next_tick(), tag)
+            self._slots.write_entry(slot, entry)
+        except OSError as error:
+            if error.errno in _FULL and slot == self._num_slots:
+                self._stop_growing()
+            raise
+        if slot == self._num_slots:
+            self._num_slots += 1
+        else:
+            self._free.pop()
+        self._add(slot, entry)
+        return True
+
+    def _free_slot(self) -> int:
+        """Return a slot for a new page, the last one in `_free` if it was used before."""
+        if not self._free and not self._can_grow():
+            if not self._pages:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._counts["evicted"] += 1
+            self._forget(self._victim())
+        return self._free[-1] if self._free else self._num_slots
+
+    def _can_grow(self) -> bool:
+        if self._num_slots == self.capacity:
+            return False
+        if self._slots.allocate(self._num_slots):
+            return True
+        self._stop_growing()  # other processes have the room
+        return False
+
+    def _stop_growing(self) -> None:
+        """Keep what fits from now on. Without any page, the next one may try again."""
+        if self._num_slots:
+            self.capacity = self._num_slots
+            logger.warning(
+                "the KV tier on %s is full: it keeps %d pages", self.medium, self.capacity
+            )
+
+    def _victim(self) -> bytes:
+        """Return the key of the page that goes next. O(namespaces over quota)."""
+        beyond = self._owned.over_quota()
+        if not beyond:
+            return next(iter(self._pages))
+        names = self._owned.most_idle(self._counts["evicted"]) or beyond
+        oldest = (next(iter(self._by_tag[name])) for name in names)
+        return min(oldest, key=self._tick_of)
+
+    def _tick_of(self, key: bytes) -> int:
+        return self._pages[key][2]
+
+    def _add(self, slot: int, entry: Entry) -> None:
+        """Know a page whose entry is written, as the last one used."""
+        name = entry.tag.hex()
+        self._pages[entry.key] = slot, entry.check, entry.tick, entry.tag
+        self._by_tag.setdefault(name, OrderedDict())[entry.key] = None
+        self._owned.add(name, 1)
+        self._owned.use(name, self._counts["evicted"])
+        self._tick = entry.tick
+
+    def _use(self, key: bytes) -> None:
+        """Make a page the last one used."""
+        slot, check, _, tag = self._pages[key]
+        tick, name = self._next_tick(), tag.hex()
+        self._pages[key] = slot, check, tick, tag
+        self._pages.move_to_end(key)
+        self._by_tag[name].move_to_end(key)
+        self._owned.use(name, self._counts["evicted"])
+        self._slots.write_entry(slot, Entry(key, check, tick, tag))
+
+    def _next_tick(self) -> int:
+        self._tick += 1
+        return self._tick
+
+    def _forget(self, key: bytes) -> None:
+        """Forget a page and void its entry."""
+        self._slots.void(self._drop(key))
+
+    def _drop(self, key: bytes) -> int:
+        """Forget a page but for its entry; return its slot, which is free now."""
+        slot, _, _, tag = self._pages.pop(key)
+        name = tag.hex()
+        self._by_tag[name].pop(key)
+        self._owned.add(name, -1)
+        if not self._by_tag[name]:
+            del self._by_tag[name]
+            self._owned.forget(name)
+        self._free.append(slot)
+        return slot
+
+    def flush(self, tag: bytes | None = None) -> None:
+        """Forget the pages of a namespace, of all when none is named. O(pages)."""
+        if tag is None:
+            self._adopt([])
+            self._slots.clear()
+            return
+        slots = [self._drop(key) for key in list(self._by_tag.get(tag.hex(), ()))]
+        for slot in slots:
+            self._slots.void(slot)
+
+    def stats(self) -> Mapping[str, int]:
+        """Return counts of pages: unsound when read, given up as not valid, evicted."""
+        return dict(self._counts)
+
+    def close(self) -> None:
+        """Close the files and let go of the folder; what is written outlives the process."""
+        self._slots.close()
+
+    def check(self) -> None:
+        """Assert that every slot is free or one page's, and that all orders agree. O(pages)."""
+        slots = sorted([slot for slot, _, _, _ in self._pages.values()] + self._free)
+        assert slots == list(range(self._num_slots)), "a slot is lost or has two owners"
+        assert self._num_slots <= self.capacity, "more slots are used than there are"
+        ticks = [self._tick_of(key) for key in self._pages]
+        assert ticks == sorted(set(ticks)), "pages are not in the order of their use"
+        by_tag: dict[str | None, list[bytes]] = {}
+        for key, (_, _, _, tag) in self._pages.items():
+            by_tag.setdefault(tag.hex(), []).append(key)
+        assert by_tag == {name: list(keys) for name, keys in self._by_tag.items()}, (
+            "a namespace has other pages than the index says"
+        )
+        assert self._owned.num_pages == {name: len(keys) for name, keys in by_tag.items()}
+        self._owned.check(by_tag.keys())
