@@ -97,7 +97,7 @@ def read_part(part: object, where: str) -> str | ImageSource:
     Raises `InvalidRequest` naming ``where``.
     """
     match part:
-        case {"type": "text", "text": str(text)}:
+        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return text
         case {"type": "image_url", "image_url": {"url": str(url), **more}}:
             detail = more.get("detail")

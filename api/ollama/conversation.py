@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.errors import InvalidRequest
+from ..media.sources import ImageSource, Placed, join_parts
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.conversation.tools import ANY_OBJECT, read_tools
 from ..types.sampling_params import SamplingParams
@@ -16,14 +17,20 @@ SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
     "frequency_penalty", "speculation", "cache_salt",
 )  # fmt: skip
-REFUSED = ("suffix", "template", "context", "images", "logprobs", "top_logprobs")
+REFUSED = ("suffix", "template", "context", "logprobs", "top_logprobs")
 
 
 def read_chat(body: OllamaChatBody) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
     refuse_unsupported(body)
+    messages = body.messages or ()
     return ChatInput(
-        messages=plain_messages(body.messages),
+        messages=plain_messages(messages),
+        images=[
+            image
+            for index, message in enumerate(messages)
+            for image in _placed(message.images, "", f"messages[{index}].images").images
+        ],
         params=read_params(body),
         tools=read_tools(body.tools),
         template=template_options(body),
@@ -32,10 +39,16 @@ def read_chat(body: OllamaChatBody) -> ChatInput:
 
 def read_prompt(body: OllamaGenerateBody) -> ChatInput:
     """A prompt, and a system text, as a conversation; raises `InvalidRequest`."""
-    messages = [{"role": "user", "content": body.prompt}]
+    text, images = _placed(body.images, body.prompt, "images")
+    messages = [{"role": "user", "content": text}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
-    return ChatInput(messages=messages, params=read_params(body), template=template_options(body))
+    return ChatInput(
+        messages=messages,
+        images=images,
+        params=read_params(body),
+        template=template_options(body),
+    )
 
 
 def refuse_unsupported(body: OllamaBody) -> None:
@@ -77,17 +90,15 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     waiting: deque[tuple[str, str]] = deque()  # names and ids of calls without a result
     plains, number = [], 0
     for index, message in enumerate(messages):
-        if message.images:
-            where = f"messages[{index}].images"
-            raise InvalidRequest(f"{where} is not supported", param=where)
-        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        text, _ = _placed(message.images, message.content, f"messages[{index}].images")
+        plain: dict[str, Any] = {"role": message.role, "content": text}
         if message.thinking:
             plain["reasoning_content"] = message.thinking
         if message.tool_calls:
             plain["tool_calls"] = []
             for call in message.tool_calls:
                 call_id = f"call_{number:08}"
-                function = {"name": call.function.name, "arguments": call.function.arguments}
+                function = {"name": call.function.name, "arguments": call.function.arguments or {}}
                 plain["tool_calls"].append(
                     {"id": call_id, "type": "function", "function": function}
                 )
@@ -97,6 +108,17 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             plain |= _answered(message.tool_name, waiting)
         plains.append(plain)
     return plains
+
+
+def _placed(images: Sequence[str] | None, text: str | None, where: str) -> Placed:
+    """The content of a message: its images, then its text."""
+    sources = [
+        ImageSource(
+            each if each.startswith("data:") else f"data:;base64,{each}", f"{where}[{index}]"
+        )
+        for index, each in enumerate(images or ())
+    ]
+    return join_parts([*sources, text or ""])
 
 
 def _answered(name: str | None, waiting: deque[tuple[str, str]]) -> dict[str, str]:

@@ -94,6 +94,8 @@ class OllamaModels:
         found = ["completion"]
         if "tools" in tokenizer.chat_template:
             found.append("tools")
+        if self.service.llm.built.takes_images:
+            found.append("vision")
         return found + (["thinking"] if syntax.thinking is not None else [])
 
     @cached_property

@@ -92,9 +92,12 @@ class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
         if not body.raw and llm.tokenizer.chat_template:
             chat = await self.service.chat.open(read_prompt(body), request_id=request_id)
             return OllamaReply(writer, chat, chat.close)
-        if body.system:
-            where = "raw prompts have no" if body.raw else "this model has no chat template for a"
-            raise InvalidRequest(f"{where} system text", param="system")
+        for name, what in (("system", "a system text"), ("images", "images")):
+            if getattr(body, name):
+                where = (
+                    "raw prompts have no place" if body.raw else "the model has no chat template"
+                )
+                raise InvalidRequest(f"{where} for {what}", param=name)
         note = PromptNote(parts=text_parts(body.prompt))
         answer = await llm.open(body.prompt, read_params(body), request_id=request_id, note=note)
         return OllamaReply(writer, answer, partial(llm.forget, answer))

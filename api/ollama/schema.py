@@ -1,4 +1,7 @@
-"""Bodies of Ollama's routes: decoding is validation. Unknown fields and options are ignored."""
+"""Bodies of Ollama's routes: decoding is validation. Unknown fields and options are ignored.
+
+Null means that a field was left out, as in Ollama.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ class FunctionCall(Struct, kw_only=True):
     """The function of a call; its arguments are an object, not a text."""
 
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | None = None
 
 
 class Call(Struct, kw_only=True):
@@ -76,31 +79,31 @@ class ChatMessage(Struct, kw_only=True):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = None
     thinking: str | None = None
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
-    images: list[Any] | None = None  # known and refused
+    images: list[str] | None = None  # base64
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
     """Body of /api/chat."""
 
-    messages: list[ChatMessage] = []
+    messages: list[ChatMessage] | None = None
     tools: Tools | None = None
 
 
 class OllamaGenerateBody(OllamaBody, kw_only=True):
     """Body of /api/generate."""
 
-    prompt: str = ""
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: list[str] | None = None  # base64
     # known and refused
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
-    images: list[Any] | None = None
 
 
 class OllamaShowBody(Struct, kw_only=True):

@@ -72,10 +72,11 @@ class NamedImage(ImageUrl, kw_only=True):
 
 
 class ContentPart(Struct):
-    """A part of a message: a text or an image."""
+    """A part of a message: a text, an image, or what the assistant said in place of an answer."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url"]})]
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url", "refusal"]})]
     text: str | None = None
+    refusal: str | None = None
     image_url: ImageUrl | None = None
 
 
@@ -345,6 +346,8 @@ def _part(part: ContentPart, where: str) -> str | ImageSource:
         image = part.image_url
         where = image.param if isinstance(image, NamedImage) else where
         return ImageSource(image.url, where, image.detail or "auto")
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
     if part.type in ("text", "image_url") and part.text is None:
         raise InvalidRequest(f"{where}.{part.type} is missing", param=where)
     if part.type != "text" or part.text is None:

@@ -396,10 +396,10 @@ class ChatClient:
         self._check_tools(chat)
         prompt = await self.render(chat)
         prompt_ids = prompt.token_ids
-        if is_prewarm:
-            params = warm_params(chat.params)
-            return await self._llm.check(prompt_ids, params, images=prompt.images)
         try:
+            if is_prewarm:
+                params = warm_params(chat.params)
+                return await self._llm.check(prompt_ids, params, images=prompt.images)
             return await self._llm.check(
                 prompt_ids,
                 self._constrained(chat, self._tail(prompt_ids)),
@@ -523,16 +523,20 @@ class ChatClient:
         self._check_tools(chat)
         if prompt is None:
             prompt = await self.render(chat)
-        answer = await self._llm.open(
-            prompt.token_ids,
-            warm_params(chat.params),
-            request_id=request_id,
-            cache=chat.cache,
-            note=await self._note(chat),
-            num_spliced=prompt.num_spliced,
-            normalized=prompt.normalized,
-            images=prompt.images,
-        )
+        try:
+            answer = await self._llm.open(
+                prompt.token_ids,
+                warm_params(chat.params),
+                request_id=request_id,
+                cache=chat.cache,
+                note=await self._note(chat),
+                num_spliced=prompt.num_spliced,
+                normalized=prompt.normalized,
+                images=prompt.images,
+            )
+        except InvalidRequest as error:
+            _name_field(error, chat)
+            raise
         return await self._llm.finish(answer)
 
 
@@ -547,3 +551,4 @@ def _name_field(error: InvalidRequest, chat: ChatInput) -> None:
         error.param = "messages"
     elif error.param == "grammar" and chat.params.grammar is None:  # what others became
         error.param = "tools" if chat.callable_tools else chat.params.structured_field or "tools"
+        error.args = (str(error).replace("grammar", error.param, 1),)

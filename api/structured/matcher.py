@@ -11,6 +11,7 @@ training. (Guidance's fast-forward tokens, https://github.com/guidance-ai/llguid
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ _PLAINLY = {  # a part of what llguidance says, and what it means here
     "NoExtensionBias": "no token of the model is allowed here",
     "coerce_one_of": "oneOf is supported only where its branches exclude each other; use anyOf",
 }
+_SOURCE = re.compile(r"\n +\d+ \| |\n<grammar>")  # the grammar, which an error ends with
+_OF_SCHEMA = "failed to compile JSON schema: "  # one inside a grammar
 
 
 class Vocabulary:
@@ -345,11 +348,12 @@ class GrammarMatcher:
 def error_text(matcher: LLMatcher) -> str:
     """The error of a matcher as one line for the caller."""
     text = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "")
-    text = " ".join(text.split())
+    reason = _SOURCE.split(text, maxsplit=1)[0]
     for part, said in _PLAINLY.items():
-        if part in text:
+        if part in reason:
             return said
-    return text[:MAX_ERROR_CHARS]
+    _, of_schema, problem = reason.partition(_OF_SCHEMA)
+    return " ".join((problem if of_schema else text).split())[:MAX_ERROR_CHARS]
 
 
 def _common_len(first: Sequence[int], second: Sequence[int]) -> int:

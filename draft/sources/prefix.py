@@ -17,7 +17,8 @@ from .source import Guess, Priors, Source
 
 SINGLE, FORKED = 0, 1  # kinds: one continuation was ever seen, or several
 FIRST_WAIT = 16  # tokens until a request that left the tree searches again
-KEEP_SHARE = 15 / 16  # of the bound is kept once it is exceeded: an eviction repairs all cursors
+KEEP_SHARE = 15 / 16  # is kept once a bound is exceeded: an eviction repairs all cursors
+MAX_NODES = 2**15  # each takes some 450 bytes beside its tokens (measured)
 
 
 @dataclass(slots=True)
@@ -40,14 +41,15 @@ class PrefixSource(Source):
     """Continues the most recent request that began with all of this one's tokens.
 
     It has a radix tree of token ids without KV, so tokens outlive their KV: ``max_tokens`` in all,
-    the least recently used are dropped first. Requests are inserted when they end.
+    in ``max_nodes``; the least recently used are dropped first. Requests are inserted when they
+    end.
     """
 
     name = "radix"
     priors = Priors.constant(0.9, 0.7)
 
-    def __init__(self, *, max_tokens: int = 1_000_000) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self, *, max_tokens: int = 1_000_000, max_nodes: int = MAX_NODES) -> None:
+        self._max_tokens, self._max_nodes = max_tokens, max_nodes
         self._tree = RadixTree(page_size=1)
         self._cursors: dict[Request, _TreeCursor] = {}
 
@@ -70,6 +72,8 @@ class PrefixSource(Source):
         tree.insert(tokens, namespace=request.namespace)
         if tree.num_pages > self._max_tokens:
             tree.evict(tree.num_pages - int(self._max_tokens * KEEP_SHARE))
+        while tree.num_nodes > self._max_nodes:
+            tree.evict(tree.num_pages - int(tree.num_pages * KEEP_SHARE))
 
     def flush(self, *namespaces: str | None) -> None:
         """Drop the tokens of ended requests in these namespaces, in all when none is named."""

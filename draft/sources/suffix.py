@@ -25,6 +25,7 @@ ORDERS = (16, 8, 4, 3, 2, 1)  # last tokens that must be equal, the surest first
 NUM_SHARED = 3  # of these, the first so many are looked up in other requests, too
 FIRST_ORDERS = (2, 4)  # indices into ORDERS: their oldest place is kept beside the newest
 MAX_ORDER = ORDERS[0]
+MAX_REQUESTS = 2**14  # that ended: each takes some 1.4 KiB beside its tokens (measured)
 FIRST_KIND = len(ORDERS)  # kinds: newest by order; oldest by order; in another request by order
 SHARED_KIND = FIRST_KIND + len(FIRST_ORDERS)
 
@@ -316,19 +317,24 @@ class SuffixIndex:
 class SuffixSource(Source):
     """Drafts what followed the last tokens before, in any request of the namespace.
 
-    Live requests lend their tokens. Of ended requests it keeps the tokens that they did not share
-    with earlier ones, ``max_tokens`` in all; the least recently used are dropped first.
-    ``own_only``: prompt look-up in the request's own tokens alone; none are kept.
+    Live requests lend their tokens. Of ``max_requests`` that ended it keeps the tokens that they
+    did not share with earlier ones, ``max_tokens`` in all; the least recently used are dropped
+    first. ``own_only``: prompt look-up in the request's own tokens alone; none are kept.
     """
 
     priors = PRIORS
 
     def __init__(
-        self, *, max_tokens: int = 1_000_000, num_slots: int = 2**22, own_only: bool = False
+        self,
+        *,
+        max_tokens: int = 1_000_000,
+        max_requests: int = MAX_REQUESTS,
+        num_slots: int = 2**22,
+        own_only: bool = False,
     ) -> None:
         self.name = "ngram" if own_only else "suffix"
         self._own_only = own_only
-        self._max_tokens = max_tokens
+        self._max_tokens, self._max_requests = max_tokens, max_requests
         self._index = SuffixIndex(num_slots)
         self._live: dict[Request, TokenHistory] = {}
         self._ended: OrderedDict[int, TokenHistory] = OrderedDict()  # the least recently used first
@@ -366,7 +372,7 @@ class SuffixSource(Source):
         self._index.keep(history)
         self._ended[history.number] = history
         self._num_kept += len(history.tokens)
-        while self._num_kept > self._max_tokens:
+        while self._num_kept > self._max_tokens or len(self._ended) > self._max_requests:
             self._drop(next(iter(self._ended.values())))
 
     def _is_private(self, request: Request) -> bool:

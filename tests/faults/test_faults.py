@@ -3,7 +3,7 @@
 In every case the neighbours say what they say alone, every request is told of exactly one end,
 every page is accounted for, and the engine serves whoever comes next. Faults of a real model:
 test_model_faults.py. What hangs, stands still or is drained: core/engine/test_watchdog.py and
-api/test_supervision.py.
+api/server/test_supervision.py.
 """
 
 from __future__ import annotations

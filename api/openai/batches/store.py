@@ -212,6 +212,8 @@ class BatchStore:
             whole = [each for each in lines if each.endswith(b"\n")]
             if whole:
                 part.write_bytes(b"".join(whole))
+            else:  # the next line would be written behind what was cut
+                part.unlink(missing_ok=True)
             done |= {_custom_id(each) for each in whole}
             if kind == "output":
                 counts.completed = len(whole)

@@ -124,6 +124,19 @@ def test_a_tag_and_an_empty_prompt_are_understood(server, engine):
     assert engine.requests == []
 
 
+def test_null_is_a_field_that_was_left_out(server, say):
+    say("Hello")
+    call = {"function": {"name": "f", "arguments": None}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    for path, body in (
+        ("/api/chat", {"messages": [*HI, said, *HI]}),
+        ("/api/chat", {"messages": None}),
+        ("/api/generate", {"prompt": None}),
+    ):
+        answer = post(server, path, body | {"model": NAME, "stream": False})
+        assert answer.json()["done"], answer.text
+
+
 def test_calls_come_whole_with_their_arguments_as_an_object(serve, say, built, engine):
     server = serve(tool_parser="hermes")
     say('<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>')

@@ -213,7 +213,8 @@ def test_a_file_keeps_its_bytes():
 # -- another server -------------------------------------------------------------------------------
 
 
-def test_a_batch_goes_on_in_the_next_server(serve, built, engine, say, tmp_path):
+@pytest.mark.parametrize("num_whole", [0, 1])
+def test_a_batch_goes_on_in_the_next_server(serve, built, engine, say, tmp_path, num_whole):
     say("Hello")
     folder = tmp_path / "batches"
     server = serve(batch_dir=str(folder))
@@ -225,9 +226,9 @@ def test_a_batch_goes_on_in_the_next_server(serve, built, engine, say, tmp_path)
     server.stop()
     kept = json.loads((folder / f"{batch.id}.json").read_text())["batch"]
     assert kept["status"] == "in_progress"
-    # One answer was written, and a second one half.
+    # Perhaps one answer was written, and the next one half.
     part = json.dumps({"id": "x", "custom_id": "r3", "response": None}).encode()
-    (folder / f"{batch.id}.output").write_bytes(part + b"\n" + part[:10])
+    (folder / f"{batch.id}.output").write_bytes((part + b"\n") * num_whole + part[:10])
     engine.by_hand = engine.draining = False
     engine.requests.clear()
     with client_of(serve(batch_dir=str(folder))) as client:
@@ -235,7 +236,7 @@ def test_a_batch_goes_on_in_the_next_server(serve, built, engine, say, tmp_path)
         done = wait(client, batch.id, "completed")
         ids = [each["custom_id"] for each in content(client, done.output_file_id)]
     assert sorted(ids) == sorted(f"r{index}" for index in range(12))
-    assert len(engine.requests) == 11
+    assert len(engine.requests) == 12 - num_whole
 
 
 def test_run_batch_answers_a_file_without_a_server(tmp_path, capsys):

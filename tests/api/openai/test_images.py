@@ -236,6 +236,29 @@ def test_messages_take_images_and_pin_them(server: Any, smolvlm: Seeing) -> None
     assert again["cache_read_input_tokens"] == (len(ids) - 1) // 4 * 4
 
 
+def test_ollamas_images_stand_before_the_text(server: Any, smolvlm: Seeing) -> None:
+    text = f"<|im_start|>User:{IMAGE}{IMAGE}what?<end_of_utterance>\nAssistant: "
+    ids, _ = smolvlm.answer(text, [FIRST, SECOND])
+    images = [data_url(each).partition(",")[2] for each in (FIRST, SECOND)]
+    body = {"stream": False, "options": {"num_predict": 3}}
+    message = {"role": "user", "content": "what?", "images": images}
+    for path, asked in (
+        ("chat", {"messages": [message]}),
+        ("generate", {"prompt": "what?", "images": images}),
+    ):
+        found = httpx.post(f"{server.url}/api/{path}", json=body | asked).raise_for_status().json()
+        assert found["prompt_eval_count"] == len(ids)
+    for path, asked, named in (
+        ("chat", {"messages": [message | {"images": ["@"]}]}, "messages[0].images[0]"),
+        ("generate", {"prompt": "a", "images": images, "raw": True}, "images"),
+    ):
+        refused = httpx.post(f"{server.url}/api/{path}", json=body | asked)
+        assert refused.status_code == 400
+        assert named in refused.json()["error"]
+    shown = httpx.post(f"{server.url}/api/show", json={}).json()
+    assert "vision" in shown["capabilities"]
+
+
 def test_rendering_and_flushing_know_images(server: Any, smolvlm: Seeing) -> None:
     ids, _ = smolvlm.answer(RENDERED, [FIRST, SECOND])
     body = {"messages": user(*ASK), "max_tokens": 1}

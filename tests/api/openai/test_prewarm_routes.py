@@ -62,6 +62,16 @@ def test_tools_are_checked_before_a_prompt_is_prewarmed(http, engine):
     assert engine.requests == []
 
 
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/chat/completions/render"])
+def test_a_chat_that_is_too_long_to_be_prewarmed_names_its_field(http, route):
+    # So few characters that they are tokenised: the tokens are too many.
+    room = http.get("/model_info").json()["max_model_len"]
+    talk = [{"role": "user", "content": "a " * room}]
+    answer = http.post(route, json={"messages": talk, **WARM})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_a_prompt_that_is_prewarmed_has_the_deadline_and_priority_of_its_body(http, engine, path):
     body = {**BODIES[path], **WARM, "deadline_ms": 5000, "priority": 3}

@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from foretoken.api.openai.schema import Message, plain_messages
+from foretoken.api.openai.schema import ContentPart, Message, plain_messages
 from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd, Content
 from foretoken.api.runtime.chat import ChoiceReader
 from foretoken.api.text import chat_template
@@ -196,9 +196,15 @@ def test_a_model_whose_template_has_no_tools_is_told_of_them_in_text(
 
 
 @pytest.mark.parametrize(
-    "parameters", [{"type": "object", "properties": {"a": {"type": "nothing"}}}, {"type": "array"}]
+    ("parameters", "reason"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "nothing"}}}, "Invalid type: nothing"),
+        ({"type": "object", "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
+        ({"type": "object", "oneOf": [{"required": ["a"]}, {}]}, "oneOf is supported only where"),
+        ({"type": "array"}, "the parameters of f must be"),
+    ],
 )
-def test_a_bad_schema_names_the_tools(client, parameters):
+def test_a_bad_schema_names_the_tools(client, parameters, reason):
     function = {"name": "f", "parameters": parameters, "strict": True}
     with pytest.raises(openai.BadRequestError) as info:
         client.chat.completions.create(
@@ -208,6 +214,7 @@ def test_a_bad_schema_names_the_tools(client, parameters):
             tool_choice="required",
         )
     assert info.value.param == "tools"
+    assert info.value.body["message"].startswith(f"tools: {reason}")
 
 
 def test_the_chosen_tool_is_forced_by_a_grammar(client, engine, say):
@@ -244,6 +251,12 @@ def test_system_messages_at_the_beginning_become_one():
     plain = plain_messages(talk)
     assert [message["role"] for message in plain] == ["system", "user", "system"]
     assert plain[0]["content"] == "system\n\ndeveloper"
+
+
+def test_a_refusal_of_an_earlier_turn_is_its_text():
+    parts = [ContentPart(type="refusal", refusal="No.")]
+    [plain] = plain_messages([Message(role="assistant", content=parts)])
+    assert plain["content"] == "No."
 
 
 def test_a_tool_that_is_named_is_called_once(client, say):

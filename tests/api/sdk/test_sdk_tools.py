@@ -37,6 +37,7 @@ CONVERSATIONS = [
     [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}],
     [{"role": "developer", "content": "d"}, {"role": "system", "content": "s"}, *HI],
     [*HI, {"role": "function", "name": "f", "content": "1"}],
+    [*HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, *HI],
     [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
 ]
 

@@ -144,6 +144,15 @@ def test_the_bound_drops_what_was_used_least_recently(make_request) -> None:
     assert drafted(radix, make_request([0])) == []
 
 
+def test_short_requests_have_no_more_nodes_than_the_bound(make_request) -> None:
+    radix = PrefixSource(max_nodes=10)
+    for first in range(0, 100, 4):
+        radix.leave(make_request([first], range(first + 1, first + 4)))
+        assert radix._tree.num_nodes <= 10
+    assert drafted(radix, make_request([96])) == [97, 98, 99]
+    assert drafted(radix, make_request([0])) == []
+
+
 def test_requests_that_said_nothing_leave_nothing(make_request) -> None:
     radix = PrefixSource()
     radix.leave(make_request([1, 2, 3, 4]))

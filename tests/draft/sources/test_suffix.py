@@ -394,6 +394,15 @@ def test_memory_stays_within_its_bound_whatever_comes(make_request) -> None:
     assert suffix._num_kept <= 500, "an answer longer than the bound is not kept"
 
 
+def test_of_short_requests_no_more_than_the_bound_are_kept(make_request) -> None:
+    suffix = source(max_requests=10)
+    for number in range(25):
+        suffix.leave(make_request(random_tokens(number, 20), [1]))
+    assert len(suffix._ended) == len(suffix._index.histories) == 10
+    assert drafted(suffix, make_request(random_tokens(24, 20))) == [1]
+    assert drafted(suffix, make_request(random_tokens(14, 20))) == []
+
+
 def test_a_flush_forgets_the_answers_of_the_named_namespaces(make_request) -> None:
     suffix = source()
     for namespace in ("a", "b", None):
