@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError
@@ -34,7 +34,7 @@ NO_KEY = "none"  # clients want one, a server without keys takes any
 KEY_VARIABLE = "LOCAL_KEY"  # that Codex reads
 MOST_OUTPUT = 32000  # tokens of one answer, as opencode reserves them
 ENOUGH = 32768  # tokens of context, for the first prompts of agents and some turns
-END_SECONDS = 10.0  # for a fresh server to end
+END_SECONDS = 10.0  # for a client, and for a fresh server, to end
 OWN_FLAGS = (
     "--port=0",
     "--log-format=text",
@@ -174,8 +174,17 @@ def _run(command: Sequence[str], started: Started) -> int:
     try:
         return client.wait()
     finally:
-        client.terminate()  # where a signal ends this process; else it has ended
+        _end(client)  # where a signal ends this process; else it has ended
         signal.signal(signal.SIGINT, before)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @contextmanager
@@ -282,12 +291,7 @@ def _fresh(args: Sequence[str], key: str | None) -> Iterator[str]:
             reader.start()
             yield url
         finally:
-            process.terminate()
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            _end(process)
             if reader is not None:
                 reader.join()
             lines.close()
