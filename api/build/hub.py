@@ -136,17 +136,22 @@ def cached_models(hub_id: str | None = None) -> list[CachedModel]:
 def find_cached(name: str) -> list[CachedModel]:
     """The revisions in the cache that a name means; without a revision all of the model.
 
-    Raises `ModelLoadError` where there are none.
+    A commit may be named by its first `SHORT` digits or more. Raises `ModelLoadError` where there
+    are none.
     """
     hub_id, revision = split_revision(name)
     found = [
         each
         for each in cached_models(hub_id)
-        if revision is None or revision in each.refs or each.commit.startswith(revision)
+        if revision is None or revision in each.refs or _begins(each.commit, revision)
     ]
     if not found:
         raise ModelLoadError(f"{name} is not in the cache: foretoken pull {name}")
     return found
+
+
+def _begins(commit: str, digits: str) -> bool:
+    return len(digits) >= SHORT and commit.startswith(digits)
 
 
 def remove(name: str) -> int:

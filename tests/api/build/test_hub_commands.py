@@ -128,7 +128,8 @@ def test_a_revision_is_a_flag_or_part_of_the_name(capsys):
     found = find_model("owner/tiny@v1")
     assert (found.path.name, found.name, found.aliases) == (OLD, "owner/tiny", {"owner/tiny@v1"})
     assert find_model("owner/tiny").path.name == NEW
-    told(capsys, "rm", "owner/tiny", "--revision", "v1")
+    assert "is not in the cache" in told(capsys, "rm", "owner/tiny@a", code=2)
+    told(capsys, "rm", f"owner/tiny@{OLD[:8]}")
     assert [each.commit for each in hub.cached_models()] == [NEW]
     assert "the model has no such revision" in told(capsys, "pull", "owner/tiny@none", code=2)
 
