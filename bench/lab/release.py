@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         wheels, sdist = packages_of(given.built)
     if not given.no_install:
-        found = [python for name in given.python or PYTHONS if (python := shutil.which(name))]
+        found = given.python or [python for name in PYTHONS if (python := running(name))]
         if not found:
             sys.exit("no supported Python was found: --python PATH names one")
         for python in found:
@@ -79,6 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.no_readme:
         try_readme(sdist)
     return 0
+
+
+def running(name: str) -> str | None:
+    """The path of an interpreter that runs: a version manager has names of those that do not."""
+    path = shutil.which(name)
+    if path is None or subprocess.run([path, "-V"], capture_output=True, check=False).returncode:
+        return None
+    return path
 
 
 def build(out: Path) -> tuple[list[Path], Path]:

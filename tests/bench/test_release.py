@@ -42,6 +42,17 @@ def test_a_package_that_lacks_a_file_stops_the_release(tmp_path: Path) -> None:
         check_has(package, ["a/b.py", "d.cc"], ("a/b.py", "d.c"))
 
 
+def test_a_python_that_does_not_run_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, code in (("python3.12", 127), ("python3.13", 0)):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = [release.running(name) for name in ("python3.11", "python3.12", "python3.13")]
+    assert found == [None, None, str(tmp_path / "python3.13")]
+
+
 @IN_GIT
 def test_the_wheel_must_have_every_source_page_and_model() -> None:
     needed = release.tracked(*release.IN_WHEEL)
