@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         wheels, sdist = packages_of(given.built)
     if not given.no_install:
-        found = given.python or [python for name in PYTHONS if (python := running(name))]
+        found = [python for name in given.python or PYTHONS if (python := running(name))]
         if not found:
             sys.exit("no supported Python was found: --python PATH names one")
         for python in found:
