@@ -229,6 +229,10 @@ def make_speculator(
     """
     costs = CostModel()
     if spec.is_empty:
+        if config.speculation not in ("auto", "off", 0):
+            logger.warning(
+                "--speculation %s drafts nothing: --draft none names no drafter", config.speculation
+            )
         return NO_SPECULATION, costs
     depth: Literal["auto"] | int = "auto"
     if isinstance(config.speculation, int):

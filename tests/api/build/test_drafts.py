@@ -10,7 +10,7 @@ import pytest
 from foretoken.api.build.drafts import DraftSpec, make_speculator
 from foretoken.core.config import EngineConfig
 from foretoken.core.interface.draft import DraftPlan
-from foretoken.core.interface.protocols import ProposerTraits
+from foretoken.core.interface.protocols import NO_SPECULATION, ProposerTraits
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling import SamplingMetadata, TokenSamplingParams
 from foretoken.draft.control.controller import StepCandidates
@@ -27,6 +27,14 @@ class Third(BareProposer):
 
     def __init__(self, **traits: Any) -> None:
         self.traits = ProposerTraits(**traits)
+
+
+@pytest.mark.parametrize(("speculation", "count"), [("auto", 0), ("off", 0), (4, 1)])
+def test_a_depth_without_a_drafter_is_told(speculation, count, caplog) -> None:
+    config = EngineConfig(draft="none", speculation=speculation)
+    speculator, _ = make_speculator(config, DraftSpec(), 256, overlaps=False)
+    assert speculator is NO_SPECULATION
+    assert caplog.text.count("drafts nothing") == count
 
 
 @pytest.mark.parametrize(
