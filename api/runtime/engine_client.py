@@ -140,12 +140,13 @@ class EngineClient:
         """The loaded model. A load cannot be cancelled: it is kept for whoever waits next."""
         if self._loading is None:
             self._loading = asyncio.create_task(self._load(), name="foretoken-load")
-        loading = self._loading
         try:
-            return await asyncio.shield(loading)
-        finally:
-            if loading.done():
-                self._loading = None
+            built = await asyncio.shield(self._loading)
+        except Exception:  # no cancellation: that may come when the model is there
+            self._loading = None
+            raise
+        self._loading = None
+        return built
 
     async def _load(self) -> Built[ServingEngine]:
         """Load the model off the event loop."""

@@ -37,10 +37,12 @@ class Loading(AsyncLLM):
 
     def __init__(self, made):
         super().__init__()
-        self.loaded, self.num_loads, self._made = asyncio.Event(), 0, made
+        self.begun, self.loaded = asyncio.Event(), asyncio.Event()
+        self.num_loads, self._made = 0, made
 
     async def _load(self):
         self.num_loads += 1
+        self.begun.set()
         await self.loaded.wait()
         return self._made
 
@@ -79,6 +81,21 @@ def test_a_load_that_nobody_waits_for_is_closed(built, engine, in_a_block):
         assert engine.draining
         with pytest.raises(EngineDead):
             await llm.start()
+
+    asyncio.run(run())
+
+
+def test_a_start_that_is_cancelled_as_its_load_ends_leaves_it_to_the_next(built):
+    async def run():
+        llm = Loading(built)
+        start = asyncio.create_task(llm.start())
+        await llm.begun.wait()
+        llm._loading.add_done_callback(lambda _: start.cancel())
+        llm.loaded.set()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        async with llm:
+            assert llm.num_loads == 1
 
     asyncio.run(run())
 
