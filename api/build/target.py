@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...core.config import EngineConfig, format_size
+from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
 from ...core.execution.ranks import Ranks, TpDecoder
 from ...core.interface.settings import parse_size
@@ -19,16 +19,17 @@ from ...core.model.description.fields import UnsupportedConfig
 from ...core.model.formats.checkpoint import OnRead
 from ...core.model.loader import load_decoder
 from ...core.model.opening import read_config
-from ...core.model.report import weight_files
 from ...core.model.sharding import check_shards
 from ...core.model.vision import Vision, load_vision
 from ...core.ops.backends import choose_ops
 from ...core.ops.base import Ops
-from ...core.ops.machine.device import choose_device, free_memory
+from ...core.ops.machine.device import choose_device
 from ...core.ops.machine.host_memory import CAN_SHARE
 from ...core.ops.native.native_ops import NativeOps
 from ...core.ops.parallel import Comm
+from ...core.startup import timed
 from .kv_pools import out_of_memory_told
+from .memory import check_room
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,7 @@ def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
     What is left to torch beside the native kernels is small, and has one thread: a second one would
     have to wait until the kernels' own one sleeps.
     """
-    cores = len(os.sched_getaffinity(0))
-    is_native = isinstance(ops, NativeOps)
-    count = _threads(config) or (cores if is_native else max(1, cores - 1))
+    is_native, count = isinstance(ops, NativeOps), num_threads(config, ops)
 
     def set_threads() -> None:
         ops.set_threads(count)
@@ -60,6 +59,12 @@ def thread_setter(config: EngineConfig, ops: Ops) -> Callable[[], None]:
     return set_threads
 
 
+def num_threads(config: EngineConfig, ops: Ops) -> int:
+    """Threads that compute, of this process."""
+    cores = len(os.sched_getaffinity(0))
+    return _threads(config) or (cores if isinstance(ops, NativeOps) else max(1, cores - 1))
+
+
 def _threads(config: EngineConfig) -> int | None:
     """Threads of a process that computes; several of them share the cores."""
     if config.tp == 1 or config.threads is not None:
@@ -67,6 +72,7 @@ def _threads(config: EngineConfig) -> int | None:
     return max(1, len(os.sched_getaffinity(0)) // config.tp)
 
 
+@timed("target")
 def load_target(
     path: Path, config: EngineConfig, device: torch.device, on_read: OnRead | None
 ) -> tuple[Decoder, Ranks | None]:
@@ -128,14 +134,15 @@ def load_model(
     comm: Comm | None = None,
 ) -> Decoder:
     """Load a decoder with the options of the engine. Raises `ModelLoadError`."""
-    if config.load_format == "auto" and config.quantize == "none":
-        _warn_of_short_memory(path, device)
+    if config.load_format == "auto":
+        check_room(path, config, device)
     remedy = "use a smaller --dtype, or --quantize"
     options: dict[str, Any] = _load_options(config, device)
     with out_of_memory_told(f"while loading {path.name}", remedy):
         return load_decoder(path, **options, on_read=on_read, comm=comm)
 
 
+@timed("image tower")
 def load_images(
     path: Path, config: EngineConfig, target: Decoder, on_read: OnRead | None
 ) -> Vision | None:
@@ -158,16 +165,3 @@ def load_images(
             has_weights=config.load_format == "auto",
             on_read=on_read,
         )
-
-
-def _warn_of_short_memory(path: Path, device: torch.device) -> None:
-    """Log it where the weights' files alone are larger than the free memory.
-
-    On a CPU the process is then killed while it loads, and can say no more.
-    """
-    num_bytes, free = weight_files(path)[1], free_memory(device)
-    if num_bytes > free:
-        logger.warning(
-            "%s: the weights have %s, and %s of memory are free",
-            path.name, format_size(num_bytes), format_size(free),
-        )  # fmt: skip

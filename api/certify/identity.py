@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...core.model.formats.files import gguf_file
+from ...core.model.formats.files import gguf_file, gguf_parts
 from ...core.ops.machine.identity import machine_identity
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "llguidance", "numpy", "triton")
@@ -41,7 +41,7 @@ def libraries() -> dict[str, str]:
 def weight_hashes(path: Path) -> list[dict[str, object]]:
     """Name, bytes and SHA-256 of each file that has weights or the config."""
     file = gguf_file(path)
-    files = [file] if file is not None else sorted(path.glob("*.safetensors"))
+    files = gguf_parts(file) if file is not None else sorted(path.glob("*.safetensors"))
     if file is None:
         files += [each for each in (path / "config.json",) if each.is_file()]
     return [

@@ -1,5 +1,19 @@
 """The command ``foretoken``."""
 
-from .commands import main
+from __future__ import annotations
 
-__all__ = ["main"]
+from collections.abc import Sequence
+
+from ...core.ops.machine.imports import uncollected
+from ..runtime.interrupts import ending_at_once
+from .clock import BEGAN
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the process's exit code."""
+    with ending_at_once(), uncollected():  # nothing is begun while its code is imported
+        from .commands import main as run
+    return run(argv)
+
+
+__all__ = ["BEGAN", "main"]

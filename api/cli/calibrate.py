@@ -13,6 +13,7 @@ from ...core.model.loader import load_decoder
 from ..build.model_files import find_model
 from ..text.tokenizer_cache import load_tokenizer
 from .outputs import check_out
+from .terminal.progress import Progress
 
 MAX_TOKENS = 1 << 16  # of all texts
 TEXT_TOKENS = 4096  # of one, at most
@@ -27,21 +28,23 @@ def calibrate(model: str | None, data: Path, out: Path) -> int:
     check_out(out)
     texts = read_texts(data)
     source = find_model(model)
-    decoder = load_decoder(source.path, dtype="float32", backend="torch")
+    decoder = load_decoder(source.path, dtype="float32", backend="auto")
     if not isinstance(decoder, OwnDecoder):
         raise InvalidRequest(f"{source.name} is computed by transformers' modules", param="model")
     longest = min(TEXT_TOKENS, decoder.config.max_model_len)
     encode = load_tokenizer(source.path).backend_tokenizer.encode
     tokens = cut([encode(text, add_special_tokens=False).ids for text in texts], longest)
+    num_tokens = sum(map(len, tokens))
+    progress = Progress(f"{num_tokens} tokens of {data}")
     try:
-        stats = measure_queries(decoder, tokens)
+        stats = measure_queries(decoder, tokens, lambda done: progress.note(done / num_tokens))
     except ValueError as error:
         raise InvalidRequest(f"{source.name}: {error}", param="model") from None
     try:
         stats.save(out)
     except OSError as error:  # a full disk
         raise ForetokenError(f"{out}: {error.strerror}") from None
-    print(f"{out}: queries of {source.name} over {sum(map(len, tokens))} tokens")
+    print(f"{out}: queries of {source.name} over {num_tokens} tokens")
     print(f"concentration |E q| / E |q|, by layer: {shares(stats)}")
     return 0
 

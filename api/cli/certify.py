@@ -6,13 +6,12 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
-from .config import Chosen
+from .config import Chosen, given_options
 from .flags import Parser
 from .outputs import check_out
 
@@ -25,7 +24,7 @@ KINDS = (Chosen, EngineConfig)
 
 
 def add_certify_flags(parser: Parser) -> None:
-    """Add the flags of ``foretoken certify`` but for the model."""
+    """Add the flags of ``foretoken certify`` but for the model and settings."""
     number = parser.add_mutually_exclusive_group()
     number.add_argument(
         "--requests",
@@ -42,22 +41,22 @@ def add_certify_flags(parser: Parser) -> None:
         metavar="PATH",
         help="beginning of the report's names: PATH.md and PATH.json (certificate-MODEL)",
     )
-    parser.add_settings(*KINDS)
 
 
 def add_replay_flags(parser: Parser) -> None:
-    """Add the flags of ``foretoken replay`` but for the model."""
+    """Add the arguments of ``foretoken replay`` but for the model and settings."""
+    parser.add_argument("id", metavar="ID", help="id of the answer, as its body had it")
     parser.add_argument(
         "--requests",
         required=True,
         metavar="DIR",
         help="folder of `foretoken serve --record-requests`, or a file of it",
     )
-    parser.add_settings(*KINDS)
 
 
-def certify(parsed: argparse.Namespace, model: str | None, options: Mapping[str, Any]) -> int:
+def certify(parsed: argparse.Namespace) -> int:
     """Write the certificate. 0: no token differs; 1: one does; 3: the model is not exact."""
+    model, options = given_options(parsed, KINDS)
     from ..certify.certificate import Certifier
     from ..certify.report import markdown, verdict
 
@@ -102,11 +101,12 @@ def _write(path: Path, found: Certificate, text: str) -> None:
         path.with_name(f"{path.name}.jsonl").write_bytes(record)
 
 
-def replay(parsed: argparse.Namespace, model: str | None, options: Mapping[str, Any]) -> int:
+def replay(parsed: argparse.Namespace) -> int:
     """Print a recorded answer as it is computed now. 0: the same tokens, 1: others.
 
     3: others, of a model that was not exact then or is not now.
     """
+    model, options = given_options(parsed, KINDS)
     from ..certify.records import find_record
     from ..certify.replay import replay as compute
 

@@ -7,8 +7,7 @@ import logging
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from ...core.interface.settings import Setting, setting, settings_of
 from ..serving.limits import Limits
 from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams
+from .flags import TWO_MODELS, Parser, nearest
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -52,6 +52,36 @@ class Chosen:
 SERVE = (Chosen, Listen, Settings, FrontOptions, EngineConfig, ObservingOptions, Limits)
 REPLICA = (Chosen, Joining, EngineConfig)
 TERMINAL = (Chosen, EngineConfig, SamplingParams)
+SAMPLING_FLAGS = tuple(settings_of(SamplingParams))
+
+
+def add_model(parser: Parser) -> None:
+    """Add MODEL. Where it is not given it has no value that could replace the one of --model."""
+    model = settings_of(Chosen)["model"]
+    parser.set_defaults(model=None)
+    parser.add_argument(
+        "model",
+        metavar=model.metavar,
+        nargs="?",
+        help=model.help,
+        default=argparse.SUPPRESS,
+        action=_Place,
+    )
+
+
+class _Place(argparse.Action):
+    """The model's place, which must not name another one than --model before or behind it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,  # noqa: ARG002 - argparse's
+    ) -> None:
+        if namespace.model not in (None, values):
+            parser.error(TWO_MODELS)
+        namespace.model = namespace.place = values
 
 
 class Given:
@@ -135,6 +165,34 @@ class Given:
         return found
 
 
+def given_options(
+    parsed: argparse.Namespace, kinds: Iterable[type]
+) -> tuple[str | None, dict[str, Any]]:
+    """The model and the engine's options of a command that has no other settings to read."""
+    given = Given(parsed, kinds)
+    given.warn_of_unknown_variables()
+    return model_options(given)
+
+
+def model_options(given: Given) -> tuple[str | None, dict[str, Any]]:
+    """The model and the engine's options, which are checked before the slow imports."""
+    from ..build.hub import at_revision, go_offline
+
+    given.make(EngineConfig)
+    chosen = given.make(Chosen)
+    if chosen.offline:
+        go_offline()
+    return at_revision(chosen.model, chosen.revision), given.options(EngineConfig)
+
+
+def with_adapter(params: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
+    """The parameters, with the adapter of ``--lora``. Raises `InvalidRequest` for several."""
+    names = [*EngineConfig(lora=options.get("lora", ())).lora_folders]
+    if len(names) > 1:
+        raise InvalidRequest("--lora: run and chat take one adapter", param="lora")
+    return replace(params, lora=names[0]) if names else params
+
+
 def _converted(
     convert: Callable[[Any], Any],
     value: Any,  # noqa: ANN401 - as a file has it
@@ -149,12 +207,6 @@ def _converted(
 
 def _variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The most similar name, as the end of an error about an unknown one; "" where none is."""
-    found = get_close_matches(name, [*known], 1)
-    return f" (the nearest is {found[0]})" if found and found[0] != name else ""
 
 
 def _is_kubernetes(variable: str) -> bool:

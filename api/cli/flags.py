@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from ...core.config import EngineConfig
-from ...core.interface.settings import Setting, settings_of
-from ..types.sampling_params import LeftOut, SamplingParams
-from .config import nearest
+from ...core.config import format_size
+from ...core.interface.settings import SIZE, Setting, settings_of
 
-SAMPLING_FLAGS = tuple(settings_of(SamplingParams))
+TWO_MODELS = "MODEL and --model name two models"
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,10 +29,10 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse; an unknown flag is an error of its command, which names the nearest flag."""
         parsed, unknown = self.parse_known_args(None if args is None else [*args], namespace)
-        if unknown:
-            command: Parser = getattr(parsed, "parser", self)
-            if not (len(unknown) == 1 and command.takes_late(unknown[0], parsed)):
-                command.refuse(unknown[0].partition("=")[0])
+        command: Parser = getattr(parsed, "parser", self)
+        for each in unknown:
+            if not command.takes_late(each, parsed):
+                command.refuse(each.partition("=")[0])
         return parsed
 
     def takes_late(self, argument: str, parsed: argparse.Namespace) -> bool:
@@ -41,12 +40,17 @@ class Parser(argparse.ArgumentParser):
 
         argparse fills all places at the first argument, and leaves those empty that may be.
         """
-        places = (each for each in self._actions if not each.option_strings and each.nargs == "?")
-        place = next((each for each in places if getattr(parsed, each.dest) is None), None)
-        if place is None or argument.startswith("-"):
+        if argument.startswith("-"):
             return False
-        setattr(parsed, place.dest, argument)
-        return True
+        for place in (each for each in self._actions if not each.option_strings):
+            value = getattr(parsed, place.dest)
+            if place.nargs == "?" and value is None:
+                setattr(parsed, place.dest, argument)
+                return True
+            if place.nargs == "*":
+                setattr(parsed, place.dest, [*value, argument])
+                return True
+        return False
 
     def refuse(self, argument: str) -> NoReturn:
         """Print that this command has no such argument and exit with status 2."""
@@ -99,9 +103,14 @@ class _HelpAll(argparse.Action):
 
 def help_of(each: Setting) -> str:
     """The help with the default, where that is a value and the text has none."""
+    from ..types.sampling_params import LeftOut
+
     if each.default in (None, False, True, "", ()) or isinstance(each.default, LeftOut):
         return each.help
-    default = each.default if isinstance(each.default, str) else f"{each.default:.12g}"
+    if each.metavar == SIZE and isinstance(each.default, int):
+        default = format_size(each.default)
+    else:
+        default = each.default if isinstance(each.default, str) else f"{each.default:.12g}"
     return f"{each.help} ({default})"
 
 
@@ -123,22 +132,32 @@ def _reader(each: Setting) -> Callable[[str], object]:
     return read
 
 
-def add_show_drafts(parser: Parser) -> None:
-    """Add --show-drafts."""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The most similar name, as the end of an error about an unknown one; "" where none is."""
+    found = get_close_matches(name, [*known], 1)
+    return f" (the nearest is {found[0]})" if found and found[0] != name else ""
+
+
+def add_verbose(parser: Parser) -> None:
+    """Add --verbose."""
     parser.add_argument(
-        "--show-drafts",
+        "-v",
+        "--verbose",
         action="store_true",
-        help="colour each token by its drafter and print a legend; colours need a terminal or "
-        "FORCE_COLOR, and NO_COLOR disables them",
+        help="print the seconds of each step of the start to standard error",
     )
 
 
 def add_engine_flags(parser: Parser) -> None:
     """Add a flag for each option of `EngineConfig`."""
+    from ...core.config import EngineConfig
+
     parser.add_settings(EngineConfig)
 
 
 def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
     """The engine options that the command line sets, without variables and files."""
+    from ...core.config import EngineConfig
+
     given = {name: getattr(parsed, name) for name in EngineConfig.names()}
     return {name: value for name, value in given.items() if value is not None}

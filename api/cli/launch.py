@@ -6,24 +6,24 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError
 from ...core.interface.settings import Setting, settings_of
-from ..serving.settings import Settings
+from ..serving.settings import Listen, Settings
 from .config import Chosen, Given
 from .flags import Parser
 
@@ -35,11 +35,9 @@ KEY_VARIABLE = "LOCAL_KEY"  # that Codex reads
 MOST_OUTPUT = 32000  # tokens of one answer, as opencode reserves them
 ENOUGH = 32768  # tokens of context, for the first prompts of agents and some turns
 END_SECONDS = 10.0  # for a client, and for a fresh server, to end
-OWN_FLAGS = (
-    "--port=0",
-    "--log-format=text",
-)  # of a fresh server: any free port, a log that is read
-SERVE = "import sys; from foretoken.api.cli import main; sys.exit(main())"
+LOOK_SECONDS = 0.1  # between two tries to connect to a fresh server
+HOST = "127.0.0.1"  # of a fresh server
+OWN_FLAGS = (f"--host={HOST}", "--log-format=text")  # the last line of the log is shown on failure
 
 
 class Server(NamedTuple):
@@ -146,8 +144,9 @@ def launch(parsed: argparse.Namespace, client_args: Sequence[str]) -> int:
     agent = AGENTS[parsed.agent]
     if not parsed.show and shutil.which(agent.program) is None:
         raise ForetokenError(f"{agent.program} is not installed: {agent.get}")
-    key = next(iter(Given(parsed, (*KINDS, Settings)).make(Settings).api_keys), None)
-    with _ending_by_signals(), _server(parsed, key) as server:
+    given = Given(parsed, (*KINDS, Settings))
+    key = next(iter(given.make(Settings).api_keys), None)
+    with _ending_by_signals(), _server(parsed, given, key) as server:
         started = agent.start(server)
         command = [*started.command, *client_args]
         if parsed.show:
@@ -205,7 +204,7 @@ def _ending_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _server(parsed: argparse.Namespace, key: str | None) -> Iterator[Server]:
+def _server(parsed: argparse.Namespace, given: Given, key: str | None) -> Iterator[Server]:
     """Find the running server; start a fresh one for a MODEL or without a running one.
 
     Raises `ForetokenError`.
@@ -227,7 +226,11 @@ def _server(parsed: argparse.Namespace, key: str | None) -> Iterator[Server]:
             yield Server(URL, NO_MODEL, key or NO_KEY, None)
             return
     model = [] if parsed.model is None else [parsed.model]
-    with _fresh(["serve", *model, *OWN_FLAGS, *flags], key) as url:
+    listen = given.make(Listen)
+    if listen.uds is not None:
+        raise ForetokenError(f"uds is {listen.uds}, but clients need a port: remove that setting")
+    scheme = "http" if listen.ssl_certfile is None else "https"
+    with _fresh(["serve", *model, *OWN_FLAGS, *flags], key, scheme) as url:
         yield _connect(url, key)
 
 
@@ -266,51 +269,49 @@ def _written(each: Setting, value: object) -> list[str]:
 
 
 @contextmanager
-def _fresh(args: Sequence[str], key: str | None) -> Iterator[str]:
-    """The address of a server of its own, which ends with the block; its log is in a file."""
+def _fresh(args: Sequence[str], key: str | None, scheme: str) -> Iterator[str]:
+    """Run a server that ends with the block, with its log in a file; yields its address.
+
+    Raises `ForetokenError` with the last line of its log where it ends before it listens.
+    """
     key_variable = {} if key is None else {"FORETOKEN_API_KEY": key}
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, *args],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,  # Ctrl-C is the client's
-        env={**os.environ, **key_variable, "PYTHONPATH": path},
-    )
-    lines = process.stderr
-    assert lines is not None  # a pipe was asked for
-    with tempfile.NamedTemporaryFile("w", prefix="foretoken-", suffix=".log", delete=False) as log:
-        reader: threading.Thread | None = None
+    port = _free_port()
+    with tempfile.NamedTemporaryFile("w+", prefix="foretoken-", suffix=".log", delete=False) as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "foretoken", *args, f"--port={port}"],
+            stderr=log,
+            stdout=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the client's
+            env={**os.environ, **key_variable, "PYTHONPATH": path},
+        )
         try:
-            url = _address(lines, log)
+            if not _listens(port, process):
+                lines = Path(log.name).read_text(errors="replace").split("\n")
+                last = next((each for each in reversed(lines) if each.strip()), "")
+                raise ForetokenError(f"the server did not start: {last.strip()}")
+            url = f"{scheme}://{HOST}:{port}"
             print(f"a server of its own at {url}, log in {log.name}", file=sys.stderr)
-            reader = threading.Thread(target=_copy, args=(lines, log), daemon=True)
-            reader.start()
             yield url
         finally:
             _end(process)
-            if reader is not None:
-                reader.join()
-            lines.close()
 
 
-def _address(lines: IO[str], log: IO[str]) -> str:
-    """Read the log up to the address. Raises `ForetokenError` with the end of a server's log."""
-    last = ""
-    for line in lines:
-        log.write(line)
-        last = line.strip() or last
-        if found := re.search(r" serves .* on (\S+)", line):
-            if found[1].startswith("http"):
-                return found[1]
-            raise ForetokenError(f"the server listens on {found[1]}: clients need a port, no --uds")
-    raise ForetokenError(f"the server did not start: {last}")
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
-def _copy(lines: IO[str], log: IO[str]) -> None:
-    for line in lines:
-        log.write(line)
-        log.flush()
+def _listens(port: int, process: subprocess.Popen[Any]) -> bool:
+    """Wait until the port accepts connections; False where the process ends before."""
+    while process.poll() is None:
+        try:
+            socket.create_connection((HOST, port), END_SECONDS).close()
+            return True
+        except OSError:
+            time.sleep(LOOK_SECONDS)
+    return False

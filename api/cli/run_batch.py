@@ -6,13 +6,13 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
-from .config import Chosen
+from .config import Chosen, given_options
 from .flags import Parser
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ NO_LIMIT_SECONDS = 1e6  # for a request, which nobody waits for
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the files and flags of ``foretoken run-batch`` but for the model."""
+    """Add the files and flags of ``foretoken run-batch`` but for the model and settings."""
     parser.add_argument("input", metavar="IN", help="JSON Lines file as /v1/batches takes it")
     parser.add_argument("output", metavar="OUT", help="file for the answers, as they come")
     parser.add_argument(
@@ -35,11 +35,12 @@ def add_flags(parser: Parser) -> None:
     )
 
 
-def run_batch(parsed: argparse.Namespace, model: str | None, options: Mapping[str, Any]) -> int:
+def run_batch(parsed: argparse.Namespace) -> int:
     """Answer all requests. 0: all have status 200; 1: some have not.
 
     Raises `InvalidRequest` for an input that no batch would take, before the model is loaded.
     """
+    model, options = given_options(parsed, KINDS)
     source, target = Path(parsed.input), Path(parsed.output)
     if _size(target) and not parsed.resume:
         raise InvalidRequest(f"{target} exists: --resume goes on with it", param="output")
@@ -57,17 +58,13 @@ async def _run(
     model: str | None,
     options: Mapping[str, Any],
 ) -> int:
-    import msgspec
-
     from ..openai.batches.lines import (
+        LineCheck,
         LineRunner,
-        check_lines,
-        is_answered,
+        decode_line,
         numbered_lines,
-        read_lines,
         write_line,
     )
-    from ..openai.batches.protocol import InputLine
     from ..openai.responses.store import ResponseStore
     from ..runtime.interrupts import ending_at_once
     from ..sdk.async_llm import AsyncLLM
@@ -76,22 +73,26 @@ async def _run(
     from ..serving.serving_context import Service
     from ..serving.settings import Settings
 
-    number, errors = check_lines(numbered_lines(source), None, BATCH_PATHS)
-    if errors:
-        if not number:
-            raise InvalidRequest(f"{source}: {errors[0].message}", param="input")
-        told = "\n".join(f"  line {each.line}: {each.message}" for each in errors[:TOLD_ERRORS])
+    check = LineCheck(None, BATCH_PATHS)
+    check.add(numbered_lines(source))
+    check.end()
+    if check.errors:
+        if not check.count:
+            raise InvalidRequest(f"{source}: {check.errors[0].message}", param="input")
+        first = check.errors[:TOLD_ERRORS]
+        told = "\n".join(f"  line {each.line}: {each.message}" for each in first)
         raise InvalidRequest(f"{source} has lines that are no requests:\n{told}", param="input")
     counts = {True: 0, False: 0}
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
-    def put(line: OutputLine) -> None:
+    async def put(line: OutputLine) -> None:
         write_line(descriptor, line)
-        counts[is_answered(line)] += 1
+        counts[line.is_answered] += 1
 
-    def wanted() -> Iterator[bytes]:
-        decode = msgspec.json.Decoder(InputLine).decode
-        return (line for line in read_lines(source) if decode(line).custom_id not in done)
+    async def wanted() -> AsyncIterator[bytes]:
+        for _, line in numbered_lines(source):
+            if decode_line(line).custom_id not in done:
+                yield line
 
     try:
         llm = AsyncLLM(model, **options)
@@ -100,15 +101,18 @@ async def _run(
         async with llm:
             settings = Settings(limits=Limits(max_request_seconds=NO_LIMIT_SECONDS))
             service = Service(llm, settings)
-            await LineRunner(service, batch_dialects(service, ResponseStore()), put).run(wanted())
+            runner = LineRunner(
+                service,
+                batch_dialects(service, ResponseStore()),
+                num_places=lambda: llm.engine.limits.max_running,
+            )
+            await runner.run(wanted(), put)
     finally:
         os.close(descriptor)
     failed_before = [*done.values()].count(False)
     left_out = f", {len(done)} were there, {failed_before} of them failed" if done else ""
-    print(
-        f"{target}: {counts[True]} of {number} requests answered, {counts[False]} failed{left_out}",
-        file=sys.stderr,
-    )
+    answered = f"{counts[True]} of {check.count} requests answered"
+    print(f"{target}: {answered}, {counts[False]} failed{left_out}", file=sys.stderr)
     return FAILED if counts[False] or failed_before else 0
 
 
@@ -126,7 +130,6 @@ def _done(target: Path) -> dict[str, bool]:
         return {}
     import msgspec
 
-    from ..openai.batches.lines import is_answered
     from ..openai.batches.protocol import OutputLine
 
     lines = target.read_bytes().splitlines(keepends=True)
@@ -135,6 +138,6 @@ def _done(target: Path) -> dict[str, bool]:
         target.write_bytes(b"".join(whole))
     try:
         lines_before = [msgspec.json.decode(line, type=OutputLine) for line in whole]
-        return {line.custom_id: is_answered(line) for line in lines_before}
+        return {line.custom_id: line.is_answered for line in lines_before}
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"{target} has a line that is no answer: {error}") from None

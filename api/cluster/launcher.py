@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -152,6 +154,7 @@ class PlannedReplicas:
         """
         self._num_joined = num_joined
         await asyncio.to_thread(self._cluster.open, self.plan)
+        _take_signals_back()
         self.plan = replace(self.plan, front=address)
         try:
             await asyncio.to_thread(self._cluster.deploy, self.plan)
@@ -295,6 +298,17 @@ class PlannedReplicas:
                 await asyncio.wait((updating,))
         finally:
             await asyncio.to_thread(self._cluster.close)
+
+
+def _take_signals_back() -> None:
+    """Set the handlers of the signals that end a server once more.
+
+    Ray sets its own in C when it starts, behind Python's back: they would abort the process.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if (handler := signal.getsignal(number)) is not None:  # of Python
+                signal.signal(number, handler)
 
 
 def _changed(

@@ -23,6 +23,11 @@ Detail = Literal["low", "high", "auto"]
 MAX_FILE_BYTES = 64 * 2**20
 _MARK = re.compile("\ue000image:([0-9a-f]{64})\ue001")
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[\w.+-]+)*)(;base64)?,")
+UNHEARD = ("input_audio", "audio_url", "input_video", "video_url")
+"""Parts that no model here takes; without them an answer to the user would be wrong."""
+
+UNREAD = "[a file that this model cannot read]"
+TEXT_TYPES = ("text/", "application/json", "application/xml", "application/yaml")
 _NAMED = 40  # characters of a URL that an error shows
 
 
@@ -91,6 +96,24 @@ class ImageSource:
         return data
 
 
+def file_text(data: str | None, name: str | None) -> str | None:
+    """The text of a file that comes as a data URL; None where it is no text, or not there."""
+    found = _DATA_URL.match(data or "", 0, 256)
+    if data is None or found is None or not (found[1] or "text/plain").startswith(TEXT_TYPES):
+        return None
+    rest = data[found.end() :]
+    try:
+        text = base64.b64decode(rest, validate=True).decode() if found[3] else unquote(rest)
+    except (binascii.Error, ValueError):
+        return None
+    return f"File: {name}\n{text}" if name else text
+
+
+def unread_file(name: str | None) -> str:
+    """The note that stands for a file that is no text."""
+    return f"[a file that this model cannot read: {name}]" if name else UNREAD
+
+
 def read_part(part: object, where: str) -> str | ImageSource:
     """A part of a message as OpenAI's clients write it.
 
@@ -99,6 +122,12 @@ def read_part(part: object, where: str) -> str | ImageSource:
     match part:
         case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return text
+        case {"type": "file", "file": {"file_data": str(data), **more}}:
+            name = more.get("filename")
+            read = file_text(data, name if isinstance(name, str) else None)
+            if read is None:
+                raise InvalidRequest(f"{where}: a file must be a data URL of text", param=where)
+            return read
         case {"type": "image_url", "image_url": {"url": str(url), **more}}:
             detail = more.get("detail")
             return ImageSource(url, where, detail if detail in ("low", "high") else "auto")

@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.errors import InvalidRequest
 from ..media.sources import ImageSource, Placed, join_parts
 from ..runtime.conversation.chat_input import ChatInput
-from ..runtime.conversation.tools import ANY_OBJECT, read_tools
+from ..runtime.conversation.tools import ANY_OBJECT, plain_arguments, read_tools
 from ..types.sampling_params import SamplingParams
 from .schema import ChatMessage, OllamaBody, OllamaChatBody, OllamaGenerateBody, Options
 
@@ -17,12 +16,10 @@ SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
     "frequency_penalty", "speculation", "cache_salt",
 )  # fmt: skip
-REFUSED = ("suffix", "template", "context", "logprobs", "top_logprobs")
 
 
 def read_chat(body: OllamaChatBody) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
-    refuse_unsupported(body)
     messages = body.messages or ()
     return ChatInput(
         messages=plain_messages(messages),
@@ -49,13 +46,6 @@ def read_prompt(body: OllamaGenerateBody) -> ChatInput:
         params=read_params(body),
         template=template_options(body),
     )
-
-
-def refuse_unsupported(body: OllamaBody) -> None:
-    """Raise `InvalidRequest` for a field that is known and not supported."""
-    for name in REFUSED:
-        if getattr(body, name, None):
-            raise InvalidRequest(f"{name} is not supported", param=name)
 
 
 def read_params(body: OllamaBody) -> SamplingParams:
@@ -98,7 +88,8 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             plain["tool_calls"] = []
             for call in message.tool_calls:
                 call_id = f"call_{number:08}"
-                function = {"name": call.function.name, "arguments": call.function.arguments or {}}
+                arguments = plain_arguments(call.function.arguments)
+                function = {"name": call.function.name, "arguments": arguments}
                 plain["tool_calls"].append(
                     {"id": call_id, "type": "function", "function": function}
                 )

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..._version import __version__
-from ..protocol.sampling import decoder
+from ..protocol.decoding import decoder
 from ..serving.errors import JsonResponse
 from ..serving.serving_context import Service
 from . import protocol
@@ -90,13 +90,15 @@ class OllamaModels:
     @property
     def _capabilities(self) -> list[str]:
         """The names that clients choose models by."""
-        syntax, tokenizer = self.service.chat.syntax, self.service.llm.tokenizer
-        found = ["completion"]
-        if "tools" in tokenizer.chat_template:
-            found.append("tools")
-        if self.service.llm.built.takes_images:
-            found.append("vision")
-        return found + (["thinking"] if syntax.thinking is not None else [])
+        syntax, built = self.service.chat.syntax, self.service.llm.built
+        tokenizer = self.service.llm.tokenizer
+        has = {
+            "tools": syntax.has_tools and bool(tokenizer.chat_template),
+            "vision": built.takes_images,
+            "thinking": syntax.thought_marks is not None,
+            "embedding": built.pooling.embeds,
+        }
+        return ["completion", *(name for name, is_there in has.items() if is_there)]
 
     @cached_property
     def _details(self) -> protocol.Details:

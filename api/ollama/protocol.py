@@ -101,6 +101,22 @@ class Shown(Struct, kw_only=True):
     modified_at: str
 
 
+class Embedded(Struct, kw_only=True):
+    """The answer of /api/embed: a vector of length 1 for each text."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class EmbeddedOne(Struct, kw_only=True):
+    """The answer of /api/embeddings: a vector of length 1."""
+
+    embedding: list[float]
+
+
 class OllamaVersion(Struct, kw_only=True):
     """``version``: Ollama's, whose API the routes have; ``foretoken``: this server's."""
 

@@ -6,13 +6,13 @@ from functools import partial
 from typing import TypeVar
 
 from ...core.errors import InvalidRequest, PromptTooLong
-from ..protocol.sampling import decoder
+from ..protocol.decoding import decoder
 from ..runtime.conversation.prompt_history import PromptNote, text_parts
 from ..serving.errors import ApiError
 from ..serving.serve import Dialect
 from ..serving.sse import Reply
 from ..types.request_context import random_id
-from .conversation import read_chat, read_params, read_prompt, refuse_unsupported
+from .conversation import read_chat, read_params, read_prompt
 from .errors import error_body, error_line
 from .models import own_name
 from .schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
@@ -41,6 +41,9 @@ class OllamaDialect(Dialect[B]):
         options = body.options
         self.service.check_range(options, most_temperature=self.most_temperature)
         self.service.settings.limits.check_body(options)
+        if body.think and self.service.chat.syntax.thought_marks is None:
+            name = body.model or self.service.model
+            raise InvalidRequest(f'"{name}" does not support thinking', param="think")
 
     def rename(self, error: InvalidRequest, body: B) -> None:  # noqa: ARG002
         """The name of a field in the bodies of this API."""
@@ -85,7 +88,6 @@ class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
     async def open(self, body: OllamaGenerateBody) -> Reply:
         """Render with the chat template, unless ``raw`` or there is none, and submit."""
         writer, request_id = AnswerWriter(self.service, is_chat=False), f"ollama-{random_id()}"
-        refuse_unsupported(body)
         if not body.prompt:
             return writer.loaded()
         llm = self.service.llm

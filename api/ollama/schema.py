@@ -5,13 +5,15 @@ Null means that a field was left out, as in Ollama.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from ..protocol.peers import Empty, Off, RefusedSampling, Zero
 from ..protocol.sampling import (
     Milliseconds,
     Penalty,
+    Positive,
     Probability,
     RepetitionPenalty,
     Salt,
@@ -23,13 +25,17 @@ from ..protocol.sampling import (
     TopP,
 )
 from ..runtime.conversation.tools import Tools
+from ..types.fields import SameAs
 
 Format = Literal["", "json"] | dict[str, Any]
 Think = bool | Literal["low", "medium", "high"]
 KeepAlive = str | float
 
 
-class Options(Struct, kw_only=True):
+MAX_INPUTS = 2048  # texts of /api/embed
+
+
+class Options(RefusedSampling, kw_only=True):
     """``options``: sampling parameters. Those of the machine (num_ctx, num_gpu) are ignored."""
 
     temperature: Temperature | None = None
@@ -45,6 +51,10 @@ class Options(Struct, kw_only=True):
     # extensions
     speculation: Speculation | None = None
     cache_salt: Salt | None = None
+    # other names
+    max_tokens: Annotated[int | None, SameAs("num_predict")] = None
+    n_predict: Annotated[int | None, SameAs("num_predict")] = None
+    repetition_penalty: Annotated[RepetitionPenalty | None, SameAs("repeat_penalty")] = None
 
 
 class OllamaBody(Struct, kw_only=True):
@@ -58,15 +68,15 @@ class OllamaBody(Struct, kw_only=True):
     keep_alive: KeepAlive | None = None  # the model stays loaded in any case
     deadline_ms: Milliseconds | None = None  # an extension
     # known and refused
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    logprobs: Off = None
+    top_logprobs: Zero = None
 
 
 class FunctionCall(Struct, kw_only=True):
-    """The function of a call; its arguments are an object, not a text."""
+    """The function of a call; its arguments are what a model wrote."""
 
     name: str
-    arguments: dict[str, Any] | None = None
+    arguments: Any = None
 
 
 class Call(Struct, kw_only=True):
@@ -101,9 +111,39 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     raw: bool | None = None
     images: list[str] | None = None  # base64
     # known and refused
-    suffix: str | None = None
-    template: str | None = None
-    context: list[int] | None = None
+    suffix: Empty = None
+    template: Empty = None
+    context: Empty = None
+
+
+class OllamaEmbedOptions(Struct, kw_only=True):
+    """``options`` of vectors. Those of the machine (num_ctx, num_gpu) are ignored."""
+
+    cache_salt: Salt | None = None  # an extension
+
+
+class OllamaPooledBody(Struct, kw_only=True):
+    """Fields that both routes of vectors have."""
+
+    model: str | None = None
+    stream: bool | None = None  # known and ignored: nothing comes before the end
+    options: OllamaEmbedOptions | None = None
+    keep_alive: KeepAlive | None = None  # the model stays loaded in any case
+    deadline_ms: Milliseconds | None = None  # an extension
+
+
+class OllamaEmbedBody(OllamaPooledBody, kw_only=True):
+    """Body of /api/embed: a text or a list of texts; without one the model is only confirmed."""
+
+    input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)] | None = None
+    truncate: bool | None = None  # as a missing one: true
+    dimensions: Positive | None = None
+
+
+class OllamaEmbeddingsBody(OllamaPooledBody, kw_only=True):
+    """Body of /api/embeddings, the older route: one text."""
+
+    prompt: str | None = None
 
 
 class OllamaShowBody(Struct, kw_only=True):

@@ -19,6 +19,7 @@ from msgspec.structs import asdict, replace
 
 from ...core.errors import InvalidRequest, PromptTooLong
 from ..parsing.output_parser import PlainParser
+from ..protocol.decoding import decoder
 from ..protocol.sampling import (
     Positive,
     Probability,
@@ -27,7 +28,6 @@ from ..protocol.sampling import (
     Temperature,
     TopK,
     TopP,
-    decoder,
     is_prewarm,
 )
 from ..runtime.chat import ChatAnswer
@@ -35,6 +35,7 @@ from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.generation import each_of, merge
 from ..serving.serve import Dialect
 from ..serving.sse import Reply
+from ..types.fields import name_as_given
 from ..types.results import Choice, TextDelta, batch_usage
 from .chat import ChatWriter, read_chat
 from .completions import completion_params, open_text, read_prompts, refuse
@@ -85,6 +86,7 @@ class Fork:
         try:
             yield
         except InvalidRequest as error:
+            name_as_given(error, self.body)
             name = error.param or ""
             place = self._place(name)
             if place != name:
@@ -287,6 +289,7 @@ class BranchWriter(ChatWriter):
 
     async def branch_events(self, answers: Sequence[ChatAnswer]) -> AsyncGenerator[bytes]:
         """The branches as one stream of chat chunks, told apart by their index."""
+        self.follow(lambda: batch_usage([answer.usage for answer in answers]))
         sources = [_numbered(answer, index) for index, answer in enumerate(answers)]
         opened = False
         async with aclosing(merge(sources)) as deltas:

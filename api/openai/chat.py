@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from copy import copy
 from functools import partial
 
 from msgspec import UNSET, Struct
@@ -14,14 +13,15 @@ from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Request
 from ..protocol.answers import prewarm
+from ..protocol.decoding import decoder
 from ..protocol.render import render_chat
-from ..protocol.sampling import cache_options, decoder, is_prewarm, sampling_params
+from ..protocol.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.chat import ChatAnswer
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.conversation.tools import format_schema, read_choice, read_tools
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
-from ..serving.sse import ReadyReply, Reply, event
+from ..serving.sse import ReadyReply, Reply
 from ..types.results import CallDelta, Choice, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
 from .prefill import RequestReply, handing_over, transfer_of
@@ -39,10 +39,13 @@ from .protocol import (
 from .schema import (
     AnyRequest,
     ChatRequest,
+    Reasoning,
+    check_logprobs,
     plain_messages,
     read_handles,
     read_images,
-    refuse_unsupported_chat,
+    read_paths,
+    thinking_options,
 )
 from .token_pieces import TokenPieces
 from .writer import Head, Writer, reason_body, token_infos
@@ -132,13 +135,14 @@ class ChatReply(RequestReply):
 
 def read_chat(body: ChatRequest) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
-    refuse_unsupported_chat(body)
+    check_logprobs(body)
     tools = read_tools(body.tools)
     parallel = body.parallel_tool_calls is not False
     return ChatInput(
         messages=plain_messages(body.messages),
         images=read_images(body.messages),
         handles=read_handles(body.messages),
+        paths=read_paths(body.messages),
         params=chat_params(body),
         tools=tools,
         tool_choice=read_choice(body.tool_choice, tools, parallel=parallel),
@@ -164,9 +168,13 @@ def chat_params(body: ChatRequest) -> SamplingParams:
 
 def template_options(body: ChatRequest) -> dict[str, object]:
     """Options of the body for the chat template."""
-    options: dict[str, object] = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
+    reasoning, thinks = body.reasoning or Reasoning(), body.enable_thinking
+    if thinks is None:
+        thinks = reasoning.enabled
+    if thinks is None and body.thinking is not None:
+        thinks = body.thinking.type != "disabled"
+    effort = reasoning.effort if body.reasoning_effort is None else body.reasoning_effort
+    options = thinking_options(body.chat_template_kwargs, effort, thinks=thinks)
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:
@@ -196,6 +204,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
             **self._head.fields(self.whole_kind),
             choices=[self.choice(each) for each in choices],
             usage=self.usage(answer.usage),
+            metrics=self.metrics(answer.usage, answer.num_choices),
         )
         if self._returns_ids:
             body.prompt_token_ids = list(answer.prompt_token_ids)
@@ -244,6 +253,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
     async def events(self, answer: ChatAnswer) -> AsyncGenerator[bytes]:
         """The answer as events."""
         opened = False
+        self.follow(lambda: answer.usage)
         async with aclosing(answer.deltas()) as deltas:
             async for delta in deltas:
                 if delta.finish_reason is not None:
@@ -256,20 +266,19 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
                         yield self.opening(index)
                 for chunk in self._chunks(delta):
                     yield chunk
-        for last in self.end(answer.usage):
+        for last in self.end(answer.usage, answer.num_choices):
             yield last
 
     def _first(self, answer: ChatAnswer) -> bytes:
         """The first chunk of all, with the prompt's token ids if they are asked for."""
+        first = ChunkChoiceBody(index=0, delta=OPENING)
         if not self._returns_ids:
-            return self.opening(0)
-        chunk = copy(self._chunk)
-        chunk.prompt_token_ids = list(answer.prompt_token_ids)
-        chunk.choices = [ChunkChoiceBody(index=0, delta=OPENING)]
-        return event(chunk)
+            return self.chunk(first)
+        return self.event([first], prompt_token_ids=list(answer.prompt_token_ids))
 
     def _chunks(self, delta: TextDelta) -> list[bytes]:
         """The chunks of a delta: one for its content, and one for the end."""
+        self.tell(delta)
         chunks = []
         content = _delta_body(delta)
         pieces = self._pieces[delta.index] if self._tells_sources else None

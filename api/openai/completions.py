@@ -14,15 +14,11 @@ from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Request
 from ..protocol.answers import warm_usage
+from ..protocol.decoding import decoder
 from ..protocol.render import rendered
-from ..protocol.sampling import (
-    cache_options,
-    decoder,
-    is_prewarm,
-    refuse_unsupported,
-    sampling_params,
-)
+from ..protocol.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.conversation.prompt_history import PromptNote, text_parts
+from ..runtime.conversation.tools import format_schema
 from ..runtime.generation import Answer, each_of, merge
 from ..runtime.preprocess import Prompt, warm_params
 from ..serving.serve import Dialect
@@ -134,7 +130,8 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
             for prompt_index, completion in enumerate(completions)
             for choice in completion.choices
         ]
-        return self.answer(choices, batch_usage([each.usage for each in completions]))
+        usage = batch_usage([each.usage for each in completions])
+        return self.answer(choices, usage, metrics=self.metrics(usage, len(choices)))
 
     def nothing(self, index: int) -> TextChoiceBody:
         """The choice of a prompt that was only to be cached."""
@@ -178,26 +175,28 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
             for prompt_index, answer in enumerate(answers)
             for _ in range(self._n)
         ]
+        self.follow(lambda: batch_usage([answer.usage for answer in answers]))
         opened = False
         sources = [_shifted(answer, self._n * i) for i, answer in enumerate(answers)]
         async with aclosing(merge(sources)) as deltas:
             async for delta in deltas:
                 if not opened:
                     opened = True
-                    for chunk in self._opening(len(states)):
+                    for chunk in self._echoes(len(states)):
                         yield chunk
                 for chunk in states[delta.index].chunks(delta):
                     yield chunk
-        for last in self.end(batch_usage([answer.usage for answer in answers])):
+        usage = batch_usage([answer.usage for answer in answers])
+        for last in self.end(usage, len(states)):
             yield last
 
-    def _opening(self, count: int) -> Iterator[bytes]:
-        """The first chunks in order of the choices, if there are several or a prompt to echo."""
-        if count == 1 and self._echoed is None:
+    def _echoes(self, count: int) -> Iterator[bytes]:
+        """The chunks with the echoed prompts; log-probabilities have their prompt with them."""
+        if self._echoed is None or self._wants_logprobs:
             return
         for index in range(count):
-            text = None if self._wants_logprobs else self._lead(index // self._n)
-            yield self.chunk(TextChoiceBody(index=index, text=text or ""))
+            text = self._echoed[index // self._n]
+            yield self.chunk(TextChoiceBody(index=index, text=text))
 
 
 class _ChoiceWriter:
@@ -216,6 +215,7 @@ class _ChoiceWriter:
     def chunks(self, delta: TextDelta) -> Iterator[bytes]:
         """The chunk of a delta; none if the delta is empty."""
         self._num_tokens += len(delta.token_ids)
+        self._writer.tell(delta)
         if self._lead:
             self._lead += delta.prompt_logprobs
         if not delta.token_ids and delta.finish_reason is None:
@@ -405,8 +405,7 @@ def prompt_ids(head: Head, count: int) -> list[str]:
 
 
 def refuse(body: CompletionRequest) -> None:
-    """Raise `InvalidRequest` for options that are not supported."""
-    refuse_unsupported(body)
+    """Raise `InvalidRequest` for options that are not supported together."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest(
             f"best_of must equal n ({body.n or 1}), not {body.best_of}", param="best_of"
@@ -428,6 +427,7 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
         max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
+        json_schema=format_schema(body.response_format),
         prompt_only=is_alone,
     )
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import base64
+import sys
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 from msgspec import Raw
+from numpy.typing import NDArray
 
 from ...core.errors import InvalidRequest
-from ..protocol.sampling import decoder
+from ..protocol.decoding import decoder
+from ..protocol.pooled import PooledReply
 from ..runtime.pooled.embedder import Embedder, unit_vector
 from ..runtime.pooled.pooled_prompts import Pooled, entry_names
 from ..runtime.preprocess import Prompt
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from .completions import read_prompts
-from .pooled import PooledReply, PooledRoute, cache_of, params_of, usage_body
+from .pooled import PooledRoute, cache_of, params_of, usage_body
 from .protocol import EmbeddingBody, EmbeddingsBody
 from .schema import MAX_INPUTS, EmbeddingsRequest
 
@@ -76,6 +79,18 @@ def embeddings_body(
 def _vector_json(index: int, pooled: Pooled, body: EmbeddingsRequest) -> bytes:
     vector = unit_vector(pooled.numbers, body.dimensions)
     if body.encoding_format == "base64":
-        text = base64.b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode()
+        text = base64.b64encode(_vector_bytes(vector, body)).decode()
         return msgspec.json.encode(EmbeddingBody(index=index, embedding=text))
     return msgspec.json.encode(EmbeddingBody(index=index, embedding=vector.tolist()))
+
+
+def _vector_bytes(vector: NDArray[np.float32], body: EmbeddingsRequest) -> bytes:
+    """The numbers in the type and the byte order that a body asks for."""
+    endianness = body.endianness or "little"
+    order = {"little": "<", "big": ">"}[sys.byteorder if endianness == "native" else endianness]
+    if body.embed_dtype == "bfloat16":  # the upper half of a float32, rounded to even
+        bits = vector.view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return rounded.astype(f"{order}u2").tobytes()
+    size = 2 if body.embed_dtype == "float16" else 4
+    return vector.astype(f"{order}f{size}").tobytes()

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from ...core.errors import DeadlineExceeded, EngineDead, ForetokenError, InvalidRequest
+from ...core.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    ForetokenError,
+    InvalidRequest,
+    Unavailable,
+)
 from ...core.interface.request import Request
 from ..protocol.sampling import is_prewarm
 from ..serving.errors import ApiError, unavailable
@@ -91,7 +97,7 @@ def _as_unavailable() -> Iterator[None]:
     """Turn what may pass into 503: routers try again, or elsewhere, for that alone."""
     try:
         yield
-    except (InvalidRequest, EngineDead, DeadlineExceeded, ApiError):
+    except (InvalidRequest, Unavailable, EngineDead, DeadlineExceeded, ApiError):
         raise
     except ForetokenError as error:
         raise unavailable(str(error)) from error

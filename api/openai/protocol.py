@@ -50,6 +50,27 @@ class UsageBody(Struct, kw_only=True):
     cache_explanations: list[Free | None] | UnsetType = UNSET  # of several prompts
 
 
+class SpeculationMetrics(Struct, kw_only=True):
+    """``metrics.speculative_decoding``, as vLLM has it: of the steps that had a draft.
+
+    ``num_spec_tokens``: the depth where it is fixed, else the most that a step accepted.
+    """
+
+    mean_acceptance_length: float  # tokens per step: accepted ones, and the target's own
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]  # steps by how many draft tokens each accepted
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
+class MetricsBody(Struct, kw_only=True):
+    """``metrics``."""
+
+    speculative_decoding: SpeculationMetrics
+
+
 class TokenInfoTop(Struct, kw_only=True):
     """A token, its log-probability, and its bytes: it may be a part of a character."""
 
@@ -260,6 +281,7 @@ class ChatBody(AnswerHead, kw_only=True):
 
     choices: list[ChatChoiceBody]
     usage: UsageBody
+    metrics: MetricsBody | UnsetType = UNSET  # of one answer that had drafts
     prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for
     kv_transfer_params: Free | UnsetType = UNSET  # of a prompt that another server goes on with
 
@@ -269,6 +291,7 @@ class ChunkBody(AnswerHead, kw_only=True):
 
     choices: list[ChunkChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET
+    metrics: MetricsBody | UnsetType = UNSET  # beside the usage at the end
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first, if asked for
 
 
@@ -277,4 +300,5 @@ class TextBody(AnswerHead, kw_only=True):
 
     choices: list[TextChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET
+    metrics: MetricsBody | UnsetType = UNSET  # of one answer that had drafts; streamed at the end
     kv_transfer_params: Free | UnsetType = UNSET  # of a prompt that another server goes on with

@@ -1,4 +1,4 @@
-"""POST /v1/rerank, /v2/rerank and /v1/score: how well documents answer a query."""
+"""POST /rerank and /score, also below /v1: how well documents answer a query."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
-from ..protocol.sampling import decoder
+from ..protocol.decoding import decoder
+from ..protocol.pooled import PooledReply
 from ..runtime.pooled.pooled_prompts import Pooled, entry_names
 from ..runtime.pooled.reranker import Reranker, ranked, score_of
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..types.request_context import random_id
-from .pooled import PooledReply, PooledRoute, cache_of, params_of, usage_body
+from .pooled import PooledRoute, cache_of, params_of, usage_body
 from .protocol import DocumentBody, RankBody, RerankBody, ScoreBody, ScoresBody
 from .schema import MAX_INPUTS, RerankRequest, ScoreRequest
 

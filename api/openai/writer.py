@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import time
 from typing import Any, ClassVar, Generic, TypeVar
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace as replace_fields
 
 from ..._version import __version__
 from ...core.interface.output import TokenLogprob
@@ -18,8 +19,16 @@ from ..serving.serving_context import Service
 from ..serving.sse import DONE, ReadyReply, Reply, event
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import random_id
-from ..types.results import batch_usage
-from .protocol import CompletionDetails, PromptDetails, TokenInfo, TokenInfoTop, UsageBody
+from ..types.results import TextDelta, batch_usage
+from .protocol import (
+    CompletionDetails,
+    MetricsBody,
+    PromptDetails,
+    SpeculationMetrics,
+    TokenInfo,
+    TokenInfoTop,
+    UsageBody,
+)
 from .schema import AnyRequest
 
 C = TypeVar("C", bound=Struct)
@@ -78,6 +87,29 @@ def usage_body(usage: Usage) -> UsageBody:
     )
 
 
+def metrics_body(usage: Usage, depth: object) -> MetricsBody | UnsetType:
+    """``metrics`` of one answer; none where nothing was drafted. ``depth``: if a number, fixed."""
+    steps = usage.draft_steps
+    if not steps:
+        return UNSET
+    by_accepted = dict(usage.steps_by_accepted)
+    by_accepted[0] = by_accepted.get(0, 0) - (usage.verify_steps - steps)  # those without a draft
+    most = max(by_accepted, default=0)
+    if isinstance(depth, int):
+        most = max(most, depth)
+    return MetricsBody(
+        speculative_decoding=SpeculationMetrics(
+            mean_acceptance_length=1 + usage.accepted_tokens / steps,
+            draft_acceptance_rate=usage.accepted_tokens / usage.proposed_tokens,
+            acceptance_histogram=[by_accepted.get(count, 0) for count in range(most + 1)],
+            num_spec_steps=steps,
+            num_accepted_draft_tokens=usage.accepted_tokens,
+            num_draft_tokens=usage.proposed_tokens,
+            num_spec_tokens=most,
+        )
+    )
+
+
 def reason_body(reason: str) -> str:
     """The ``finish_reason`` of OpenAI's API, which has no "abort": a deadline becomes "length".
 
@@ -132,7 +164,13 @@ class Writer(Generic[C, D]):
     def __init__(self, service: Service, head: Head, body: AnyRequest) -> None:
         self._service = service
         self._head = head
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        options = body.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._tells_usage = bool(options and options.continuous_usage_stats)  # in every chunk
+        self._usage_so_far: Callable[[], Usage] = Usage
+        self._num_told = 0  # tokens of the chunks so far
+        given = body.speculation
+        self._depth = service.llm.built.settings.get("speculation") if given is None else given
         self._explains = bool(body.explain_cache)
         self.prompt_ids: Sequence[str] = [head.id]  # under which its prompts are remembered
 
@@ -148,19 +186,38 @@ class Writer(Generic[C, D]):
         """The same as events."""
         raise NotImplementedError
 
-    def answer(self, choices: list[C], usage: Usage) -> Struct:
+    def answer(self, choices: list[C], usage: Usage, **more: object) -> Struct:
         """All choices in one body."""
         fields = self._head.fields(self.whole_kind)
-        return self.whole_type(**fields, choices=choices, usage=self.usage(usage))
+        return self.whole_type(**fields, choices=choices, usage=self.usage(usage), **more)
+
+    def metrics(self, usage: Usage, num_answers: int) -> MetricsBody | UnsetType:
+        """``metrics``, which only a single answer has."""
+        return metrics_body(usage, self._depth) if num_answers == 1 else UNSET
+
+    def follow(self, usage: Callable[[], Usage]) -> None:
+        """Take the usage of the chunks to come from here."""
+        self._usage_so_far = usage
+
+    def tell(self, delta: TextDelta) -> None:
+        """Count the tokens of a delta, of which the next chunk tells."""
+        self._num_told += len(delta.token_ids)
 
     def chunk(self, choice: D) -> bytes:
         """One chunk of one choice."""
-        return self._event([choice], None)
+        return self.event([choice])
 
-    def end(self, usage: Usage) -> Iterator[bytes]:
+    def event(self, choices: list[D], **more: object) -> bytes:
+        """One chunk of some choices; ``more``: its other fields."""
+        usage = None
+        if self._tells_usage:  # of the tokens told, whatever the engine has computed meanwhile
+            usage = usage_body(replace(self._usage_so_far(), completion_tokens=self._num_told))
+        return self._event(choices, usage, **more)
+
+    def end(self, usage: Usage, num_answers: int = 0) -> Iterator[bytes]:
         """The events after the last choice."""
         if self._include_usage:
-            yield self._event([], self.usage(usage))
+            yield self._event([], self.usage(usage), metrics=self.metrics(usage, num_answers))
         yield DONE
 
     def warmed(self, usages: Sequence[Usage]) -> Reply:
@@ -183,12 +240,12 @@ class Writer(Generic[C, D]):
             spent.cache_explanation = reasons[0]
         return spent
 
-    def _event(self, choices: list[D], usage: UsageBody | None) -> bytes:
+    def _event(self, choices: list[D], usage: UsageBody | None, **more: object) -> bytes:
         chunk = self._chunk
         chunk.choices = choices
-        if self._include_usage:
+        if self._include_usage or self._tells_usage:
             chunk.usage = usage
-        return event(chunk)
+        return event(replace_fields(chunk, **more) if more else chunk)
 
     @cached_property
     def _chunk(self) -> Any:  # noqa: ANN401 - a `chunk_type`

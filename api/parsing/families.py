@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from . import call_grammars as g
 from . import tool_call_formats as f
-from .gemma import GemmaMarks, read_gemma
+from .gemma import GemmaMarks, gemma_beginnings
 from .generic import GENERIC
 from .harmony import CHANNEL, HARMONY, read_harmony
 from .harmony import MARKS as HARMONY_MARKS
 from .output_parser import Reading, Source
-from .pythonic import PYTHON_END, PYTHON_START, read_marked_pythonic, read_pythonic
-from .tagged import Tags, read_tagged
+from .pythonic import PYTHON_END, PYTHON_START, PYTHONIC, marked_pythonic
+from .reading.answer import Beginning, Where, read_words
+from .reading.offers import Offers
+from .reading.plain_calls import plain_beginnings
+from .tagged import MINIMAX, QWEN_CODER, Tags, function_beginnings, read_block, tagged_beginnings
 
 if TYPE_CHECKING:
     from ..types.results import Tool
 
 Reader: TypeAlias = Callable[[Source], Reading[None]]
+WordsReader: TypeAlias = Callable[[Source, Sequence[Beginning], Offers], Reading[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,53 +31,62 @@ class Family:
     """One format of tool calls.
 
     ``marks``: those that may be tokens of their own. ``clues``: its chat template holds each of
-    these; no template tells of a family without any. ``grammar``: by the template and the
-    vocabulary, where versions differ. ``reads_thoughts``: its reader tells them apart, too, whether
-    there are tools or not.
+    these; no template tells of a family without any. ``beginnings``: those of its calls.
+    ``grammar``: by the template and the vocabulary, where versions differ. ``read``: reads an
+    answer with such calls. ``reads_thoughts``: ``read`` tells thoughts apart, too, whether there
+    are tools or not.
     """
 
     marks: tuple[str, ...]
     clues: tuple[str, ...]
-    reader: Callable[[Sequence[Tool]], Reader]
+    beginnings: Sequence[Beginning]
     grammar: Callable[[str, Mapping[str, int]], g.CallGrammar]
+    read: WordsReader = read_words
     reads_thoughts: bool = False
+    with_plain: Sequence[Beginning] = field(init=False)  # and those of calls without marks
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "with_plain", _with_plain(self.beginnings))
+
+    def reader(self, tools: Sequence[Tool], *, has_form: bool = False) -> Reader:
+        """Return a reader of answers. ``has_form``: JSON without marks is content, not a call."""
+        beginnings = self.beginnings if has_form else self.with_plain
+        offers = Offers(tools)
+        return lambda source: self.read(source, beginnings, offers)
 
 
-def _always(reader: Reader) -> Callable[[Sequence[Tool]], Reader]:
-    return lambda _: reader
-
-
-def _names(tools: Sequence[Tool]) -> frozenset[str]:
-    return frozenset(tool.name for tool in tools)
+def _with_plain(own: Sequence[Beginning]) -> list[Beginning]:
+    """Return a format's own beginnings, and those of calls that models write in their place."""
+    hermes = Beginning(
+        mark=f.HERMES_BEGIN, read=read_block, ends=(f.HERMES_END,), where=Where.LINE,
+        is_plain=True, is_sure=False,
+    )  # fmt: skip
+    functions = [*function_beginnings(QWEN_CODER), *function_beginnings(MINIMAX)]
+    return [*own, *functions, *plain_beginnings(own), hermes]
 
 
 def _tagged(name: str, *clues: str) -> Family:
     tags: Tags = g.TAGS[name]
-
-    def reader(tools: Sequence[Tool]) -> Reader:
-        schemas = {tool.name: tool.parameters or {} for tool in tools}
-        return partial(read_tagged, tags=tags, schemas=schemas)
-
     inner = (tags.parameter, *tags.value, tags.value_end) if not tags.function else ()
-    return Family((tags.begin, tags.end, *inner), clues, reader, lambda *_: g.TAGGED[name])
+    marks = (tags.begin, tags.end, *inner)
+    return Family(marks, clues, tagged_beginnings(tags), lambda *_: g.TAGGED[name])
 
 
 def _gemma(name: str) -> Family:
     marks: GemmaMarks = g.GEMMA_MARKS[name]
-    reader = _always(partial(read_gemma, marks=marks))
     clues = (marks.begin, marks.quote)
-    return Family((marks.begin, marks.end, marks.quote), clues, reader, lambda *_: g.GEMMA[name])
+    beginnings = gemma_beginnings(marks)
+    all_marks = (marks.begin, marks.end, marks.quote)
+    return Family(all_marks, clues, beginnings, lambda *_: g.GEMMA[name])
 
 
 def _json_list(begin: str, end: str, grammar: g.CallGrammar, *clues: str) -> Family:
     marks = (begin, end) if end else (begin,)
-    reader = _always(partial(f.read_json_list, begin=begin, end=end))
-    return Family(marks, clues or (begin,), reader, lambda *_: grammar)
+    return Family(marks, clues or (begin,), f.json_list(begin, end), lambda *_: grammar)
 
 
 def _marked_pythonic(begin: str, end: str, grammar: g.CallGrammar) -> Family:
-    reader = _always(partial(read_marked_pythonic, begin=begin, end=end))
-    return Family((begin, end), (begin,), reader, lambda *_: grammar)
+    return Family((begin, end), (begin,), marked_pythonic(begin, end), lambda *_: grammar)
 
 
 def _mistral_grammar(_: str, vocab: Mapping[str, int]) -> g.CallGrammar:
@@ -96,8 +108,9 @@ FAMILIES = {  # in the order in which they are looked for: what is more special 
     "harmony": Family(
         HARMONY_MARKS,
         (CHANNEL, "analysis"),
-        lambda tools: partial(read_harmony, has_tools=bool(tools)),
+        (),
         lambda *_: HARMONY,
+        read_harmony,
         reads_thoughts=True,
     ),
     "gemma4": _gemma("gemma4"),
@@ -106,36 +119,34 @@ FAMILIES = {  # in the order in which they are looked for: what is more special 
     "seed": _tagged("seed", "<seed:tool_call>"),
     "glm": _tagged("glm", "<arg_key>"),
     "qwen3-coder": _tagged("qwen3-coder", f.HERMES_BEGIN, "<function="),
-    "kimi": Family(KIMI_MARKS, (f.KIMI_SECTION,), _always(f.read_kimi), lambda *_: g.KIMI),
+    "kimi": Family(KIMI_MARKS, (f.KIMI_SECTION,), f.KIMI, lambda *_: g.KIMI),
     "cohere": _json_list(f.COHERE_CALLS, f.COHERE_CALLS_END, g.COHERE),
     "phi4": _json_list(f.GRANITE_CALLS, f.PHI_CALLS_END, g.PHI4, "<|/tool|>"),
     "granite": _json_list(f.GRANITE_CALLS, "", g.GRANITE),
     "hunyuan": _json_list(f.HUNYUAN_CALLS, f.HUNYUAN_CALLS_END, g.HUNYUAN),
     "lfm2": _marked_pythonic(f.LFM2_CALLS, f.LFM2_CALLS_END, g.LFM2),
     "olmo3": _marked_pythonic(f.OLMO_CALLS, f.OLMO_CALLS_END, g.OLMO3),
-    "hermes": Family(HERMES_MARKS, (f.HERMES_BEGIN,), _always(f.read_hermes), lambda *_: g.HERMES),
+    "hermes": Family(HERMES_MARKS, (f.HERMES_BEGIN,), f.HERMES, lambda *_: g.HERMES),
     "mistral": Family(
         (f.MISTRAL_CALLS, f.MISTRAL_ID, f.MISTRAL_ARGS),
         (f.MISTRAL_CALLS,),
-        _always(f.read_mistral),
+        f.MISTRAL,
         _mistral_grammar,
     ),
-    "deepseek": Family(
-        DEEPSEEK_MARKS, (f.DEEPSEEK_CALLS_BEGIN,), _always(f.read_deepseek), _deepseek_grammar
-    ),
+    "deepseek": Family(DEEPSEEK_MARKS, (f.DEEPSEEK_CALLS_BEGIN,), f.DEEPSEEK, _deepseek_grammar),
     "pythonic": Family(
         (PYTHON_START, PYTHON_END),
         ("[func_name1(",),
-        lambda tools: partial(read_pythonic, names=_names(tools)),
+        PYTHONIC,
         lambda *_: g.PYTHONIC,
     ),
     "llama3": Family(
         (f.PYTHON_TAG,),
         ("<|start_header_id|>", '"parameters"'),
-        lambda tools: partial(f.read_llama3, names=_names(tools)),
+        f.LLAMA3,
         lambda *_: g.LLAMA3,
     ),
-    GENERIC: Family(HERMES_MARKS, (), _always(f.read_hermes), lambda *_: g.HERMES),
+    GENERIC: Family(HERMES_MARKS, (), f.HERMES, lambda *_: g.HERMES),
 }
 
 

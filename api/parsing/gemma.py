@@ -10,13 +10,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..structured.grammar_text import lark_text
-from .calls import CallState, marked_calls
-from .grammars import Lark, listed, not_strict, properties_of, required_of
-from .output_parser import CallArguments, Cut, Malformed, Reading, Source
-from .tagged import is_json, kinds, listed_values
+from .grammars import Lark, listed, not_strict, properties_of, required_of, takes_any
+from .output_parser import CallArguments, Cut, Malformed, Reading, collected
+from .reading.answer import Beginning
+from .reading.call_state import CallState
+from .reading.ends import Ends
+from .reading.json_call import json_block, surplus
+from .reading.json_text import json_string, scalar
+from .reading.offers import kinds, listed_values
 
 if TYPE_CHECKING:
     from ..types.results import Tool
@@ -25,8 +30,8 @@ MAX_DEPTH = 64  # objects within objects
 _CALL = "call:"
 _NAME = re.compile(r"[\w.:-]+")
 _KEY = re.compile(r"[^\s:,{}\[\]<]+")
-_SCALAR = re.compile(r"[^\s,{}\[\]<]+")
-_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_BETWEEN = re.compile(r"[\s,;]+")
+_IN_WORD = re.compile(r"[^,{}\[\]<]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,113 +47,163 @@ GEMMA4 = GemmaMarks("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = GemmaMarks("<start_function_call>", "<end_function_call>", "<escape>")
 
 
-def read_gemma(source: Source, marks: GemmaMarks) -> Reading[None]:
-    """Words and calls."""
-
-    def read(call: CallState) -> Reading[None]:
-        return _call(call, marks)
-
-    yield from marked_calls(source, marks.begin, read, marks.end)
+def gemma_beginnings(marks: GemmaMarks) -> tuple[Beginning, ...]:
+    """Return the beginning of a call."""
+    return (Beginning(mark=marks.begin, read=partial(_calls, marks=marks), ends=(marks.end,)),)
 
 
-def _call(call: CallState, marks: GemmaMarks) -> Reading[None]:
+def _calls(call: CallState, marks: GemmaMarks) -> Reading[None]:
     source = call.source
     yield from source.expect(marks.begin)
     yield from source.white()
-    yield from source.expect(_CALL)
-    name = yield from source.run(_NAME)
-    if not name and not (yield from source.peek()):
-        raise Cut
-    name = call.check(name)
-    yield from source.white()
-    if not (yield from source.ahead("{")):
-        if (yield from source.peek()):
-            raise Malformed
-        yield from call.begin(name)
-        raise Cut
-    yield from call.begin(name)
-    yield from _object(source, marks, 0)
-    yield from call.end()
-    yield from source.white()
-    yield from source.closing(marks.end)
-
-
-def _object(source: Source, marks: GemmaMarks, depth: int) -> Reading[None]:
-    source.take(1)
-    yield CallArguments("{")
-    between = ""
-    yield from source.white()
-    while not (yield from source.literal("}")):
-        yield CallArguments(between)
-        yield from _key(source, marks)
-        yield from source.white()
-        yield from source.expect(":")
-        yield CallArguments(": ")
-        yield from source.white()
-        yield from _value(source, marks, depth + 1)
-        yield from source.separator("}")
-        between = ", "
-    yield CallArguments("}")
-
-
-def _key(source: Source, marks: GemmaMarks) -> Reading[None]:
-    if (yield from source.ahead(marks.quote)):
-        yield from _text(source, marks)
-        return
-    key = yield from source.run(_KEY)
-    if not key:
-        raise Malformed if (yield from source.peek()) else Cut
-    yield CallArguments(json.dumps(key, ensure_ascii=False))
-
-
-def _value(source: Source, marks: GemmaMarks, depth: int) -> Reading[None]:
-    first = yield from source.peek()
-    if depth > MAX_DEPTH:
-        raise Malformed
-    if first == "{":
-        yield from _object(source, marks, depth)
-    elif first == "[":
-        yield from _list(source, marks, depth)
-    elif (yield from source.ahead(marks.quote)):
-        yield from _text(source, marks)
+    if (yield from source.peek()) in ("{", "[", "`"):
+        yield from json_block(call, Ends((marks.end,), {marks.begin: ('{"name"', '[{"')}))
     else:
-        word = yield from source.run(_SCALAR)
-        if not word:
-            raise Malformed if first else Cut
-        yield CallArguments(_scalar(word))
+        yield from _Call(call, marks).read()
+        while (yield from source.ahead(_CALL, (at := (yield from source.behind(_BETWEEN, 0))))):
+            source.take(at)
+            yield from _Call(call, marks).read()
+    yield from source.close(marks.end)
 
 
-def _list(source: Source, marks: GemmaMarks, depth: int) -> Reading[None]:
-    source.take(1)
-    yield CallArguments("[")
-    between = ""
-    yield from source.white()
-    while not (yield from source.literal("]")):
-        yield CallArguments(between)
-        yield from _value(source, marks, depth + 1)
-        yield from source.separator("]")
-        between = ", "
-    yield CallArguments("]")
+class _Call:
+    """Reads one call."""
 
+    def __init__(self, call: CallState, marks: GemmaMarks) -> None:
+        self._call, self._source, self._marks = call, call.source, marks
+        self._ends = Ends((marks.end,), {marks.begin: (_CALL,)})
 
-def _text(source: Source, marks: GemmaMarks) -> Reading[None]:
-    yield from source.expect(marks.quote)
-    yield CallArguments('"')
-    for event in source.until(marks.quote, CallArguments):
-        if event is None:
-            yield None
+    def read(self) -> Reading[None]:
+        """Read it. Raises `Malformed` and `Cut`."""
+        call, source = self._call, self._source
+        is_marked = yield from source.literal(_CALL)
+        yield from source.white()
+        name = yield from source.run(_NAME)
+        if not name and not (yield from source.peek()):
+            raise Cut
+        name = call.check(name)
+        if not is_marked and name not in call.offers:
+            raise Malformed
+        yield from source.white()
+        if (yield from self._ends.here(source)):
+            yield from call.whole(name, "{}")
+            return
+        if not (yield from source.ahead("{")):
+            if (yield from source.peek()):
+                raise Malformed
+            yield from call.begin(name)
+            raise Cut
+        yield from call.begin(name)
+        yield from self._object(0)
+        yield from call.end()
+        yield from surplus(call)
+        call.settle()
+
+    def _object(self, depth: int) -> Reading[None]:
+        source = self._source
+        source.take(1)
+        yield CallArguments("{")
+        between = ""
+        yield from source.white()
+        while not (yield from self._ends.closes(source, "}")):
+            key = yield from self._key()
+            yield from source.white()
+            if not (yield from source.literal(":")):
+                yield from self._see_no_value()
+            yield CallArguments(f"{between}{key}: ")
+            yield from source.white()
+            yield from self._value(depth + 1)
+            yield from source.comma()
+            between = ", "
+        yield CallArguments("}")
+
+    def _see_no_value(self) -> Reading[None]:
+        """See that a key ends its member, so that its value is null."""
+        char = yield from self._source.peek()
+        if not char:
+            raise Cut
+        if char not in ",}":
+            raise Malformed
+
+    def _key(self) -> Reading[str]:
+        source = self._source
+        if (yield from source.ahead(self._marks.quote)):
+            return (yield from collected(self._text()))
+        if (yield from source.peek()) in ('"', "'"):
+            return json.dumps((yield from json_string(source)), ensure_ascii=False)
+        key = yield from source.run(_KEY)
+        if not key:
+            raise Malformed if (yield from source.peek()) else Cut
+        return json.dumps(key, ensure_ascii=False)
+
+    def _value(self, depth: int) -> Reading[None]:
+        source = self._source
+        first = yield from source.peek()
+        if depth > MAX_DEPTH:
+            raise Malformed
+        if first == "{":
+            yield from self._object(depth)
+        elif first == "[":
+            yield from self._list(depth)
+        elif first in ('"', "'"):
+            yield CallArguments(json.dumps((yield from json_string(source)), ensure_ascii=False))
+        elif (yield from source.ahead(self._marks.quote)):
+            yield from self._text()
         else:
-            assert isinstance(event, CallArguments)
-            yield CallArguments(json.dumps(event.text, ensure_ascii=False)[1:-1])
-    if not (yield from source.literal(marks.quote)):
-        raise Cut
-    yield CallArguments('"')
+            word = yield from self._word()
+            if not word and not (yield from source.peek()):
+                raise Cut
+            yield CallArguments(scalar(word))
+
+    def _word(self) -> Reading[str]:
+        """Read text without marks, up to what may stand behind a value."""
+        source, pieces = self._source, list[str]()
+        while True:
+            pieces.append((yield from source.run(_IN_WORD)))
+            if (yield from source.peek()) != "<" or (yield from self._ends.here(source)):
+                return "".join(pieces).strip()
+            pieces.append(source.take(1))
+
+    def _list(self, depth: int) -> Reading[None]:
+        source = self._source
+        source.take(1)
+        yield CallArguments("[")
+        between = ""
+        yield from source.white()
+        while not (yield from self._ends.closes(source, "]")):
+            yield CallArguments(between)
+            yield from self._value(depth + 1)
+            yield from source.comma()
+            between = ", "
+        yield CallArguments("]")
+
+    def _text(self) -> Reading[None]:
+        """Read a text between quotes; a mark outside of it may end it, too."""
+        source, quote = self._source, self._marks.quote
+        yield from source.expect(quote)
+        yield CallArguments('"')
+        while True:
+            mark = yield from _escaped(source.until_any((quote, *self._ends.marks), CallArguments))
+            if (yield from source.literal(quote)):
+                break
+            if not mark:
+                raise Cut
+            if (yield from self._ends.in_string(source)):
+                raise Malformed
+            yield CallArguments(source.take(len(mark)))
+        yield CallArguments('"')
 
 
-def _scalar(word: str) -> str:
-    """A number or a constant; a word without marks is a text."""
-    word = _CONSTANTS.get(word, word)
-    return word if is_json(word) else json.dumps(word, ensure_ascii=False)
+def _escaped(reading: Reading[str]) -> Reading[str]:
+    """Give the same events, their text as the inside of a JSON string."""
+    while True:
+        try:
+            event = next(reading)
+        except StopIteration as end:
+            return str(end.value)
+        if isinstance(event, CallArguments):
+            event = CallArguments(json.dumps(event.text, ensure_ascii=False)[1:-1])
+        yield event
 
 
 # -- grammars -------------------------------------------------------------------------------------
@@ -178,7 +233,7 @@ def gemma_block(lark: Lark, tools: Sequence[Tool], marks: GemmaMarks) -> str:
 
 def _arguments(lark: Lark, tool: Tool, index: int, quote: str) -> str:
     properties = properties_of(tool)
-    if not properties and (tool.parameters or {}).get("additionalProperties") is not False:
+    if not properties and takes_any(tool):
         return '(pair ("," pair)*)?'
     required, root = required_of(tool), tool.parameters or {}
     members = [

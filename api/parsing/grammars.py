@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
@@ -11,19 +10,20 @@ from ...core.errors import InvalidRequest
 from ..structured.grammar_text import (
     JSON_FORM,
     check_size,
+    json_block,
     json_rule,
     lark_rules,
     lark_text,
     num_chars,
 )
+from ..structured.schemas.preparing import Strictness, with_options
 from ..types.sampling_params import MAX_GRAMMAR_CHARS
-from .tagged import Tags, kinds, listed_values
+from .reading.offers import kinds, listed_values, required_names
+from .tagged import Tags
 
 if TYPE_CHECKING:
     from ..types.results import Tool
     from ..types.sampling_params import SamplingParams
-if TYPE_CHECKING:
-    from ..types.results import Tool
 
 LOOSE_FORM = {**JSON_FORM, "coerce_one_of": True, "lenient": True}
 LINE_BREAKS = r"/\n{0,2}/"  # bounded: a model can not loop on them
@@ -118,18 +118,32 @@ class Lark:
 
 
 def arguments(tool: Tool) -> str:
-    """A tool's arguments; of a schema that need not be strict, what is not known is left out."""
-    schema = {"type": "object", **(tool.parameters or {})}
-    return value(schema, strict=tool.strict)
+    """A tool's arguments; of a schema that need not be strict, what is not known is left out.
+
+    A tool without parameters takes none.
+    """
+    if not tool.parameters:
+        return '"{}"'
+    return value({"type": "object", **tool.parameters}, strict=tool.strict, of=tool.name)
 
 
-def value(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """JSON of a schema, without free white space. Raises `InvalidRequest`."""
+def takes_any(tool: Tool) -> bool:
+    """Whether a tool may have arguments that its schema does not name."""
+    schema = tool.parameters or {"additionalProperties": False}
+    return schema.get("additionalProperties") is not False
+
+
+def value(schema: Mapping[str, Any], *, strict: bool, of: str = "") -> str:
+    """JSON of a schema, without free white space. Raises `InvalidRequest`.
+
+    ``of``: the tool and the argument that it belongs to, for errors.
+    """
     check_size("tools", schema)
-    if strict:
-        return json_rule(schema)
+    form = JSON_FORM if strict else LOOSE_FORM
+    strictness: Strictness = "strict" if strict else "loose"
     try:
-        return f"%json {json.dumps({**schema, 'x-guidance': LOOSE_FORM}, allow_nan=False)}"
+        known = with_options(schema, strictness, param="tools", name=of)
+        return json_block({**known, "x-guidance": form})
     except (ValueError, TypeError, RecursionError):
         raise InvalidRequest(
             "tools: the parameters of a tool are not valid JSON", param="tools"
@@ -173,15 +187,20 @@ def pythonic_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
 
 def _keywords(lark: Lark, tool: Tool, name: str) -> str:
     properties = properties_of(tool)
-    if not properties and (tool.parameters or {}).get("additionalProperties") is not False:
+    if not properties and takes_any(tool):
         lark.rule("KEY", r"/[a-z_][a-z0-9_]{0,63}/")
         lark.rule("keyword", f'KEY "=" {value({}, strict=False)}')
         return '(keyword (", " keyword)*)?'
     members = []
     for key, schema in properties.items():
-        written = f"{lark_text(key + '=')} {value(schema, strict=tool.strict)}"
+        written = f"{lark_text(key + '=')} {_of(tool, key, schema)}"
         members.append((written, key in required_of(tool)))
     return listed(lark, members, name)
+
+
+def _of(tool: Tool, key: str, schema: Mapping[str, Any]) -> str:
+    """JSON of one argument."""
+    return value(schema, strict=tool.strict, of=f"{tool.name}: {key}")
 
 
 def listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str, *, comma: str = ", ") -> str:
@@ -206,7 +225,7 @@ def tagged_block(lark: Lark, tools: Sequence[Tool], tags: Tags) -> str:
     close = f'{lark.mark(tags.function_end)} "\\n"' if tags.function_end else ""
 
     def written(tool: Tool) -> str:
-        begin = lark_text(f"\n{tags.function}{tool.name}{tags.named}\n")
+        begin = lark_text(f"\n{tags.function}{tool.name}{tags.quote}{tags.named}\n")
         if not tags.function:
             begin = lark_text(f"{tool.name}\n")
         return f"{begin} {_tagged(lark, tool, tags)} {close}"
@@ -219,10 +238,10 @@ def _tagged(lark: Lark, tool: Tool, tags: Tags) -> str:
     brk, behind = (r'"\n"', r'"\n"') if tags.has_breaks else ("", r'"\n"')
     for key, schema in properties_of(tool).items():
         marks = r' "\n" '.join(map(lark.mark, tags.value))
-        begin = f"{lark.mark(tags.parameter)} {lark_text(key)} {marks} {brk}"
+        begin = f"{lark.mark(tags.parameter)} {lark_text(key + tags.quote)} {marks} {brk}"
         end = f"{brk} {lark.mark(tags.value_end)} {behind}"
         if "string" not in (kinds(schema, tool.parameters or {}) or {"string"}):
-            part = f"{begin} {value(schema, strict=tool.strict)} {end}"
+            part = f"{begin} {_of(tool, key, schema)} {end}"
         elif texts := [each for each in listed_values(schema) if isinstance(each, str)]:
             part = f"{begin} ({' | '.join(map(lark_text, texts))}) {end}"
         else:
@@ -279,6 +298,4 @@ def _refers(schema: Mapping[str, Any]) -> bool:
 
 def required_of(tool: Tool) -> Sequence[str]:
     """Names of the arguments that must be there."""
-    required = (tool.parameters or {}).get("required")
-    listed = required if isinstance(required, list | tuple) else ()
-    return [key for key in listed if isinstance(key, str)]
+    return required_names(tool.parameters)

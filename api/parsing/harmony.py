@@ -8,13 +8,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..structured.grammar_text import lark_text
-from .calls import CallState, attempt, object_text
 from .grammars import Lark, arguments
-from .output_parser import CallArguments, Content, Event, Malformed, Reading, Reasoning, Source
+from .output_parser import (
+    Content,
+    Cut,
+    Event,
+    Malformed,
+    ReaderParser,
+    Reading,
+    Reasoning,
+    Source,
+    collected,
+)
+from .reading.answer import Beginning, read_words
+from .reading.call_state import CallState, followed
+from .reading.ends import Ends
+from .reading.json_call import FENCE, fence, surplus
+from .reading.json_text import object_of, object_text
+from .reading.offers import Offers
 from .reasoning import Thinking
 
 if TYPE_CHECKING:
@@ -30,9 +46,10 @@ MAX_HEADER_CHARS = 512
 _ENDS = (END, CALL, RETURN)
 _ALL_BEGIN = "<|"
 _NAMED = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_RECIPIENT = re.compile(r"\bto\s*=\s*([\w.-]+)")
 _FUNCTIONS = "functions."
-_ROLE = re.compile(r"[\w.=: -]+")
+_ROLE = re.compile(r"[\w.=:, -]+")
+_BARE_HEADERS = tuple(f"{before}to={_FUNCTIONS}" for before in ("", "commentary ", "analysis "))
 
 
 def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -65,27 +82,44 @@ def without_calls(text: str, marks: Sequence[str]) -> str:
     return re.sub(rf'{header}"({alone})"', r"\1", text)
 
 
-def read_harmony(source: Source, *, has_tools: bool) -> Reading[None]:
-    """Thoughts, calls and words; marks are none of them. Text without marks is words."""
+def read_harmony(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
+    """Read thoughts, calls and words; marks are none of them. Text without marks is words.
+
+    ``beginnings``: those of calls that stand among words.
+    """
     while (yield from source.peek()):
         header = yield from _header(source)
-        if header is None:
-            yield from _body(source, Content)
-            continue
-        channel, recipient = _NAMED.search(header), _RECIPIENT.search(header)
+        channel = _NAMED.search(header or "")
+        recipient = _RECIPIENT.search(header or "")
         is_analysis = channel is not None and channel[1] == "analysis"
-        if recipient is not None and has_tools and not (
+        if recipient is not None and offers.names and not (
             is_analysis and not recipient[1].startswith(_FUNCTIONS)
         ):  # fmt: skip
-            yield from _call(source, recipient[1].removeprefix(_FUNCTIONS))
+            yield from _call(source, recipient[1].rpartition(_FUNCTIONS)[2], offers)
+        elif is_analysis:
+            yield from _body(source, Reasoning)
         else:
-            yield from _body(source, Reasoning if is_analysis else Content)
+            yield from _words(source, beginnings if offers.names else (), offers)
+
+
+def _words(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
+    """Read the words of a message, and calls among them."""
+    inner = ReaderParser(partial(read_words, beginnings=beginnings, offers=offers))
+    for event in _body(source, Content):
+        if event is None:
+            yield None
+        else:
+            assert isinstance(event, Content)
+            yield from inner.feed(event.text)
+    yield from inner.end(is_cut=source.is_cut)
 
 
 def _header(source: Source) -> Reading[str | None]:
     """Read the header of a message; None where a message has none."""
-    if not (yield from source.ahead(START)) and not (yield from source.ahead(CHANNEL)):
-        return None
+    if not (yield from source.which((START, CHANNEL))):
+        if not (yield from _is_bare_header(source)):
+            return None
+        yield from source.white()
     pieces: list[str] = []
     while sum(map(len, pieces)) < MAX_HEADER_CHARS:
         if (yield from source.literal(MESSAGE)):
@@ -98,6 +132,15 @@ def _header(source: Source) -> Reading[str | None]:
         else:
             break
     return "".join(pieces)
+
+
+def _is_bare_header(source: Source) -> Reading[bool]:
+    """Whether the rest of a header comes, the beginning of which is in the prompt."""
+    at = yield from source.behind_white()
+    if not (yield from source.which(_BARE_HEADERS, at)):
+        return False
+    at = yield from source.behind(_ROLE, at)
+    return bool((yield from source.which((CHANNEL, CONSTRAIN, MESSAGE), at)))
 
 
 def _mark(source: Source, marks: Sequence[str]) -> Reading[str]:
@@ -121,26 +164,47 @@ def _body(source: Source, wrap: Callable[[str], Event]) -> Reading[None]:
         yield wrap(source.take(len(_ALL_BEGIN)))
 
 
-def _call(source: Source, name: str) -> Reading[None]:
-    yield from attempt(CallState(source), partial(_called, name=name))
+def _call(source: Source, name: str, offers: Offers) -> Reading[None]:
+    call = CallState(source, offers)
+    source.keep()
+    with suppress(Malformed, Cut):
+        yield from followed(call, partial(_called, name=name))
+    kept = source.let_go()
+    if not call.has_begun and kept:
+        yield Content(kept)
     yield from source.white()
     yield from _mark(source, _ENDS)
 
 
 def _called(call: CallState, *, name: str) -> Reading[None]:
     source, name = call.source, call.check(name)
+    channels = ("analysis", "commentary", "final")
+    ends = Ends(_ENDS, {START: ("assistant",), CHANNEL: channels})
+    is_fenced = yield from fence(source)
     yield from source.white()
     first = yield from source.peek()
     if first == "{":
         yield from call.begin(name)
-        yield from object_text(source, CALL)
+        yield from object_text(source, ends)
         yield from call.end()
-    elif first in ("", "<"):
-        yield from call.whole(name, "{}")
-    else:  # arguments that are no object
-        yield from call.begin(name)
-        yield from source.until(_ALL_BEGIN, CallArguments)
-        raise Malformed
+        yield from surplus(call)
+        if is_fenced:
+            yield from source.close(FENCE)
+    else:
+        text = yield from _text(source)
+        if source.is_cut and not (yield from source.peek()):
+            yield from call.begin(name)
+            raise Cut
+        yield from call.whole(name, object_of(text))
+
+
+def _text(source: Source) -> Reading[str]:
+    """Read the text up to the mark behind a message."""
+    pieces = [(yield from collected(source.until(_ALL_BEGIN, Content)))]
+    while (yield from source.peek()) and not (yield from source.which((*_ENDS, START, CHANNEL))):
+        pieces.append(source.take(1))
+        pieces.append((yield from collected(source.until(_ALL_BEGIN, Content))))
+    return "".join(pieces)
 
 
 # -- grammars -------------------------------------------------------------------------------------

@@ -84,18 +84,22 @@ class Syntax:
         """The text around a thought, also where the reader of calls reads thoughts, too."""
         return HARMONY_THINK if self._reads_thoughts else self.thinking
 
-    def parser(self, *, tools: Sequence[Tool] = (), prompt_tail: str = "") -> OutputParser:
+    def parser(
+        self, *, tools: Sequence[Tool] = (), prompt_tail: str = "", has_form: bool = False
+    ) -> OutputParser:
         """A fresh reader of one answer.
 
         ``tools``: those that may be called, none of them when the choice is "none".
         ``prompt_tail``: the end of the rendered prompt with its special tokens (about 64
-        characters), which may have opened the thinking.
+        characters), which may have opened the thinking. ``has_form``: the content has a form that
+        was asked for, so that JSON without marks is content.
         """
         parser: OutputParser = PlainParser()
+        if self._reads_thoughts or (tools and self.has_tools):
+            family = FAMILIES[self.tool_parser]
+            parser = ReaderParser(family.reader(tools, has_form=has_form))
         if self._reads_thoughts:
-            return ReaderParser(FAMILIES[self.tool_parser].reader(tools))
-        if tools and self.has_tools:
-            parser = ReaderParser(FAMILIES[self.tool_parser].reader(tools))
+            return parser
         if self.thinking is None:
             return parser
         return thinking_parser(self.thinking, self.thinking.state(prompt_tail), parser)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -56,8 +57,13 @@ class OutputParser(Protocol):
     def feed(self, text: str) -> Sequence[Event]:
         """Add text; returns events that are certain now. The possible start of a mark waits."""
 
-    def end(self) -> Sequence[Event]:
-        """Return the last events: no text follows. A call that is cut short has no `CallEnd`."""
+    def end(self, *, is_cut: bool = False) -> Sequence[Event]:
+        """Return the last events: no text follows.
+
+        ``is_cut``: a limit or a stop string ended the text, not the model. A closing mark that the
+        model left out is forgiven, one that was cut off is not: a call that is cut short has no
+        `CallEnd`.
+        """
 
 
 class PlainParser:
@@ -67,8 +73,9 @@ class PlainParser:
         """The text."""
         return [Content(text)] if text else []
 
-    def end(self) -> Sequence[Event]:
+    def end(self, *, is_cut: bool = False) -> Sequence[Event]:
         """Return no events: no text is held back."""
+        del is_cut
         return []
 
 
@@ -85,11 +92,16 @@ class Cut(Exception):  # noqa: N818
     """The text ended in the middle of what was being read."""
 
 
+class Ended(Cut):
+    """Only closing marks are missing: the text ended between two parts of what was being read."""
+
+
 class Source:
     """Text that has arrived and was not read yet."""
 
     def __init__(self) -> None:
         self.is_ended = False
+        self.is_cut = False  # ended, and not by the model
         self._text = ""
         self._pos = 0
         self._kept: list[str] = []
@@ -157,16 +169,48 @@ class Source:
         """White space, if any."""
         return (yield from self.run(_WHITE))
 
-    def ahead(self, literal: str) -> Reading[bool]:
-        """Whether the text goes on like this; nothing is taken."""
-        while not self.is_ended and self._begins(literal):
+    def ahead(self, literal: str, at: int = 0) -> Reading[bool]:
+        """Whether the text goes on like this ``at`` characters from here; nothing is taken."""
+        while not self.is_ended and self._begins(literal, at):
             yield None
-        return self._text.startswith(literal, self._pos)
+        return self._text.startswith(literal, self._pos + at)
 
-    def _begins(self, literal: str) -> bool:
-        """Whether what is left is a beginning of ``literal``, and not all of it."""
-        left = self._num_left
-        return left < len(literal) and self._text.startswith(literal[:left], self._pos)
+    def _begins(self, literal: str, at: int = 0) -> bool:
+        """Whether what is left from ``at`` on is a beginning of ``literal``, and not all of it."""
+        left = max(self._num_left - at, 0)
+        return left < len(literal) and self._text.startswith(literal[:left], self._pos + at)
+
+    def which(self, literals: Iterable[str], at: int = 0) -> Reading[str]:
+        """Return which of these is ``at`` characters from here; "" for none. Nothing is taken."""
+        for literal in literals:
+            if (yield from self.ahead(literal, at)):
+                return literal
+        return ""
+
+    def char(self, at: int) -> Reading[str]:
+        """Return the character ``at`` characters from here, "" behind the end; nothing is taken."""
+        yield from self.want(at + 1)
+        return self._text[self._pos + at : self._pos + at + 1]
+
+    def text(self, start: int, stop: int) -> str:
+        """Return the text between two places that were looked at; nothing is taken."""
+        return self._text[self._pos + start : self._pos + stop]
+
+    def behind(self, pattern: re.Pattern[str], at: int) -> Reading[int]:
+        """Return where a run of characters that begins at ``at`` ends; nothing is taken.
+
+        ``pattern`` matches any part of the run.
+        """
+        while True:
+            if found := pattern.match(self._text, self._pos + at):
+                at = found.end() - self._pos
+            if at < self._num_left or self.is_ended:
+                return at
+            yield None
+
+    def behind_white(self, at: int = 0) -> Reading[int]:
+        """Return where white space that may begin at ``at`` ends; nothing is taken."""
+        return (yield from self.behind(_WHITE, at))
 
     def literal(self, literal: str) -> Reading[bool]:
         """Take exactly this, if the text goes on so."""
@@ -180,38 +224,47 @@ class Source:
         if not (yield from self.literal(literal)):
             raise Cut if self._begins(literal) else Malformed
 
-    def closing(self, literal: str) -> Reading[None]:
-        """The same; of a mark that the end of the text cuts off nothing is left over."""
-        if not (yield from self.literal(literal)):
-            if not self._begins(literal):
-                raise Malformed
-            self.take_all()
+    def close(self, *marks: str) -> Reading[bool]:
+        """Take white space and one of these marks, also one that the end of the text cuts off.
 
-    def separator(self, closing: str) -> Reading[None]:
-        """Take the comma between two members; a comma before ``closing`` is optional."""
+        Returns False, and takes nothing, where something else comes.
+        """
+        at = yield from self.behind_white()
+        mark = yield from self.which(marks, at)
+        is_cut_off = self._num_left > at and any(self._begins(each, at) for each in marks)
+        self.take(self._num_left if is_cut_off else at + len(mark) if mark else 0)
+        return bool(mark) or is_cut_off
+
+    def comma(self) -> Reading[None]:
+        """Take the comma between two members, if there is one or more, and white space around."""
         yield from self.white()
-        if (yield from self.literal(",")):
+        while (yield from self.literal(",")):
             yield from self.white()
-        elif not (yield from self.ahead(closing)):
-            raise Malformed if (yield from self.peek()) else Cut
 
     def until(self, mark: str, wrap: Callable[[str], Event]) -> Reading[bool]:
         """Give the text before a mark, which stays; False if the text ends without one."""
+        return bool((yield from self.until_any((mark,), wrap)))
+
+    def until_any(self, marks: tuple[str, ...], wrap: Callable[[str], Event]) -> Reading[str]:
+        """Give the text before the first of these marks, which stays; "" if there is none."""
+        pattern = _any_of(marks)
         while True:
-            at = self._text.find(mark, self._pos)
-            held = 0 if at >= 0 or self.is_ended else self._num_held(mark)
-            end = at if at >= 0 else len(self._text) - held
+            found = pattern.search(self._text, self._pos)
+            held = 0 if found or self.is_ended else max(map(self._num_held, marks))
+            end = found.start() if found else len(self._text) - held
             if piece := self.take(end - self._pos):
                 yield wrap(piece)
-            if at >= 0 or self.is_ended:
-                return at >= 0
+            if found or self.is_ended:
+                return found[0] if found else ""
             yield None
 
     def _num_held(self, mark: str) -> int:
         """Characters at the end that may be the beginning of the mark."""
-        for count in range(min(len(mark) - 1, self._num_left), 0, -1):
-            if self._text.endswith(mark[:count]):
-                return count
+        at = max(self._pos, len(self._text) - len(mark) + 1)
+        while (at := self._text.find(mark[0], at)) >= 0:
+            if mark.startswith(self._text[at:]):
+                return len(self._text) - at
+            at += 1
         return 0
 
     def rest(self, wrap: Callable[[str], Event]) -> Reading[None]:
@@ -222,6 +275,11 @@ class Source:
             if self.is_ended:
                 return
             yield None
+
+
+@lru_cache(maxsize=256)
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
 
 def collected(reading: Reading[object]) -> Reading[str]:
@@ -250,9 +308,9 @@ class ReaderParser:
         self._source.add(text)
         return self._go_on()
 
-    def end(self) -> Sequence[Event]:
+    def end(self, *, is_cut: bool = False) -> Sequence[Event]:
         """Return the last events: no text follows."""
-        self._source.is_ended = True
+        self._source.is_ended, self._source.is_cut = True, is_cut
         return self._go_on()
 
     def _go_on(self) -> list[Event]:

@@ -1,125 +1,287 @@
 """Reading calls that are written in Python: Llama 3.2's and 4's ``[f(city="Paris", days=3)]``.
 
-The arguments become JSON as they come. Sources: the models' published chat templates.
+The arguments become JSON as they come; an expression that is no value becomes a text. Sources: the
+models' published chat templates.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Container
+from dataclasses import replace
 
-from .calls import CallState, attempt, marked_calls
-from .output_parser import CallArguments, Content, Cut, Malformed, Reading, Source
+from .output_parser import CallArguments, Cut, Ended, Malformed, Reading, Source, collected
+from .reading.answer import Beginning, Where
+from .reading.call_state import CallState
+from .reading.ends import NO_ENDS, Ends
+from .reading.json_call import json_block
+from .reading.json_text import scalar
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 64  # lists within lists
 _FUNCTION = re.compile(r"[\w.-]+")
 _KEY = re.compile(r"\w+")
-_SCALAR = re.compile(r"[\w.+-]+")
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _HEX = re.compile(r"[0-9a-fA-F]+")
-_PLAIN = re.compile(r"[^\"'\\]+")
-_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-_CONSTANTS |= {value: value for value in _CONSTANTS.values()}
+_PLAIN = re.compile(r"[^\"'\\<]+")
+_IN_EXPRESSION = re.compile(r"[^\"'()\[\]{},<]+")
 _QUOTES = ('"""', "'''", '"', "'")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v"}
 _ESCAPES |= {"0": "\0", "\n": "", **{char: char for char in "\\'\"/"}}
 _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
-_CLOSING = {"[": "]", "(": ")"}
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
-def read_pythonic(source: Source, names: Container[str]) -> Reading[None]:
-    """The whole answer is a list of calls; anything else is words, other names than these too."""
-    yield from attempt(CallState(source, names), _calls)
-    space = yield from source.white()
-    if space and (yield from source.peek()):
-        yield Content(space)
-    yield from source.rest(Content)
+def _is_list(source: Source) -> Reading[bool]:
+    """Whether a list begins with what looks like a call."""
+    at = yield from source.behind_white(1)
+    end = yield from source.behind(_FUNCTION, at)
+    return end > at and (yield from source.ahead("(", end))
 
 
-def read_marked_pythonic(source: Source, begin: str, end: str) -> Reading[None]:
-    """Words and calls: LFM2's list between marks, OLMo 3's with a call a line."""
+def _whole_answer(call: CallState) -> Reading[None]:
+    yield from call.source.literal(PYTHON_START)
+    yield from call.source.white()
+    yield from call.source.expect("[")
+    yield from _calls(call, Ends((PYTHON_END,)), is_list=True)
+    yield from call.source.close(PYTHON_END)
+
+
+_LIST = Beginning(
+    mark="[", read=_whole_answer, is_ahead=_is_list, where=Where.LINE, is_plain=True, is_sure=False
+)
+# The whole answer is a list of calls, or it ends with one.
+PYTHONIC = (
+    replace(_LIST, where=Where.START, is_sure=True),
+    _LIST,
+    Beginning(mark=PYTHON_START, read=_whole_answer, ends=(PYTHON_END,), is_plain=True),
+)
+
+
+def marked_pythonic(begin: str, end: str) -> tuple[Beginning, ...]:
+    """Return the beginnings of calls between marks: LFM2's list, OLMo 3's with a call a line."""
 
     def read(call: CallState) -> Reading[None]:
-        return _marked(call, begin, end)
-
-    yield from marked_calls(source, begin, read, end)
-
-
-def _marked(call: CallState, begin: str, end: str) -> Reading[None]:
-    source = call.source
-    yield from source.expect(begin)
-    yield from source.white()
-    is_list = yield from source.literal("[")
-    while True:
+        source, ends = call.source, Ends((end,), {begin: ('{"name"', '[{"')})
+        yield from source.expect(begin)
         yield from source.white()
-        yield from _call(call)
-        yield from source.white()
-        if (yield from source.literal(",")):
-            continue
-        if is_list or (yield from source.ahead(end[:1])) or not (yield from source.peek()):
-            break
-    if is_list:
-        yield from source.closing("]")
-        yield from source.white()
-    yield from source.closing(end)
-
-
-def _calls(call: CallState) -> Reading[None]:
-    source = call.source
-    yield from source.white()
-    is_marked = yield from source.literal(PYTHON_START)
-    yield from source.white()
-    yield from source.expect("[")
-    while True:
-        yield from source.white()
-        yield from _call(call)
-        yield from source.white()
-        if not (yield from source.literal(",")):
-            break
-    yield from source.closing("]")
-    if is_marked:
-        yield from source.white()
-        yield from source.closing(PYTHON_END)
-
-
-def _call(call: CallState) -> Reading[None]:
-    source = call.source
-    name = call.check((yield from _word(source, _FUNCTION)))
-    yield from source.expect("(")
-    try:
-        yield from source.white()
-        if (yield from source.literal(")")):
-            yield from call.whole(name, "{}")
+        at = 0
+        if is_list := (yield from source.ahead("[")):
+            at = yield from source.behind_white(1)
+        if (yield from source.char(at)) in ("{", "`"):
+            yield from json_block(call, ends)
         else:
-            yield from _keywords(call, name)
-    except Cut:
-        if not call.is_open:
-            yield from call.begin(name)
-        raise
+            source.take(1 if is_list else 0)
+            yield from _calls(call, ends, is_list=is_list)
+        yield from source.close(end)
+
+    return (Beginning(mark=begin, read=read, ends=(end,)), _LIST)
 
 
-def _keywords(call: CallState, name: str) -> Reading[None]:
-    source, before = call.source, "{"
+def _calls(call: CallState, ends: Ends, *, is_list: bool) -> Reading[None]:
+    """Read calls with commas, semicolons or white space between them."""
+    source = call.source
     while True:
-        key = yield from _word(source, _KEY)
         yield from source.white()
-        yield from source.expect("=")
-        if not call.is_open:
-            yield from call.begin(name)
-        yield CallArguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        yield from _Call(call, ends).read()
+        call.settle()
+        if is_list and (yield from source.close("]")):
+            return
+        at = yield from source.behind_white()
+        if (yield from source.char(at)) in (",", ";"):
+            at = yield from source.behind_white(at + 1)
+        end = yield from source.behind(_FUNCTION, at)
+        if end == at or not (yield from source.ahead("(", end)):
+            break
+        source.take(at)
+    if is_list:
+        yield from source.close(",")
+        yield from source.close("]")
+
+
+class _Call:
+    """Reads one call. ``ends``: see `object_text`."""
+
+    def __init__(self, call: CallState, ends: Ends = NO_ENDS) -> None:
+        self._call, self._source, self._ends = call, call.source, ends
+        self._has_names = True  # of all arguments so far
+
+    def read(self) -> Reading[None]:
+        """Read it. Raises `Malformed` and `Cut`."""
+        call, source = self._call, self._source
+        name = call.check((yield from _word(source, _FUNCTION)))
+        yield from source.expect("(")
+        try:
+            yield from source.white()
+            if (yield from source.literal(")")):
+                yield from call.whole(name, "{}")
+            else:
+                yield from self._keywords(name)
+        except Cut:
+            if not call.is_open and not call.is_held:
+                yield from call.begin(name)
+            raise
+
+    def _keywords(self, name: str) -> Reading[None]:
+        call, source, before, num_read = self._call, self._source, "{", 0
+        while True:
+            key = yield from self._keyword(name, num_read)
+            num_read += 1
+            if not call.is_open:
+                yield from call.begin(name)
+            yield CallArguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+            yield from source.white()
+            yield from self._value(0)
+            before = ", "
+            if not (yield from self._goes_on()):
+                break
+        yield CallArguments("}")
+        yield from call.end()
+
+    def _keyword(self, name: str, num_before: int) -> Reading[str]:
+        """Read the name of an argument; one without a name has that of its place in the schema."""
+        source = self._source
+        end = yield from source.behind(_KEY, 0)
+        at = yield from source.behind_white(end)
+        if end and (yield from source.char(at)) == "=":
+            key = source.take(end)
+            source.take(at + 1 - end)
+            return key
+        if not (yield from source.char(at)):
+            raise Cut
+        names = self._call.offers.argument_names(name)
+        if num_before >= len(names) or (yield from source.peek()) in ("{", "*", ",", ")", "]"):
+            raise Malformed
+        self._has_names = False
+        return names[num_before]
+
+    def _goes_on(self) -> Reading[bool]:
+        """Take what is between two arguments, or behind the last; returns whether more follow."""
+        source = self._source
         yield from source.white()
-        yield from _value(source, 0)
+        yield from self._expression()  # the rest of one that began as a string is left out
         yield from source.white()
         if (yield from source.literal(",")):
             yield from source.white()
-        if (yield from source.literal(")")):
-            break
-        before = ", "
-    yield CallArguments("}")
-    yield from call.end()
+        if (yield from source.literal(")")) or (yield from source.ahead("]")):
+            return False
+        if (yield from self._ends.here(source)):
+            return False
+        if not (yield from source.peek()):
+            raise Ended
+        return True
+
+    def _value(self, depth: int) -> Reading[None]:
+        first = yield from self._source.peek()
+        if depth > MAX_DEPTH:
+            raise Malformed
+        if first in ("'", '"'):
+            yield from self._string(is_argument=depth == 0 and self._has_names)
+        elif first == "{":
+            yield from self._dict(depth)
+        elif first in ("[", "("):
+            yield from self._list(_CLOSING[first], depth)
+        else:
+            word = yield from self._expression()
+            if not word and not (yield from self._source.peek()):
+                raise Cut
+            yield CallArguments(scalar(word))
+
+    def _expression(self) -> Reading[str]:
+        """Read text up to a comma, or to a bracket that it does not open itself."""
+        source, pieces, open_ = self._source, list[str](), list[str]()
+        while True:
+            pieces.append((yield from source.run(_IN_EXPRESSION)))
+            char = yield from source.peek()
+            if not char or (char == "<" and (yield from self._ends.here(source))):
+                break
+            if char in ("'", '"'):
+                pieces.append((yield from _quoted(source)))
+                continue
+            if not open_ and char in ",)]}":
+                break
+            if char in _CLOSING:
+                open_.append(_CLOSING[char])
+            elif open_[-1:] == [char]:
+                open_.pop()
+            pieces.append(source.take(1))
+        return "".join(pieces).strip()
+
+    def _list(self, closing: str, depth: int) -> Reading[None]:
+        source = self._source
+        source.take(1)
+        before = "["
+        yield from source.white()
+        while not (yield from self._ends.closes(source, closing)):
+            yield CallArguments(before)
+            yield from self._value(depth + 1)
+            yield from source.comma()
+            before = ", "
+        yield CallArguments("]" if before == ", " else "[]")
+
+    def _dict(self, depth: int) -> Reading[None]:
+        source = self._source
+        source.take(1)
+        before = "{"
+        yield from source.white()
+        while not (yield from self._ends.closes(source, "}")):
+            key = yield from self._dict_key()
+            yield CallArguments(f"{before}{key}: ")
+            yield from source.white()
+            yield from self._value(depth + 1)
+            yield from source.comma()
+            before = ", "
+        yield CallArguments("}" if before == ", " else "{}")
+
+    def _dict_key(self) -> Reading[str]:
+        source = self._source
+        if (yield from source.peek()) in ("'", '"'):
+            key = json.loads((yield from collected(self._string(is_argument=False))))
+        else:
+            key = yield from _word(source, _KEY)
+        yield from source.white()
+        yield from source.expect(":")
+        return json.dumps(key, ensure_ascii=False)
+
+    # -- strings --------------------------------------------------------------------------------
+
+    def _string(self, *, is_argument: bool) -> Reading[None]:
+        source = self._source
+        quote = yield from _quote(source)
+        yield CallArguments('"')
+        while True:
+            if piece := source.match(_PLAIN):
+                yield CallArguments(json.dumps(piece, ensure_ascii=False)[1:-1])
+            char = yield from source.peek()
+            if not char:
+                raise Cut
+            if char == "\\":
+                yield from _escape(source)
+            elif char == "<" and (yield from self._ends.in_string(source)):
+                raise Malformed
+            elif (yield from self._ends_string(quote, is_argument=is_argument)):
+                source.take(len(quote))
+                break
+            elif not _PLAIN.match(char):
+                yield CallArguments(json.dumps(source.take(1))[1:-1])
+        yield CallArguments('"')
+
+    def _ends_string(self, quote: str, *, is_argument: bool) -> Reading[bool]:
+        """Whether the last quote of a string comes, by what stands behind it."""
+        source = self._source
+        if not (yield from source.ahead(quote)):
+            return False
+        if len(quote) > 1:
+            return True
+        at = yield from source.behind_white(1)
+        char = yield from source.char(at)
+        if char == "," and is_argument:
+            at = yield from source.behind_white(at + 1)
+            end = yield from source.behind(_KEY, at)
+            if end == at:
+                return (yield from source.char(at)) in (")", "")
+            end = yield from source.behind_white(end)
+            return (yield from source.char(end)) in ("=", "")
+        return not char or char in ",)]}:" or (yield from self._ends.here(source, at))
 
 
 def _word(source: Source, pattern: re.Pattern[str]) -> Reading[str]:
@@ -129,71 +291,25 @@ def _word(source: Source, pattern: re.Pattern[str]) -> Reading[str]:
     return word
 
 
-def _value(source: Source, depth: int) -> Reading[None]:
-    first = yield from source.peek()
-    if depth > MAX_DEPTH:
-        raise Malformed
-    if first in ("'", '"'):
-        yield from _string(source)
-    elif first in ("[", "("):
-        yield from _list(source, _CLOSING[first], depth)
-    elif first == "{":
-        yield from _dict(source, depth)
-    else:
-        yield CallArguments(_scalar((yield from _word(source, _SCALAR))))
-
-
-def _list(source: Source, closing: str, depth: int) -> Reading[None]:
-    source.take(1)
-    before = "["
-    yield from source.white()
-    while not (yield from source.literal(closing)):
-        yield CallArguments(before)
-        yield from _value(source, depth + 1)
-        yield from source.separator(closing)
-        before = ", "
-    yield CallArguments("]" if before == ", " else "[]")
-
-
-def _dict(source: Source, depth: int) -> Reading[None]:
-    source.take(1)
-    before = "{"
-    yield from source.white()
-    while not (yield from source.literal("}")):
-        yield CallArguments(before)
-        yield from _string(source)
-        yield from source.white()
-        yield from source.expect(":")
-        yield CallArguments(": ")
-        yield from source.white()
-        yield from _value(source, depth + 1)
-        yield from source.separator("}")
-        before = ", "
-    yield CallArguments("}" if before == ", " else "{}")
-
-
-def _string(source: Source) -> Reading[None]:
-    quote = yield from _quote(source)
-    yield CallArguments('"')
-    while not (yield from source.literal(quote)):
-        if piece := source.match(_PLAIN):
-            yield CallArguments(json.dumps(piece, ensure_ascii=False)[1:-1])
-            continue
-        char = yield from source.peek()
-        if char == "\\":
-            yield from _escape(source)
-        elif char in ("'", '"'):
-            yield CallArguments(json.dumps(source.take(1))[1:-1])
-        elif not char:
-            raise Cut
-    yield CallArguments('"')
-
-
 def _quote(source: Source) -> Reading[str]:
     for quote in _QUOTES:
         if (yield from source.literal(quote)):
             return quote
     raise Malformed if (yield from source.peek()) else Cut
+
+
+def _quoted(source: Source) -> Reading[str]:
+    """Take a string within an expression, as it is written."""
+    quote = source.take(1)
+    pieces = [quote]
+    while (char := (yield from source.peek())) and char != "\n":
+        pieces.append(source.take(1))
+        if char == quote:
+            break
+        if char == "\\":
+            yield from source.want(1)
+            pieces.append(source.take(1))
+    return "".join(pieces)
 
 
 def _escape(source: Source) -> Reading[None]:
@@ -212,15 +328,3 @@ def _escape(source: Source) -> Reading[None]:
     if not _HEX.fullmatch(digits) or int(digits, 16) > 0x10FFFF:
         raise Malformed
     yield CallArguments(json.dumps(chr(int(digits, 16)))[1:-1])  # half a character stays escaped
-
-
-def _scalar(word: str) -> str:
-    if word in _CONSTANTS or _NUMBER.fullmatch(word):
-        return _CONSTANTS.get(word, word)
-    try:
-        value = float(word)
-    except ValueError:
-        raise Malformed from None
-    if not math.isfinite(value):
-        raise Malformed
-    return repr(value)

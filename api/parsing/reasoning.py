@@ -74,7 +74,7 @@ def _rest(source: Source, inner: OutputParser) -> Reading[None]:
     while True:
         yield from _fed(inner, source.take_all())
         if source.is_ended:
-            yield from inner.end()
+            yield from inner.end(is_cut=source.is_cut)
             return
         yield None
 

@@ -1,28 +1,28 @@
 """Reading calls whose arguments stand between tags, one by one, as plain text.
 
-What kind of value a text stands for the tool's schema says. Sources: the published chat templates
-of Qwen3-Coder, Seed-OSS, MiniMax M2 and GLM 4.5.
+What kind of value a text stands for the tool's schema says. A value may hold tags as text: one
+closes it only before what may follow it there, and an argument of the tool that has no closing tag
+ends where the next one begins. Sources: the published chat templates of Qwen3-Coder, Seed-OSS,
+MiniMax M2 and GLM 4.5.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from .calls import CallState, marked_calls
 from .output_parser import CallArguments, Cut, Malformed, Reading, Source, collected
+from .reading.answer import Beginning
+from .reading.call_state import CallState
+from .reading.ends import Ends
+from .reading.json_call import json_block
+from .reading.json_text import CONSTANTS, INVALID, is_json, object_text, repaired
+from .reading.offers import kinds
 
-MAX_SCHEMAS = 64  # looked at for the types of one value: its alternatives, and references
-MAX_REF_CHARS = 1024
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
-_TYPES = {
-    str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null",
-    list: "array", dict: "object",
-}  # fmt: skip
-Schemas = Mapping[str, Mapping[str, Any]]  # of the tools' parameters, by tool
+_QUOTES = frozenset("\"'`\\,;)]")  # beside a tag they say that it is quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,212 +30,447 @@ class Tags:
     """The marks around calls, functions and arguments.
 
     ``function`` stands before a name and ``named`` behind it; an argument's name stands between
-    ``parameter`` and ``value``, its value before ``value_end``. ``name``: what a function may be
-    called. ``has_breaks``: a line break on either side of a value is not in it. ``repeats``: one
-    pair of marks may hold several functions.
+    ``parameter`` and ``value``, its value before ``value_end``. ``name`` and ``argument``: what
+    they may be called. ``has_breaks``: a line break on either side of a value is not in it.
+    A format with functions has names as attributes, and ``quote`` behind them: they are read
+    however they are quoted, also behind ``name=``.
     """
 
     begin: str
     end: str
     function: str = ""
     named: str = ""
+    quote: str = ""
     function_end: str = ""  # "": the call ends with ``end``
     parameter: str
     value: tuple[str, ...]  # with white space between them
     value_end: str
     name: re.Pattern[str]
+    argument: re.Pattern[str]
     has_breaks: bool = False
-    repeats: bool = False
+
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """Tags that close something, the inner ones first."""
+        return tuple(filter(None, (self.value_end, self.function_end, self.end)))
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """Tags that open an argument or a call."""
+        return tuple(filter(None, (self.parameter, self.function, self.begin)))
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The opening tags, without quotes that a model may leave out."""
+        return tuple(tag.rstrip('"') for tag in self.opening)
+
+    @property
+    def function_start(self) -> str:
+        """The tag with the name of a function, up to its attribute."""
+        return _stem(self.function)
+
+    @property
+    def parameter_start(self) -> str:
+        """The tag with the name of an argument, up to its attribute."""
+        return _stem(self.parameter) if self.function else self.parameter
+
+    def name_in(self, written: str) -> str | None:
+        """Return the name that stands in such a tag; "" for an empty one, None without any."""
+        if not self.function:
+            return _bare(written)
+        found = _ATTRIBUTE.fullmatch(written)
+        return _bare(found[found.lastindex or 0]) if found else None
+
+    def with_form(self, written: str) -> Tags:
+        """Return the same with the tag of arguments as it is written, up to the name."""
+        tag = self.parameter_start + written
+        if tag.startswith(self.parameter):
+            return self
+        return replace(self, parameter=tag[: tag.index("=") + 1])
 
 
-_QWEN_NAME = re.compile(r"[^<>\n]+")
-_QUOTED_NAME = re.compile(r"[^\"<>\n]+")
+WRAPPERS = ("<tool_call>", "<tool_calls>", "<function_calls>")
+_NAME = re.compile(r"[^<>\n]+")
+_ATTRIBUTE = re.compile(r"""(?:\s+name)?\s*=\s*(?:"([^"]*).*|'([^']*).*|(.*))""")
 _WORD = re.compile(r"[\w.:-]+")
 _INSIDE_QWEN: dict[str, Any] = {
     "function": "<function=", "named": ">", "function_end": "</function>",
     "parameter": "<parameter=", "value": (">",), "value_end": "</parameter>",
-    "name": _QWEN_NAME, "has_breaks": True,
+    "name": _NAME, "argument": _NAME, "has_breaks": True,
 }  # fmt: skip
 QWEN_CODER = Tags(begin="<tool_call>", end="</tool_call>", **_INSIDE_QWEN)
 SEED = Tags(begin="<seed:tool_call>", end="</seed:tool_call>", **_INSIDE_QWEN)
 MINIMAX = Tags(
     begin="<minimax:tool_call>", end="</minimax:tool_call>",
-    function='<invoke name="', named='">', function_end="</invoke>",
-    parameter='<parameter name="', value=('">',), value_end="</parameter>",
-    name=_QUOTED_NAME, repeats=True,
+    function='<invoke name="', named=">", quote='"', function_end="</invoke>",
+    parameter='<parameter name="', value=(">",), value_end="</parameter>",
+    name=_NAME, argument=_NAME,
 )  # fmt: skip
 GLM = Tags(
     begin="<tool_call>", end="</tool_call>", parameter="<arg_key>",
-    value=("</arg_key>", "<arg_value>"), value_end="</arg_value>", name=_WORD,
+    value=("</arg_key>", "<arg_value>"), value_end="</arg_value>", name=_WORD, argument=_NAME,
 )  # fmt: skip
 
 
-def read_tagged(source: Source, tags: Tags, schemas: Schemas) -> Reading[None]:
-    """Words and calls; an argument that the schema does not know is a string."""
-
-    def read(call: CallState) -> Reading[None]:
-        return _calls(call, tags, schemas)
-
-    yield from marked_calls(source, tags.begin, read, tags.end)
+def tagged_beginnings(tags: Tags) -> list[Beginning]:
+    """Return the beginnings of a format: its first mark, and functions without one."""
+    ends = tuple(filter(None, (tags.function_end, tags.end)))
+    marked = Beginning(mark=tags.begin, read=partial(read_block, tags=tags), ends=ends)
+    return [marked, *function_beginnings(tags)] if tags.function else [marked]
 
 
-def _calls(call: CallState, tags: Tags, schemas: Schemas) -> Reading[None]:
-    source = call.source
-    yield from source.expect(tags.begin)
-    while True:
-        yield from source.white()
-        yield from _call(call, tags, schemas)
-        if not tags.function_end:
-            return
-        yield from source.white()
-        if not tags.repeats or not (yield from source.ahead(tags.function)):
-            break
-    yield from source.closing(tags.end)
+def function_beginnings(tags: Tags) -> list[Beginning]:
+    """Return the beginnings of functions whose tools are offered, without the mark around them.
 
-
-def _call(call: CallState, tags: Tags, schemas: Schemas) -> Reading[None]:
-    source = call.source
-    yield from source.expect(tags.function)
-    name = call.check((yield from source.run(tags.name)))
-    yield from source.expect(tags.named)
-    try:
-        yield from _parameters(call, name, tags, schemas.get(name, {}))
-    except Cut:
-        if not call.is_open:
-            yield from call.begin(name)
-        raise
-    yield from call.end()
-
-
-def _parameters(call: CallState, name: str, tags: Tags, schema: Mapping[str, Any]) -> Reading[None]:
-    source = call.source
-    properties = schema.get("properties", {})
-    yield from source.white()
-    while (yield from source.literal(tags.parameter)):
-        key = yield from _key(source, tags)
-        before = ", " if call.is_open else "{"
-        if not call.is_open:
-            yield from call.begin(name)
-        yield CallArguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-        yield from _value(source, tags, kinds(properties.get(key), schema))
-        yield from source.white()
-    yield from source.expect(tags.function_end or tags.end)
-    if not call.is_open:
-        yield from call.begin(name)
-        yield CallArguments("{")
-    yield CallArguments("}")
-
-
-def _key(source: Source, tags: Tags) -> Reading[str]:
-    key = yield from source.run(_QUOTED_NAME)
-    if not key:
-        raise Malformed if (yield from source.peek()) else Cut
-    for index, mark in enumerate(tags.value):
-        if index:
-            yield from source.white()
-        yield from source.expect(mark)
-    return key
-
-
-def kinds(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema names, or those of its values; none if it tells nothing.
-
-    ``root``: what its references point into. They may go in circles, and each may stand for many:
-    no schema is looked at twice, and no more than `MAX_SCHEMAS` are.
+    They may stand alone, or between the tags of others.
     """
-    names: set[str] = set()
-    seen: set[int] = set()
-    left = [schema]
-    while left and len(seen) < MAX_SCHEMAS:
-        each = left.pop(0)
-        if isinstance(each, Mapping) and id(each) not in seen:
-            seen.add(id(each))
-            if isinstance(path := each.get("$ref"), str):
-                left.append(_target(root, path))
-            else:
-                names |= _own_kinds(each)
-                left += _alternatives(each)
-    return frozenset(names)
+    start = tags.function_start
+
+    def is_ahead(source: Source, before: str) -> Reading[bool]:
+        at = (yield from source.behind_white(len(before))) if before else 0
+        is_there = yield from source.ahead(start, at)
+        return is_there and (yield from source.char(at + len(start))) in ("=", " ")
+
+    def read(call: CallState, before: str) -> Reading[None]:
+        yield from call.source.expect(before)
+        yield from call.source.white()
+        yield from _functions(call, tags)
+
+    return [
+        Beginning(
+            mark=before or start,
+            read=partial(read, before=before),
+            is_ahead=partial(is_ahead, before=before),
+            ends=(tags.function_end, tags.end, before.replace("<", "</")),
+            is_plain=True,
+        )
+        for before in ("", *WRAPPERS)
+    ]
 
 
-def _own_kinds(schema: Mapping[str, Any]) -> set[str]:
-    found = schema.get("type")
-    listed = found if isinstance(found, list) else [found]
-    names = {name for name in listed if isinstance(name, str)}
-    if found is None:
-        names = {_TYPES[type(each)] for each in listed_values(schema)}
-    return names
+def read_block(call: CallState, tags: Tags | None = None) -> Reading[None]:
+    """Read calls from their first mark on: between the tags of a format, or as JSON.
+
+    Without ``tags`` the mark is ``<tool_call>``, and what follows it identifies the format.
+    """
+    source, own = call.source, tags or QWEN_CODER
+    yield from source.expect(own.begin)
+    yield from source.white()
+    first = yield from source.peek()
+    if first in ("{", "[", "`"):
+        yield from json_block(call, Ends((own.end,), {own.begin: ('{"name"',)}))
+    elif tags := (yield from _which(source, own)):
+        yield from _functions(call, tags)
+    elif not own.function or (yield from _is_glm(call)):
+        yield from _functions(call, GLM)
+    else:
+        raise Malformed if first else Cut
+    yield from source.close(own.end)
 
 
-def _alternatives(schema: Mapping[str, Any]) -> list[object]:
-    lists = [schema.get("anyOf"), schema.get("oneOf")]
-    return [one for each in lists if isinstance(each, list) for one in each[:MAX_SCHEMAS]]
+def _which(source: Source, own: Tags) -> Reading[Tags | None]:
+    """Return the tags of the function that comes, between a format's own marks."""
+    for tags in (QWEN_CODER, MINIMAX):
+        if (yield from source.ahead(tags.function_start)):
+            return replace(tags, begin=own.begin, end=own.end)
+    return None
 
 
-def _target(root: Mapping[str, Any], path: str) -> object:
-    found: object = root if len(path) <= MAX_REF_CHARS else None
-    for key in path[:MAX_REF_CHARS].removeprefix("#").strip("/").split("/"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+def _is_glm(call: CallState) -> Reading[bool]:
+    """Whether the name of a tool comes, and its arguments: as GLM writes them, or as JSON."""
+    source = call.source
+    end = yield from source.behind(GLM.name, 0)
+    at = yield from source.behind_white(end)
+    if (yield from source.char(at)) == "{":
+        return source.text(0, end) in call.offers
+    return (yield from source.ahead(GLM.parameter, at))
 
 
-def listed_values(schema: Mapping[str, Any]) -> list[Any]:
-    """The only values that a schema allows, if it lists them."""
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) else []
+def _functions(call: CallState, tags: Tags) -> Reading[None]:
+    """Read functions, one after another."""
+    source, is_first, start = call.source, True, tags.function_start
+    while is_first or (start and (yield from source.ahead(start))):
+        yield from _Function(call, tags).read()
+        call.settle()
+        at = yield from source.behind_white()
+        if start and (yield from source.ahead(start, at)):
+            source.take(at)
+        is_first = False
 
 
-def _value(source: Source, tags: Tags, types: frozenset[str]) -> Reading[None]:
-    if tags.has_breaks:
-        yield from source.literal("\n")
-    if types <= {"string"}:
-        yield CallArguments('"')
-        yield from _text(source, tags)
-        yield from _end(source, tags)
-        yield CallArguments('"')
-        return
-    text = yield from collected(source.until(tags.value_end, CallArguments))
-    yield from _end(source, tags)
-    plain = text.removesuffix("\n") if tags.has_breaks else text
-    yield CallArguments(_as_json(text.strip(), plain, types))
+class _Function:
+    """Reads one call."""
 
+    def __init__(self, call: CallState, tags: Tags) -> None:
+        self._call, self._source, self._tags = call, call.source, tags
+        self._name = ""
+        self._given: set[str] = set()  # names of arguments
+        self._last = "\n"  # the last character of the present value
+        self._is_closed = False  # the last value ended with its own tag
+        self._is_quoting = False  # the present value holds the beginning of a call as text
 
-def _end(source: Source, tags: Tags) -> Reading[None]:
-    if not (yield from source.literal(tags.value_end)):
+    def read(self) -> Reading[None]:
+        """Read it. Raises `Malformed` and `Cut`."""
+        call, source, tags = self._call, self._source, self._tags
+        yield from source.expect(tags.function_start)
+        self._name = call.check(tags.name_in((yield from source.run(tags.name))) or "")
+        yield from self._behind_name()
+        if (yield from self._is_object()):
+            yield from self._object()
+        else:
+            yield from self._elements()
+            yield from self._opened()
+            yield CallArguments("}")
+            yield from call.end()
+
+    def _behind_name(self) -> Reading[None]:
+        """Take what closes the tag with the name; a line break may stand for it."""
+        source, tags = self._source, self._tags
+        at = yield from source.behind_white()
+        if not at or not (yield from source.which((tags.parameter_start, tags.function_end), at)):
+            yield from source.expect(tags.named)
+        yield from source.white()
+
+    @property
+    def _is_function(self) -> bool:
+        """Whether the name is one that calls a tool, and not the next word of a sentence."""
+        return bool(self._tags.function) or self._name in self._call.offers
+
+    def _is_object(self) -> Reading[bool]:
+        """Whether the arguments are a JSON object."""
+        return self._is_function and (yield from self._source.ahead("{"))
+
+    def _opened(self) -> Reading[None]:
+        if not self._call.is_open:
+            yield from self._call.begin(self._name)
+            yield CallArguments("{")
+
+    def _object(self) -> Reading[None]:
+        """Read arguments that are one JSON object."""
+        tags = self._tags
+        yield from self._call.begin(self._name)
+        yield from object_text(self._source, Ends(tags.closing[1:]))
+        yield from self._call.end()
+        if tags.function_end:
+            yield from self._source.close(tags.function_end)
+
+    def _elements(self) -> Reading[None]:
+        """Read arguments up to the end of the call, which may lack its tag."""
+        source, tags, call = self._source, self._tags, self._call
+        outside = tuple(filter(None, (tags.end, tags.function_start, tags.begin)))
+        starts = (*tags.closing, *outside, tags.parameter_start)
+        while True:
+            yield from source.white()
+            if not (yield from source.peek()):
+                yield from self._end_of_text()
+                return
+            if (yield from source.literal(tags.parameter_start)):
+                yield from self._parameter()
+            elif tags.function_end and (yield from source.literal(tags.function_end)):
+                return
+            elif call.is_plain and not call.is_open:
+                raise Malformed
+            elif (yield from source.which(outside)):
+                return
+            elif not call.is_open:
+                raise Malformed
+            else:  # text outside of all arguments
+                source.take(1)
+                yield from _dropped(source.until_any(starts, CallArguments))
+                yield from source.literal(tags.value_end)
+
+    def _end_of_text(self) -> Reading[None]:
+        """Forgive tags that the model left out behind whole arguments."""
+        if not self._call.is_open and (self._call.is_plain or not self._is_function):
+            raise Cut
+        if self._source.is_cut:
+            yield from self._opened()
+            raise Cut
+
+    # -- arguments ------------------------------------------------------------------------------
+
+    def _parameter(self) -> Reading[None]:
+        """Read an argument; one without a name is left out."""
+        key = yield from self._key()
+        self._last, self._is_quoting = "\n", False
+        if not key:
+            yield from _dropped(self._pieces())
+            return
+        before = ", " if self._call.is_open else "{"
+        if not self._call.is_open:
+            yield from self._call.begin(self._name)
+        yield CallArguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        self._given.add(key)
+        schema = self._call.offers.schema(self._name)
+        properties = schema.get("properties", {})
+        types = kinds(properties.get(key), schema)
+        if self._tags.has_breaks:
+            yield from self._source.literal("\n")
+        if types <= {"string"}:
+            yield CallArguments('"')
+            yield from self._text()
+            yield CallArguments('"')
+        else:
+            yield from self._other(types)
+
+    def _key(self) -> Reading[str]:
+        """Read the name of an argument and what is before its value; "" if that is broken."""
+        source = self._source
+        written = yield from source.run(self._tags.argument)
+        key = self._tags.name_in(written)
+        if key:
+            self._tags = self._tags.with_form(written)
+        is_value = False
+        for index, mark in enumerate(self._tags.value):
+            if index:
+                yield from source.white()
+            is_value = yield from source.literal(mark)
+        if not is_value and not (yield from source.peek()):
+            raise Cut
+        return key if key and is_value else ""
+
+    def _text(self) -> Reading[None]:
+        """Give the inside of a JSON string as it comes, without white space that is the tag's."""
+        held: list[str] = []
+        for event in self._pieces():
+            if event is None:
+                yield None
+                continue
+            assert isinstance(event, CallArguments)
+            stripped = event.text.rstrip()
+            if stripped:
+                yield CallArguments(_inside("".join(held) + stripped))
+                held.clear()
+            held.append(event.text[len(stripped) :])
+        yield CallArguments(_inside(self._without_break("".join(held))))
+
+    def _other(self, types: frozenset[str]) -> Reading[None]:
+        """Read a value that may be something else than a string."""
+        text = yield from collected(self._pieces())
+        yield CallArguments(_as_json(text.strip(), self._without_break(text), types))
+
+    def _without_break(self, text: str) -> str:
+        """Return the end of a value without the white space that belongs to the tag behind it."""
+        if not self._is_closed:
+            return text.rstrip()
+        return text.removesuffix("\n") if self._tags.has_breaks else text
+
+    def _pieces(self) -> Reading[None]:
+        """Give the text of a value up to its end, and take the tag that closes it.
+
+        Raises `Cut` if the text ends before.
+        """
+        source, tags = self._source, self._tags
+        while mark := (yield from self._to_tag()):
+            if (yield from self._ends_value(mark)):
+                self._is_closed = yield from source.literal(tags.value_end)
+                return
+            yield CallArguments(source.take(len(mark)))
+            self._last = mark[-1]
+            if mark in tags.opening[1:]:
+                self._is_quoting = True
+            elif (yield from source.peek()) in _QUOTES:
+                self._is_quoting = False
         raise Cut
 
+    def _to_tag(self) -> Reading[str]:
+        """Give the text before the next tag, which stays; returns the tag, "" for none."""
+        tags = self._tags
+        reading = self._source.until_any((*tags.closing, *tags.opening), CallArguments)
+        while True:
+            try:
+                event = next(reading)
+            except StopIteration as end:
+                return str(end.value)
+            if isinstance(event, CallArguments):
+                self._last = event.text[-1]
+            yield event
 
-def _text(source: Source, tags: Tags) -> Reading[None]:
-    """The inside of a JSON string as it comes; the line break before the tag may not be in it."""
-    held = ""
-    for event in source.until(tags.value_end, CallArguments):
+    # -- where a value ends ---------------------------------------------------------------------
+
+    def _ends_value(self, mark: str) -> Reading[bool]:
+        """Whether the tag that comes ends the present value; if not, it is text in it."""
+        source, tags = self._source, self._tags
+        is_quoted = mark in tags.opening[1:] and self._last in "\"'`"
+        if is_quoted or (self._is_quoting and mark in tags.opening):
+            return False
+        if mark == tags.parameter:
+            return (yield from self._is_next_argument(len(mark)))
+        if mark == tags.function:
+            return (yield from self._is_offered(len(mark)))
+        at = yield from source.behind_white(len(mark))
+        if mark == tags.begin:
+            if tags.function and not (yield from source.ahead(tags.function, at)):
+                return False
+            return (yield from self._is_offered(at + len(tags.function)))
+        if not (yield from source.char(at)):
+            return mark == tags.value_end or not source.is_cut
+        outer = tags.closing[tags.closing.index(mark) + 1 :]
+        if closing := (yield from source.which(outer, at)):
+            return (yield from self._is_said(closing, at))
+        begins = tags.begins[tags.closing.index(mark) :]
+        return bool((yield from source.which(begins, at)))
+
+    def _is_said(self, closing: str, at: int) -> Reading[bool]:
+        """Whether a tag at ``at`` closes the call; if not, a value quotes it."""
+        source, tags = self._source, self._tags
+        direct = at + len(closing)
+        behind = yield from source.behind_white(direct)
+        outer = tags.closing[tags.closing.index(closing) + 1 :]
+        if further := (yield from source.which(outer, behind)):
+            return (yield from self._is_said(further, behind))
+        return not (self._is_quoting and (yield from source.char(direct)) in _QUOTES)
+
+    def _is_next_argument(self, at: int) -> Reading[bool]:
+        """Whether the name at ``at`` is that of a further argument of the tool, or is left out."""
+        source = self._source
+        end = yield from source.behind(self._tags.argument, at)
+        key = _bare(source.text(at, end))
+        if not key:
+            return self._last == "\n"
+        if key in self._given or not (yield from source.ahead(self._tags.value[0], end)):
+            return False
+        names = self._call.offers.argument_names(self._name)
+        return key in names if names else self._last == "\n"
+
+    def _is_offered(self, at: int) -> Reading[bool]:
+        """Whether the name at ``at`` is that of a tool, and a call goes on behind it."""
+        source, tags = self._source, self._tags
+        end = yield from source.behind(tags.name, at)
+        if not (yield from source.ahead(tags.named, end)):
+            return False
+        if _bare(source.text(at, end)) not in self._call.offers:
+            return False
+        at = yield from source.behind_white(end + len(tags.named))
+        marks = (tags.parameter_start, *tags.closing[1:])
+        return bool((yield from source.which(marks, at))) or (yield from source.char(at)) in "{"
+
+
+def _bare(name: str) -> str:
+    return name.strip(" \t\"'/")
+
+
+def _stem(tag: str) -> str:
+    found = re.match(r"<[\w:]+", tag)
+    return found[0] if found else ""
+
+
+def _inside(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _dropped(reading: Reading[object]) -> Reading[None]:
+    """Read without giving anything."""
+    for event in reading:
         if event is None:
             yield None
-            continue
-        assert isinstance(event, CallArguments)
-        text = held + event.text
-        held = "\n" if tags.has_breaks and text.endswith("\n") else ""
-        if text := text[: len(text) - len(held)]:
-            yield CallArguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
 def _as_json(word: str, text: str, types: frozenset[str]) -> str:
-    word = _PYTHON.get(word, word)
+    word = CONSTANTS.get(word, word)
     if "string" in types and word != "null":
         return json.dumps(text, ensure_ascii=False)
-    return word if is_json(word) else json.dumps(text, ensure_ascii=False)
-
-
-def is_json(word: str) -> bool:
-    """Whether a text is a JSON value; NaN and Infinity are none."""
-    try:
-        json.loads(word, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
+    if is_json(word):
+        return word
+    found = repaired(word) if word.startswith(("{", "[")) else None
+    return found if found and INVALID not in found else json.dumps(text, ensure_ascii=False)

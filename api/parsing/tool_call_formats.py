@@ -1,4 +1,4 @@
-"""Formats in which families of models write calls as JSON, and a reader of each.
+"""Formats in which families of models write calls as JSON: what they begin with, and readers.
 
 Sources: the models' published chat templates.
 """
@@ -6,11 +6,13 @@ Sources: the models' published chat templates.
 from __future__ import annotations
 
 import re
-from collections.abc import Container
-from functools import partial
 
-from .calls import CallState, JsonCall, attempt, marked_calls, object_text
-from .output_parser import Content, Cut, Malformed, Reading, Source
+from .output_parser import Cut, Malformed, Reading, Source
+from .reading.answer import Beginning, Where
+from .reading.call_state import CallState
+from .reading.ends import Ends
+from .reading.json_call import json_block, json_calls, named_call
+from .tagged import read_block
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -27,167 +29,159 @@ COHERE_CALLS, COHERE_CALLS_END = "<|START_ACTION|>", "<|END_ACTION|>"
 HUNYUAN_CALLS, HUNYUAN_CALLS_END = "<tool_calls>", "</tool_calls>"
 LFM2_CALLS, LFM2_CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"
 OLMO_CALLS, OLMO_CALLS_END = "<function_calls>", "</function_calls>"
-FENCE_BEGIN, FENCE_END = "```json", "```"
+FENCE_BEGIN = "```json"
 _NAME = re.compile(r"[\w.:-]+")
-_KIMI_INDEX = re.compile(r":\d+$")
-_SLACK = re.compile(r"[\s}]+")  # models close a brace too many
+_KIMI_INDEX = re.compile(r":\d*$")
+
+# Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+HERMES = (Beginning(mark=HERMES_BEGIN, read=read_block, ends=(HERMES_END,)),)
 
 
-def read_hermes(source: Source) -> Reading[None]:
-    """Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-    yield from marked_calls(source, HERMES_BEGIN, _hermes_call, HERMES_END)
-
-
-def _hermes_call(call: CallState) -> Reading[None]:
+def _llama3(call: CallState) -> Reading[None]:
     source = call.source
-    yield from source.expect(HERMES_BEGIN)
-    yield from source.white()
-    yield from JsonCall(call, mark=HERMES_END).read()
-    yield from source.run(_SLACK)
-    yield from source.closing(HERMES_END)
-
-
-def read_llama3(source: Source, names: Container[str]) -> Reading[None]:
-    """Llama 3: the whole answer is ``{"name": ..., "parameters": {...}}``, or several with ";".
-
-    ``names``: without ``<|python_tag|>`` in front only calls of these are calls.
-    """
-    call = CallState(source)
-    is_first = True
-    while (yield from attempt(call, partial(_llama3_call, names=names, is_first=is_first))):
-        is_first = False
-    yield from source.rest(Content)
-
-
-def _llama3_call(call: CallState, *, names: Container[str], is_first: bool) -> Reading[None]:
-    source = call.source
-    yield from source.white()
-    if not is_first:
-        yield from _end_of_answer(source)
-        if not (yield from source.literal(";")):
-            yield from source.expect(",")
+    if (yield from source.literal(PYTHON_TAG)):
         yield from source.white()
-    is_marked = yield from source.literal(PYTHON_TAG)
-    yield from source.white()
-    call.names = None if is_marked else names
-    yield from JsonCall(call, is_bare=not is_marked).read()
+    yield from json_calls(call, Ends(begins={PYTHON_TAG: ()}))
 
 
-def _end_of_answer(source: Source) -> Reading[None]:
-    """Space behind the last call is nothing."""
-    if not (yield from source.peek()):
-        source.keep()
-        raise Cut
+# Llama 3: the whole answer is ``{"name": ..., "parameters": {...}}``, or several with ";".
+LLAMA3 = (
+    Beginning(mark="{", read=_llama3, where=Where.START, ends=(";",), is_plain=True),
+    Beginning(mark=PYTHON_TAG, read=_llama3, ends=(";",)),
+)
 
 
-def read_mistral(source: Source) -> Reading[None]:
-    """Mistral: ``[TOOL_CALLS][{...}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
-    yield from marked_calls(source, MISTRAL_CALLS, _mistral_calls)
-
-
-def _mistral_calls(call: CallState) -> Reading[None]:
+def _mistral(call: CallState) -> Reading[None]:
     source = call.source
+    named = (f'{name}{MISTRAL_ARGS}{{"' for name in call.offers.names)
+    ends = Ends(begins={MISTRAL_CALLS: ('[{"', *named)})
     yield from source.expect(MISTRAL_CALLS)
     yield from source.white()
-    if (yield from source.literal("[")):
-        yield from _mistral_list(call)
+    if (yield from source.peek()) in ("[", "{", "`"):
+        yield from json_block(call, ends)
         return
-    name = call.check((yield from _name(source)))
-    if (yield from source.literal(MISTRAL_ID)):
-        yield from source.run(_NAME)
-    if not (yield from source.literal(MISTRAL_ARGS)) and not (yield from source.ahead("{")):
-        raise Malformed
-    yield from _named_arguments(call, name)
+    is_first = True
+    while is_first or (yield from _is_mistral_name(source)):
+        name = call.check((yield from _name(source)))
+        if (yield from source.literal(MISTRAL_ID)):
+            yield from source.run(_NAME)
+        if not (yield from source.close(MISTRAL_ARGS)):
+            yield from _see_arguments(source)
+        yield from named_call(call, name, ends)
+        is_first = False
 
 
-def _mistral_list(call: CallState) -> Reading[None]:
-    source = call.source
-    while True:
-        yield from source.white()
-        yield from JsonCall(call).read()
-        yield from source.white()
-        if not (yield from source.literal(",")):
-            break
-    yield from source.closing("]")
+def _is_mistral_name(source: Source) -> Reading[bool]:
+    """Whether another call comes without the mark before it; takes the white space before it."""
+    at = yield from source.behind_white()
+    end = yield from source.behind(_NAME, at)
+    if end == at or not (yield from source.which((MISTRAL_ARGS, MISTRAL_ID), end)):
+        return False
+    source.take(at)
+    return True
 
 
-def read_json_list(source: Source, begin: str, end: str) -> Reading[None]:
-    """Granite, Phi, Cohere and others: a list of calls, or one of them, between marks."""
+# Mistral: ``[TOOL_CALLS][{...}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}`` for each call.
+MISTRAL = (Beginning(mark=MISTRAL_CALLS, read=_mistral),)
+
+
+def json_list(begin: str, end: str) -> tuple[Beginning, ...]:
+    """Return the beginning of calls between marks: Granite's, Phi's, Cohere's and others'."""
 
     def read(call: CallState) -> Reading[None]:
-        return _json_list(call, begin, end)
+        yield from call.source.expect(begin)
+        yield from call.source.white()
+        yield from json_block(call, Ends((end,) if end else (), {begin: ('[{"', '{"name"')}))
+        if end:
+            yield from call.source.close(end)
 
-    yield from marked_calls(source, begin, read, end)
+    return (Beginning(mark=begin, read=read, ends=(end,) if end else ()),)
 
 
-def _json_list(call: CallState, begin: str, end: str) -> Reading[None]:
+def _kimi(call: CallState) -> Reading[None]:
     source = call.source
-    yield from source.expect(begin)
+    begins = {KIMI_CALL: tuple(f"functions.{name}:" for name in call.offers.names)}
+    ends = Ends((KIMI_CALL_END, KIMI_SECTION_END), begins)
+    is_first = yield from source.literal(KIMI_SECTION)
     yield from source.white()
-    if (yield from source.literal("[")):
-        yield from _mistral_list(call)
-    else:
-        yield from JsonCall(call, mark=end).read()
-    if end:
+    while (yield from source.literal(KIMI_CALL)) or is_first:
         yield from source.white()
-        yield from source.literal(end)
-
-
-def read_kimi(source: Source) -> Reading[None]:
-    """Kimi K2: each call between marks, behind ``functions.name:index``; all between marks."""
-    yield from marked_calls(source, KIMI_SECTION, _kimi_calls, KIMI_SECTION_END)
-
-
-def _kimi_calls(call: CallState) -> Reading[None]:
-    source = call.source
-    yield from source.expect(KIMI_SECTION)
-    while True:
-        yield from source.white()
-        yield from source.expect(KIMI_CALL)
-        yield from source.white()
+        if (yield from source.peek()) in ("{", "["):
+            yield from json_block(call, ends)
+            break
         written = yield from _name(source)
         name = call.check(_KIMI_INDEX.sub("", written).removeprefix("functions."))
-        yield from source.white()
-        yield from source.expect(KIMI_ARGUMENTS)
-        yield from _named_arguments(call, name, KIMI_CALL_END)
-        yield from source.white()
-        yield from source.closing(KIMI_CALL_END)
-        yield from source.white()
-        if not (yield from source.ahead(KIMI_CALL)):
-            break
-    yield from source.closing(KIMI_SECTION_END)
+        if not (yield from source.close(KIMI_ARGUMENTS)):
+            yield from _see_arguments(source)
+        yield from named_call(call, name, ends)
+        yield from source.close(KIMI_CALL_END)
+        yield from _to(source, KIMI_CALL)
+        is_first = False
+    yield from source.close(KIMI_SECTION_END)
 
 
-def read_deepseek(source: Source) -> Reading[None]:
-    """DeepSeek: each call between marks, all of them between marks; V3 and V3.1 differ inside."""
-    yield from marked_calls(source, DEEPSEEK_CALLS_BEGIN, _deepseek_calls, DEEPSEEK_END)
+# Kimi K2: each call between marks, behind ``functions.name:index``; all between marks.
+KIMI = tuple(
+    Beginning(mark=mark, read=_kimi, ends=(KIMI_CALL_END, KIMI_SECTION_END))
+    for mark in (KIMI_SECTION, KIMI_CALL)
+)
 
 
-def _deepseek_calls(call: CallState) -> Reading[None]:
+def _deepseek(call: CallState) -> Reading[None]:
     source = call.source
-    yield from source.expect(DEEPSEEK_CALLS_BEGIN)
-    while True:
-        yield from source.white()
-        yield from _deepseek_call(call)
-        yield from source.white()
-        if not (yield from source.ahead(DEEPSEEK_BEGIN)):
-            break
-    yield from source.closing(DEEPSEEK_CALLS_END)
-
-
-def _deepseek_call(call: CallState) -> Reading[None]:
-    source = call.source
-    yield from source.expect(DEEPSEEK_BEGIN)
-    name = yield from _name(source)
-    yield from source.expect(DEEPSEEK_SEP)
-    if not (yield from source.ahead("{")):  # V3: what was there is the type, "function"
-        name = yield from _name(source)
-        yield from source.white()
-        yield from source.expect(FENCE_BEGIN)
-    yield from _named_arguments(call, call.check(name), DEEPSEEK_END)
+    names = ("function", *call.offers.names)
+    begins = {DEEPSEEK_BEGIN: tuple(f"{name}{DEEPSEEK_SEP}" for name in names)}
+    ends = Ends((DEEPSEEK_END, DEEPSEEK_CALLS_END), begins)
+    is_first = yield from source.literal(DEEPSEEK_CALLS_BEGIN)
     yield from source.white()
-    yield from source.literal(FENCE_END)
-    yield from source.closing(DEEPSEEK_END)
+    while (yield from source.literal(DEEPSEEK_BEGIN)) or is_first:
+        yield from source.white()
+        if (yield from source.peek()) in ("{", "["):
+            yield from json_block(call, ends)
+            break
+        name = yield from _deepseek_name(call)
+        yield from named_call(call, call.check(name), ends)
+        yield from source.close(DEEPSEEK_END)
+        yield from _to(source, DEEPSEEK_BEGIN)
+        is_first = False
+    yield from source.close(DEEPSEEK_CALLS_END)
+
+
+def _deepseek_name(call: CallState) -> Reading[str]:
+    """Read the name, before which V3 writes the type, "function"."""
+    source = call.source
+    name = yield from _name(source)
+    if not (yield from source.close(DEEPSEEK_SEP)):
+        yield from _see_arguments(source)
+        return name
+    yield from source.white()
+    second = source.text(0, (yield from source.behind(_NAME, 0)))
+    if second and (name == "function" or second in call.offers):
+        source.take(len(second))
+        yield from source.close(DEEPSEEK_SEP)
+        return second
+    return name
+
+
+# DeepSeek: each call between marks, all of them between marks; V3 and V3.1 differ inside.
+DEEPSEEK = tuple(
+    Beginning(mark=mark, read=_deepseek, ends=(DEEPSEEK_END, DEEPSEEK_CALLS_END))
+    for mark in (DEEPSEEK_CALLS_BEGIN, DEEPSEEK_BEGIN)
+)
+
+
+def _see_arguments(source: Source) -> Reading[None]:
+    """See that arguments come although no mark is before them. Raises `Malformed`."""
+    at = yield from source.behind_white()
+    if (yield from source.char(at)) not in ("{", "`"):
+        raise Malformed
+
+
+def _to(source: Source, mark: str) -> Reading[None]:
+    """Take white space, if a mark is behind it."""
+    at = yield from source.behind_white()
+    if (yield from source.ahead(mark, at)):
+        source.take(at)
 
 
 def _name(source: Source) -> Reading[str]:
@@ -195,16 +189,3 @@ def _name(source: Source) -> Reading[str]:
     if not name and not (yield from source.peek()):
         raise Cut
     return name
-
-
-def _named_arguments(call: CallState, name: str, mark: str = "") -> Reading[None]:
-    """An object behind a name."""
-    yield from call.source.white()
-    if not (yield from call.source.ahead("{")):
-        if (yield from call.source.peek()):
-            raise Malformed
-        yield from call.begin(name)
-        raise Cut
-    yield from call.begin(name)
-    yield from object_text(call.source, mark)
-    yield from call.end()

@@ -6,7 +6,7 @@ server whose cache has most of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -14,6 +14,7 @@ from msgspec import Struct
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.preprocess import warm_params
 from ..serving.serving_context import Service
+from ..structured.schemas.preparing import OPTIONS
 from ..types.sampling_params import LeftOutFloat, LeftOutInt, SamplingParams
 from .answers import Free
 from .sampling import Sampling
@@ -85,6 +86,8 @@ def _sampling(params: SamplingParams, room: int) -> Free:
     shown["max_tokens"] = room if params.max_tokens is None else min(params.max_tokens, room)
     asked = {name: getattr(params, own) for name, own in STRUCTURED.items()}
     given = {name: value for name, value in asked.items() if value is not None}
+    if isinstance(schema := given.get("json"), Mapping):
+        given["json"] = {name: value for name, value in schema.items() if name != OPTIONS}
     shown["structured_outputs"] = given or None
     return shown
 

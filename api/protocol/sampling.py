@@ -1,15 +1,9 @@
-"""The fields that bodies of all APIs share. Decoding is validation: an error has the JSON path.
-
-Unknown fields are ignored, since clients send many. Known fields that foretoken does not support
-are refused by `refuse_unsupported`, because an answer that ignores them would be wrong.
-"""
+"""The fields that bodies of all APIs share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from ...core.errors import InvalidRequest
@@ -25,18 +19,17 @@ from ..runtime.conversation.tools import (
     read_cache,
     structured_outputs,
 )
-from ..serving.errors import bad_json
+from ..types.fields import SameAs
 from ..types.sampling_params import (
     MAX_DEPTH,
     MAX_N,
     MAX_PREDICTION_CHARS,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
+    MAX_WORD_CHARS,
     MAX_WORDS,
+    STRUCTURED_FIELDS,
     SamplingParams,
 )
-
-T = TypeVar("T", bound=Struct)
+from .peers import RefusedFields
 
 Label = Annotated[str, Meta(max_length=1024)]  # it is remembered beyond its request
 Name = Annotated[str, Meta(max_length=256)]
@@ -52,10 +45,11 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
-StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
+StopText = Annotated[str, Meta(min_length=1)]
+StopTexts = list[StopText]
 Stop = StopText | StopTexts
-BadWords = Annotated[list[StopText], Meta(max_length=MAX_WORDS)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_WORD_CHARS)]
+BadWords = Annotated[list[BadWord], Meta(max_length=MAX_WORDS)]
 StopIds = Annotated[list[Count], Meta(max_length=MAX_LISTED)]
 AllowedIds = Annotated[list[Count], Meta(min_length=1, max_length=MAX_ALLOWED)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -74,9 +68,10 @@ Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
 Speculation = Literal["auto", "off"] | Depth
+JsonSchema = dict[str, Any] | GrammarText
 
 
-class Sampling(Struct, kw_only=True):
+class Sampling(RefusedFields, kw_only=True):
     """Fields that the bodies of all APIs share. Null means the default everywhere."""
 
     model: str | None = None
@@ -104,7 +99,7 @@ class Sampling(Struct, kw_only=True):
     regex: GrammarText | None = None
     grammar: GrammarText | None = None
     choice: Texts | None = None
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonSchema | None = None
     close_early: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     cache: CacheSpec | None = None
@@ -113,16 +108,17 @@ class Sampling(Struct, kw_only=True):
     prompt_cache_options: PromptCacheOptions | None = None
     explain_cache: bool | None = None
     return_token_ids: bool | None = None
-    # known and refused
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_grammar: Any = None
-    guided_choice: Any = None
-    prompt_logprobs: Any = None
-    truncate_prompt_tokens: Any = None
-    include_stop_str_in_output: bool | None = None
-    return_tokens_as_token_ids: Any = None
-    skip_special_tokens: bool | None = None
+    # other names
+    repeat_penalty: Annotated[RepetitionPenalty | None, SameAs("repetition_penalty")] = None
+    min_new_tokens: Annotated[Count | None, SameAs("min_tokens")] = None
+    sampling_seed: Annotated[Seed | None, SameAs("seed")] = None
+    random_seed: Annotated[Seed | None, SameAs("seed")] = None
+    extra_key: Annotated[Salt | None, SameAs("cache_salt")] = None
+    ebnf: Annotated[GrammarText | None, SameAs("grammar")] = None
+    guided_json: Annotated[JsonSchema | None, SameAs("json_schema")] = None
+    guided_regex: Annotated[GrammarText | None, SameAs("regex")] = None
+    guided_grammar: Annotated[GrammarText | None, SameAs("grammar")] = None
+    guided_choice: Annotated[Texts | None, SameAs("choice")] = None
 
 
 class PredictionPart(Struct):
@@ -152,27 +148,6 @@ SAME_NAME = (
     "frequency_penalty", "logit_bias", "speculation", "cache_salt", "priority", "regex", "grammar",
     "choice", "json_schema", "close_early", "kv_budget",
 )  # fmt: skip
-REFUSED = (
-    "guided_json", "guided_regex", "guided_grammar", "guided_choice",
-    "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output",
-    "return_tokens_as_token_ids",
-    "functions", "function_call", "chat_template", "audio", "suffix",
-)  # fmt: skip
-HARMLESS: tuple[object, ...] = (None, False, "", "none", [])  # an empty object is a schema
-
-
-def decoder(body_type: type[T]) -> Callable[[bytes], T]:
-    """A function from bytes to the struct; raises `ApiError` 400."""
-    decode = msgspec.json.Decoder(body_type).decode
-
-    def checked(data: bytes) -> T:
-        try:
-            data.decode()  # msgspec does not look into the texts of fields that it passes over
-            return decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise bad_json(error) from None
-
-    return checked
 
 
 def sampling_params(
@@ -187,8 +162,13 @@ def sampling_params(
     another form. They take precedence; None is a field that was left out.
     """
     given = {name: getattr(body, name) for name in SAME_NAME}
-    given |= structured_outputs(body.structured_outputs)
-    given |= {name: value for name, value in own.items() if value is not None}
+    for more in (structured_outputs(body.structured_outputs), own):
+        for name, value in more.items():
+            if value is None:
+                continue
+            if name in STRUCTURED_FIELDS and given[name] not in (None, value):
+                raise InvalidRequest(f"{name} is given twice, with different values", param=name)
+            given[name] = value
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
         prediction=guess.text if isinstance(guess, Prediction) else guess,
@@ -204,13 +184,3 @@ def cache_options(body: Sampling) -> CacheOptions:
 def is_prewarm(body: Sampling) -> bool:
     """Whether the request only puts its prompt into the cache."""
     return body.prompt_cache_options is not None and bool(body.prompt_cache_options.prewarm)
-
-
-def refuse_unsupported(body: Sampling) -> None:
-    """Raise `InvalidRequest` for a field that is known and not supported."""
-    for name in REFUSED:
-        value = getattr(body, name, None)
-        if not any(type(value) is type(each) and value == each for each in HARMLESS):
-            raise InvalidRequest(f"{name} is not supported yet", param=name)
-    if body.skip_special_tokens is False:
-        raise InvalidRequest("skip_special_tokens must be true", param="skip_special_tokens")

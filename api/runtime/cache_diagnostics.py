@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Literal, get_args
@@ -52,6 +52,22 @@ Cause = Literal[
     "first_seen",  # nothing like it is remembered
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+LOSSES: Mapping[str, str] = {
+    "changed": "the prompt is another one",
+    "volatile_line": "a line of the system prompt changes by itself",
+    "tools_changed": "the tools are others",
+    "reencoded": "an answer came back as text, which has other tokens",
+    "thinking_stripped": "the chat template left a thought out",
+    "evicted": "the rest had to make room",
+    "flushed": "the rest was flushed",
+    "late": "the rest came too late from a tier",
+    "state_not_kept": "the recurrent state behind the rest was not kept",
+    "unsound": "a tier gave damaged pages",
+    "not_written": "the rest was not in the cache yet",
+    "not_read": "the request read no more",
+    "other_salt": "the earlier response has another cache salt",
+}
+"""The causes by which tokens that might have been reused were computed, in words."""
 CHANGED: tuple[Cause, ...] = ("changed", "volatile_line", "tools_changed")
 NUMBER = re.compile(r"\w*\d[\w.:+-]*")  # counters, times, ids: a word with a digit
 Decode = Callable[[Sequence[int]], str]

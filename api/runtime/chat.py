@@ -18,9 +18,6 @@ from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Request, Usage
-from ..parsing.calls import with_numbered_ids, with_short_ids
-from ..parsing.generic import GENERIC, as_text, needs_text
-from ..parsing.harmony import with_thinking
 from ..parsing.output_format import Syntax, check_tools
 from ..parsing.output_parser import (
     CallArguments,
@@ -31,8 +28,6 @@ from ..parsing.output_parser import (
     OutputParser,
     Reasoning,
 )
-from ..structured.grammar_text import num_chars
-from ..text.chat_template import check_messages
 from ..types.request_context import owner_of
 from ..types.results import CallDelta, Choice, Completion, TextDelta, ToolChoice
 from ..types.sampling_params import SamplingParams
@@ -40,37 +35,14 @@ from .conversation.chat_input import ChatInput
 from .conversation.conversation_tokens import TAIL_IDS, ConversationTokens, PromptTokens
 from .conversation.normalize import Normalizer
 from .conversation.prompt_history import PromptNote
-from .conversation.seen_images import NO_IMAGES, SeenImages, see
+from .conversation.seen_images import see, with_results_seen
+from .conversation.template_writer import TemplateWriter
 from .conversation.token_history import Place, TokenHistory, said_of
 from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
 from .preprocess import needs_closing, warm_params
 
 MESSAGE_BYTES = 256  # to note a message takes about as long as to read so many
-PROBE = "foretoken"  # a system text whose place in the prompt is looked for
-PROBES: dict[bool, list[dict[str, Any]]] = {  # conversations with calls and without
-    False: [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": PROBE},
-        {"role": "user", "content": "hi"},
-    ],
-    True: [
-        {"role": "user", "content": "hi"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [
-                {
-                    "id": "call00001",
-                    "type": "function",
-                    "function": {"name": PROBE, "arguments": {}},
-                }
-            ],
-        },
-        {"role": "tool", "tool_call_id": "call00001", "name": PROBE, "content": "hi"},
-        {"role": "user", "content": "hi"},
-    ],
-}
 
 
 class ChoiceReader:
@@ -95,7 +67,8 @@ class ChoiceReader:
             return []
         events = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
-            events = [*events, *self._parser.end()]
+            is_cut = delta.finish_reason != "stop" or isinstance(delta.stop_reason, str)
+            events = [*events, *self._parser.end(is_cut=is_cut)]
         parts = [replace(delta, text="", finish_reason=None, stop_reason=None)]
         for event in events:
             if self._is_single and self._is_called:
@@ -301,11 +274,7 @@ class ChatClient:
         self._llm = llm
         self.history = history
         self._normalizer = normalizer
-        self._can_splice: dict[bool, bool] = {}  # messages with calls and without
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
-        # Of the template; None until a request asks.
-        self._has_system_role: bool | None = None
-        self._takes_parts_alone: bool | None = None
 
     @cached_property
     def syntax(self) -> Syntax:
@@ -330,6 +299,10 @@ class ChatClient:
             history=self.history,
         )
 
+    @cached_property
+    def _writer(self) -> TemplateWriter:
+        return TemplateWriter(self._llm, self.syntax, self._renderer.can_splice)
+
     async def open(
         self,
         chat: ChatInput,
@@ -349,7 +322,7 @@ class ChatClient:
         if prompt is None:
             prompt = await self.render(chat)
         tools, tail = chat.callable_tools, self._tail(prompt.token_ids)
-        can_splice = await self._kinds_to_splice(chat) if hands_out else {}
+        can_splice = (await self._writer.facts()).splices if hands_out else {}
         shown = self.syntax.shown_ids(tools=bool(tools))
         try:
             answer = await self._llm.open(
@@ -372,21 +345,18 @@ class ChatClient:
             self._llm,
             answer,
             chat,
-            partial(self.syntax.parser, tools=tools, prompt_tail=tail),
+            partial(
+                self.syntax.parser,
+                tools=tools,
+                prompt_tail=tail,
+                has_form=chat.params.structured_field is not None,
+            ),
             hands_out=lambda choice: (
                 can_splice.get(bool(choice.tool_calls), False)
                 and not self._llm.tokenizer.has_silent(choice.message_ids or (), shown)
             ),
             history=self.history,
         )
-
-    async def _kinds_to_splice(self, chat: ChatInput) -> dict[bool, bool]:
-        """Whether the template can write messages with calls and without by their ids."""
-        for has_calls in (False, True) if chat.tools else (False,):
-            if has_calls not in self._can_splice:
-                found = await self._renderer.can_splice(PROBES[has_calls], self._write)
-                self._can_splice[has_calls] = found
-        return self._can_splice
 
     async def check(self, chat: ChatInput, *, is_prewarm: bool = False) -> Sequence[int]:
         """Render and check as `open` does, or as `prewarm`; returns the prompt's token ids.
@@ -416,9 +386,12 @@ class ChatClient:
         All prompts of conversations come from here. Raises `InvalidRequest`.
         """
         chat, names = self.normalized(chat)
+        chat = with_results_seen(chat, self._llm.images)
         try:
             seen = await see(chat, self._llm.images, self._llm.tokenizer)
-            prompt = await self._renderer.render(chat, partial(self._write, seen=seen))
+            shield = await self._writer.shield(chat)
+            write = partial(self._writer.write, seen=seen, shield=shield)
+            prompt = await self._renderer.render(chat, write, shield)
             images = seen.placed(prompt.token_ids, chat.params.cache_salt)
             return dataclasses.replace(prompt, normalized=names, images=images)
         except InvalidRequest as error:
@@ -429,54 +402,6 @@ class ChatClient:
     def normalized(self, chat: ChatInput) -> tuple[ChatInput, tuple[str, ...]]:
         """The conversation as it is rendered, and the names of the rules that have changed it."""
         return (chat, ()) if self._normalizer is None else self._normalizer.apply(chat)
-
-    async def _write(self, chat: ChatInput, seen: SeenImages = NO_IMAGES) -> str:
-        """The text of the conversation by the chat template, with those of its images."""
-        messages, tools = chat.messages, [tool.body for tool in chat.tools]
-        if self.syntax.tool_parser == "mistral":
-            messages = with_short_ids(messages)
-        elif self.syntax.tool_parser == "kimi":
-            messages = with_numbered_ids(messages)
-        elif self.syntax.tool_parser == "harmony":
-            messages = with_thinking(messages)
-        elif self.syntax.tool_parser == GENERIC:
-            check_messages(messages)
-            if needs_text(messages, chat.tools):
-                messages, tools = await self._as_text(chat), []
-        if self._takes_parts_alone is None:
-            self._takes_parts_alone = await self._drops_texts()
-        messages = seen.messages(messages, in_parts=self._takes_parts_alone)
-        return seen.expanded(await self._llm.render_text(messages, chat.template, tools=tools))
-
-    async def _drops_texts(self) -> bool:
-        """Whether the template writes a message only if its content is a list of parts."""
-        if "type" not in self._llm.tokenizer.chat_template:
-            return False
-        parts = [{"type": "text", "text": PROBE}]
-        written = []
-        for content in (PROBE, parts):
-            try:
-                probe = [{"role": "user", "content": content}]
-                written.append(PROBE in await self._llm.render_text(probe))
-            except InvalidRequest:
-                written.append(False)
-        return written == [False, True]
-
-    async def _as_text(self, chat: ChatInput) -> Sequence[Mapping[str, Any]]:
-        """The conversation for a template that knows nothing of tools."""
-        if self._has_system_role is None:
-            self._has_system_role = await self._takes_system_messages()
-        work = partial(as_text, chat.messages, chat.tools, has_system_role=self._has_system_role)
-        size = num_chars([chat.messages, [tool.body for tool in chat.tools]])
-        return await self._llm.tokenizer.apart(size, work)
-
-    async def _takes_system_messages(self) -> bool:
-        """Whether the template writes what a system message says."""
-        probe = [{"role": "system", "content": PROBE}, {"role": "user", "content": "hi"}]
-        try:
-            return PROBE in await self._llm.render_text(probe)
-        except InvalidRequest:
-            return False
 
     async def _note(self, chat: ChatInput) -> PromptNote:
         """Compute the note of a prompt; in a thread for a long conversation."""

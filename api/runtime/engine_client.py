@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +14,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from ...core.config import EngineConfig
-from ...core.errors import EngineDead, InvalidRequest
+from ...core.errors import EngineDead, ForetokenError, InvalidRequest
 from ...core.interface.images import PromptImage
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Request, Usage
 from ...core.interface.sampling import Pooling
 from ...core.ops.machine.host_memory import keep_freed_memory
+from ...core.ops.machine.imports import uncollected
+from ...core.startup import timed
 from ..build.built import Built
 from ..media.reader import ImageReader
 from ..structured.compiler import Grammars
@@ -29,6 +32,7 @@ from ..text.tokenizer import APART_BYTES, Tokenizer
 from ..types.request_context import (
     adapter_name,
     arrival,
+    in_batch,
     note_answer,
     random_id,
     seconds_left,
@@ -39,6 +43,7 @@ from ..types.sampling_params import SamplingParams
 from .adapters import Adapters
 from .cache_diagnostics import CAUSES, Explainer, Explanation
 from .conversation.prompt_history import NO_NOTE, PromptLog, PromptNote, Remembered
+from .end_tokens import end_token_ids
 from .generation import Answer, Generation
 from .preprocess import (
     Conversation,
@@ -91,6 +96,7 @@ class EngineClient:
         self.adapters = Adapters()  # those of the engine are there after `start`
         self._answers: dict[str, Answer] = {}  # until the caller is done with them
         self._room = asyncio.Event()  # set when an answer ends
+        self._people_left = -math.inf  # when the last answer ended that is not of a batch
 
     @classmethod
     def from_built(cls, built: Built[ServingEngine]) -> Self:
@@ -100,6 +106,10 @@ class EngineClient:
         return llm
 
     # -- life -----------------------------------------------------------------------------------
+
+    async def prepare(self) -> None:
+        """Do what comes before a server listens: all of `start`, unless that waits for others."""
+        await self.start()
 
     async def start(self) -> None:
         """Load the model, off the event loop, and start the engine; may be called twice.
@@ -119,6 +129,9 @@ class EngineClient:
                 Tokenizer.load, self._built.path, max_model_len=self._built.max_model_len
             )
             tokenizer.use_template(template, options)
+            ends = await asyncio.to_thread(self._end_tokens, self._built, tokenizer)
+            if ends != self._built.eos_token_ids:
+                self._built = replace(self._built, eos_token_ids=ends)
             if (set_openings := self._built.set_openings) is not None:
                 set_openings(await find_openings(tokenizer))
             built = self._built
@@ -135,6 +148,10 @@ class EngineClient:
             await built.engine.start()
             self._grammars = Grammars(tokenizer, built.vocab_size, built.eos_token_ids)
             self._tokenizer = tokenizer
+
+    def _end_tokens(self, built: Built[ServingEngine], tokenizer: Tokenizer) -> frozenset[int]:
+        """Return the ids of the tokens that end an answer."""
+        return end_token_ids(tokenizer, built.eos_token_ids)
 
     async def _build(self) -> Built[ServingEngine]:
         """The loaded model. A load cannot be cancelled: it is kept for whoever waits next."""
@@ -237,8 +254,13 @@ class EngineClient:
     def built(self) -> Built[ServingEngine]:
         """The engine and its model; only after `start`."""
         if self._built is None:
-            raise EngineDead("this LLM is not started")
+            raise self._absence
         return self._built
+
+    @property
+    def _absence(self) -> ForetokenError:
+        """The error of a use before `start` is done."""
+        return EngineDead("this LLM is not started")
 
     @property
     def engine(self) -> ServingEngine:
@@ -249,7 +271,7 @@ class EngineClient:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; only after `start`."""
         if self._tokenizer is None:
-            raise EngineDead("this LLM is not started")
+            raise self._absence
         return self._tokenizer
 
     @property
@@ -396,14 +418,16 @@ class EngineClient:
         options: Mapping[str, Any] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        is_try: bool = False,
     ) -> str:
         """The text of a conversation in the model's own format; ``options`` are its template's.
 
-        ``tools`` are functions in OpenAI's shape, which is what templates take.
+        ``tools`` are functions in OpenAI's shape, which is what templates take. ``is_try``: a
+        failure of the template is not logged.
         """
         if not messages:
             raise InvalidRequest("messages must have at least one message", param="messages")
-        return await self.tokenizer.render_chat(messages, options or {}, tools=tools)
+        return await self.tokenizer.render_chat(messages, options or {}, tools=tools, is_try=is_try)
 
     async def finish(self, answer: Answer) -> Completion:
         """Read all of an answer."""
@@ -442,6 +466,13 @@ class EngineClient:
         text_ids = [token_id for token_id in token_ids if token_id >= 0]
         return self.tokenizer.decode(text_ids, skip_special_tokens=False)
 
+    @property
+    def seconds_alone(self) -> float:
+        """Seconds since the last answer ended that is not of a batch; 0 while there is one."""
+        if any(not each.in_batch for each in self._answers.values()):
+            return 0.0
+        return time.monotonic() - self._people_left
+
     def forget(self, answer: Answer) -> None:
         """Abort the rest of an answer and free its id; may be called twice."""
         answer.close()
@@ -449,6 +480,8 @@ class EngineClient:
             adapter, answer.adapter = answer.adapter, None
             adapter.leave()
         if self._answers.get(answer.request_id) is answer:
+            if not answer.in_batch:
+                self._people_left = time.monotonic()
             del self._answers[answer.request_id]
             self._count_cause(answer)
         if answer.generations:  # one that was refused has made no room
@@ -506,7 +539,7 @@ class EngineClient:
         name = params.lora or adapter_name()
         adapter = None if name is None else self.adapters.enter(name)
         answer = self._answers[request_id] = Answer(request_id, params)
-        answer.adapter = adapter
+        answer.adapter, answer.in_batch = adapter, in_batch()
         return answer
 
     async def _prepare(self, answer: Answer, prompt: Prompt, param: str = "prompt") -> None:
@@ -518,8 +551,9 @@ class EngineClient:
         else:
             own.check_ids(prompt, self.built.vocab_size, param, generates=generates)
             answer.prompt_token_ids = prompt
-        answer.bad_words_ids = await bad_words_ids(self.tokenizer, answer.params)
-        answer.prediction = await prediction_ids(self.tokenizer, answer.params)
+        await own.prepare_stops(answer.params.stop)
+        answer.bad_words_ids = await bad_words_ids(own, answer.params)
+        answer.prediction = await prediction_ids(own, answer.params)
         if self._grammars is not None:
             answer.grammar = await self._grammars.compile(answer.params)
 
@@ -599,6 +633,7 @@ class EngineClient:
 
 
 def _build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built[ServingEngine]:
-    from ..build.engine_builder import build  # imports torch
+    with timed("imports of the engine"), uncollected():
+        from ..build.engine_builder import build  # imports torch
 
     return build(model, config)

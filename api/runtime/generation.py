@@ -152,6 +152,7 @@ class Answer:
         self.handover = NO_HANDOVER  # of its first choice: others find the pages in the cache
         self.num_spliced = 0  # tokens of the prompt that are those of earlier answers
         self.normalized: tuple[str, ...] = ()  # names of the rules that changed the prompt before
+        self.in_batch = False  # no person waits for it
         self.aborted = False  # maybe before there is anything to abort
 
     @property

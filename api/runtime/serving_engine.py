@@ -99,7 +99,7 @@ class ServingEngine(Protocol):
     def submit(self, request: Request) -> TokenStream:
         """Accept a request; its answer arrives on the stream.
 
-        Raises `EngineDead`, `QueueFull`, `PromptTooLong` and `InvalidRequest`.
+        Raises `EngineDead`, `Unavailable`, `QueueFull`, `PromptTooLong` and `InvalidRequest`.
         """
 
     def check(self, request: Request) -> None:

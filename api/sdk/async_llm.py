@@ -69,6 +69,7 @@ class ChatOptions:
             images=[image for _, images in read for image in images],
             params=params,
             handles=_handles(messages),
+            paths=[f"messages[{index}]" for index in _places(messages)],
             tools=self._tools,
             tool_choice=self._choice,
         )
@@ -92,12 +93,18 @@ def _choice(given: GivenChoice, tools: Sequence[Tool], *, is_parallel: bool) -> 
 
 def _handles(messages: Conversation) -> list[Handle]:
     """The messages that are rendered by their ids, as `Completion.message` has them."""
-    shift = max(0, num_system(message["role"] for message in messages) - 1)
     return [
-        Handle(index - shift, message["token_ids"], f"messages[{index}].token_ids")
-        for index, message in enumerate(messages)
-        if message.get("token_ids") is not None
+        Handle(place, messages[index]["token_ids"], f"messages[{index}].token_ids")
+        for place, index in enumerate(_places(messages))
+        if messages[index].get("token_ids") is not None
     ]
+
+
+def _places(messages: Conversation) -> list[int]:
+    """The indices of the messages that are left where those of the system become one."""
+    shift = max(0, num_system(message["role"] for message in messages) - 1)
+    every = range(len(messages))
+    return [*every[:1], *every[shift + 1 :]]
 
 
 class AsyncLLM(EngineClient):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -20,10 +21,10 @@ from ..._version import __version__
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.telemetry.vllm_names import render_vllm
 from ..anthropic.route import MessagesCount, MessagesRender, MessagesRoute
+from ..ollama.embed import OllamaEmbed, OllamaEmbeddings
 from ..ollama.models import OllamaModels
 from ..ollama.route import OllamaChat, OllamaGenerate
-from ..openai.batches.route import BatchRoutes, FileRoutes
-from ..openai.batches.store import BatchStore
+from ..openai.batches.route import Batches
 from ..openai.branches import BranchesRoute
 from ..openai.chat import ChatRender, ChatRoute
 from ..openai.completions import CompletionsRender, CompletionsRoute
@@ -37,7 +38,7 @@ from ..openai.responses.route import (
 )
 from ..openai.responses.store import ResponseStore
 from ..openai.schema import DetokenizeRequest, TokenizeRequest, tokenized_chat
-from ..protocol.sampling import decoder
+from ..protocol.decoding import decoder
 from ..runtime.adapters import ServedAdapter
 from ..runtime.engine_client import EngineClient
 from ..serving.errors import (
@@ -80,12 +81,11 @@ class ModelRoutes:
         self.service = service
         self._created = datetime.now(UTC)
 
-    async def index(self, _request: Request) -> Response:
+    async def index(self, request: Request) -> Response:
         """The model, once by each of its names, and its adapters."""
         entries = [self._entry(name) for name in self.service.names]
         entries += map(self._adapter, self.service.llm.adapters.served)
-        first, last = entries[0].id, entries[-1].id
-        return JsonResponse(protocol.ModelList(data=entries, first_id=first, last_id=last))
+        return JsonResponse(protocol.model_page(entries, request.query_params))
 
     async def retrieve(self, request: Request) -> Response:
         """The model or an adapter, by any name that requests may use; it may contain slashes."""
@@ -108,6 +108,7 @@ class ModelRoutes:
         return protocol.Model(
             id=name,
             created=int(since.timestamp()),
+            root=self.service.names[0],
             parent=parent,
             max_model_len=built.max_model_len,
             exact=built.exact,
@@ -118,6 +119,7 @@ class ModelRoutes:
             created_at=since.strftime("%Y-%m-%dT%H:%M:%SZ"),
             tool_parser=self.service.chat.syntax.tool_parser,
             default_sampling_params=_default_sampling(self.service),
+            default_sampling_origin=self.service.llm.built.sampling_defaults.origin,
         )
 
 
@@ -219,6 +221,7 @@ class OperatorRoutes:
         info = protocol.ServerInfo(
             **_model_facts(self.service),
             default_sampling_params=_default_sampling(self.service),
+            default_sampling_origin=self.service.llm.built.sampling_defaults.origin,
             settings=_without_paths(built.settings),
             limits=asdict(self.service.settings.limits),
         )
@@ -286,6 +289,7 @@ def create_app(
     _refuse_clash(llm, settings)
     app = Starlette(
         routes=_routes(service),
+        lifespan=partial(_lifespan, service),
         exception_handlers={
             ApiError: _refuse,
             ForetokenError: _refuse,
@@ -301,6 +305,12 @@ def create_app(
     observed = observing.around(outermost, service)
     root_path = settings.root_path
     return UnderPath(observed, root_path) if root_path else observed
+
+
+@asynccontextmanager
+async def _lifespan(service: Service, _app: Starlette) -> AsyncIterator[None]:
+    async with service.background:
+        yield
 
 
 def _adapter_routes(service: Service) -> list[Route]:
@@ -359,33 +369,29 @@ def _routes(service: Service) -> list[Route]:
     cache = CacheRoutes(service)
     store = ResponseStore(max_seconds=service.settings.limits.store_seconds)
     kept = KeptResponses(store)
-    ollama = OllamaModels(service)
     in_batches = batch_dialects(service, store)
+    service.background = batches = Batches(service, in_batches)
     dialects: dict[str, Dialect[Any]] = in_batches | {
         "/v1/chat/completions/render": ChatRender(service),
         "/v1/completions/render": CompletionsRender(service),
         "/v1/branches": BranchesRoute(service),
         "/rerank": RerankRoute(service),
         "/v2/rerank": RerankRoute(service),
+        "/score": ScoreRoute(service),
         "/v1/responses/input_tokens": ResponsesCount(service, store),
         "/v1/responses/render": ResponsesRender(service, store),
         "/v1/messages/count_tokens": MessagesCount(service),
         "/v1/messages/render": MessagesRender(service),
-        "/api/chat": OllamaChat(service),
-        "/api/generate": OllamaGenerate(service),
     }
     return [
         *[Route(path, Serve(each), methods=["POST"]) for path, each in dialects.items()],
         Route("/v1/responses/{id}", kept.retrieve, methods=["GET"]),
         Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/input_items", kept.input_items, methods=["GET"]),
-        *_batch_routes(service, in_batches),
+        *batches.routes,
         Route("/v1/models", models.index, methods=["GET"]),
         Route("/v1/models/{name:path}", models.retrieve, methods=["GET"]),
-        Route("/api/tags", ollama.tags, methods=["GET"]),
-        Route("/api/ps", ollama.running, methods=["GET"]),
-        Route("/api/show", ollama.show, methods=["POST"]),
-        Route("/api/version", ollama.version, methods=["GET"]),
+        *(_ollama_routes(service) if service.settings.ollama else []),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         *_operator_routes(service),
@@ -399,23 +405,21 @@ def _routes(service: Service) -> list[Route]:
     ]
 
 
-def _batch_routes(service: Service, dialects: Mapping[str, Dialect[Any]]) -> list[Route]:
-    """Routes of files and of batches whose requests are in these dialects."""
-    limits = service.settings.limits
-    store = BatchStore(
-        service, dialects, folder=service.settings.batch_dir, max_bytes=limits.max_files_bytes
-    )
-    files, batches = FileRoutes(service, store), BatchRoutes(service, store)
+def _ollama_routes(service: Service) -> list[Route]:
+    """Routes of Ollama's API. Some clients take a server that has them for Ollama itself."""
+    models = OllamaModels(service)
+    dialects: dict[str, Dialect[Any]] = {
+        "/api/chat": OllamaChat(service),
+        "/api/generate": OllamaGenerate(service),
+        "/api/embed": OllamaEmbed(service),
+        "/api/embeddings": OllamaEmbeddings(service),
+    }
     return [
-        Route("/v1/files", files.upload, methods=["POST"]),
-        Route("/v1/files", files.index, methods=["GET"]),
-        Route("/v1/files/{id}", files.retrieve, methods=["GET"]),
-        Route("/v1/files/{id}", files.delete, methods=["DELETE"]),
-        Route("/v1/files/{id}/content", files.content, methods=["GET"]),
-        Route("/v1/batches", batches.create, methods=["POST"]),
-        Route("/v1/batches", batches.index, methods=["GET"]),
-        Route("/v1/batches/{id}", batches.retrieve, methods=["GET"]),
-        Route("/v1/batches/{id}/cancel", batches.cancel, methods=["POST"]),
+        *[Route(path, Serve(each), methods=["POST"]) for path, each in dialects.items()],
+        Route("/api/tags", models.tags, methods=["GET"]),
+        Route("/api/ps", models.running, methods=["GET"]),
+        Route("/api/show", models.show, methods=["POST"]),
+        Route("/api/version", models.version, methods=["GET"]),
     ]
 
 

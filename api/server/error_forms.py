@@ -12,13 +12,12 @@ from ..types.request_context import note_error
 
 
 def error_response(scope: Scope, error: ApiError) -> Response:
-    """The error response of a path; OpenAI's form unless another API has the path."""
+    """The error response of a request; OpenAI's form unless it is for another API."""
     note_error(error)
-    path: str = scope["path"]
-    if anthropic.is_messages(path):
-        body: object = anthropic.error_body(error, scope.get("state", {}).get("request_id"))
-    elif ollama.is_ollama(path):
-        body = ollama.error_body(error)
+    if ollama.is_ollama(scope["path"]):
+        body: object = ollama.error_body(error)
+    elif anthropic.is_for_anthropic(scope):
+        body = anthropic.error_body(error, scope.get("state", {}).get("request_id"))
     else:
         body = error.body
     return JsonResponse(body, error.status, headers=error.headers)

@@ -13,15 +13,14 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from ..._version import __version__
-from ...core.errors import InvalidRequest
+from ...core.errors import EngineDead, InvalidRequest
 from ..runtime.engine_client import EngineClient
 from ..runtime.interrupts import ending_at_once
 from ..sdk.async_llm import AsyncLLM
@@ -32,7 +31,7 @@ from .guards.connection import connection_class, reserve_files
 from .lifecycle import STUCK, Supervisor
 from .observation.logs import announcement
 from .observation.observability import Observing
-from .prewarm import prewarm, read_prewarm
+from .prewarm import Warm, prewarm, read_prewarm
 from .unix_socket import SOCKET_MODE, owned, remove
 
 logger = logging.getLogger(__name__)
@@ -91,15 +90,52 @@ async def _serve(
             return 1
         # A front may have started replicas, which it ends.
         with ending_at_once() if isinstance(llm, AsyncLLM) else contextlib.nullcontext():
-            await llm.start()
+            await llm.prepare()
         gc.freeze()  # what is loaded stays: to look through it took 0.1 s again and again
-        async with observing.serving(llm, _name(llm, listen)):
-            server = _Server(config, lambda address: _announce(llm, listen, address))
-            observing.metrics.num_connections = lambda: len(server.server_state.connections)
-            warm_up = partial(prewarm, llm, chat_client(llm, listen.settings), warms)
-            listening = partial(_listens, sock, listen)
-            served = await _serve_on(sock, server, llm, warm_up, listening, supervisor)
-            return supervisor.exit_code if served else 1
+        listener = _Listener(config, listen, sock)
+        observing.metrics.num_connections = listener.num_connections
+        try:
+            with supervisor.watching(listener.stop):
+                served = await _serve_on(listener, llm, listen, observing, supervisor, warms)
+        finally:
+            await listener.end()
+            await supervisor.end()
+            await llm.close()
+        return supervisor.exit_code if served else 1
+
+
+async def _serve_on(
+    listener: _Listener,
+    llm: EngineClient,
+    listen: Listen,
+    observing: Observing,
+    supervisor: Supervisor,
+    warms: Sequence[Warm],
+) -> bool:
+    """Serve until a signal. False: another program has the port, and nobody was served."""
+    if not llm.ready:
+        if not await listener.start():
+            return False
+        logger.info("listening on %s: requests get 503 until replicas come", listener.address)
+    try:
+        await llm.start()
+    except EngineDead:
+        if not llm.draining:
+            raise
+        return True  # a signal came before the first replica
+    async with observing.serving(llm, _name(llm, listen)):
+        try:
+            await prewarm(llm, chat_client(llm, listen.settings), warms)
+            if llm.draining:
+                return True
+            if not await listener.start():
+                return False
+            _announce(llm, listen, listener.address)
+            await listener.serve()
+            return True
+        finally:
+            await supervisor.end()
+            await llm.close()
 
 
 def _bind(config: uvicorn.Config, closing: contextlib.ExitStack) -> socket.socket:
@@ -127,43 +163,12 @@ def _bind(config: uvicorn.Config, closing: contextlib.ExitStack) -> socket.socke
     return sock
 
 
-def _listens(sock: socket.socket, listen: Listen) -> bool:
-    """Listen; False, and a line in the log, where another program was faster on the same port."""
-    try:
-        sock.listen()
-    except OSError as error:
-        logger.error("%s", _why_not_bound(error, listen))
-        return False
-    return True
-
-
 def _why_not_bound(error: OSError, listen: Listen) -> str:
     if error.errno != errno.EADDRINUSE:
         return f"cannot listen on {listen.uds or listen.host}: {error.strerror or error}"
     if listen.uds is not None:
         return f"{listen.uds} is in use by another server, or no socket; choose another --uds"
     return f"port {listen.port} is in use by another program; choose another with --port N (0: any)"
-
-
-async def _serve_on(
-    sock: socket.socket,
-    server: _Server,
-    llm: EngineClient,
-    warm_up: Callable[[], Awaitable[int]],
-    listening: Callable[[], bool],
-    supervisor: Supervisor,
-) -> bool:
-    """Serve until a signal. False: another program has the port, and nobody was served."""
-    try:
-        with supervisor.watching(server.stop):
-            await warm_up()
-            if not listening():
-                return False
-            await server.serve([sock])
-            return True
-    finally:
-        await supervisor.end()
-        await llm.close()
 
 
 def uvicorn_config(
@@ -183,7 +188,7 @@ def uvicorn_config(
         http=connection_class(settings.limits),
         h11_max_incomplete_event_size=settings.limits.max_header_bytes,
         ws="none",
-        lifespan="off",
+        lifespan="on",
         log_level="warning" if listen.log_level == "info" else listen.log_level,
         log_config=None,  # as all else is logged
         access_log=False,  # `logs.log_request` is ours
@@ -226,12 +231,60 @@ def _name(llm: EngineClient, listen: Listen) -> str:
     return next(iter(listen.settings.served_names), llm.built.name)
 
 
+class _Listener:
+    """The server of a bound socket, from when it listens to its end."""
+
+    def __init__(self, config: uvicorn.Config, listen: Listen, sock: socket.socket) -> None:
+        self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._server = _Server(config, self._listening.set_result)
+        self._listen, self._sock = listen, sock
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """The address that it listens on; only behind `start`."""
+        return self._listening.result()
+
+    def num_connections(self) -> int:
+        """Open connections."""
+        return len(self._server.server_state.connections)
+
+    async def start(self) -> bool:
+        """Listen, if it does not yet; False, and a line in the log, where another program does."""
+        if self._serving is None:
+            try:
+                self._sock.listen()
+            except OSError as error:
+                logger.error("%s", _why_not_bound(error, self._listen))
+                return False
+            self._serving = asyncio.create_task(self._server.serve([self._sock]))
+            either = (self._serving, self._listening)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._listening.done():
+                self._serving.result()  # raises
+        return True
+
+    def stop(self) -> None:
+        """End `serve`, once answers are sent."""
+        self._server.should_exit = True
+
+    async def serve(self) -> None:
+        """Serve until `stop`."""
+        if self._serving is not None:
+            await self._serving
+
+    async def end(self) -> None:
+        """Stop, and wait until it listens no longer."""
+        self.stop()
+        await self.serve()
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers, and with a word when it listens."""
 
-    def __init__(self, config: uvicorn.Config, on_kernels_started: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._announce = on_kernels_started
+        self._on_listening = on_listening
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -241,12 +294,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:  # noqa: ANN401 - uvicorn's signature
         """Listen, then say where."""
         await super().startup(sockets)
-        if not self.should_exit:
-            self._announce(self._address())
-
-    def stop(self) -> None:
-        """End `serve`, once answers are sent."""
-        self.should_exit = True
+        self._on_listening(self._address())
 
     def _address(self) -> str:
         if self.config.uds:

@@ -20,6 +20,7 @@ from ...core.errors import (
     InvalidRequest,
     PromptTooLong,
     QueueFull,
+    Unavailable,
 )
 from ..runtime.adapters import UnknownAdapter
 
@@ -124,6 +125,8 @@ def to_api_error(error: BaseException) -> ApiError:
         case UpdateUnderWay():
             headers = {"retry-after": str(UPDATE_RETRY_SECONDS)}
             return ApiError(409, str(error), code="update_under_way", headers=headers)
+        case Unavailable():
+            return unavailable(str(error), error.retry_after)
         case EngineDead():
             return unavailable(str(error))
         case ForetokenError():
@@ -134,9 +137,9 @@ def to_api_error(error: BaseException) -> ApiError:
             return ApiError(500, INTERNAL, kind="server_error", code="internal_error")
 
 
-def unavailable(message: str) -> ApiError:
-    """503: the server is draining or dead, and another one may serve the request."""
-    headers = {"retry-after": str(MIN_RETRY_SECONDS)}
+def unavailable(message: str, retry_after: float = MIN_RETRY_SECONDS) -> ApiError:
+    """503: the server drains, is dead or waits for replicas; another one may serve the request."""
+    headers = {"retry-after": str(_retry_seconds(retry_after))}
     return ApiError(503, message, kind="server_error", code="unavailable", headers=headers)
 
 

@@ -9,16 +9,15 @@ from ...core.errors import InvalidRequest
 from ...core.interface.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS
 from ...core.interface.settings import SIZE, check_settings, setting
 from ..parsing.output_format import MAX_TOOLS
-from ..types.sampling_params import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from ..types.sampling_params import MAX_N, MAX_STOP_BYTES, num_stop_bytes
 
 MAX_COUNT = 2**31 - 1
 MAX_SECONDS = 1e6
+MAX_FILE_SECONDS = 1e9
 LISTED = {  # field of a body -> the limit on its entries
     "messages": "max_messages",
     "input": "max_messages",
     "tools": "max_tools",
-    "stop": "max_stop",
-    "stop_sequences": "max_stop",
     "logit_bias": "max_logit_bias",
 }
 NUMBERS = {"n": "max_n", "logprobs": "max_top_logprobs", "top_logprobs": "max_top_logprobs"}
@@ -35,8 +34,8 @@ def _seconds(default: float, help: str, *, least: float = 0.001) -> float:
     return setting(default, help, "S", least=least, most=MAX_SECONDS)
 
 
-def _bytes(default: int, help: str, *, least: int = 1) -> int:
-    return setting(default, help, SIZE, least=least, most=MAX_COUNT)
+def _bytes(default: int, help: str, *, least: int = 1, most: int = MAX_COUNT) -> int:
+    return setting(default, help, SIZE, least=least, most=most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +64,24 @@ class Limits:
     store_seconds: float = _seconds(3600.0, "time that a response is kept after its last use")
     # a body
     max_body_bytes: int = _bytes(4 * 2**20, "size of a body")
+    max_bodies_bytes: int = _bytes(
+        2**28, "size of all bodies that arrive at the same time, uploads aside"
+    )
     max_file_bytes: int = _bytes(64 * 2**20, "size of an uploaded file")
-    max_files_bytes: int = _bytes(2**30, "size of all uploaded files together")
+    max_files_bytes: int = _bytes(
+        2**30, "size of all files of batches together, those that arrive included"
+    )
+    max_files: int = _count(10_000, "files of batches")
+    max_batches: int = _count(
+        1_000, "batches that are kept; the oldest ended one makes room for a new one"
+    )
+    file_seconds: float = setting(
+        30.0 * 24 * 3600,
+        "time that a file and an ended batch are kept",
+        "S",
+        least=1,
+        most=MAX_FILE_SECONDS,
+    )
     max_json_depth: int = _count(64, "nesting of arrays and objects in a body", least=8, most=500)
     max_json_containers: int = _count(2**16, "arrays and objects in a body")
     max_json_values: int = _count(2**19, "values in a body; each token id of a prompt is one")
@@ -74,8 +89,9 @@ class Limits:
     max_tools: int = _count(512, "tools of a request", most=MAX_TOOLS)
     max_prompts: int = _count(64, "prompts of a request")
     max_n: int = _count(MAX_N, "answers to one prompt", most=MAX_N)
-    max_stop: int = _count(4, "stop strings of a request", least=0, most=MAX_STOP_STRINGS)
-    max_stop_chars: int = _count(MAX_STOP_CHARS, "characters of a stop string", most=MAX_STOP_CHARS)
+    max_stop_bytes: int = _bytes(
+        16 * 2**10, "size of all stop strings of a request together", most=MAX_STOP_BYTES
+    )
     max_logit_bias: int = _count(
         MAX_BIASED_TOKENS, "entries of logit_bias", least=0, most=MAX_BIASED_TOKENS
     )
@@ -110,7 +126,7 @@ class Limits:
         for param in STOPS:
             if value := getattr(body, param, None):
                 texts = [value] if isinstance(value, str) else value
-                self.check(param, max(map(len, texts)), "max_stop_chars")
+                self.check(param, num_stop_bytes(texts), "max_stop_bytes")
         self.check("prompt", _num_prompts(getattr(body, "prompt", None)), "max_prompts")
 
 

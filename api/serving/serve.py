@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from ...core.errors import InvalidRequest
+from ..types.fields import name_as_given
 from .errors import ApiError, ClientGone, JsonResponse
 from .serving_context import OPENAI_TEMPERATURE, Service
 from .sse import EVENT_STREAM, PING, EventStream, Reply, error_event
@@ -74,6 +75,7 @@ class Dialect(Generic[B]):
         try:
             return await self.open(body)
         except InvalidRequest as error:
+            name_as_given(error, body)
             self.rename(error, body)
             raise
 

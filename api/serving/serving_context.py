@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -18,15 +20,14 @@ from ..runtime.engine_client import EngineClient
 from ..types.request_context import (
     adapter_name,
     arrival,
-    header,
     note_adapter,
     note_arrival,
     origin,
     seconds_left,
 )
-from .errors import ApiError, ClientGone, unavailable, unknown_model
+from .bodies import BodyReader
+from .errors import ApiError, unavailable, unknown_model
 from .json_depth import Excess, find_excess
-from .limits import Limits
 from .metrics import ServerMetrics
 from .resume import ResumableStreams
 from .settings import Settings
@@ -68,6 +69,9 @@ class Service:
         self.metrics.adapters = lambda: llm.adapters
         self.chat = chat_client(llm, settings)
         self.settings = settings
+        self._bodies = BodyReader(settings.limits)
+        # what goes on beside requests while the server runs; the application sets it
+        self.background: AbstractAsyncContextManager[None] = nullcontext()
         seconds = settings.limits.resume_seconds
         self.streams = ResumableStreams(seconds) if seconds else None
 
@@ -104,7 +108,9 @@ class Service:
         """The reason why new requests are refused, or None."""
         if self.draining:
             return SHUTTING_DOWN
-        return None if self.llm.ready else "the engine is not running"
+        if self.llm.ready:
+            return None
+        return self.llm.engine.readiness or "the engine is not running"
 
     @property
     def unready(self) -> str | None:
@@ -142,19 +148,15 @@ class Service:
         return body
 
     async def read_bytes(self, request: Request) -> bytes:
-        """The bytes of the body. Raises 413, and 400 for too much nesting.
+        """The bytes of the body. Raises 413, 503, and 400 for too much nesting.
 
         The time that a body may take is kept by its connection.
         """
-        limits = self.settings.limits
-        data = await _read(request, limits, "max_body_bytes")
+        data = await self._bodies.read(request)
+        data = data.removeprefix(BOM_UTF8)  # that some clients send, though JSON has none
         note_arrival(len(data))
         await self.check_json(data)
         return data
-
-    async def read_file(self, request: Request) -> bytes:
-        """The bytes of a body that brings a file. Raises 413."""
-        return await _read(request, self.settings.limits, "max_file_bytes")
 
     async def check_json(self, data: bytes) -> None:
         """Raise `ApiError` 400 for too much nesting."""
@@ -183,30 +185,3 @@ class Service:
         asked = None if deadline_ms is None else deadline_ms / 1000
         left = seconds_left(arrival(), asked, self.llm.max_request_seconds)
         return UnlessGone(receive, left)
-
-
-async def _read(request: Request, limits: Limits, name: str) -> bytes:
-    """Read a body within the limit of this name; raises `ApiError` 413 or `ClientGone`.
-
-    After a refusal the connection reads the rest that a client still sends.
-    """
-    limit, size = int(getattr(limits, name)), 0
-    if int(header(request.scope, b"content-length") or 0) > limit:
-        raise _too_large(limits, name)
-    chunks: list[bytes] = []
-    has_more = True
-    while has_more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk, has_more = message.get("body", b""), message.get("more_body", False)
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(limits, name)
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _too_large(limits: Limits, name: str) -> ApiError:
-    message = f"the body is larger than {limits.named(name)} bytes"
-    return ApiError(413, message, code="body_too_large")

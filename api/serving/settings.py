@@ -60,6 +60,7 @@ class Settings:
         "names of metrics in /metrics; vllm: those of vLLM, in addition to foretoken's own",
     )
     ui: bool = setting(True, "disable the live page at / and the API viewer at /docs")
+    ollama: bool = setting(True, "disable the routes of Ollama's API, below /api")
     strict: bool = setting(
         False,
         "refuse temperatures over 2 (OpenAI routes) or 1 (Anthropic routes), as those APIs do",
@@ -83,6 +84,12 @@ class Settings:
         "folder of /v1/files and /v1/batches, which then survive the server (default: a temporary "
         "one); it contains the conversations",
         "DIR",
+    )
+    batch_running: int | None = setting(
+        None,
+        "requests of batches that run at once while nothing else does (an eighth of --max-running)",
+        least=1,
+        most=2**31 - 1,
     )
     root_path: str = setting(
         "",

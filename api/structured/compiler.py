@@ -7,8 +7,9 @@ compiling it and on the work of each step. Beyond them, only that request fails.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar, cast
@@ -20,13 +21,21 @@ from ...core.errors import EngineDead, InvalidRequest, QueueFull
 from ..text.executor import Worker
 from ..text.tokenizer import Tokenizer
 from ..types.sampling_params import SamplingParams
-from .grammar_text import guidance_text, source_text
-from .matcher import Grammar, Vocabulary, error_text
+from .distinct_keys import DistinctKeysMatcher
+from .ends.closer import Closer
+from .ends.growth import growth_of
+from .ends.hints import HintFinder
+from .ends.protocols import Matcher
+from .ends.token_table import TokenTable
+from .grammar_text import guidance_text, json_form, source_text
+from .matcher import Grammar, error_text
+from .rewinding import RewindingMatcher, named_tokens
+from .schemas.preparing import Preparer
+from .vocabulary import Vocabulary
 
 T = TypeVar("T")
 SECONDS = 5.0  # for one grammar, from when it is begun
 MAX_PENDING = 32  # grammars that may wait to be compiled
-END_SECONDS = 0.5  # to find the shortest answer; it is looked for again near the limit of each one
 NUM_GRAMMARS = 128  # compiled ones that are kept
 KEPT_SECONDS = 4.0  # that those took to compile, all together
 STACK_BYTES = (
@@ -94,7 +103,7 @@ class Grammars:
         self._model = (tokenizer, vocab_size, eos_token_ids)
         self._thread = Worker("foretoken-grammar", stack_bytes=STACK_BYTES)
         self._closed = False
-        self._vocabulary: asyncio.Future[tuple[Vocabulary, LLTokenizer]] | None = None
+        self._vocabulary: asyncio.Future[_Compiler] | None = None
         self._grammars: OrderedDict[tuple[str, str], _Job] = OrderedDict()
 
     def close(self) -> None:
@@ -113,9 +122,9 @@ class Grammars:
         source = source_text(field, getattr(params, field))
         if self._vocabulary is None:
             self._vocabulary = self._work(self._read_vocabulary)
-        vocabulary, tokenizer = await asyncio.shield(self._vocabulary)
+        compiler = await asyncio.shield(self._vocabulary)
         try:
-            return await self._job(field, source, vocabulary, tokenizer).wait()
+            return await self._job(field, source, compiler).wait()
         except TimeoutError:
             raise InvalidRequest(
                 f"{field} took longer than {SECONDS:g} s to compile: simplify it", param=field
@@ -124,13 +133,13 @@ class Grammars:
             self._check_open()  # perhaps it is not the caller who is cancelled
             raise
 
-    def _job(self, field: str, source: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> _Job:
+    def _job(self, field: str, source: str, compiler: _Compiler) -> _Job:
         """A compiled or pending grammar, else a new one; the least recently used are dropped."""
         key = (field, source)
         known = self._grammars.get(key)
         if known is None or known.is_lost:
             self._check_room()
-            known = _Job(partial(_compile, field, source, vocabulary, tokenizer))
+            known = _Job(partial(compiler.compile, field, source))
             known.future = self._work(known.run)
             self._grammars[key] = known
         self._grammars.move_to_end(key)
@@ -152,10 +161,8 @@ class Grammars:
         if num_pending >= MAX_PENDING:
             raise QueueFull(f"{num_pending} grammars are waiting to be compiled")
 
-    def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer]:
-        vocabulary = Vocabulary(*self._model)
-        vocabulary.closer.prepare()
-        return vocabulary, LLTokenizer(cast(TokenizerWrapper, vocabulary))
+    def _read_vocabulary(self) -> _Compiler:
+        return _Compiler(Vocabulary(*self._model))
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -171,16 +178,52 @@ class Grammars:
             raise EngineDead("this LLM is closed") from None
 
 
-def _compile(field: str, source: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> Grammar:
-    """Compile and measure the time."""
-    compile_anew = partial(compile_grammar, field, source, tokenizer)
-    began = perf_counter()
-    prototype = compile_anew()
-    compiled = perf_counter()
-    end = vocabulary.closer.end(prototype.deep_copy())
-    is_quick = perf_counter() - compiled < END_SECONDS
-    least = len(end) if end is not None and is_quick else None
-    return Grammar(prototype, vocabulary, compile_anew, perf_counter() - began, least)
+class _Compiler:
+    """Compiles grammars of one vocabulary, which takes up to a second to be read."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = LLTokenizer(cast(TokenizerWrapper, vocabulary))
+        self._table = TokenTable(vocabulary)
+        self._hints = HintFinder(vocabulary, self._table, self._tokenizer, LIMITS)
+        self._preparer = Preparer(self._problem, json_form)
+
+    def compile(self, field: str, source: str) -> Grammar:
+        """Compile, and find the shortest answer; measures the time of the former."""
+        source, counts_keys = self._prepared(field, source)
+        compile_anew = partial(self._matcher, field, source, counts_keys=counts_keys)
+        began = perf_counter()
+        prototype = compile_anew()
+        seconds = perf_counter() - began
+        hints = self._hints.hints(field, source)
+        growth = growth_of(field, source, lambda leaf: len(self._hints.short_text(leaf)))
+        closer = Closer(self._vocabulary, self._table, hints, growth)
+        shortest = closer.shortest(prototype.deep_copy())
+        return Grammar(prototype, self._vocabulary, compile_anew, closer, seconds, shortest)
+
+    def _matcher(self, field: str, source: str, *, counts_keys: bool) -> Matcher:
+        matcher = compile_grammar(field, source, self._tokenizer)
+        if counts_keys and field == "json_schema":
+            return DistinctKeysMatcher(matcher, self._vocabulary.texts)
+        named = named_tokens(source) if field == "grammar" else frozenset()
+        uncounted = named.difference(self._vocabulary.special_token_ids.tolist())
+        return RewindingMatcher(matcher, uncounted) if uncounted else matcher
+
+    def _prepared(self, field: str, source: str) -> tuple[str, bool]:
+        """The source with its schemas as followed, and whether equal keys must not count."""
+        if field == "json_schema":
+            prepared = self._preparer.prepare(json.loads(source), field)
+            return json.dumps(prepared.schema), prepared.counts_keys
+        return self._preparer.grammar(source, field) if field == "grammar" else (source, False)
+
+    def _problem(self, schema: object) -> str | None:
+        """Why a JSON schema does not compile; None where it does."""
+        whole = schema if isinstance(schema, Mapping) else {"anyOf": [schema]}
+        text = guidance_text("json_schema", json.dumps(whole))
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return error_text(matcher) if matcher.is_error() else None
 
 
 def compile_grammar(field: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:

@@ -15,112 +15,29 @@ import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import takewhile
 from time import perf_counter
 from typing import TypeVar
 
 import numpy as np
-from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from ...core.interface.sampling import ConstraintFailed, Mask
-from ..text.tokenizer import Tokenizer
-from .closing import LEAST_ZONE, Closer
+from .closing import Between, ClosingPath
+from .ends.closer import Closer
+from .ends.protocols import Matcher
+from .vocabulary import Vocabulary
 
 T = TypeVar("T")
-NUM_FORCED_TEXTS = 4096  # whose tokens are kept: requests of one schema share them
-FORCED_CHARS = 256  # of a forced text that are tokenised as the model would; more is never needed
 FREE_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.02  # that an answer may spend on its grammar
 QUICK_SECONDS = 0.1  # a grammar that compiles in less may be compiled again by the model thread
 MAX_ERROR_CHARS = 300
-FREE_TOKENS = 64  # further above the shortest end than about so many, nothing is narrowed
 _PLAINLY = {  # a part of what llguidance says, and what it means here
     "NoExtensionBias": "no token of the model is allowed here",
     "coerce_one_of": "oneOf is supported only where its branches exclude each other; use anyOf",
 }
 _SOURCE = re.compile(r"\n +\d+ \| |\n<grammar>")  # the grammar, which an error ends with
 _OF_SCHEMA = "failed to compile JSON schema: "  # one inside a grammar
-
-
-class Vocabulary:
-    """The model's tokens for llguidance, and tokenisation of texts inside an answer.
-
-    It adds one more token, ``end``, behind the model's own: it stands for the end of the answer.
-    """
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-    eos_token_id = None  # let llguidance add it
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        self.size = self.end = vocab_size
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
-        # A token that ends the answer is never a part of its text, however it is spelt.
-        special = {i for i in tokenizer.special_ids | eos_ids if 0 <= i < vocab_size}
-        self.special_token_ids = np.array(sorted(special), dtype=np.int64)
-        self.texts = [b"" if i in special else each for i, each in enumerate(self.tokens)]
-        self._ids = {text: i for i, text in reversed([*enumerate(self.texts)]) if text}
-        self._byte_ids = [self._ids.get(bytes([value])) for value in range(256)]
-        self._longest = max(map(len, self._ids), default=0)
-        self._encode = tokenizer.encode_word
-        self._forced = lru_cache(NUM_FORCED_TEXTS)(self._tokenize)
-        self.closer = Closer(self)
-
-    def __call__(self, text: str) -> list[int]:
-        """Ids of a text that stands inside a longer one; they spell exactly these bytes.
-
-        Of a long one the end is spelt byte by byte: by then it will have been asked for anew.
-        """
-        ids = list(self._forced(text[:FORCED_CHARS]))
-        if len(text) > FORCED_CHARS and self._spells(ids, text[:FORCED_CHARS]):
-            rest = [self._byte_ids[value] for value in text[FORCED_CHARS:].encode()]
-            ids += rest[: rest.index(None)] if None in rest else rest  # type: ignore[arg-type]
-        return ids
-
-    def id_of(self, text: bytes) -> int | None:
-        """The token that is exactly this."""
-        return self._ids.get(text)
-
-    def _spells(self, ids: Sequence[int], text: str) -> bool:
-        return b"".join(self.texts[token_id] for token_id in ids) == text.encode()
-
-    def _tokenize(self, text: str) -> tuple[int, ...]:
-        """The tokenizer's own ids, if need be behind a line break, else the longest ones.
-
-        Some tokenizers put a space before a text's first word.
-        """
-        data = text.encode()
-        for before in ("", "\n"):
-            ids = self._ending(self._encode(before + text), data)
-            if ids is not None:
-                return ids
-        return tuple(self.spell(data))
-
-    def _ending(self, ids: Sequence[int], data: bytes) -> tuple[int, ...] | None:
-        """The last of ``ids`` if they spell ``data``, nothing more and nothing less."""
-        length = 0
-        for index in range(len(ids), -1, -1):
-            if length == len(data):
-                found = tuple(ids[index:])
-                return found if b"".join(self.texts[i] for i in found) == data else None
-            if index == 0 or not (0 <= ids[index - 1] < self.size):
-                return None
-            length += len(self.texts[ids[index - 1]])
-        return None
-
-    def spell(self, data: bytes) -> list[int]:
-        """The longest token that fits, over and over; stops at a byte that no token begins with."""
-        ids: list[int] = []
-        at = 0
-        while at < len(data):
-            lengths = range(min(self._longest, len(data) - at), 0, -1)
-            length = next((n for n in lengths if data[at : at + n] in self._ids), 0)
-            if not length:
-                break
-            ids.append(self._ids[data[at : at + length]])
-            at += length
-        return ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,13 +47,19 @@ class Grammar:
     Copies share the states of the lexer, whose number is limited; `anew` shares nothing.
     """
 
-    prototype: LLMatcher
+    prototype: Matcher
     vocabulary: Vocabulary
-    compile: Callable[[], LLMatcher]
+    compile: Callable[[], Matcher]
+    closer: Closer
     seconds: float = 0.0  # that compiling took
-    least: int | None = None  # tokens of the shortest answer that is known; None: cut as it comes
+    shortest: Sequence[int] | None = None  # answer that is known; None: cut as it comes
 
-    def anew(self) -> LLMatcher:
+    @property
+    def least(self) -> int | None:
+        """Tokens of the shortest answer that is known."""
+        return None if self.shortest is None else len(self.shortest)
+
+    def anew(self) -> Matcher:
         """A matcher with states of its own. Raises `ConstraintFailed` where that takes long."""
         if self.seconds > QUICK_SECONDS:
             raise ConstraintFailed("the grammar is too complex to be matched")
@@ -159,14 +82,14 @@ class GrammarMatcher:
     ) -> None:
         self._grammar = grammar
         self.limit = limit
-        least = grammar.least or 0
-        self._zone = max(LEAST_ZONE, FREE_TOKENS // 2 + least)
-        self._horizon = FREE_TOKENS + self._zone + 2 * least  # nothing is narrowed before it
+        self._closing: ClosingPath | None = None
+        if limit is not None and grammar.shortest is not None:
+            self._closing = ClosingPath(grammar.closer, grammar.shortest, limit)
         self._narrowed: set[int] = set()  # places on the path, behind the sure tokens
         self._is_closed_early = False
         self._stop_ids = frozenset(i for i in stop_ids if 0 <= i < grammar.vocabulary.size)
         self._stops = sorted(self._stop_ids)
-        self._matcher: LLMatcher | None = None
+        self._matcher: Matcher | None = None
         self._seconds = 0.0  # that it took
         self._num_sure = 0  # tokens of the output that are consumed: they never change
         self._tail: list[int] = []  # what is consumed behind them
@@ -222,7 +145,14 @@ class GrammarMatcher:
         is_allowed = is_known or self._goto(new)
         self._settle(len(tokens) - start)
         if is_allowed and not is_known:
-            self._masks[depth] = self._mask(depth)
+            behind = [*tokens[start + self._num_sure :], *tail]
+
+            def between(first: int, last: int) -> Sequence[int]:
+                sure = tokens[start + first : start + min(last, self._num_sure)]
+                at = max(0, first - self._num_sure), max(0, last - self._num_sure)
+                return [*sure, *behind[at[0] : at[1]]]
+
+            self._masks[depth] = self._mask(depth, between)
         return self._masks[depth] if is_allowed else None
 
     def _forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
@@ -248,17 +178,17 @@ class GrammarMatcher:
     # -- the path -------------------------------------------------------------------------------
 
     @property
-    def _live(self) -> LLMatcher:
+    def _live(self) -> Matcher:
         if self._matcher is None:
             self._matcher = self._grammar.prototype.deep_copy()
         return self._matcher
 
-    def _restart(self, matcher: LLMatcher | None) -> None:
+    def _restart(self, matcher: Matcher | None) -> None:
         self._matcher = matcher
         self._num_sure = 0
         self._tail.clear()
         self._masks.clear()
-        self._narrowed.clear()
+        self._forget(0)
 
     def _new(self, tokens: array[int], start: int, tail: Sequence[int]) -> list[int]:
         """The path behind the sure tokens."""
@@ -282,6 +212,7 @@ class GrammarMatcher:
             self._is_closed_early = self.closed_early(num_output)
             self._narrowed = {place for place in self._narrowed if place >= num_output}
             self._masks = {depth: m for depth, m in self._masks.items() if depth >= num_output}
+            self._forget(num_output + len(self._tail))
 
     def _consume(self, token_ids: Sequence[int]) -> bool:
         """Go on along these tokens as far as they are allowed; whether all are."""
@@ -297,7 +228,13 @@ class GrammarMatcher:
         del self._tail[len(self._tail) - count :]
         last = self._num_sure + len(self._tail)
         self._masks = {depth: mask for depth, mask in self._masks.items() if depth <= last}
+        self._forget(last)
+
+    def _forget(self, last: int) -> None:
+        """Forget what closing has found behind a place."""
         self._narrowed = {place for place in self._narrowed if place <= last}
+        if self._closing is not None:
+            self._closing.forget(self._num_sure, last)
 
     def _is_text(self, token_id: int) -> bool:
         """Whether the answer goes on behind this token."""
@@ -305,7 +242,7 @@ class GrammarMatcher:
 
     # -- what may follow it ---------------------------------------------------------------------
 
-    def _mask(self, depth: int) -> Mask:
+    def _mask(self, depth: int, between: Between) -> Mask:
         bits = np.frombuffer(self._live.compute_bitmask(), dtype=np.uint8)
         self._check()
         vocabulary = self._grammar.vocabulary
@@ -314,20 +251,21 @@ class GrammarMatcher:
         special = vocabulary.special_token_ids  # a complement of texts lets them in
         for token_id in special[mask[special]].tolist():
             mask[token_id] = self._live.validate_tokens([token_id]) == 1
-        num_left = self._horizon + 1 if self.limit is None else self.limit - depth
-        if num_left <= self._horizon and self._grammar.least is not None:
-            self._narrow(mask, depth, num_left)
+        if self._closing is not None:
+            self._narrow(self._closing, mask, depth, between)
         if is_complete:
             mask[self._stops] = True
         return mask.data
 
-    def _narrow(self, mask: NDArray[np.bool_], depth: int, num_left: int) -> None:
+    def _narrow(
+        self, closing: ClosingPath, mask: NDArray[np.bool_], depth: int, between: Between
+    ) -> None:
         """Leave what can still be completed by the limit."""
-        closer, began = self._grammar.vocabulary.closer, perf_counter()
-        if closer.narrow(self._live, mask, depth, num_left, self._zone):
+        began = perf_counter()
+        if closing.narrow(self._live, mask, depth, between):
             self._narrowed.add(depth)
         self._check()
-        self._seconds -= perf_counter() - began  # its work is bounded by steps
+        self._seconds -= perf_counter() - began  # its work is bounded by nodes
 
     def _forced_now(self) -> Sequence[int]:
         """The tokens that must come next, if the grammar forces some."""
@@ -345,7 +283,7 @@ class GrammarMatcher:
             )
 
 
-def error_text(matcher: LLMatcher) -> str:
+def error_text(matcher: Matcher) -> str:
     """The error of a matcher as one line for the caller."""
     text = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "")
     reason = _SOURCE.split(text, maxsplit=1)[0]

@@ -27,14 +27,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ...core.config import TEMPLATE_KWARGS, EngineConfig
-from ...core.errors import InvalidRequest
+from ...core.errors import ForetokenError, InvalidRequest
 
 SECONDS = 5.0  # for one conversation; then it is the template's fault
 INLINE_SECONDS = 0.005  # for a short one on the event loop; then it begins anew in a thread
 INLINE_CHARS = 2_048  # longer texts are tokenised in a thread
+MAX_CAUSE_CHARS = 300  # of what a template says about a failure
 MESSAGE_CHARS = 64  # a message costs a template about as much as so much text
 REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates call it
 MARK = "THE_FINAL_MESSAGE_ENDS_HERE "  # behind it a space, to see whether a template trims
+TEMPLATE_FILE = "<template>"  # jinja2's name of a template that is no file
+NULL = object()  # a field that a template reads as null; None is a field that is not there
+NO_TOOLS: list[Mapping[str, Any]] = []
 NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
 RESERVED = frozenset(
     {"messages", "conversation", "conversations", "tools", "documents", "chat_template", "self"}
@@ -43,6 +47,26 @@ RESERVED = frozenset(
      "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "kwargs"}
 )  # fmt: skip
 _SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
+class TemplateRefusal(InvalidRequest):
+    """A chat template failed on a conversation.
+
+    ``index``: the message at which it failed, ``call``: the tool call in that message; None where
+    the failure belongs to none. ``cause``: what the template or jinja2 said.
+    """
+
+    def __init__(self, cause: str, index: int | None = None, call: int | None = None) -> None:
+        self.cause, self.index, self.call = cause, index, call
+        self.name(None if index is None else f"messages[{index}]")
+
+    def name(self, path: str | None) -> None:
+        """Name the message by its place in the body of the request."""
+        if path is not None and self.call is not None:
+            path = f"{path}.tool_calls[{self.call}]"
+        where = "these messages" if path is None else path
+        message = f"the chat template refuses {where}: {self.cause}"
+        super().__init__(message, param="messages")
 
 
 class TooLong(Exception):  # noqa: N818
@@ -107,7 +131,7 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation, as transformers' ``apply_chat_template`` writes it.
 
-        Raises whatever the template raises, `TooLong` and `TimeoutError`.
+        Raises `TemplateRefusal`, `InvalidRequest`, `TooLong` and `TimeoutError`.
         """
         token = BUDGET.set(budget)
         try:
@@ -120,38 +144,49 @@ class ChatTemplate:
             BUDGET.reset(token)
 
     def _completed(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
-        """Some templates read what a tool need not have: they get it, empty, where they fail."""
-        try:
-            return self._render(messages, dict(options))
-        except (UndefinedError, TypeError):
-            tools = completed(options.get("tools") or ())
-            if tools is None:
-                raise
-            return self._render(messages, {**options, "tools": tools})
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
-        text, field = self.text, options.pop("continue_final_message", False)
+        """Some templates read what need not be there, tools or fields of tools: where they fail
+        they get it, empty.
+        """
         talk = [_message(each) for each in messages]
-        given = {"tools": None, "documents": None, **self._special_tokens, **_plain(options)}
+        try:
+            return self._render(talk, dict(options))
+        except (RecursionError, TooLong, TimeoutError, ForetokenError):
+            raise
+        except Exception as error:
+            tools = completed(options["tools"]) if options.get("tools") else NO_TOOLS
+            may_pass = isinstance(error, UndefinedError | TypeError)
+            if not may_pass or tools is None or tools is options.get("tools"):
+                raise refusal(error, talk) from error
+        return self._completed(messages, {**options, "tools": tools})
+
+    def _render(self, talk: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        text, field = self.text, options.pop("continue_final_message", False)
+        given = {"tools": None, "documents": None, **self.special_tokens, **_plain(options)}
         if not field:
             return str(_compiled(text).render(messages=talk, **given))
         if given["add_generation_prompt"]:
             raise ValueError("continue_final_message cannot be combined with add_generation_prompt")
-        final = _mark(talk[-1], field if isinstance(field, str) else "content", text)
-        written = str(_compiled(text).render(messages=talk, **given))
+        marked = dict(talk[-1])
+        final = _mark(marked, field if isinstance(field, str) else "content", text)
+        written = str(_compiled(text).render(messages=[*talk[:-1], marked], **given))
         end = written.rfind(MARK.strip())
         if end < 0 or final.strip() not in written:
             raise ValueError("continue_final_message: the template leaves the final message out")
         return written[:end] if written.startswith(MARK, end) else written[:end].rstrip()
 
     @cached_property
-    def _special_tokens(self) -> dict[str, str]:
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens by their names in a template, such as eos_token."""
         return {name: str(each) for name, each in self._hf.special_tokens_map.items()}
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """One of a template's own: what is null is not there, and reasoning has all its names."""
-    known = {name: _plain(value) for name, value in message.items() if value is not None}
+    known = {
+        name: None if value is NULL else _plain(value)
+        for name, value in message.items()
+        if value is not None
+    }
     reasoning = next((known[name] for name in REASONING if name in known), None)
     if reasoning is not None:
         known = {"thinking": reasoning, **known, "reasoning_content": reasoning}
@@ -339,12 +374,17 @@ def _size(operator: str, left: object, right: object) -> int:
 
 
 def completed(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """The same tools, each with a description and with parameters; None if all have them."""
+    """The same tools, each with a description and whole parameters; None if all have them."""
     whole: list[Mapping[str, Any]] = [
-        {**tool, "function": {"description": "", "parameters": NO_PARAMETERS, **tool["function"]}}
-        for tool in tools
+        {**tool, "function": _completed_function(tool["function"])} for tool in tools
     ]
     return None if whole == list(tools) else whole
+
+
+def _completed_function(function: Mapping[str, Any]) -> dict[str, Any]:
+    given = function.get("parameters")
+    parameters = {**NO_PARAMETERS, **(given if isinstance(given, Mapping) else {})}
+    return {"description": "", **function, "parameters": parameters}
 
 
 def check_messages(messages: object) -> None:
@@ -433,8 +473,38 @@ def read_template(path: str) -> str:
     return text
 
 
-def template_error(error: Exception) -> str:
-    """The error message for the caller: the template's own, or the missing field."""
+def refusal(error: Exception, talk: Sequence[Mapping[str, Any]]) -> TemplateRefusal:
+    """The error for the caller: the template's own words, and the message at which it failed.
+
+    The frames of a template hold the message and the call that it was reading.
+    """
+    places: dict[int, tuple[int, int | None]] = {
+        id(message): (index, None) for index, message in enumerate(talk)
+    }
+    for index, message in enumerate(talk):
+        for number, call in enumerate(_calls(message)):
+            places[id(call)] = index, number
+            if isinstance(function := call.get("function"), dict):
+                places[id(function)] = index, number
+    found: tuple[int | None, int | None] = (None, None)
+    trace, is_inside = error.__traceback__, False
+    while trace is not None:
+        is_inside |= trace.tb_frame.f_code.co_filename == TEMPLATE_FILE
+        held = [places[id(each)] for each in trace.tb_frame.f_locals.values() if id(each) in places]
+        # A variable that keeps an earlier message stands beside that of the loop.
+        found = max(held, key=lambda place: (place[1] is not None, place[0]), default=found)
+        trace = trace.tb_next
+    return TemplateRefusal(_cause(error, is_inside=is_inside), *found)
+
+
+def _cause(error: Exception, *, is_inside: bool) -> str:
+    """The words of an error; what was raised outside of a template is not for the caller."""
     if type(error) in (TemplateError, UndefinedError, ValueError):
-        return f"the chat template refuses these messages: {error}"
-    return "the chat template cannot render these messages"
+        return str(error)[:MAX_CAUSE_CHARS]
+    kind = type(error).__name__
+    return f"{kind}: {error}"[:MAX_CAUSE_CHARS] if is_inside else kind
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []

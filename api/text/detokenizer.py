@@ -3,77 +3,89 @@
 from __future__ import annotations
 
 import codecs
-from collections import deque
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_CHAR_TOKENS = 4  # no UTF-8 character has more bytes, so none needs more tokens
+CODE_BITS = 21  # of a Unicode character
+NUM_TABLES = 16  # of stop strings that are kept: clients send the same ones with every request
 
 
-@dataclass(slots=True)
-class _Node:
-    """A prefix of some stop string; ``depth`` is its length in characters."""
+class StopTable:
+    """All stop strings at once (Aho and Corasick, 1975), for any number of texts.
 
-    depth: int = 0
-    next: dict[str, _Node] = field(default_factory=dict)
-    fail: _Node | None = None  # the longest proper suffix that is a prefix too; None at the root
-    stop: str | None = None  # the longest stop string that ends here
+    A state is a prefix of a stop string, as a number; state 0 is the empty one. It takes about 150
+    bytes per character of the stop strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.depths = array("i", [0])  # length of each state in characters
+        self._edges: dict[int, int] = {}  # (state, character) -> state
+        self._fails = array("i", [0])  # the longest proper suffix of each state that is a state
+        self.stops: dict[int, str] = {}  # the longest stop string that ends a state, if any does
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            found = self._edges.setdefault(state << CODE_BITS | ord(char), len(self.depths))
+            if found == len(self.depths):
+                self.depths.append(self.depths[state] + 1)
+                self._fails.append(0)
+            state = found
+        self.stops[state] = stop
+
+    def _link(self) -> None:
+        depths, fails = self.depths, self._fails
+        for edge, state in sorted(self._edges.items(), key=lambda each: depths[each[1]]):
+            parent, code = edge >> CODE_BITS, edge & ((1 << CODE_BITS) - 1)
+            fails[state] = self.step(fails[parent], code) if parent else 0
+            if state not in self.stops and (stop := self.stops.get(fails[state])) is not None:
+                self.stops[state] = stop
+
+    def step(self, state: int, code: int) -> int:
+        """Return the state behind one more character. O(1) amortised over a text."""
+        while (found := self._edges.get(state << CODE_BITS | code)) is None:
+            if not state:
+                return 0
+            state = self._fails[state]
+        return found
+
+
+stop_table = lru_cache(NUM_TABLES)(StopTable)
 
 
 class StopStrings:
-    """All stop strings at once (Aho and Corasick, 1975): O(1) amortised per character.
+    """Looks for stop strings in one text: O(1) amortised per character, however many there are.
 
     The match that completes first wins, of several that complete together the longest: what is
     found does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._root = _Node()
-        for stop in stops:
-            self._insert(stop)
-        self._link()
-        self._state = self._root
-
-    def _insert(self, stop: str) -> None:
-        node = self._root
-        for char in stop:
-            node = node.next.setdefault(char, _Node(node.depth + 1))
-        node.stop = stop
-
-    def _link(self) -> None:
-        queue = deque(self._root.next.values())
-        for node in queue:
-            node.fail = self._root
-        while queue:
-            node = queue.popleft()
-            for char, child in node.next.items():
-                child.fail = self._step(node.fail, char)
-                child.stop = child.stop or child.fail.stop
-                queue.append(child)
-
-    def _step(self, node: _Node | None, char: str) -> _Node:
-        while node is not None:
-            if char in node.next:
-                return node.next[char]
-            node = node.fail
-        return self._root
+        self._table = stop_table(tuple(stops))
+        self._state = 0
 
     @property
     def held(self) -> int:
         """Characters at the end of the text so far that may be the beginning of a stop string."""
-        return self._state.depth
+        return self._table.depths[self._state]
 
     def feed(self, text: str, *, count: bool = True) -> tuple[str, int] | None:
         """The first stop string that ``text`` completes and how many of its characters that took.
 
         With ``count=False`` complete matches are passed over.
         """
+        step, stops = self._table.step, self._table.stops
         for consumed, char in enumerate(text, 1):
-            self._state = self._step(self._state, char)
-            if count and self._state.stop is not None:
-                return self._state.stop, consumed
+            self._state = step(self._state, ord(char))
+            if count and self._state in stops:
+                return stops[self._state], consumed
         return None
 
 

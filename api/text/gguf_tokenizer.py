@@ -10,7 +10,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ...core.errors import ModelLoadError
+from ...core.model.formats.files import GGUF
+
 logger = logging.getLogger(__name__)
+
+_NEEDED = {"gpt2": ("merges",), "llama": ("scores",), "t5": ("scores",)}
+"""Parts of a vocabulary besides its tokens, by the kind of tokenizer."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -40,10 +46,27 @@ _LIKE_GPT2 = frozenset(
 )
 
 
+def check_vocabulary(path: Path) -> None:
+    """Raise `ModelLoadError` for a GGUF file that is no model, or whose vocabulary lacks a part.
+
+    Other paths pass.
+    """
+    from ...core.model.formats.gguf_metadata import open_parts
+
+    if path.suffix.lower() != GGUF:
+        return
+    first = open_parts(path)[0]
+    kind = str(first.get("tokenizer.ggml.model"))
+    for part in ("model", "tokens", *_NEEDED.get(kind, ())):
+        if (name := f"tokenizer.ggml.{part}") not in first.values:
+            raise ModelLoadError(f"{path} has no whole vocabulary: {name} is missing")
+
+
 def load_gguf_tokenizer(file: Path) -> Any:  # noqa: ANN401 - transformers is untyped
-    """A fast tokenizer of transformers. Raises what transformers raises."""
+    """A fast tokenizer of transformers. Raises what transformers raises, and `ModelLoadError`."""
     from transformers import PreTrainedTokenizerFast
 
+    check_vocabulary(file)
     hf = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name)
     _split_as_named(hf.backend_tokenizer, file)
     return hf

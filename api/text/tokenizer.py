@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -16,17 +15,18 @@ from typing import Any, TypeVar
 
 from ...core.errors import EngineDead, ForetokenError, InvalidRequest, ModelLoadError, PromptTooLong
 from ...core.interface.sampling import beyond_vocabulary
+from ...core.startup import timed
 from ..types.request_context import origin
 from .chat_template import (
     INLINE_CHARS,
     INLINE_SECONDS,
     Budget,
     ChatTemplate,
+    TemplateRefusal,
     TooLong,
     check_messages,
     check_options,
     count_chars,
-    template_error,
 )
 from .chat_template import SECONDS as TEMPLATE_SECONDS
 from .detokenizer import (
@@ -35,19 +35,32 @@ from .detokenizer import (
     Detokenizer,
     WindowDetokenizer,
     is_byte_level,
+    stop_table,
 )
 from .executor import Worker
+from .literal_encoder import Encoder, LiteralEncoder
+from .marks import Marks
 from .tokenizer_cache import load_tokenizer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 APART_BYTES = 2**15  # what is read from fewer takes about a millisecond
+STOP_COST = 64  # bytes that are read in the time that one character of a stop string takes
 NUM_WORD_LISTS = 4  # lists of bad words whose ids are kept: the prompts of a request share one
 SECONDS = 30.0  # for one text in a thread
+TRIED_CHARS = 2**20  # of a conversation that only tells what a template writes
 NUM_CONTEXT_IDS = 4  # prompt tokens that the first output token is decoded behind
 LOSSY = 4  # characters that a normaliser may fold into one
-ANCHOR = "\ue000"  # private use: no vocabulary joins it to what follows
 SPACE_MARK = "\u2581"  # SentencePiece writes a space so
+
+
+def log_refusal(error: TemplateRefusal) -> None:
+    """Log that a template failed.
+
+    Its tracebacks are long, and whoever can send messages could fill the log with them.
+    """
+    logger.warning("the chat template failed: %s", type(error.__cause__).__name__)
+    logger.debug("the chat template failed", exc_info=error.__cause__)
 
 
 class Tokenizer:
@@ -63,7 +76,8 @@ class Tokenizer:
             raise ModelLoadError("the tokenizer has no fast form (tokenizer.json)")
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self._backend, self._encoder = backend, Encoder(backend)
+        self._literals: dict[frozenset[str], LiteralEncoder] = {}
         self._template = ChatTemplate(hf)
         self._template_options: dict[str, Any] = {}  # of requests that leave them out
         self.max_model_len = max_model_len
@@ -74,6 +88,7 @@ class Tokenizer:
         self._word_ids: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
 
     @classmethod
+    @timed("tokenizer")
     def load(cls, path: Path, *, max_model_len: int) -> Tokenizer:
         """Load a tokenizer from a local folder or a GGUF file; raises `ModelLoadError`."""
         try:
@@ -108,21 +123,53 @@ class Tokenizer:
         job = partial(self._encode, text, add_special_tokens=add_special_tokens)
         return await self.work(len(text), job, param)
 
-    async def encode_marked(self, marked: str, texts: Mapping[str, str]) -> list[int]:
+    async def encode_start(self, text: str, param: str) -> list[int]:
+        """Token ids of as much of the beginning of a text as fits into the context.
+
+        Special tokens that encoding adds at the end stay there. ``param``: the field that has the
+        text, for errors.
+        """
+        start = text[: self._most_chars]
+        job = partial(self._encode, start, add_special_tokens=True)
+        ids = await self.work(len(start), job, param)
+        num_beyond = len(ids) - self.max_model_len
+        if num_beyond <= 0:
+            return ids
+        added = self._encode("", add_special_tokens=True)
+        num_last = max(n for n in range(len(added) + 1) if added[len(added) - n :] == ids[-n:][:n])
+        stop = len(ids) - num_last
+        return ids[: stop - num_beyond] + ids[stop:]
+
+    async def encode_marked(
+        self, marked: str, texts: Mapping[str, str], names: frozenset[str] | None = None
+    ) -> list[int]:
         """Token ids of a text with marks, in whose places ``texts`` stand as they are read.
 
-        Special tokens that they spell out are text; those around them are themselves. Raises as
-        `encode`.
+        Names of tokens (of the special ones by default) that they spell out are text; those around
+        them are themselves. Raises as `encode`.
         """
         num_chars = len(marked) + sum(map(len, texts.values()))
         if num_chars > self._most_chars:
             raise self._too_long(num_chars)
+        names = self._special_names.names if names is None else names
         # In the thread: the first such text makes another tokenizer.
-        return await self.work(INLINE_CHARS + 1, lambda: self._encode_marked(marked, texts))
+        job = partial(self._encode_marked, marked, texts, names)
+        return await self.work(INLINE_CHARS + 1, job)
+
+    def _encode_marked(
+        self, marked: str, texts: Mapping[str, str], names: frozenset[str]
+    ) -> list[int]:
+        return self.literal(names).encode_with(marked, texts)
+
+    def literal(self, names: frozenset[str]) -> LiteralEncoder:
+        """The same tokenizer, to which these tokens are text; making it takes long."""
+        if names not in self._literals:
+            self._literals[names] = LiteralEncoder(self._encoder, names)
+        return self._literals[names]
 
     def names_special(self, text: str) -> bool:
         """Whether a text that may fit spells out a special token."""
-        return len(text) <= self._most_chars and self._special_names.search(text) is not None
+        return len(text) <= self._most_chars and self._special_names.is_in(text)
 
     async def encode_prediction(self, text: str) -> list[int]:
         """Token ids of a prediction, of any length."""
@@ -131,11 +178,13 @@ class Tokenizer:
 
     def encode_word(self, word: str) -> list[int]:
         """Token ids of a short text, as it stands inside a longer one."""
-        return self._encode(word, add_special_tokens=False)
+        return self._encoder.encode(word)
 
     def first_ids(self) -> list[int]:
         """Token ids that it puts in front of any text: that of BOS, where it adds one."""
-        alone, whole = (self._encode("a", add_special_tokens=each) for each in (False, True))
+        alone, whole = (
+            self._encoder.encode("a", add_special_tokens=each) for each in (False, True)
+        )
         starts = range(len(whole) - len(alone) + 1)
         first = next((at for at in starts if whole[at : at + len(alone)] == alone), 0)
         return whole[:first]
@@ -155,74 +204,15 @@ class Tokenizer:
 
         ``is_literal``: special tokens that it spells out are text.
         """
-        if not self._adds_prefix:
-            return self._encode(text, add_special_tokens=False, is_literal=is_literal)
-        anchor = self._encode(ANCHOR, add_special_tokens=False)
-        ids = self._encode(ANCHOR + text, add_special_tokens=False, is_literal=is_literal)
-        if ids[: len(anchor)] != anchor:
-            raise InvalidRequest("the prompt cannot be tokenised in parts", param="prompt")
-        return ids[len(anchor) :]
+        encoder = self.literal(self._special_names.names) if is_literal else self._encoder
+        return encoder.encode_behind(text)
 
-    @cached_property
-    def _adds_prefix(self) -> bool:
-        """Whether the beginning of a text gets a space, as SentencePiece has it."""
-        alone, anchor, both = (self._encode(each, add_special_tokens=False) for each in (
-            "a", ANCHOR, f"{ANCHOR}a",
-        ))  # fmt: skip
-        return both != [*anchor, *alone]
-
-    @cached_property
-    def _begins_anew(self) -> bool:
-        """Whether a text behind a special token is encoded like one that stands alone."""
-        name = self._backend.id_to_token(min(self.special_ids))
-        both, alone = (self._encode(each, add_special_tokens=False) for each in (f"{name}a", "a"))
-        return both[1:] == alone
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def _encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         batch = self._backend.encode_batch_fast(list(words), add_special_tokens=False)
         return [tuple(each.ids) for each in batch]
-
-    def _encode(
-        self, text: str, *, add_special_tokens: bool, is_literal: bool = False
-    ) -> list[int]:
-        backend = self._literal_backend if is_literal else self._backend
-        # The batch call gives the interpreter lock back while it works; `encode` keeps it.
-        try:
-            batch = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError:
-            text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
-            raise
-        return list(batch[0].ids)
-
-    def _encode_marked(self, marked: str, texts: Mapping[str, str]) -> list[int]:
-        """Encode each part between two special tokens by itself, as every tokenizer does."""
-        marks = re.compile("|".join(map(re.escape, texts)))
-        (whole,) = self._backend.encode_batch([marked], add_special_tokens=False)
-        spelled: list[tuple[int | None, int, int]] = [
-            (token_id, start, end)
-            for token_id, (start, end) in zip(whole.ids, whole.offsets, strict=True)
-            if token_id in self.special_ids  # of an unknown character, too
-            and self._special_names.fullmatch(marked[start:end].strip())
-        ]
-        ids: list[int] = []
-        at = 0
-        for token_id, start, end in [*spelled, (None, len(marked), len(marked))]:
-            piece = marks.sub(lambda mark: texts[mark[0]], marked[at:start])
-            if piece and at and not self._begins_anew:
-                ids += self.encode_behind(piece, is_literal=True)
-            elif piece:
-                ids += self._encode(piece, add_special_tokens=False, is_literal=True)
-            if token_id is not None:
-                ids.append(token_id)
-            at = end
-        return ids
-
-    @cached_property
-    def _literal_backend(self) -> Any:  # noqa: ANN401 - tokenizers is untyped
-        """The same tokenizer, which reads no special tokens in a text."""
-        backend = type(self._backend).from_str(self._backend.to_str())
-        backend.encode_special_tokens = True
-        return backend
 
     @property
     def _most_chars(self) -> int:
@@ -302,6 +292,12 @@ class Tokenizer:
         except TimeoutError:
             raise InvalidRequest(f"the body took longer than {SECONDS:g} s to read") from None
 
+    async def prepare_stops(self, stops: Sequence[str]) -> None:
+        """Have the table of these stop strings ready, made in a thread if it is large."""
+        if stops:
+            size = STOP_COST * sum(map(len, stops))
+            await self.apart(size, partial(stop_table, tuple(stops)))
+
     async def _run(self, worker: Worker, job: Callable[[], T], seconds: float) -> T:
         self._check_open()
         try:
@@ -345,10 +341,12 @@ class Tokenizer:
         options: Mapping[str, Any],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        is_try: bool = False,
     ) -> str:
         """The text of a conversation in the model's own format; ``options`` are the template's.
 
-        ``tools`` are functions in OpenAI's shape.
+        ``tools`` are functions in OpenAI's shape. ``is_try``: a failure is not logged. Raises
+        `TemplateRefusal` where the template fails.
         """
         if not self._template.text:
             raise InvalidRequest("the model has no chat template", param="messages")
@@ -357,20 +355,58 @@ class Tokenizer:
         settings = {**self._template_options, **options}
         if tools:
             settings["tools"] = list(tools)
-        return await self._rendered(messages, settings)
+        try:
+            return await self._rendered(messages, settings)
+        except TemplateRefusal as error:
+            if not is_try:
+                log_refusal(error)
+            raise
+
+    async def try_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the text of a short conversation, however small the context; "" if that fails."""
+        settings = {**self._template_options, **({"tools": list(tools)} if tools else {})}
+        try:
+            return await self._rendered(messages, settings, TRIED_CHARS)
+        except TemplateRefusal:
+            return ""
+
+    def written(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Render a short conversation at once, up to the end of its last message.
+
+        Returns "" if the template refuses the conversation or takes too long.
+        """
+        settings = {**self._template_options, "add_generation_prompt": False}
+        if tools:
+            settings["tools"] = list(tools)
+        try:
+            return self._template.render(messages, settings, Budget(TRIED_CHARS, TEMPLATE_SECONDS))
+        except Exception as error:  # templates raise anything
+            logger.debug("the chat template refuses a conversation: %s", error)
+            return ""
 
     async def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        settings: Mapping[str, Any],
+        most_chars: int | None = None,
     ) -> str:
-        """A short one at once, unless the template takes long: it is a program."""
+        """A short one at once, unless the template takes long: it is a program.
+
+        ``most_chars``: as many as may fit into the context by default.
+        """
+        most_chars = self._most_chars if most_chars is None else most_chars
         is_short = count_chars(messages, settings) <= INLINE_CHARS
         worker = self._short if is_short else self._long
         render = partial(self._template.render, messages, settings)
         try:
             if is_short:
                 with suppress(TimeoutError):
-                    return render(Budget(self._most_chars, INLINE_SECONDS))
-            return await self._rendered_apart(worker, render)
+                    return render(Budget(most_chars, INLINE_SECONDS))
+            return await self._rendered_apart(worker, render, most_chars)
         except TimeoutError:
             logger.warning("the chat template was stopped after %s s", TEMPLATE_SECONDS)
             message = f"the chat template took longer than {TEMPLATE_SECONDS:g} s"
@@ -378,23 +414,19 @@ class Tokenizer:
         except TooLong as error:
             raise self._too_long(error.num_chars) from None
         except InvalidRequest as error:
-            logger.warning("the chat template failed: %s", error)
+            if not isinstance(error, TemplateRefusal):
+                logger.warning("the chat template failed: %s", error)
             raise
-        except ForetokenError:
-            raise
-        except Exception as error:
-            # Its tracebacks are long, and whoever can send messages could fill the log with them.
-            logger.warning("the chat template failed: %s", type(error).__name__)
-            logger.debug("the chat template failed", exc_info=error)
-            raise InvalidRequest(template_error(error), param="messages") from error
 
-    async def _rendered_apart(self, worker: Worker, render: Callable[[Budget], str]) -> str:
+    async def _rendered_apart(
+        self, worker: Worker, render: Callable[[Budget], str], most_chars: int
+    ) -> str:
         """Render in a thread; if the caller is cancelled, the template ends at its next step."""
         budget: Budget | None = None
 
         def job() -> str:
             nonlocal budget
-            budget = Budget(self._most_chars, TEMPLATE_SECONDS)
+            budget = Budget(most_chars, TEMPLATE_SECONDS)
             return render(budget)
 
         try:
@@ -468,10 +500,30 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
-    def _special_names(self) -> re.Pattern[str]:
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of added tokens by name, special or not. They are never made by merging text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items()}
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The id of the tokenizer's end-of-text token, if it names one."""
+        name = self._template.special_tokens.get("eos_token", "")
+        return frozenset((self.added_tokens[name],) if name in self.added_tokens else ())
+
+    def special_in(self, text: str) -> list[int]:
+        """Return the ids of the special tokens that a text spells out, in order."""
+        return [self.added_tokens[name] for name in self._special_names.found(text)]
+
+    @cached_property
+    def added_names(self) -> Mapping[str, bool]:
+        """Names of the tokens that are read wherever a text has them; whether each is special."""
         added = self._backend.get_added_tokens_decoder().values()
-        names = [re.escape(token.content) for token in added if token.special]
-        return re.compile("|".join(names) or "(?!)")
+        return {token.content: bool(token.special) for token in added}
+
+    @cached_property
+    def _special_names(self) -> Marks:
+        return Marks(name for name, is_special in self.added_names.items() if is_special)
 
     @cached_property
     def is_byte_level(self) -> bool:

@@ -94,6 +94,7 @@ class RequestContext:
     caller: bytes = NOBODY  # a hash of its key; the auth middleware sets it
     arrived: float | None = None  # when its body was there, of `time.monotonic`
     num_bytes: int = 0  # of its body
+    in_batch: bool = False  # no person waits for it
     request_id: str = ""
     trace_id: str = ""  # where it is traced
     status: int = 0  # 0: no answer began
@@ -183,6 +184,12 @@ def origin() -> Origin:
     """The tenant of the present work, and the size of its body."""
     context = CONTEXT.get()
     return NO_ORIGIN if context is None else Origin(context.caller, context.num_bytes)
+
+
+def in_batch() -> bool:
+    """Whether the present request is one of a batch, which no person waits for."""
+    context = CONTEXT.get()
+    return context is not None and context.in_batch
 
 
 def note_adapter(name: str | None) -> None:

@@ -268,6 +268,7 @@ def add_counts(total: Usage, usage: Usage) -> None:
     total.proposed_tokens += usage.proposed_tokens
     total.accepted_tokens += usage.accepted_tokens
     total.verify_steps += usage.verify_steps
+    total.draft_steps += usage.draft_steps
     total.tree_steps += usage.tree_steps
     total.moves += usage.moves
     total.evicted_tokens += usage.evicted_tokens
@@ -289,6 +290,7 @@ class Tool:
     description: str | None = None
     parameters: Mapping[str, Any] | None = None  # None: whatever object
     strict: bool = False  # arguments must be valid, even when the model need not call at all
+    is_loaded: bool = False  # a message of the conversation defines it, where it was searched for
 
     @property
     def body(self) -> Mapping[str, Any]:

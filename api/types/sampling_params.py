@@ -24,9 +24,9 @@ from ...core.validation import (
 )
 
 MAX_N = 16
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
+MAX_STOP_BYTES = 2**16  # of all stop strings together, as UTF-8
 MAX_WORDS = 1024  # bad_words
+MAX_WORD_CHARS = 256
 MAX_DEPTH = 64  # draft tokens of one request in one step
 MAX_PREDICTION_CHARS = 2**17
 MAX_PREDICTION_IDS = 2**16
@@ -162,14 +162,14 @@ class SamplingParams(TokenSamplingParams):
         require(isinstance(self.close_early, bool), "close_early", "must be true or false")
 
     def _check_strings(self) -> None:
-        for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_WORDS)):
-            texts = getattr(self, name)
-            if not texts:
-                continue
-            require(len(texts) <= most, name, f"must have at most {most} texts, not {len(texts)}")
-            for text in texts:
-                fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
-                require(fits, name, f"must have texts of 1 to {MAX_STOP_CHARS} characters")
+        if self.stop:
+            _check_stop(self.stop)
+        if words := self.bad_words:
+            fits = len(words) <= MAX_WORDS
+            require(fits, "bad_words", f"must have at most {MAX_WORDS} texts, not {len(words)}")
+            for text in words:
+                fits = isinstance(text, str) and 0 < len(text) <= MAX_WORD_CHARS
+                require(fits, "bad_words", f"must have texts of 1 to {MAX_WORD_CHARS} characters")
         if (salt := self.cache_salt) is not None:
             require(isinstance(salt, str), "cache_salt", "must be a string")
             require(
@@ -232,6 +232,7 @@ class SamplingDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    origin: str = ""  # where the values come from, for people
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -269,6 +270,19 @@ BOUNDS = with_defaults(
         ("deadline", check_number, 0.0, 1e9),
     ),
 )
+
+
+def num_stop_bytes(stop: Sequence[str]) -> int:
+    """Return the bytes of all stop strings together, as UTF-8."""
+    return sum(len(text.encode("utf-8", "surrogatepass")) for text in stop)
+
+
+def _check_stop(stop: Sequence[object]) -> None:
+    texts = [text for text in stop if isinstance(text, str) and text]
+    require(len(texts) == len(stop), "stop", "must have texts, none of them empty")
+    size = num_stop_bytes(texts)
+    message = f"must have at most {MAX_STOP_BYTES} bytes together, not {size}"
+    require(size <= MAX_STOP_BYTES, "stop", message)
 
 
 def _is_unicode(text: str) -> bool:

@@ -22,7 +22,14 @@ from ...core.ops.native import NativeLibrary, Variant, native_library, variants
 from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
 from ...core.ops.native.products import bfloat16_products
 from ...core.ops.native.structs.linear import linear, pack_linear
-from ...core.ops.quantize import GROUP, SUPER, QuantizedWeight, WeightKind, quantize_weight
+from ...core.ops.quantize import (
+    GROUP,
+    SUPER,
+    QuantizedWeight,
+    UnpackedWeight,
+    WeightKind,
+    quantize_weight,
+)
 from ...core.ops.torch.torch_ops import TorchOps
 from ..common.report import RESULTS, heading, table, write_json
 
@@ -163,12 +170,12 @@ def _random(kind: WeightKind, out: int, width: int) -> QuantizedWeight:
     if kind == "int4_k":
         scales = [torch.randint(1, 64, groups, dtype=torch.uint8) for _ in range(2)]
         factors = [(torch.rand(out, width // SUPER) / 1000).half() for _ in range(2)]
-        return QuantizedWeight(kind, values, scales[0], scales[1], tuple(factors))
+        return UnpackedWeight(kind, values, scales[0], scales[1], tuple(factors))
     scale = torch.rand(groups) / 100
     if kind == "mxfp4":
-        return QuantizedWeight(kind, values, scale.bfloat16())
+        return UnpackedWeight(kind, values, scale.bfloat16())
     minimum = (torch.rand(groups) / -100).half() if kind == "int4_min" else None
-    return QuantizedWeight(kind, values, scale.half(), minimum)
+    return UnpackedWeight(kind, values, scale.half(), minimum)
 
 
 def _native_call(library: NativeLibrary, packed: object) -> Callable[[Tensor], object]:

@@ -336,10 +336,12 @@ def speculator(controller: Controller, acceptance: AcceptanceModel) -> DraftSpec
     return DraftSpeculator(sources, controller, acceptance, clock=lambda: 0.0)
 
 
-def auto(text: Text, prices: TruePrices, num_seats: int) -> tuple[Outcome, _Counting]:
-    """The controller, and what it could have known."""
+def auto(
+    text: Text, prices: TruePrices, num_seats: int, profile: StepProfile | None = None
+) -> tuple[Outcome, _Counting]:
+    """The controller, and what it could have known. ``profile``: by default the measured one."""
     acceptance = _Counting()
-    look_ups = speculator(Controller(CostModel(prices.profile())), acceptance)
+    look_ups = speculator(Controller(CostModel(profile or prices.profile())), acceptance)
     return replay(text, prices, num_seats, look_ups), acceptance
 
 

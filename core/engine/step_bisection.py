@@ -61,7 +61,7 @@ class StepBisection:
         self.num_passed = 0  # parts that succeeded
         self.failing_requests: list[ScheduledRequest] = []
         self._plan = plan
-        smaller = [] if self.left_out else _smaller(requests, failure)
+        smaller = [] if self.left_out else _splits(requests, failure)
         self._parts = smaller or ([requests] if requests else [])  # a stack: the next is the last
         self._failures_left = 1 + 2 * max(0, len(requests) - 1).bit_length()
 
@@ -82,7 +82,7 @@ class StepBisection:
         """The part raised: run smaller parts next, or its requests are the failing ones."""
         self.failure = failure
         self._failures_left -= not is_out_of_memory(failure)  # lack of memory has a rule of its own
-        parts = _smaller(part.requests, failure)
+        parts = _splits(part.requests, failure)
         if self._failures_left > 0 and parts:
             self._parts += parts
             return
@@ -120,7 +120,7 @@ class StepBisection:
         return bool(self.failing_requests) or self._may_lack_memory
 
 
-def _smaller(
+def _splits(
     requests: Sequence[ScheduledRequest], failure: Exception
 ) -> list[list[ScheduledRequest]]:
     """The parts to run instead, the last one first; none if nothing can be split further."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from ..model.decoder import OwnDecoder
 from ..model.description.rope import RopeTable
 from ..ops.base import ForwardPlan
-from ..ops.batch import Segment
-from ..ops.torch.plan import TorchPlan
+from ..ops.batch import RaggedBatch, Segment
+from ..ops.layers import run_layers
 from ..ops.weights import FIRST_TABLE, HeadNorm, Tables
 from .triattention import QueryStats, attention_ropes, model_id, pairs
 
@@ -21,14 +21,19 @@ PAGE_SIZE, CHUNK = 16, 512  # tokens
 
 
 class _Recorder:
-    """Operations of the torch backend that add up the queries which RoPE has turned."""
+    """Operations of a backend that add up the queries which RoPE has turned.
+
+    ``batch``: the rows of the present pass.
+    """
+
+    batch: RaggedBatch
 
     def __init__(self, decoder: OwnDecoder, ropes: Sequence[RopeTable]) -> None:
         heads, config = decoder.part_heads(0), decoder.config
         shape = (config.num_layers, heads.num_heads, heads.head_dim // 2)
         self.mean = torch.zeros(shape, dtype=torch.complex64)
         self.mean_abs = torch.zeros(shape)
-        self._ops, self._ropes = decoder.ops, ropes
+        self._ops, self._heads, self._ropes = decoder.ops, heads, ropes
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the operations have
         return getattr(self._ops, name)
@@ -43,8 +48,7 @@ class _Recorder:
     ) -> Tensor:
         """See `Ops.rope_write`."""
         q = self._ops.rope_write(qkv, layer, plan, norm, tables)
-        assert isinstance(plan, TorchPlan)
-        batch, heads = plan.batch, plan.heads
+        batch, heads = self.batch, self._heads
         num_rows = int(batch.lens.sum())  # the others are copies
         rows = pairs(q[:num_rows].float().view(num_rows, heads.num_heads, -1) / heads.scale)
         turns = self._ropes[layer].turns(batch.positions[:num_rows]).unsqueeze(1)
@@ -55,27 +59,30 @@ class _Recorder:
 
 
 @torch.inference_mode()
-def measure_queries(decoder: OwnDecoder, texts: Sequence[Sequence[int]]) -> QueryStats:
-    """Mean queries over texts of token ids; the decoder is one of the torch backend.
+def measure_queries(
+    decoder: OwnDecoder,
+    texts: Sequence[Sequence[int]],
+    on_tokens: Callable[[int], None] = lambda _num_tokens: None,
+) -> QueryStats:
+    """Return the mean queries over texts of token ids.
 
-    Raises ValueError for a model without attention in every layer, and where no text has a token.
+    ``on_tokens``: called with the number of tokens that are computed, after each pass. Raises
+    ValueError for a model without attention in every layer, and where no text has a token.
     """
     ropes = attention_ropes(decoder)
     recorder, num_tokens = _Recorder(decoder, ropes), sum(map(len, texts))
     if not num_tokens:
         raise ValueError("the data has no text")
-    ops, decoder.ops = decoder.ops, recorder
-    try:
-        for text in texts:
-            _compute(decoder, array("q", text))
-    finally:
-        decoder.ops = ops
+    num_done = 0
+    for text in texts:
+        tokens = array("q", text)
+        num_pages = -(-len(tokens) // PAGE_SIZE)
+        pool = decoder.make_pool(num_pages, page_size=PAGE_SIZE)
+        pages = array("q", range(num_pages))
+        for start in range(0, len(tokens), CHUNK):
+            segment = Segment(tokens[start : start + CHUNK], start, pages, 0)
+            recorder.batch = batch = decoder.batch([segment], page_size=PAGE_SIZE)
+            run_layers(recorder, decoder.weights, batch.token_ids, decoder.plans(batch, pool))
+            num_done += len(segment.token_ids)
+            on_tokens(num_done)
     return QueryStats(recorder.mean / num_tokens, recorder.mean_abs / num_tokens, model_id(decoder))
-
-
-def _compute(decoder: OwnDecoder, tokens: array[int]) -> None:
-    num_pages = -(-len(tokens) // PAGE_SIZE)
-    pool, pages = decoder.make_pool(num_pages, page_size=PAGE_SIZE), array("q", range(num_pages))
-    for start in range(0, len(tokens), CHUNK):
-        segment = Segment(tokens[start : start + CHUNK], start, pages, 0)
-        decoder.forward(decoder.batch([segment], page_size=PAGE_SIZE), pool)

@@ -24,7 +24,7 @@ from ..interface.plan import ScheduledRequest
 from ..model.decoder import OwnDecoder
 from ..model.description.rope import RopeTable
 from ..ops.kv_pool import KVPool, from_scaled
-from ..ops.weights import AttentionWeights
+from ..ops.weights import AttentionWeights, table_rows
 
 OFFSETS = tuple(2**power for power in range(17))  # distances of later queries: 1 to 65,536 tokens
 FORMAT = "foretoken query statistics 2"
@@ -86,7 +86,9 @@ def model_id(decoder: OwnDecoder) -> str:
     for norm in (*norms, weights.final_norm):
         if norm is not None:
             digest.update(_bytes(norm.weight.float().to(torch.bfloat16)))
-    digest.update(_bytes(weights.embedding[:NUM_SIGN_ROWS].signbit()))
+    num_rows = min(NUM_SIGN_ROWS, len(weights.embedding))
+    first = torch.arange(num_rows, device=decoder.device)
+    digest.update(_bytes(table_rows(weights.embedding, first).signbit()))
     return digest.hexdigest()
 
 

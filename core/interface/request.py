@@ -109,6 +109,7 @@ class Usage:
     proposed_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were served
     verify_steps: int = 0  # steps that yielded tokens: the accepted run, mostly one more
+    draft_steps: int = 0  # those that had a draft
     tree_steps: int = 0  # those whose draft was a tree: more tokens than its longest path has
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     proposed_by_source: dict[str, int] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from ..ops.machine.device import choose_device
 from ..ops.parallel import Comm
 from ..ops.quantize import Quantize
 from ..ops.weights import HeadLayout
+from ..startup import WeightReader, timed
 from .decoder import Decoder, OwnDecoder
 from .description.config import (
     DecoderConfig,
@@ -164,16 +165,21 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
     if load_format == "random":
         config = read_config(path)
         chosen = _choose_dtype(dtype, config.dtype, device)
-        read = _random_reader(config, chosen, device)
+        reader, read = WeightReader({}), _random_reader(config, chosen, device)
     else:
-        config, checkpoint = open_model(path)
+        with timed("  config and headers"):
+            config, checkpoint = open_model(path)
         chosen = _choose_dtype(dtype, checkpoint.stored_dtype, device)
-        read = checkpoint.read if on_read is None else observed(checkpoint.read, on_read)
+        reader = WeightReader(checkpoint.shapes)
+        read = reader.counted(checkpoint.read)
+        if on_read is not None:
+            read = observed(read, on_read)
     part = config
     if comm is not None:
         check_shards(config, comm.size)
         part = shard_config(config, comm, None if load_format == "random" else checkpoint.read)
         read = shard_reader(read, config, part, comm)
+    release = (lambda: None) if load_format == "random" else checkpoint.release
     layout = PageLayout.of(part)
     if config.latent is not None and options.kv_dtype != "auto":
         raise ModelLoadError(
@@ -182,8 +188,11 @@ def _own(path: str | Path, options: _Options) -> OwnDecoder:
         )
     ops = options.ops(chosen, [part.heads for part in layout.parts])
     keeps_packed = dtype == "auto" and quantize == "none"
-    assembly = Assembly(part, read, ops, chosen, device, keeps_packed=keeps_packed, comm=comm)
-    weights = assembly.weights()
+    assembly = Assembly(
+        part, read, ops, chosen, device, keeps_packed=keeps_packed, comm=comm, release=release
+    )
+    with reader.timed():
+        weights = assembly.weights()
     if on_read is not None and load_format != "random":
         read_others(observed(checkpoint.read, on_read), part)
     return OwnDecoder(config, weights, ops, layout, recipes=assembly.recipes, compiles=comm is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -11,15 +12,16 @@ import torch
 
 from ..errors import ModelLoadError
 from ..ops.kv_pool import KvShape, bytes_per_mixed_page
+from ..ops.quantize import Quantize
 from ..ops.state_pool import bytes_per_slot
 from .description.config import DecoderConfig
 from .description.fields import Fields, UnsupportedConfig, read_json
 from .description.page_layout import PageLayout
-from .description.shapes import tensor_shapes
+from .description.shapes import EMBEDDING, tensor_shapes
 from .drafting.mtp import count_mtp_layers
 from .drafting.rough_copy import ROUGH_BYTES
 from .formats.checkpoint import Checkpoint
-from .formats.files import gguf_file
+from .formats.files import gguf_file, gguf_parts
 from .formats.gguf import GgufFile
 from .formats.quantized import read_scheme
 from .formats.safetensors import TensorFiles
@@ -45,6 +47,9 @@ class ModelReport:
     weight_bytes: int = 0  # as the files hold them; without files, in the config's dtype
     dtype: str = ""
     most_bytes: int = 0  # of weights in memory: fewer where quantised ones stay packed
+    used_bytes: int = 0  # of `weight_bytes` about, without towers and layers that are not loaded
+    num_embedding: int = 0  # parameters of the embedding
+    is_tied: bool = False  # the embedding stands for an output matrix, which is packed besides
     kv_bytes_per_token: int | None = None  # in the model's dtype; None: known when it is loaded
     has_latents: bool = False  # KV is one latent a position and layer, for all heads
     state_bytes: int = 0  # of a sequence's recurrent state at one position; 0: it has none
@@ -55,6 +60,39 @@ class ModelReport:
     takes_images: bool = False
     mtp: str = ""  # layers that predict further tokens, or what they lack; "": there are none
     problem: str | None = None
+
+    def weights_in_memory(self, *, dtype: str = "auto", quantize: Quantize = "none") -> int:
+        """Bytes that the weights take in memory with these options of the engine, about."""
+        item = self.item_bytes(dtype)
+        num_output = self.num_embedding if self.is_tied else 0
+        if quantize != "none":
+            num_matrices = self.num_parameters - self.num_embedding + num_output
+            return self.num_embedding * item + int(num_matrices * WEIGHT_BYTES[quantize])
+        if self._stays_packed(dtype):
+            return self.used_bytes
+        return (self.num_parameters + num_output) * item
+
+    def least_weights(self, *, dtype: str = "auto", quantize: Quantize = "none") -> int:
+        """Bytes of memory without which the weights cannot be loaded."""
+        if quantize != "none":
+            return int(self.num_parameters * _LEAST_BYTES[quantize])
+        if self._stays_packed(dtype):
+            return int(self.used_bytes * _CERTAIN)
+        return self.num_parameters * self.item_bytes(dtype)
+
+    def item_bytes(self, dtype: str = "auto") -> int:
+        """Bytes of a number as it is computed; float16 is computed in float32 on a CPU."""
+        chosen = self.dtype if dtype == "auto" else dtype
+        return 2 if chosen == "bfloat16" or dtype == "float16" else 4
+
+    def _stays_packed(self, dtype: str) -> bool:
+        return bool(self.quantization) and dtype == "auto" and self.path == "own"
+
+
+WEIGHT_BYTES: Mapping[str, float] = {"int8": 1.0, "int4": ROUGH_BYTES}
+"""Bytes of a weight by ``--quantize``."""
+_LEAST_BYTES = {"int8": 1.0, "int4": 0.5}  # without scales
+_CERTAIN = 0.8  # of an estimate by the numbers of parameters
 
 
 def inspect_model(path: Path) -> ModelReport:
@@ -74,19 +112,26 @@ def inspect_model(path: Path) -> ModelReport:
 def _own(path: Path) -> ModelReport:
     file_format, size = weight_files(path)
     dtype: str
-    mtp = ""
+    mtp, num_stored = "", 1
     if file_format == "no weights":
         config = read_config(path)
         dtype = config.dtype
     else:
         config, checkpoint = open_model(path)
+        num_stored = max(1, sum(math.prod(shape) for shape in checkpoint.shapes.values()))
         dtype = checkpoint.stored_dtype
         mtp = _mtp_layers(config, checkpoint)
     shapes = tensor_shapes(config)
     count = sum(math.prod(shape) for shape in shapes.values())
     kv = PageLayout.of(config).shapes
     report = _report(path, "own", config, count, kv, file_format, size, dtype)
-    return replace(report, mtp=mtp)
+    return replace(
+        report,
+        mtp=mtp,
+        used_bytes=int(size * min(1.0, count / num_stored)) if size else report.weight_bytes,
+        num_embedding=math.prod(shapes[EMBEDDING]),
+        is_tied=config.tie_embeddings,
+    )
 
 
 def _mtp_layers(config: DecoderConfig, checkpoint: Checkpoint) -> str:
@@ -166,7 +211,7 @@ def weight_files(path: Path) -> tuple[Format, int]:
     """The format of the weights, and their bytes on disk."""
     file = gguf_file(path)
     if file is not None:
-        return "GGUF", file.stat().st_size if file.exists() else 0
+        return "GGUF", sum(part.stat().st_size for part in gguf_parts(file) if part.exists())
     files = list(path.glob("*.safetensors"))
     size = sum(each.stat().st_size for each in files)
     return ("safetensors", size) if files else ("no weights", 0)

@@ -290,7 +290,7 @@ def _slice(weight: StoredWeight, axis: int, comm: Comm) -> StoredWeight:
     if isinstance(weight, Tensor):
         return _slice_tensor(weight, axis, comm)
     assert isinstance(weight, QuantizedWeight)
-    size = weight.values.shape[axis] // comm.size
+    size = weight.shape[axis] // comm.size
     start, stop = comm.rank * size, (comm.rank + 1) * size
     return weight.rows(torch.arange(start, stop)) if axis == 0 else weight.columns(start, stop)
 
@@ -301,9 +301,9 @@ def _slice_tensor(weight: Tensor, axis: int, comm: Comm) -> Tensor:
 
 def _parts_of_rows(weight: StoredWeight, sizes: Sequence[int], comm: Comm) -> StoredWeight:
     """The rank's rows of each of the matrices that are stacked into one, in these proportions."""
-    values = weight.values if isinstance(weight, QuantizedWeight) else weight
-    assert isinstance(values, Tensor)
-    unit = len(values) // sum(sizes)
-    parts = torch.split(torch.arange(len(values)), [size * unit for size in sizes])
+    assert not isinstance(weight, QuantizedStack)
+    num_rows = weight.shape[0]
+    unit = num_rows // sum(sizes)
+    parts = torch.split(torch.arange(num_rows), [size * unit for size in sizes])
     order = torch.cat([part.chunk(comm.size)[comm.rank] for part in parts])
-    return weight.rows(order) if isinstance(weight, QuantizedWeight) else values[order]
+    return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]

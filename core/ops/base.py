@@ -36,7 +36,9 @@ from .weights import (
     HeadNorm,
     Norm,
     PackedLinear,
+    PackedTable,
     RecurrentWeights,
+    Table,
     Tables,
 )
 
@@ -187,7 +189,13 @@ class Ops(Protocol):
         ``rows`` [n] int64, rising. A row's bits depend on that row alone.
         """
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+    def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
+        """Make an embedding of a weight of `stored_kinds` that `pack_linear` has packed.
+
+        Its rows are rounded to ``dtype``, and once more behind the product with ``factor``.
+        """
+
+    def embedding(self, token_ids: Tensor, table: Table) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:

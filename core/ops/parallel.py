@@ -45,8 +45,9 @@ class GlooComm:
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         """Meet the other ranks. Blocks until all of them are here.
 
-        Raises `RankLost` where one does not come within two minutes. Rank 0's sums have as long,
-        until `wait_in_sums`; those of the others wait for rank 0, with which they end.
+        Raises `RankLost` where one does not come within two minutes, or where gloo may not open its
+        sockets. Rank 0's sums have as long, until `wait_in_sums`; those of the others wait for
+        rank 0, with which they end.
 
         ``folder``: an empty one that all ranks see, in place of a port that would listen. The group
         is this object's: torch's default group is left to the program.
@@ -57,8 +58,13 @@ class GlooComm:
         self.rank, self.size = rank, size
         gloo: Any = distributed.ProcessGroupGloo  # names an address only by what is not typed
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=LOOPBACK)]
         options._timeout, options._threads = MEETING, 1
+        try:
+            options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        except RuntimeError as failure:
+            raise RankLost(
+                f"gloo cannot list network interfaces, which needs an AF_NETLINK socket: {failure}"
+            ) from None
         try:
             store = distributed.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
             self._group: ProcessGroup = gloo(store, rank, size, options)

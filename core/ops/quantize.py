@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, TypeAlias
 
 import torch
@@ -11,8 +13,8 @@ from torch import Tensor
 
 Quantize: TypeAlias = Literal["none", "int8", "int4"]
 WeightKind: TypeAlias = Literal[
-    "int8", "int4", "int8_group", "int4_min", "int4_zero", "int4_k", "int5_k", "int6_k",
-    "iq4_nl", "iq4_xs", "mxfp4",
+    "int8", "int4", "int8_group", "int4_group", "int5_group", "int4_min", "int5_min", "int4_zero",
+    "int4_k", "int5_k", "int6_k", "iq4_nl", "iq4_xs", "mxfp4",
 ]  # fmt: skip
 
 GROUP = 32  # neighbours along in_features that share a scale
@@ -27,18 +29,63 @@ _TABLES: dict[WeightKind, tuple[int, ...]] = {
 }
 
 
+class QuantizedWeight(ABC):
+    """A weight ``[out_features, in_features]`` of small integers with scales."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def kinds(self) -> frozenset[WeightKind]:
+        """The kinds of its rows."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """``(out_features, in_features)``, the latter padded to whole groups."""
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """Return the values as float32 ``[out_features, padded in_features]``."""
+
+    @abstractmethod
+    def rows(self, order: Tensor) -> QuantizedWeight:
+        """Select the rows ``order`` [num_rows], in that order."""
+
+    @abstractmethod
+    def columns(self, start: int, stop: int) -> QuantizedWeight:
+        """Select the columns from ``start`` to ``stop``.
+
+        Raises ValueError where these are not the ends of groups with a scale of their own.
+        """
+
+    @abstractmethod
+    def arrays(self) -> Iterator[Tensor]:
+        """Yield the arrays that hold the weight, for a digest."""
+
+    def above(self, below: QuantizedWeight) -> QuantizedWeight | None:  # noqa: ARG002
+        """Return this weight's rows and those of ``below`` as one weight.
+
+        None where the two are stored in different ways.
+        """
+        return None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizedWeight:
-    """A weight ``[out_features, in_features]`` of integers and scales, whose value is
-    ``values * scale``, plus ``minimum`` where there is one.
+class UnpackedWeight(QuantizedWeight):
+    """Values and scales in arrays of their own. A value is ``values * scale``, plus ``minimum``
+    where there is one.
 
     ==============  ===============  ===============================  =======================
     kind            values           scale, minimum                   who makes it
     ==============  ===============  ===============================  =======================
     ``int8``        int8             float32 ``[out]``                ``quantize``, W8A8
     ``int4``        int8 -8..7       float16 ``[out, in / 32]``       ``quantize``
-    ``int4_min``    int8 0..15       float16 both, ``[out, in / 32]`` GGUF Q4_0, Q4_1
+    ``int4_group``  int8 -8..7       float16 ``[out, in / 32]``       GGUF Q4_0
+    ``int5_group``  int8 -16..15     float16 ``[out, in / 32]``       GGUF Q5_0
     ``int8_group``  int8             float16 ``[out, in / 32]``       GGUF Q8_0
+    ``int4_min``    int8 0..15       float16 both, ``[out, in / 32]`` GGUF Q4_1, W4A16
+    ``int5_min``    int8 0..31       as ``int4_min``                  GGUF Q5_1
     ``int4_zero``   int8 0..15       as ``int4_min``: a zero, which   AWQ, GPTQ, W4A16
                                      is taken from the values
     ``int4_k``      int8 0..15       uint8 both, ``[out, in / 32]``   GGUF Q4_K
@@ -62,8 +109,19 @@ class QuantizedWeight:
     minimum: Tensor | None = None
     factors: tuple[Tensor, ...] = ()
 
+    @property
+    def kinds(self) -> frozenset[WeightKind]:
+        """The one kind."""
+        return frozenset((self.kind,))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the values."""
+        rows, columns = self.values.shape
+        return rows, columns
+
     def dequantize(self) -> Tensor:
-        """The values as float32 ``[out_features, padded in_features]``: one product, one sum."""
+        """Compute one product and one sum for each value."""
         if self.kind == "int8":
             return self.values.float() * self.scale.unsqueeze(1)
         scale, minimum = self._scales()
@@ -88,29 +146,91 @@ class QuantizedWeight:
                 minimum *= -_spread(self.factors[1], minimum)
         return scale, minimum
 
-    def rows(self, order: Tensor) -> QuantizedWeight:
-        """Select the rows ``order`` [num_rows], in that order."""
+    def rows(self, order: Tensor) -> UnpackedWeight:
+        """Select rows of all arrays."""
         minimum = None if self.minimum is None else self.minimum[order]
         factors = tuple(each[order] for each in self.factors)
-        return QuantizedWeight(self.kind, self.values[order], self.scale[order], minimum, factors)
+        return UnpackedWeight(self.kind, self.values[order], self.scale[order], minimum, factors)
 
-    def columns(self, start: int, stop: int) -> QuantizedWeight:
-        """Select the columns from ``start`` to ``stop``.
-
-        Raises ValueError where these are not the ends of groups with a scale of their own.
-        """
+    def columns(self, start: int, stop: int) -> UnpackedWeight:
+        """Select columns of all arrays."""
         width = self.values.shape[1]
 
         def cut(numbers: Tensor) -> Tensor:
             size = width // numbers.shape[1]  # columns that share one of them
-            if start % size or stop % size:
-                raise ValueError(f"columns {start} to {stop} do not end at groups of {size}")
+            check_columns(start, stop, size)
             return numbers[:, start // size : stop // size].contiguous()
 
         minimum = None if self.minimum is None else cut(self.minimum)
         scale = self.scale if self.kind == "int8" else cut(self.scale)
         factors = tuple(cut(each) for each in self.factors)
-        return QuantizedWeight(self.kind, cut(self.values), scale, minimum, factors)
+        return UnpackedWeight(self.kind, cut(self.values), scale, minimum, factors)
+
+    def arrays(self) -> Iterator[Tensor]:
+        """Yield values, scales, minima and factors."""
+        parts = (self.values, self.scale, self.minimum, *self.factors)
+        return (each for each in parts if each is not None)
+
+    def above(self, below: QuantizedWeight) -> UnpackedWeight | None:
+        """Join the arrays of two weights of one kind."""
+        if not isinstance(below, UnpackedWeight) or below.kind != self.kind:
+            return None
+        minima = [each for each in (self.minimum, below.minimum) if each is not None]
+        return UnpackedWeight(
+            self.kind,
+            torch.cat((self.values, below.values)),
+            torch.cat((self.scale, below.scale)),
+            torch.cat(minima) if minima else None,
+            tuple(torch.cat(pair) for pair in zip(self.factors, below.factors, strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedWeight(QuantizedWeight):
+    """Rows of several weights, one weight below the other. Neighbours cannot be joined to one."""
+
+    parts: tuple[QuantizedWeight, ...]
+
+    @property
+    def kinds(self) -> frozenset[WeightKind]:
+        """The kinds of all parts."""
+        return frozenset().union(*(each.kinds for each in self.parts))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of all parts, and the columns that they share."""
+        return sum(each.shape[0] for each in self.parts), self.parts[0].shape[1]
+
+    def dequantize(self) -> Tensor:
+        """Dequantise the parts."""
+        return torch.cat([each.dequantize() for each in self.parts])
+
+    def rows(self, order: Tensor) -> QuantizedWeight:
+        """Select rows: a part for each run of rows that are of one part."""
+        counts = torch.tensor([each.shape[0] for each in self.parts])
+        ends = counts.cumsum(0)
+        places = torch.searchsorted(ends, order, right=True)
+        within = order - (ends - counts)[places]
+        found, at = [], 0
+        for place, run in groupby(places.tolist()):
+            size = sum(1 for _ in run)
+            found.append(self.parts[place].rows(within[at : at + size]))
+            at += size
+        return stack(found)
+
+    def columns(self, start: int, stop: int) -> StackedWeight:
+        """Select columns of the parts."""
+        return StackedWeight(tuple(each.columns(start, stop) for each in self.parts))
+
+    def arrays(self) -> Iterator[Tensor]:
+        """Yield the arrays of all parts."""
+        return (array for each in self.parts for array in each.arrays())
+
+
+def check_columns(start: int, stop: int, size: int) -> None:
+    """Raise ValueError unless columns begin and end where groups of ``size`` do."""
+    if start % size or stop % size:
+        raise ValueError(f"columns {start} to {stop} do not end at groups of {size}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,38 +258,28 @@ def _spread(factors: Tensor, numbers: Tensor) -> Tensor:
     return factors.float().repeat_interleave(numbers.shape[1] // factors.shape[1], dim=1)
 
 
-def stack(weights: list[QuantizedWeight]) -> QuantizedWeight | None:
-    """Rows of several weights of one kind, one below the other; None where kinds differ.
-
-    Q4_K's beside Q5_K's, as files have them in one layer, are of the latter: the same numbers.
-    """
-    kinds = {each.kind for each in weights}
-    if kinds == {"int4_k", "int5_k"}:
-        kinds = {"int5_k"}
-    if len(kinds) > 1:
-        return None
-    minima = [each.minimum for each in weights if each.minimum is not None]
-    return QuantizedWeight(
-        kinds.pop(),
-        torch.cat([each.values for each in weights]),
-        torch.cat([each.scale for each in weights]),
-        torch.cat(minima) if minima else None,
-        tuple(torch.cat(parts) for parts in zip(*(each.factors for each in weights), strict=True)),
-    )
+def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Put rows of several weights of the same width one below the other."""
+    parts: list[QuantizedWeight] = []
+    for weight in weights:
+        for part in weight.parts if isinstance(weight, StackedWeight) else (weight,):
+            joined = parts[-1].above(part) if parts else None
+            parts[-1:] = [*parts[-1:], part] if joined is None else [joined]
+    return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts))
 
 
-def quantize_weight(weight: Tensor, kind: Literal["int8", "int4"]) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, kind: Literal["int8", "int4"]) -> UnpackedWeight:
     """Round ``[out_features, in_features]`` to the nearest of int8 by row or int4 by group."""
     return _to_int8(weight.float()) if kind == "int8" else _to_int4(weight.float())
 
 
-def _to_int8(wide: Tensor) -> QuantizedWeight:
+def _to_int8(wide: Tensor) -> UnpackedWeight:
     scale = wide.abs().amax(dim=1) / 127
     values = (wide / _nonzero(scale).unsqueeze(1)).round_()
-    return QuantizedWeight("int8", values.to(torch.int8), scale)
+    return UnpackedWeight("int8", values.to(torch.int8), scale)
 
 
-def _to_int4(wide: Tensor) -> QuantizedWeight:
+def _to_int4(wide: Tensor) -> UnpackedWeight:
     """The value furthest from zero becomes -8, whatever its sign: all 16 levels are used."""
     out_features, in_features = wide.shape
     padded = torch.nn.functional.pad(wide, (0, -in_features % GROUP))
@@ -177,10 +287,10 @@ def _to_int4(wide: Tensor) -> QuantizedWeight:
     furthest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
     scale = (furthest / -8).half()
     values = (groups / _nonzero(scale.float()).unsqueeze(2)).round_().clamp_(-8, 7)
-    return QuantizedWeight("int4", values.to(torch.int8).view(out_features, -1), scale)
+    return UnpackedWeight("int4", values.to(torch.int8).view(out_features, -1), scale)
 
 
-def round_to_levels(wide: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+def round_to_levels(wide: Tensor, dtype: torch.dtype) -> UnpackedWeight:
     """Round float32 ``[out_features, groups * GROUP]`` to 16 levels from a group's least to its
     greatest value: ``int4_min``, with scales and minima of ``dtype``.
 
@@ -192,7 +302,7 @@ def round_to_levels(wide: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     scale = ((high - minimum.float()) / 15).to(dtype)
     steps = (groups - minimum.float().unsqueeze(2)) / _nonzero(scale.float()).unsqueeze(2)
     values = steps.round_().clamp_(0, 15).to(torch.int8).view(len(wide), -1)
-    return QuantizedWeight("int4_min", values, scale, minimum)
+    return UnpackedWeight("int4_min", values, scale, minimum)
 
 
 def _nonzero(scale: Tensor) -> Tensor:

@@ -5,9 +5,12 @@ They say what is computed; `Ops` (base.py) computes it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .kv_pool import KvPlace
@@ -34,6 +37,42 @@ class PackedLinear:
     def num_bytes(self) -> int:
         """Bytes of the weight, with its scales."""
         return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedTable:
+    """An embedding ``[vocab, hidden]`` that is a packed weight; ``rows`` unpacks some of it.
+
+    A row is rounded to ``dtype``, multiplied by ``factor`` and rounded again.
+    """
+
+    weight: PackedLinear
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    factor: float
+    rows: Callable[[Tensor], Tensor]  # token ids [..] to [.., hidden]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that has the weight."""
+        return self.weight.weight.device
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+Table: TypeAlias = Tensor | PackedTable
+"""An embedding ``[vocab, hidden]``."""
+
+
+def table_rows(table: Table, token_ids: Tensor) -> Tensor:
+    """Look token ids ``[..]`` up in an embedding, ``[.., hidden]``."""
+    return F.embedding(token_ids, table) if isinstance(table, Tensor) else table.rows(token_ids)
+
+
+def whole_table(table: Table) -> Tensor:
+    """Return an embedding as one tensor ``[vocab, hidden]``."""
+    return table if isinstance(table, Tensor) else table.rows(torch.arange(len(table)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -524,7 +563,7 @@ class DecoderWeights:
     ``joined``: of layers whose rows all have both a token and a vector (`Wanted.inputs`).
     """
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Table  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Norm
     lm_head: PackedLinear

@@ -115,6 +115,7 @@ def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> No
     if draft.token_ids:
         usage.proposed_tokens += len(draft.token_ids)
         usage.accepted_tokens += served
+        usage.draft_steps += 1
         usage.tree_steps += bool(draft.parents) and not draft.is_chain
         delta.num_proposed = len(draft.token_ids)
         delta.proposed_sources = list(draft.sources)

@@ -77,9 +77,8 @@ class WeightsDigest:
     def _digest(self, weight: Tensor | QuantizedWeight) -> bytes:
         if isinstance(weight, Tensor):
             return self._digest_of_tensor(weight)
-        parts = (weight.values, weight.scale, weight.minimum, *weight.factors)
-        kept = (b"" if each is None else self._digest_of_tensor(each) for each in parts)
-        return _hashed([weight.kind.encode(), *kept])
+        kinds = " ".join(sorted(weight.kinds))
+        return _hashed([kinds.encode(), *map(self._digest_of_tensor, weight.arrays())])
 
     def _digest_of_tensor(self, tensor: Tensor) -> bytes:
         found = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -57,6 +57,12 @@ class CostCurve:
         """Seconds of passes of so many rows, in the shape of ``num_rows``."""
         return np.asarray(np.interp(num_rows, self._knots, self._values))
 
+    def seconds(self) -> dict[int, float]:
+        """Seconds of a pass at each knot."""
+        return {
+            int(knot): value for knot, value in zip(self._index, self._values.tolist(), strict=True)
+        }
+
     def observe(self, num_rows: int, seconds: float) -> None:
         """Learn from one pass."""
         if num_rows <= 0 or seconds <= 0.0:
@@ -137,6 +143,11 @@ class _Fit:
             self._covariance += MEAN_RATE * (off * seen_off - self._covariance)
 
     @property
+    def ratio(self) -> float:
+        """Mean seconds of a pass over the mean by the curve; 1.0 before any was seen."""
+        return self._seen.value / self._curve.value if self._curve.value else 1.0
+
+    @property
     def slope(self) -> float:
         """Seconds of a pass for each second by the curve."""
         prior = (PRIOR_SPREAD * self._curve.value) ** 2
@@ -185,6 +196,21 @@ class CostModel:
         self.profile = profile
         self._forward, self._draft = CostCurve(profile.forward), CostCurve(profile.draft)
         self._loads: dict[int, _Load] = {}  # by the bits of the number of requests
+        self.num_observed = 0  # steps
+
+    def learnt(self) -> StepProfile:
+        """Return what is known by now: the curves as steps have corrected them.
+
+        By how much passes differed from the curve at the most frequent load counts for all rows.
+        """
+        profile, factor = self.profile, 1.0
+        seen = max(self._loads.values(), key=lambda load: load.seconds.num_seen, default=None)
+        if seen is not None:
+            low, high = SLOPE_RANGE
+            factor = min(high, max(low, seen.forward.ratio))
+        forward = {rows: factor * value for rows, value in self._forward.seconds().items()}
+        draft = self._draft.seconds() if profile.draft else {}
+        return StepProfile(forward, draft, factor * profile.key_s)
 
     @property
     def is_ready(self) -> bool:
@@ -264,6 +290,7 @@ class CostModel:
         pass and ``draft_s`` the proposer's, if it drafts (``with_proposer``). ``num_keys``:
         tokens behind a request, for each of its rows after the first, summed.
         """
+        self.num_observed += 1
         keys_s = self.profile.key_s * num_keys
         if with_prompts or not num_requests or not self.is_ready:
             self._forward.observe(num_rows, forward_s - keys_s)

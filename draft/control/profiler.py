@@ -1,4 +1,9 @@
-"""Measures what rows cost on this machine, before the first request."""
+"""Costs of steps on this machine, before the first request: measured, or guessed from little.
+
+To measure passes of many widths takes as long as to answer a request with a large model. So costs
+are guessed from a few matrices, and steps correct them (cost_model.py); on a GPU, where passes are
+short and must be computed once in any case, they are measured.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,18 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import islice
+from math import inf
 from typing import Protocol
 
 import torch
 
 from ...core.interface.sampling import SamplingMetadata, TokenSamplingParams
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.ops.batch import SamplingPlan, Segment, SegmentState, Wanted
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.machine.device import make_stopwatch
 from ...core.ops.state_pool import DRAFT_ROOM
+from ...core.ops.weights import MlpWeights, PackedLinear
 from ...core.sampling.logits_processors import SampleRow
 from .cost_model import StepProfile
 from .outcome import NUM_BEST
@@ -27,6 +34,14 @@ NEAR, FAR = 32, 1024  # tokens that the requests of a measurement have behind th
 DRAFTED = 8  # rows of a request with drafts
 SECONDS = 0.1  # for one measurement: slow models repeat less
 REPEATS = 6
+MOST_GUESSED = 32  # rows for which a few matrices are timed
+TRIED_ROWS, TRIED_REQUESTS = (
+    (1, 4, 16),
+    (1, 4, 16),
+)  # where whole passes must be computed for a guess
+SAMPLED_BYTES = 48 << 20  # of matrices: more than caches hold
+OTHERS_GROWTH = 0.05  # that one more row adds to what a pass of one takes besides its matrices
+ATTENTION_SHARE = 0.5  # of the rate of matrix products, that attention reaches
 TRIED_SAMPLING = SamplingMetadata(params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1)
 
 
@@ -50,17 +65,103 @@ def profile_step(
     return StepProfile(forward, by_draft, key_s)
 
 
-def profile_head(head: TriedProposer) -> dict[int, float]:
+def guess_step(
+    target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | TriedProposer | None
+) -> StepProfile:
+    """Guess what `profile_step` would measure, in a small part of the time.
+
+    A pass of one row is timed, and some matrices of the model at several widths: they are most of
+    what more rows cost. Experts, recurrent layers and models without matrices of ours need passes
+    of more rows. Content of the pools is void afterwards.
+    """
+    forward, key_s = guess_pass(*target)
+    if draft is None:
+        return StepProfile(forward, {}, key_s)
+    if not isinstance(draft, tuple):
+        return StepProfile(forward, profile_head(draft, TRIED_REQUESTS, repeats=1), key_s)
+    by_draft = profile_draft(*draft, requests=TRIED_REQUESTS, repeats=1)
+    return StepProfile(forward, by_draft, key_s)
+
+
+def guess_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], float]:
+    """Guess what `profile_pass` would measure."""
+    linears = _sampled_linears(decoder)
+    if not linears:
+        return profile_pass(decoder, pool, TRIED_ROWS, repeats=1)
+    assert isinstance(decoder, OwnDecoder)
+    whole, _ = profile_pass(decoder, pool, (1,), repeats=2)
+    sampled = _linear_seconds(decoder, linears)
+    weights = [each for layer in decoder.weights.layers for each in layer.linears]
+    all_bytes = sum(each.num_bytes for each in (*weights, decoder.weights.lm_head))
+    scale = all_bytes / sum(each.num_bytes for each, _ in linears)
+    others = max(0.0, whole[1] - scale * sampled[1])
+    guessed = {
+        rows: scale * seconds + others * (1.0 + OTHERS_GROWTH * (rows - 1))
+        for rows, seconds in sampled.items()
+    }
+    num_weights = scale * sum(each.num_weights for each, _ in linears)
+    most = max(sampled)
+    products_s = scale * sampled[most] / (most * num_weights)  # of one weight and one activation
+    heads = [part.heads for part in decoder.layout.parts]
+    products = sum(2 * each.num_heads * each.head_dim for each in heads) / len(heads)
+    key_s = products_s * products * decoder.config.num_layers / ATTENTION_SHARE
+    return guessed, key_s
+
+
+def _sampled_linears(decoder: Decoder) -> list[tuple[PackedLinear, int]]:
+    """Matrices of some layers, each with its columns.
+
+    None of models whose costs by rows follow from something else.
+    """
+    if not isinstance(decoder, OwnDecoder) or decoder.states or decoder.device.type != "cpu":
+        return []
+    layers = decoder.weights.layers
+    if not all(isinstance(layer.mlp, MlpWeights) for layer in layers):
+        return []
+    found: list[tuple[PackedLinear, int]] = []
+    num_bytes = 0
+    for layer in layers:
+        for each in layer.linears:
+            if each in decoder.recipes:
+                found.append((each, decoder.recipes[each].in_features))
+                num_bytes += each.num_bytes
+        if num_bytes > SAMPLED_BYTES:
+            break
+    return found
+
+
+def _linear_seconds(
+    decoder: OwnDecoder, linears: Sequence[tuple[PackedLinear, int]]
+) -> dict[int, float]:
+    """Seconds of all these matrices once, by rows: the better of two turns."""
+    ops, widths = decoder.ops, {columns for _, columns in linears}
+    timed = [rows for rows in rows_to_time(decoder) if rows <= MOST_GUESSED]
+    inputs = {width: torch.randn((max(timed), width), dtype=decoder.dtype) for width in widths}
+    watch = make_stopwatch(decoder.device)
+    best: dict[int, float] = {}
+    for _ in range(2):
+        for rows in timed:
+            watch.start()
+            for weight, columns in linears:
+                ops.linear(inputs[columns][: max(rows, ops.min_rows)], weight)
+            watch.stop()
+            best[rows] = min(watch.seconds(), best.get(rows, inf))
+    return best
+
+
+def profile_head(
+    head: TriedProposer, requests: Sequence[int] = HEAD_REQUESTS, *, repeats: int = REPEATS
+) -> dict[int, float]:
     """Seconds of a pass of a head by the requests that draft, each behind `NEAR` tokens.
 
     Of a block head's pass, a whole block.
     """
     watch = make_stopwatch(head.device)
     best: dict[int, float] = {}
-    for num_requests in HEAD_REQUESTS:
+    for num_requests in requests:
         head.try_draft(num_requests, NEAR)
         spent, seconds = 0.0, float("inf")
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             if spent > SECONDS:
                 break
             watch.start()
@@ -71,15 +172,21 @@ def profile_head(head: TriedProposer) -> dict[int, float]:
     return best
 
 
-def profile_draft(decoder: Decoder, pool: KVPool) -> dict[int, float]:
+def profile_draft(
+    decoder: Decoder,
+    pool: KVPool,
+    requests: Sequence[int] = HEAD_REQUESTS,
+    *,
+    repeats: int = REPEATS,
+) -> dict[int, float]:
     """Seconds of a pass of a draft model by its rows, each one request's behind `NEAR` tokens.
 
     With the choice of the tokens behind them, in one call where the backend has that.
     """
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     near = min(NEAR, longest)
-    most = max(HEAD_REQUESTS) if pool.states is None else pool.states.num_logs
-    counts = [n for n in HEAD_REQUESTS if n <= most]
+    most = max(requests) if pool.states is None else pool.states.num_logs
+    counts = [n for n in requests if n <= most]
     batches = [[(near, 1)] * n for n in counts]
     passes, sampler = decoder.row_passes(pool), decoder.sampler
 
@@ -98,16 +205,23 @@ def profile_draft(decoder: Decoder, pool: KVPool) -> dict[int, float]:
             else:
                 found.best.bests()
 
-    return dict(zip(counts, _measure(decoder, pool, batches, compute), strict=True))
+    seconds = _measure(decoder, pool, batches, compute, repeats=repeats)
+    return dict(zip(counts, seconds, strict=True))
 
 
 def profile_pass(
-    decoder: Decoder, pool: KVPool, rows: Sequence[int] | None = None, *, patience: int = 1
+    decoder: Decoder,
+    pool: KVPool,
+    rows: Sequence[int] | None = None,
+    *,
+    patience: int = 1,
+    repeats: int = REPEATS,
 ) -> tuple[dict[int, float], float]:
     """Seconds of a pass by its ``rows``, all of them one request's behind `NEAR` tokens.
 
     And what a token behind a request adds for each of its rows after the first: `DRAFTED` rows
-    behind `FAR` tokens are compared. 0.0 if the pool has no room for so many. Layers of a window
+    behind `FAR` tokens are compared. 0.0 if the pool has no room for so many, or if passes of 1 and
+    of `DRAFTED` rows are not among those that are timed. Layers of a window
     stop attending further back: for requests longer than both, it is an upper bound. With more
     ``patience`` measuring takes so many times as long, and is disturbed less.
     """
@@ -116,10 +230,10 @@ def profile_pass(
     requested = [n for n in rows or rows_to_time(decoder) if near + n <= max(1, longest)]
     batches = [_requests(decoder, pool, near, n) for n in requested]
     far = min(FAR, longest - DRAFTED)
-    has_far = far > 4 * NEAR
+    has_far = far > 4 * NEAR and {1, DRAFTED} <= set(requested)
     if has_far:
         batches += [[(far, 1)], [(far, DRAFTED)]]
-    seconds = _measure(decoder, pool, batches, _compute, patience)
+    seconds = _measure(decoder, pool, batches, _compute, patience, repeats=repeats)
     by_rows = dict(zip(requested, seconds, strict=False))
     if not has_far:
         return by_rows, 0.0
@@ -155,6 +269,8 @@ def _measure(
     batches: Sequence[Sequence[tuple[int, int]]],
     compute: Callable[[Decoder, KVPool, Sequence[Segment]], None],
     patience: int = 1,
+    *,
+    repeats: int = REPEATS,
 ) -> list[float]:
     """Seconds of a pass of each batch, of requests by their (tokens behind, rows): the best of a
     few rounds, at least two where a pass is not slow itself, so that a slow spell of the machine
@@ -167,7 +283,7 @@ def _measure(
     for segments in cases[:1] if decoder.device.type == "cpu" else cases:
         compute(decoder, pool, segments)  # a GPU compiles kernels when they are first called
     best, spent = [float("inf")] * len(cases), [0.0] * len(cases)
-    for turn in range(patience * REPEATS):
+    for turn in range(patience * repeats):
         for index, segments in enumerate(cases):
             if spent[index] > patience * SECONDS and (turn > 1 or min(best) > SECONDS):
                 continue

@@ -302,7 +302,7 @@ class BlockPass(HeadPass):
             )
         )  # fmt: skip
         self._weights = DecoderWeights(
-            embedding=head.table.detach(),
+            embedding=head.table,
             layers=layers,
             final_norm=plain_norm(head.norm),
             lm_head=target.weights.lm_head,  # logits are the head's business

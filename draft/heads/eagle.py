@@ -230,7 +230,7 @@ class EaglePass(HeadPass):
         self._makes_logits = output is not None
         lm_head, cap = output or (target.weights.lm_head, None)
         self._weights = DecoderWeights(
-            embedding=head.table.detach(),
+            embedding=head.table,
             layers=(LayerWeights(None, attention, mlp_norm, mlp),),
             final_norm=plain_norm(head.norm),
             lm_head=lm_head,

@@ -17,6 +17,7 @@ from ...core.model.decoder import Decoder, OwnDecoder, sequence_pool
 from ...core.model.formats.checkpoint import OnRead
 from ...core.ops.batch import Segment, SegmentState, Taps, Wanted, fresh_state
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
+from ...core.ops.weights import table_rows
 from ...core.sampling.logits_processors import SampleRow
 from ..proposers.gap_model import GapNumbers
 from .common.base import PackedHead
@@ -99,9 +100,12 @@ def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> N
     weights, ops = target.weights, target.ops
     packed = weights.lm_head
     if head.draft_ids is not None and head.lacks_output:
-        is_tied = target.config.tie_embeddings
-        matrix = weights.embedding if is_tied else read_output()
-        rows = matrix[head.draft_ids.to(matrix.device)]
+        draft_ids = head.draft_ids.to(target.device)
+        if target.config.tie_embeddings:
+            rows = table_rows(weights.embedding, draft_ids)
+        else:
+            matrix = read_output()
+            rows = matrix[draft_ids.to(matrix.device)]
         packed = ops.pack_linear(rows.to(target.device, target.dtype).contiguous())
     head.borrow(weights.embedding, LentOutput(ops, packed, weights.logit_cap))
 

@@ -21,6 +21,7 @@ from ...core.model.description.config import DecoderConfig
 from ...core.model.description.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from ...core.model.opening import open_model
 from ...core.ops.batch import Taps
+from ...core.ops.weights import whole_table
 from ..heads.block_network import BlockConfig, BlockHead
 from ..heads.common.layers import Vocabulary
 from ..heads.eagle import default_taps
@@ -100,7 +101,8 @@ def make_student(target: Target, shape: Shape, init: str | None) -> Student:
             recipe.begin_with_pairs(head, shape.pairs)
     device = target.decoder.device
     head.float().to(device)
-    head.borrow(target.decoder.weights.embedding.float(), weights.output().to(device))
+    table = whole_table(target.decoder.weights.embedding)
+    head.borrow(table.float(), weights.output().to(device))
     return recipe.student(head)
 
 

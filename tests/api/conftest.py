@@ -23,7 +23,7 @@ from foretoken.api.server.process import uvicorn_config
 from foretoken.api.serving.limits import Limits
 from foretoken.api.serving.settings import Listen, Settings
 from foretoken.api.text.tokenizer import Tokenizer
-from support.fake_engine import FakeEngine, make_built
+from support.fake_engine import FakeEngine, ends_of, make_built
 
 TEXTS = [
     "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n",
@@ -132,8 +132,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def built(engine, byte_level_folder, tokenizer) -> SimpleNamespace:
-    eos = tokenizer.vocab["<|im_end|>"]
-    return make_built(engine, byte_level_folder, eos, len(tokenizer.vocab))
+    vocab = tokenizer.vocab
+    return make_built(engine, byte_level_folder, *ends_of(vocab), vocab_size=len(vocab))
 
 
 @pytest.fixture
@@ -191,6 +191,7 @@ class QuickServer(uvicorn.Server):
             connection.shutdown()
         for _ in range(20):  # turns of the loop, in which idle connections close
             if not (self.server_state.connections or self.server_state.tasks):
+                await self.lifespan.shutdown()
                 return
             await asyncio.sleep(0.001)
         await super().shutdown(sockets)
@@ -218,11 +219,11 @@ class RunningServer:
         server.capture_signals = contextlib.nullcontext
         startup = server.startup
 
-        async def on_kernels_started(sockets=None) -> None:
+        async def start_and_tell_port(sockets=None) -> None:
             await startup(sockets)
             self._ready.set_result(server.servers[0].sockets[0].getsockname()[1])
 
-        server.startup = on_kernels_started
+        server.startup = start_and_tell_port
         await server.serve()
         await self.llm.close()
 

@@ -249,7 +249,12 @@ def errors() -> None:
 @features.feature("models")
 def models() -> None:
     expect([model.id for model in client.models.list()], [MODEL])
-    expect(client.models.retrieve(MODEL).id, MODEL)
+    expect([model.id for model in client.models.list(limit=1)], [MODEL])
+    found = client.models.retrieve(MODEL)
+    expect((found.id, found.type, found.display_name), (MODEL, "model", MODEL))
+    error = refused(anthropic.NotFoundError, lambda: client.models.retrieve("no-such"))
+    expect(error.body["error"]["type"], "not_found_error")
+    expect(error.body["request_id"], error.request_id)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,17 @@ def thinking() -> None:
 def list_and_show() -> None:
     expect([each.model for each in client.list().models], [MODEL])
     shown = client.show(MODEL)
-    assert "completion" in (shown.capabilities or ())
+    assert {"completion", "tools"} <= set(shown.capabilities or ())
     assert shown.modelinfo
+
+
+@features.feature("embed")
+def embed() -> None:
+    found = client.embed(model=MODEL, input=["Hello.", "Good morning."])
+    expect([round(sum(x * x for x in each), 3) for each in found.embeddings], [1.0, 1.0])
+    assert found.prompt_eval_count
+    old = client.embeddings(model=MODEL, prompt="Hello.")
+    expect([*old.embedding], [*found.embeddings[0]])
 
 
 @features.feature("errors")

@@ -340,6 +340,7 @@ def closing() -> None:
 def models() -> None:
     expect([model.id for model in client.models.list()], [MODEL])
     expect(client.models.retrieve(MODEL).id, MODEL)
+    expect(client.models.retrieve(MODEL).root, MODEL)
 
 
 if __name__ == "__main__":

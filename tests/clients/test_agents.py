@@ -1,4 +1,4 @@
-"""Codex CLI and Claude Code, as npm has them, against a server with a context of 64k."""
+"""Codex CLI, Claude Code and opencode, as npm has them, against a server with a context of 64k."""
 
 from __future__ import annotations
 
@@ -23,6 +23,25 @@ FOREIGN = ("OPENAI_", "ANTHROPIC_", "CLAUDE", "CODEX_")  # a developer's own key
 # What the shell puts together must not be a mark before that.
 ECHO = "echo '[''[All done.]'']'"
 
+OPENCODE = AGENTS / "opencode-linux-x64" / "bin" / "opencode"  # for one kind of machine
+# A system message comes first or not at all, arguments are objects.
+STRICT = """{%- for m in messages -%}
+{%- if m.role == 'system' and not loop.first -%}
+{{ raise_exception('System message must be at the beginning.') }}
+{%- endif -%}
+{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if loop.first %}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% endif -%}
+{{ m.content }}
+{%- for call in m.tool_calls or [] -%}
+{{ '<tool_call>' + call.function.name }}
+{%- for name, value in call.function.arguments | items %} {{ name }}={{ value }}{% endfor -%}
+{{ '</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+"""
+
 pytestmark = pytest.mark.skipif(
     shutil.which("node") is None or not (AGENTS / ".done").is_file(),
     reason="npm has not installed the agents: run make test",
@@ -41,17 +60,28 @@ def server(log: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def strict(log: Path) -> Iterator[Server]:
+    """A server whose template refuses what agents send as a matter of course."""
+    template = log.with_name("strict.jinja")
+    template.write_text(STRICT, "utf-8")
+    command = [sys.executable, str(TESTS / "support" / "agents_server.py"), str(log)]
+    options = ["--port", "0", "--api-key", KEY, "--chat-template", str(template)]
+    with running(started_by=[*command, *options]) as server:
+        yield server
+
+
 def environment(home: Path, **more: str) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     return {**own, "HOME": str(home), **more}
 
 
-def run(command: list[str], home: Path, **more: str) -> str:
+def run(command: list[str], home: Path, told: str = "", **more: str) -> str:
     done = subprocess.run(
         command,
         cwd=home,
         env=environment(home, **more),
-        stdin=subprocess.DEVNULL,
+        input=told,
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -61,17 +91,19 @@ def run(command: list[str], home: Path, **more: str) -> str:
     return done.stdout
 
 
-def codex(prompt: str, url: str, home: Path) -> str:
+def codex(prompt: str, url: str, home: Path, *, goes_on: bool = False) -> str:
     provider = f'{{name="foretoken",base_url="{url}/v1",wire_api="responses",env_key="LOCAL_KEY"}}'
     options = ["-c", "model_provider=foretoken", "-c", f"model_providers.foretoken={provider}"]
     sandbox = ["--skip-git-repo-check", "-s", "danger-full-access"]
     program = [str(AGENTS / ".bin" / "codex"), "exec", *sandbox, "-m", MODEL, *options]
     (home / ".codex").mkdir(exist_ok=True)
+    program += ["resume", "--last"] if goes_on else []
     return run([*program, prompt], home, CODEX_HOME=str(home / ".codex"), LOCAL_KEY=KEY)
 
 
-def claude(prompt: str, url: str, home: Path) -> str:
+def claude(prompt: str, url: str, home: Path, *, goes_on: bool = False) -> str:
     options = ["--model", MODEL, "--allowedTools", "Bash", "--output-format", "json"]
+    options += ["--continue"] if goes_on else []
     told = run(
         [str(AGENTS / ".bin" / "claude"), "-p", prompt, *options],
         home,
@@ -84,7 +116,25 @@ def claude(prompt: str, url: str, home: Path) -> str:
     return str(json.loads(told)["result"])
 
 
+def opencode(prompt: str, url: str, home: Path, *, goes_on: bool = False) -> str:
+    model = {"name": MODEL, "limit": {"context": 65536, "output": 4096}}
+    options = {"baseURL": f"{url}/v1", "apiKey": KEY}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {MODEL: model}}
+    config = {
+        "provider": {"foretoken": provider},
+        "model": f"foretoken/{MODEL}",
+        "small_model": f"foretoken/{MODEL}",
+        "autoupdate": False,
+        "share": "disabled",
+        "permission": {"bash": "allow"},
+    }
+    more = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    command = [str(OPENCODE), "run", *(["--continue"] if goes_on else [])]
+    return run(command, home, told=prompt, PWD=str(home), **more)
+
+
 RUN = {"codex": codex, "claude": claude}
+RUN_LONG = {**RUN, **({"opencode": opencode} if OPENCODE.is_file() else {})}
 IN_ONE_TURN = {
     "codex": ["exec", "--skip-git-repo-check", "-s", "danger-full-access"],
     "claude": ["-p", "--output-format", "text"],
@@ -111,6 +161,32 @@ def test_an_agent_calls_a_tool_and_its_second_turn_is_cached(
     assert len(turns) == 2, "one that calls, one that is told what came of it"
     assert turns[1]["prompt"] > turns[0]["prompt"] > 4096
     assert turns[1]["cached"] >= HITS * turns[1]["prompt"], turns
+
+
+def written(agent: str, command: str) -> str:
+    """Return an answer of the model that has a command run."""
+    names = {"codex": ("exec_command", "cmd"), "claude": ("Bash", "command")}
+    name, argument = names.get(agent, ("bash", "command"))
+    arguments = {argument: command, **({} if agent == "codex" else {"description": "Do it."})}
+    return f"[[<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>]]"
+
+
+@pytest.mark.parametrize("agent", RUN_LONG)
+def test_an_agent_goes_on_behind_a_call_that_was_no_json_by_a_strict_template(
+    agent: str, strict: Server, log: Path, tmp_path: Path
+) -> None:
+    """Each later request has the bad call and system messages between: none may fail."""
+    say = RUN_LONG[agent]
+    (tmp_path / "one.txt").write_text(written(agent, "cat two.txt"))
+    (tmp_path / "two.txt").write_text("[[All done.]]")
+    cut = written(agent, "echo x").replace('"echo x"', '"echo "x""')
+    say(f"Do this: {cut}", strict.url, tmp_path)
+    log.unlink()
+    told = say(f"Do this: {written(agent, 'cat one.txt')}", strict.url, tmp_path, goes_on=True)
+    assert told.strip().splitlines()[-1] == "All done."
+    turns = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    assert len(turns) >= 3, "two that call, one that is told what came of it"
+    assert all(turn["cached"] >= HITS * turn["prompt"] for turn in turns[-2:]), turns
 
 
 @pytest.mark.parametrize("agent", IN_ONE_TURN)

@@ -57,6 +57,15 @@ def decoder(request: pytest.FixtureRequest, folder: Path) -> Decoder:
     return load_decoder(folder, dtype="float32", backend=request.param)
 
 
+def test_statistics_are_the_same_by_every_backend(decoder: OwnDecoder, stats: QueryStats) -> None:
+    counts: list[int] = []
+    texts = [prompt(seed, 200) for seed in range(3)]
+    found = measure_queries(decoder, texts, counts.append)
+    torch.testing.assert_close(found.mean, stats.mean)
+    torch.testing.assert_close(found.mean_abs, stats.mean_abs)
+    assert counts == [200, 400, 600]
+
+
 class Noting(TriAttentionEviction):
     """Notes what is kept, as positions: [layer][KV head]."""
 

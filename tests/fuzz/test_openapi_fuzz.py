@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode, checks
 
+from foretoken.api.openai.schema import ChatRequest
 from foretoken.api.server.routes.openapi import EVENTS, LINES, OPERATIONS
 from foretoken.api.serving.settings import Settings
+from foretoken.api.types.fields import marks_of
 from foretoken.api.types.sampling_params import STRUCTURED_FIELDS
 from fuzz.conftest import Effort
 from fuzz.inprocess import App
@@ -39,7 +41,9 @@ CHECKS = [
 ENOUGH = 40  # inputs, of which some are accepted
 ASTRAY = ("cache_salt", "previous_id", "after")  # lead a known id to nowhere
 # The built-in model has no token for yes.
-NOT_SERVED = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score")
+NOT_SERVED = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")
+OTHER_NAMES = {name: other.name for name, other in marks_of(ChatRequest).same}
+FORMS = (*STRUCTURED_FIELDS, *(n for n, other in OTHER_NAMES.items() if other in STRUCTURED_FIELDS))
 ENDLESS = (
     "GET",
     "/ui/events",
@@ -144,27 +148,21 @@ def _steer(case: schemathesis.Case, known: dict[str, str]) -> None:
     if isinstance(body, dict):
         if isinstance(body.get("model"), str):
             body["model"] = None
-        for name in [form for form in STRUCTURED_FIELDS if body.get(form) is not None][1:]:
+        for name in [form for form in FORMS if body.get(form) is not None][1:]:
             del body[name]
+        for name, other in OTHER_NAMES.items():
+            if body.get(name) is not None and body.get(other) is not None:
+                del body[name]
         if "/responses" in case.path and known:
             body.pop("previous_response_id", None)
             body.setdefault("input", "hi")
-        case.body = _whole(body)
+        case.body = body
     for place in (case.path_parameters, case.query):
         for name in [*place]:
             if name in known:
                 place[name] = known[name]
             elif known and name in ASTRAY:
                 del place[name]
-
-
-def _whole(value: Any) -> Any:
-    """JSON schema calls 2.0 an integer; the routes do not, and no schema can tell."""
-    if isinstance(value, dict):
-        return {name: _whole(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_whole(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _send(app: App, case: schemathesis.Case) -> httpx.Response:

@@ -24,6 +24,7 @@ DISTRIBUTIONS = {  # of a module whose name is another
     "yaml": "pyyaml",
     "zmq": "pyzmq",
     "PIL": "pillow",
+    "python_multipart": "python-multipart",
 }
 OPTIONAL = {  # where an extra is needed, and imported for it alone
     "triton": "cuda",

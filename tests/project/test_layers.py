@@ -64,7 +64,7 @@ def test_imports_point_left(layer: str) -> None:
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "core": (
         ("errors",),
-        ("validation",),
+        ("validation", "startup"),
         ("interface",),
         ("config",),
         ("scheduling", "sampling"),

@@ -7,9 +7,11 @@ import json
 import logging
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from configparser import RawConfigParser
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from foretoken.core.interface.adapter import Adapter, LoadedAdapter
 from foretoken.core.ops.native import recipe
 from foretoken.core.telemetry.readers import read_states, read_transfers
 from foretoken.radix_cache import PrefixCache, StateSlots
+from support import address_families
+from support.address_families import UNSUPPORTED
 from support.given import given, listening, parser
 from support.observed_app import Observed
 
@@ -393,11 +397,64 @@ def test_the_unit_starts_a_server_and_waits_for_its_drain(monkeypatch: pytest.Mo
     assert service["EnvironmentFile"].startswith("/")  # "-/" would serve all, were the file lost
 
 
+UNITS = ["foretoken.service", "foretoken-replica@.service"]
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+@pytest.mark.parametrize("name", UNITS)
+def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
+    text = (FOLDER / name).read_text().replace("/opt/foretoken/bin/foretoken", "/bin/true")
+    (tmp_path / name).write_text(text)
+    command = ["systemd-analyze", "verify", str(tmp_path / name)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_a_unit_is_not_started_again_after_a_wrong_flag(name: str) -> None:
+    assert unit(name)["RestartPreventExitStatus"] == "2"
+
+
+MEET = """
+import sys, tempfile
+from pathlib import Path
+from foretoken.core.errors import RankLost
+from foretoken.core.ops.parallel import GlooComm
+try:
+    GlooComm(Path(tempfile.mkdtemp()), 0, 1)
+except RankLost as failure:
+    sys.exit(str(failure))
+"""
+
+
+def test_ranks_meet_with_the_sockets_that_the_units_allow_and_not_with_fewer() -> None:
+    """Run gloo behind a filter of system calls as systemd sets one for a unit."""
+    allowed = {unit(name)["RestrictAddressFamilies"] for name in UNITS}
+    (families,) = (each.split() for each in allowed)
+    enough = restricted(families)
+    if enough.returncode == UNSUPPORTED:
+        pytest.skip("no filter of system calls on this machine")
+    assert (enough.returncode, enough.stderr) == (0, "")
+    fewer = restricted([each for each in families if each != "AF_NETLINK"])
+    assert fewer.returncode == 1
+    assert fewer.stderr.startswith("gloo cannot list network interfaces")
+    assert "Traceback" not in fewer.stderr
+
+
+def restricted(families: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    filtered = [sys.executable, address_families.__file__, ",".join(families)]
+    return subprocess.run(
+        [*filtered, sys.executable, "-c", MEET], capture_output=True, text=True, check=False
+    )
+
+
 def test_the_proxy_waits_as_long_as_the_server() -> None:
     text = (FOLDER / "nginx.conf").read_text()
     found = dict(re.findall(r"^\s*(\w+) +(\S+);", text, re.MULTILINE))
     defaults = Limits()
     assert found["proxy_buffering"] == "off"
+    # A POST meets the closed connection of a server that stops too rarely for a test to see it.
+    assert "proxy_next_upstream error http_503 non_idempotent;" in text
     assert seconds(found["proxy_read_timeout"]) > defaults.max_request_seconds
     assert seconds(found["keepalive_timeout"]) < defaults.idle_seconds
     assert seconds(found["client_header_timeout"]) == defaults.header_seconds

@@ -71,9 +71,15 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
         "RequestInbox.abort", "RequestInbox.drain", "RequestInbox.deliver",
         "RequestInbox.fail_streams", "TokenStream.push", "TokenStream.__anext__", "Delta.merge",
     ),
-    ("core/engine/test_step_bisection.py",): ("StepBisection.failed", "_smaller"),
+    ("core/engine/test_step_bisection.py",): ("StepBisection.failed", "_splits"),
     ("core/engine/test_finish_rate.py",): ("retry_seconds",),
-    _STOPS: ("StopStrings._link", "StopStrings.feed", "AnswerText.push", "AnswerText.take"),
+    _STOPS: (
+        "StopTable._link",
+        "StopTable.step",
+        "StopStrings.feed",
+        "AnswerText.push",
+        "AnswerText.take",
+    ),
     ("api/server/test_owners.py",): ("Shares.remove", "Shares.excess"),
     ("api/cluster/test_routing.py",): (
         "Router.leave", "Router.retire", "Router.stored", "Router.choose", "Router.begin",

@@ -1,4 +1,4 @@
-"""Promises of shared/CONTRACT.md about `AsyncLLM`."""
+"""Promises of docs/sdk.md about `AsyncLLM`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises of shared/CONTRACT.md and docs/server.md about the command line."""
+"""Promises of docs/server.md about the command line."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_help_names_every_command_and_serve_every_flag() -> None:
         ["serve", "--speculation", "maybe"],
         ["serve", "--log-level", "loud"],
         ["serve", "one", "two"],
-        ["run"],
+        ["run", "x", "builtin"],
         ["run", "x", "--temperature", "-1"],
         ["run", "x", "--max-tokens", "0"],
         ["chat", "--seed", "x"],
@@ -153,7 +153,7 @@ def test_what_a_machine_has_not_is_refused_with_one_line(flag: str, value: str) 
     assert flag.strip("-").replace("-", "_") in done.stderr
 
 
-@pytest.mark.parametrize("args", [["serve", "/no/such"], ["run", "x", "/no/such"]], ids=" ".join)
+@pytest.mark.parametrize("args", [["serve", "/no/such"], ["run", "/no/such", "x"]], ids=" ".join)
 def test_a_missing_model_fails_with_one_line(args: list[str]) -> None:
     done = call(*args)
     assert done.returncode not in (0, -11)
@@ -168,21 +168,58 @@ def test_a_port_in_use_fails_with_one_line() -> None:
     assert_one_line(done)
 
 
-def test_run_prints_the_text_of_the_sdk_and_a_cost_line(llm: LLM) -> None:
-    out = llm.generate(PROMPT, SamplingParams(seed=5, max_tokens=11, ignore_eos=True))
-    done = call(
-        "run", PROMPT, "builtin", "--seed", "5", "--max-tokens", "11", "--ignore-eos", *SMALL
-    )
-    assert done.returncode == 0, done.stderr
-    assert out.text.rstrip() in done.stdout
-    assert re.search(r"\b11\b.*token", (done.stdout + done.stderr).strip().splitlines()[-1])
+SEEDED = ["--seed", "5", "--max-tokens", "11", "--ignore-eos", *SMALL]
+
+
+def test_run_prints_the_answer_of_the_sdk_and_nothing_else(llm: LLM) -> None:
+    params = SamplingParams(seed=5, max_tokens=11, ignore_eos=True)
+    asked = [{"role": "user", "content": f"{PROMPT}\nsort it"}]
+    done = call("run", "builtin", "sort it", *SEEDED, stdin=PROMPT)
+    assert (done.returncode, done.stdout) == (0, llm.chat(asked, params).text.rstrip("\n") + "\n")
+    raw = call("run", "builtin", PROMPT, "--raw", "--stats", *SEEDED)
+    assert (raw.returncode, raw.stdout) == (0, llm.generate(PROMPT, params).text + "\n")
+    assert re.search(r"\b11\b.*token", raw.stderr.splitlines()[-1])
+
+
+def test_run_ends_quietly_when_its_reader_leaves() -> None:
+    line = f"{COMMAND} run builtin 'def f' --raw --ignore-eos --max-tokens 300 {' '.join(SMALL)}"
+    shell = f"{line} | head -c 1 > /dev/null; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "Traceback" in done.stderr) == (141, False), done.stderr
+
+
+@pytest.mark.parametrize("args", [[], ["--raw", "--ignore-eos", "--max-tokens", "900"]])
+def test_ctrl_c_ends_run_with_130_while_it_loads_and_while_it_answers(args: list[str]) -> None:
+    with subprocess.Popen(
+        [COMMAND, "run", "builtin", PROMPT, "--verbose", *args, *SMALL],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = process.stdout.read(1) if args else process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert first
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert bool(out) == bool(args), "the text that has come is kept"
 
 
 REPEATING = "x = [1, 2, 3, 1, 2, 3, "
 
 
 def test_drafts_are_shown_in_colour_and_the_text_stays_the_same() -> None:
-    args = ["run", REPEATING, "builtin", "--temperature", "0", "--max-tokens", "20", *SMALL]
+    args = [
+        "run",
+        "builtin",
+        REPEATING,
+        "--raw",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "20",
+        *SMALL,
+    ]
     plain = call(*args)
     shown = call(*args, "--show-drafts", variables={"FORCE_COLOR": "1", "NO_COLOR": ""})
     assert shown.returncode == 0, shown.stderr

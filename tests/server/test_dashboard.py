@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import pytest
 
+from foretoken.api.runtime.cache_diagnostics import CAUSES
 from foretoken.api.server.routes.dashboard import MAX_STEPS, PAGE, Dashboard, Watched
+from foretoken.api.server.routes.static_page import StaticPage
 from foretoken.core.interface.request import Delta
 from foretoken.core.telemetry.observers import EngineObserver
+from foretoken.draft.heads.assistant import AssistantHeadConfig
+from foretoken.draft.heads.kinds import KINDS
+from foretoken.draft.heads.mtp import MtpConfig
+from foretoken.draft.proposers import lm_proposer, self_draft, text_proposer
+from foretoken.draft.sources.grammar import GrammarSource
+from foretoken.draft.sources.prediction import PredictionSource
+from foretoken.draft.sources.prefix import PrefixSource
 from support.server_process import running
 
 SECRET = "xylophone"
@@ -40,11 +50,43 @@ def first_event(url: str, **headers: str) -> dict[str, Any]:
 
 def test_the_page_is_one_file_that_loads_nothing(url: str) -> None:
     answer = httpx.get(url)
-    assert answer.content == PAGE.read_bytes()
+    assert len(answer.content) > len(PAGE.read_bytes())  # with the words of the tables
     assert not re.search(r"""(src|href)=["'](?!data:)""", answer.text)
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
+
+
+def words_of(html: str) -> Any:
+    found = re.search(r'<script type="application/json" id="words">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_page_has_words_for_every_drafter_and_every_loss_of_the_cache(url: str) -> None:
+    words = words_of(httpx.get(url).text)
+    sources = {PrefixSource.name, PredictionSource.name, GrammarSource.name, "suffix", "ngram"}
+    proposers = {lm_proposer.SOURCE, text_proposer.SOURCE, self_draft.SOURCE, *KINDS}
+    assert words["drafters"].keys() == sources | proposers | {
+        MtpConfig.kind,
+        AssistantHeadConfig.kind,
+    }
+    assert words["losses"].keys() == {*CAUSES} - {"hit", "too_short", "first_seen"}
+
+
+def test_every_drafter_has_a_colour_in_light_and_in_dark(url: str) -> None:
+    html = httpx.get(url).text
+    for name in words_of(html)["drafters"]:
+        assert len(re.findall(rf"--{name}: #", html)) == 2, name
+
+
+def test_the_words_of_a_page_cannot_end_their_element(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text('<script type="application/json" id="words">{}</script><script>1</script>')
+    said = {"drafters": {"a": "</script><script>alert(1)</script>"}}
+    html = bytes(StaticPage(file, said).answer().body).decode()
+    assert words_of(html) == said
+    assert html.count("<script") == 2
 
 
 def test_the_events_count_and_hold_no_text(url: str) -> None:

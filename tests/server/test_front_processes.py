@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import threading
@@ -12,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from support.forked import Forked
+from support.forked import Forked, command
 from support.plain_http import get, opened, payloads, post
 from support.server_process import (
     Server,
@@ -232,6 +234,78 @@ def test_without_any_replica_the_front_answers_503_and_lives() -> None:
         assert get(server.url, "/health").status == 200
         assert replicas(server.url) == []
         assert server.stop() == 0
+
+
+def test_a_front_listens_at_once_and_answers_503_until_its_replicas_come() -> None:
+    port, front = free_port(), f"tcp://127.0.0.1:{free_port()}"
+    with open(os.devnull, "w+") as nothing:
+        streams = {"stdin": nothing, "stdout": nothing, "stderr": nothing}
+        words = ("serve", "builtin", "--port", str(port), "--front", front, "--replicas", "2")
+        process = Forked(command, *words, env=dict(os.environ), **streams)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(lambda: _listens(url))
+        assert get(url, "/health").status == 200
+        for refused in (
+            get(url, "/ready"), get(url, "/v1/models"), post(url, CHAT, body_of("chat")[1]),
+        ):  # fmt: skip
+            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+            assert refused.error["message"] == "waiting for replicas: 0 of 2 are there"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _listens(url: str) -> bool:
+    try:
+        return get(url, "/version").status == 200
+    except ConnectionRefusedError:
+        return False
+
+
+def test_a_batch_waits_for_a_replica_that_is_lost_and_can_be_cancelled_meanwhile() -> None:
+    _, engine = split_flags(FLAGS)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    replica = start_replica(address, engine)
+    try:
+        with front_at(address, ["--failover-seconds", "0.1"]) as server:
+            going_on, cancelled = _batch(server.url, 24), _batch(server.url, 24)
+            _wait(lambda: _state(server.url, going_on)["request_counts"]["completed"])
+            replica.kill()
+            _wait(lambda: not replicas(server.url))
+            assert _state(server.url, going_on)["status"] == "in_progress"
+            answer = post(server.url, f"/v1/batches/{cancelled}/cancel")
+            assert (answer.status, answer.json["status"]) == (200, "cancelling")
+            _wait(lambda: _state(server.url, cancelled)["status"] == "cancelled")
+            replica.wait()
+            replica = start_replica(address, engine)
+            _wait(lambda: _state(server.url, going_on)["status"] == "completed")
+            counts = _state(server.url, going_on)["request_counts"]
+            assert counts == {"total": 24, "completed": 24, "failed": 0}
+    finally:
+        replica.kill()
+        replica.wait()
+
+
+def _state(url: str, batch: str) -> dict[str, Any]:
+    state: dict[str, Any] = get(url, f"/v1/batches/{batch}").json
+    return state
+
+
+def _batch(url: str, count: int) -> str:
+    """Begin a batch of short completions; its id."""
+    body = {"prompt": SHARED, "max_tokens": 30, "temperature": 1.0}
+    lines = [
+        {"custom_id": str(n), "url": TEXT, "method": "POST", "body": body} for n in range(count)
+    ]
+    content = "".join(json.dumps(each) + "\n" for each in lines)
+    form = {"files": {"file": ("a", content)}, "data": {"purpose": "batch"}}
+    file = httpx.post(f"{url}/v1/files", **form).json()["id"]
+    asked = {"input_file_id": file, "endpoint": TEXT, "completion_window": "24h"}
+    created: str = post(url, "/v1/batches", asked).json["id"]
+    return created
 
 
 def test_the_live_page_shows_the_steps_and_the_paths_of_each_replica() -> None:

@@ -1,4 +1,4 @@
-"""Promises of shared/CONTRACT.md and shared/API.md about the OpenAI routes and neighbours."""
+"""Promises of docs/http.md and docs/routes.md about the OpenAI routes and their neighbours."""
 
 from __future__ import annotations
 

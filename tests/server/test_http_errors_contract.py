@@ -1,4 +1,4 @@
-"""Promises of shared/CONTRACT.md and shared/API.md about requests that are wrong."""
+"""Promises of docs/http.md about requests that are wrong."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ VALID = {
     TEXT: {"prompt": "import", "max_tokens": 2},
 }
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+STRICT = {"name": "x", "strict": True, "schema": {"type": "y"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 BAD_IN_BOTH = {
@@ -64,10 +65,13 @@ BAD_IN_ONE = [
 BAD = [(path, field, values) for path in VALID for field, values in BAD_IN_BOTH.items()]
 BAD_FORMS = [
     (CHAT, "tools", [{"type": "function"}]),
-    (CHAT, "tools", [{"type": "browser"}]),
     (CHAT, "tool_choice", "required"),
     (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
-    (CHAT, "response_format", {**SCHEMA, "json_schema": {"name": "x", "schema": {"type": "y"}}}),
+    (
+        CHAT,
+        "response_format",
+        {**SCHEMA, "json_schema": STRICT},
+    ),
     (CHAT, "messages", [{"role": "user", "content": [IMAGE]}]),
     *(
         (path, field, value)
@@ -84,15 +88,18 @@ EXACT: list[tuple[str, dict[str, Any], str]] = [  # a body's fields, and the pat
         for path in VALID
         for fields, param in [
             ({"n": 99}, "n"),
-            ({"stop": ["a"] * 17}, "stop"),
+            ({"stop": ["a" * 100] * 200}, "stop"),
             ({"stop": [""]}, "stop[0]"),
             ({"logit_bias": {"7": 101}}, "logit_bias"),
             ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
             ({"regex": "a("}, "regex"),
             ({"grammar": "start: missing"}, "grammar"),
             ({"guided_json": {}, "structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
-            *(({f"guided_{form}": "x"}, f"guided_{form}") for form in ("json", "regex", "choice")),
+            *(({f"guided_{form}": "x("}, f"guided_{form}") for form in ("json", "regex", "choice")),
             ({"guided_grammar": "x"}, "guided_grammar"),
+            ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+            ({"stop_regex": "x"}, "stop_regex"),
+            ({"typical_p": 0.5}, "typical_p"),
             ({"prompt_logprobs": 1}, "prompt_logprobs"),
             ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
             ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
@@ -103,7 +110,6 @@ EXACT: list[tuple[str, dict[str, Any], str]] = [  # a body's fields, and the pat
         for fields, param in [
             ({"top_logprobs": 2}, "top_logprobs"),  # without logprobs
             ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-            ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tools": [TOOL], "tool_choice": OTHER_TOOL}, "tool_choice"),
             ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -132,7 +138,7 @@ EXACT: list[tuple[str, dict[str, Any], str]] = [  # a body's fields, and the pat
             ({"function_call": "auto"}, "function_call"),
             ({"chat_template": "x"}, "chat_template"),
             ({"audio": {"voice": "x"}}, "audio"),
-            ({"guided_json": {}}, "guided_json"),
+            ({"guided_json": {"type": "x"}}, "guided_json"),
             ({"return_token_ids": 1}, "return_token_ids"),
             (
                 {"messages": [*MESSAGES, {"role": "assistant", "content": "x", "token_ids": [0]}]},

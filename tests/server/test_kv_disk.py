@@ -101,7 +101,7 @@ def check_that_the_folder_is_held(folder: Path) -> None:
 
 def refusal(value: str, *, after_loading: bool = True) -> str:
     """The line with which a value of the flag is refused."""
-    done = run_forked(command, "run", "x", "builtin", "--kv-disk", value, *SMALL)
+    done = run_forked(command, "run", "builtin", "x", "--kv-disk", value, *SMALL)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     (line,) = done.stderr.strip().splitlines()

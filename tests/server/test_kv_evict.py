@@ -61,7 +61,7 @@ def test_log_probabilities_of_the_prompt_keep_everything(server: Server) -> None
 
 @pytest.mark.parametrize("value", ["window", "window:100", "oldest:512", "triattention:512"])
 def test_another_value_of_the_flag_is_exit_2(value: str) -> None:
-    done = run_forked(command, "run", "x", "builtin", "--kv-evict", value)
+    done = run_forked(command, "run", "builtin", "x", "--kv-evict", value)
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("foretoken run: ")

@@ -1,4 +1,4 @@
-"""Promises of shared/CONTRACT.md about `LLM`, `Completion`, `Usage` and `SamplingParams`."""
+"""Promises of docs/sdk.md about `LLM`, `Completion`, `Usage` and `SamplingParams`."""
 
 from __future__ import annotations
 

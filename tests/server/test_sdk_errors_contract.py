@@ -1,4 +1,4 @@
-"""Promises of shared/CONTRACT.md about the errors and the life of `LLM`."""
+"""Promises of docs/sdk.md about the errors and the life of `LLM`."""
 
 from __future__ import annotations
 

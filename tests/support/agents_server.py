@@ -113,7 +113,7 @@ def build(path: str, _model: object, _config: object) -> Any:
     scheduler = Scheduler(PrefixCache(8 * CONTEXT // PAGE_SIZE, PAGE_SIZE), limits)
     engine = Engine(scheduler, SayingRunner(tokens))
     engine.metrics.observers.append(Log(path))
-    built = make_built(engine, FOLDER, tokens.end_id, vocab_size)  # type: ignore[arg-type]
+    built = make_built(engine, FOLDER, tokens.end_id, vocab_size=vocab_size)  # type: ignore[arg-type]
     built.name, built.max_model_len = "foretoken-64k", CONTEXT
     return built
 

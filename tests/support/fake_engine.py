@@ -10,10 +10,10 @@ import itertools
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -86,6 +86,7 @@ class FakeEngine:
         self.readiness: str | None = None
         self.metrics = FakeMetrics()
         self.limits = FakeLimits()
+        self.max_model_len = MAX_MODEL_LEN
         self.page_size, self.num_pages = 1, 10
         self._live: dict[str, Live] = {}
         self._task: asyncio.Task[None] | None = None
@@ -138,8 +139,8 @@ class FakeEngine:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         request.usage.prompt_tokens = request.prompt_len
         wanted = request.sampling.params.max_tokens
-        most = MAX_MODEL_LEN if wanted is None else request.prompt_len + wanted
-        request.max_len = min(most, MAX_MODEL_LEN)
+        most = self.max_model_len if wanted is None else request.prompt_len + wanted
+        request.max_len = min(most, self.max_model_len)
         stream = TokenStream(request)
         tokens = iter(self.answers(request))
         self._live[request.request_id] = Live(request, stream, tokens)
@@ -151,8 +152,8 @@ class FakeEngine:
     def check(self, request: Request) -> None:
         if not request.tokens:
             raise InvalidRequest("prompt must have at least one token", param="prompt")
-        if request.prompt_len >= MAX_MODEL_LEN:
-            raise PromptTooLong(request.prompt_len, MAX_MODEL_LEN - 1)
+        if request.prompt_len >= self.max_model_len:
+            raise PromptTooLong(request.prompt_len, self.max_model_len - 1)
 
     def abort(self, request_id: str) -> None:
         """Takes effect between two steps, as the real one's."""
@@ -244,6 +245,7 @@ class FakeEngine:
         delta.token_sources = [*accepted, ""][: len(delta.token_ids)]
         usage.completion_tokens += len(delta.token_ids)
         usage.verify_steps += 1
+        usage.draft_steps += bool(proposed)
         usage.proposed_tokens += proposed
         usage.accepted_tokens += len(accepted)
         steps, served = usage.steps_by_accepted, len(accepted)
@@ -272,7 +274,15 @@ def _logprob(token_id: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token_id, -0.25, top)
 
 
-def make_built(engine: ServingEngine, folder: Path, eos: int, vocab_size: int) -> SimpleNamespace:
+def ends_of(vocab: Mapping[str, int]) -> list[int]:
+    """The tokens of a test's vocabulary that end an answer."""
+    return [vocab[name] for name in ("<|im_end|>", "<|endoftext|>") if name in vocab]
+
+
+_Built = make_dataclass("_Built", [(each.name, Any) for each in fields(Built)])
+
+
+def make_built(engine: ServingEngine, folder: Path, *eos: int, vocab_size: int) -> Any:
     """Make the result of `api.build.engine_builder.build`, without importing torch.
 
     It has all fields of a `Built`, and tests may change them.
@@ -286,7 +296,7 @@ def make_built(engine: ServingEngine, folder: Path, eos: int, vocab_size: int) -
         max_model_len=MAX_MODEL_LEN,
         drafters=("radix",),
         pooling=PoolingSpec(dimensions=2, embeds=True),
-        eos_token_ids=frozenset({eos}),
+        eos_token_ids=frozenset(eos),
         settings={"draft": "auto,/models/head", "dump_dir": "/dumps", "kv_tokens": 4096},
     )
-    return SimpleNamespace(**{each.name: getattr(built, each.name) for each in fields(built)})
+    return _Built(*(getattr(built, each.name) for each in fields(built)))

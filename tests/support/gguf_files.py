@@ -38,6 +38,11 @@ TURNED = (
     "llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo",
     "granitemoe", "granitemoehybrid",
 )  # fmt: skip
+VOCABULARY: dict[str, tuple[str, Any]] = {
+    "tokenizer__ggml__model": ("add_string", "gpt2"),
+    "tokenizer__ggml__tokens": ("add_array", ["a", "b", "ab"]),
+    "tokenizer__ggml__merges": ("add_array", ["a b"]),
+}
 DENSE = {"nemotron_h": "nemotron_h"}  # architectures of the same types without experts
 _CONVS = ("conv1d.weight", "shortconv.conv.weight")  # stay float32
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -71,9 +76,16 @@ def rounded(values: torch.Tensor, kind: GgmlType) -> torch.Tensor:
 
 
 def write_gguf(
-    folder: Path, file: Path, *, kind: GgmlType = GgmlType.F32, **more: tuple[str, Any]
+    folder: Path,
+    file: Path,
+    *,
+    kind: GgmlType | Callable[[str], GgmlType] = GgmlType.F32,
+    **more: tuple[str, Any],
 ) -> Path:
-    """A checkpoint in Hugging Face layout as a GGUF file, its matrices quantised."""
+    """A checkpoint in Hugging Face layout as a GGUF file, its matrices quantised.
+
+    ``kind``: of all matrices, or of each by its name in the file.
+    """
     config = json.loads((folder / "config.json").read_text())
     if "layers_block_type" in config:  # Nemotron-H's, which names no number and has no RoPE
         config["num_hidden_layers"] = len(config["layers_block_type"])
@@ -84,7 +96,7 @@ def write_gguf(
         arch = DENSE[model_type]
     writer = gguf.GGUFWriter(file, arch)
     _metadata(writer, config, arch)
-    for name, (method, value) in more.items():
+    for name, (method, value) in (VOCABULARY | more).items():
         getattr(writer, method)(name.replace("__", "."), value)
     model_arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(model_arch, config["num_hidden_layers"] + _further(config))
@@ -94,13 +106,14 @@ def write_gguf(
         if values.ndim < 2 or own.endswith(_UNQUANTISED):
             writer.add_tensor(own, np.ascontiguousarray(values, np.float32))
             continue
-        raw = gguf.quantize(np.ascontiguousarray(values), kind)
+        own_kind = kind if isinstance(kind, GgmlType) else kind(own)
+        raw = gguf.quantize(np.ascontiguousarray(values), own_kind)
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(
             own.split(".")[-2]
         )
         if model_type in TURNED and heads:
             raw = interleaved(raw, config[heads])
-        writer.add_tensor(own, raw, raw_dtype=kind)
+        writer.add_tensor(own, raw, raw_dtype=own_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

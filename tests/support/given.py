@@ -7,6 +7,7 @@ from functools import cache
 
 from foretoken.api.cli import commands
 from foretoken.api.cli.config import SERVE, Given
+from foretoken.api.cli.serve import listen_options
 from foretoken.api.serving.settings import Listen
 
 
@@ -23,4 +24,4 @@ def given(*args: str) -> Given:
 
 def listening(*args: str) -> Listen:
     """Return where and how ``foretoken serve ARGS`` listens."""
-    return commands.listen_options(given(*args))
+    return listen_options(given(*args))

@@ -11,14 +11,23 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
+from foretoken.api.build.memory import PROGRAM_BYTES, USUAL_TOKENS, room_for
+from foretoken.core.config import EngineConfig
 from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, REFUSED
 from foretoken.core.model.families.registry import MODEL_FAMILIES, OWN_ONLY, TEXT_FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
+from foretoken.core.ops.quantize import Quantize
 from support.known_models import KNOWN
 from support.tiny_models import RECURRENT, TYPES
 
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+_MACHINES = (8, 16, 32)  # GB of memory
+_USABLE = 0.85  # of it, beside the system
+_MEMORY_ROWS = (
+    "Qwen3 0.6B", "Llama 3.2 1B", "SmolLM3 3B", "Gemma 3 4B", "Qwen2.5 7B", "Llama 3.1 8B",
+    "Qwen3 8B", "Phi-4", "Qwen3.5 27B", "Qwen3 30B-A3B", "Gemma 4 31B",
+)  # fmt: skip
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 HERE = Path(__file__).resolve().parent / "models_page.md"
 
@@ -34,6 +43,10 @@ def page() -> str:
         "NUM_RECURRENT": str(len(RECURRENT)),
         "GGUF": _names(ARCHITECTURES),
         "KNOWN": _known(),
+        "MEMORY": _memory(),
+        "USUAL_TOKENS": f"{USUAL_TOKENS:,}",
+        "PROGRAM": f"{PROGRAM_BYTES >> 20} MiB",
+        "USABLE": f"{100 * _USABLE:.0f} %",
         "REFUSED": _refused(),
     }
     for name, table in tables.items():
@@ -94,6 +107,29 @@ def _known_row(name: str, report: ModelReport) -> str:
         f" | {report.most_bytes / 2**30:.1f} GiB | {kv / 2**10:.0f} KiB | {state}"
         f" | {report.max_model_len:,} |"
     )
+
+
+def _memory() -> str:
+    formats: tuple[tuple[str, Quantize], ...] = (
+        ("16 bits", "none"), ("8 bits", "int8"), ("4 bits", "int4"),
+    )  # fmt: skip
+    heads = " | ".join(f"{name}: weights, in all" for name, _ in formats)
+    rows = [f"| model | KV of 1,024 tokens | {heads} |", _line(5)]
+    for name in _MEMORY_ROWS:
+        report = _report(KNOWN[name])
+        assert report.kv_bytes_per_token is not None
+        cells = " | ".join(_fit(report, quantize) for _, quantize in formats)
+        rows.append(f"| {name} | {report.kv_bytes_per_token * 1024 / 2**20:.0f} MiB | {cells} |")
+    return "\n".join(rows)
+
+
+def _fit(report: ModelReport, quantize: Quantize) -> str:
+    """Weights, all that a conversation needs, and the smallest usual machine that has it."""
+    room = room_for(report, EngineConfig(quantize=quantize))
+    total = room.weights + room.kv + PROGRAM_BYTES
+    machine = next((each for each in _MACHINES if total <= _USABLE * each * 2**30), None)
+    where = "more" if machine is None else f"{machine} GB"
+    return f"{room.weights / 2**30:.1f}, {total / 2**30:.1f} GiB: {where}"
 
 
 def _size(num_bytes: int) -> str:

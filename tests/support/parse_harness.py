@@ -45,10 +45,10 @@ def syntax(
     return Syntax.choose(template, vocab or {}, tool_parser=family, reasoning_parser=reasoning)
 
 
-def parse(parser: OutputParser, pieces: Iterable[str]) -> list[Event]:
+def parse(parser: OutputParser, pieces: Iterable[str], *, is_cut: bool = False) -> list[Event]:
     """All of it, neighbours of one kind together."""
     events = [event for piece in pieces for event in parser.feed(piece)]
-    return merged([*events, *parser.end()])
+    return merged([*events, *parser.end(is_cut=is_cut)])
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 from tokenizers import AddedToken
@@ -25,10 +26,11 @@ END = 2  # <|im_end|>
 class Model:
     """A tokenizer, what is compiled for it, and one that answers at random within a grammar."""
 
-    def __init__(self, marks: str, runner: asyncio.Runner) -> None:
+    def __init__(self, marks: str, runner: asyncio.Runner, more: Sequence[str] = ()) -> None:
         hf = AutoTokenizer.from_pretrained(BUILTIN / "target")
         if marks != "spelt":
-            tokens = [AddedToken(m, normalized=False, special=marks == "special") for m in MARKS]
+            is_special, names = marks == "special", dict.fromkeys([*MARKS, *more])
+            tokens = [AddedToken(m, normalized=False, special=is_special) for m in names]
             hf.add_tokens(tokens, special_tokens=marks == "special")
         self.tokenizer = Tokenizer(hf, max_model_len=4096)
         self.grammars = Grammars(self.tokenizer, len(hf), frozenset({END}))

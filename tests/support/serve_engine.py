@@ -3,8 +3,8 @@
 JSON holds options of `Supervision`, of `Limits`, ``drain_seconds``, and ``front``: an address that
 it serves as a replica instead. Each line of stdin is an
 order: "hold" the steps to come until "go"; "raise" in all of them; "hang" in the next one for
-ever; "stall" the event loop. On stdout it says "obeyed", "submitted" and, in a step that is
-held, "entered".
+ever; "leap" with the engine's clock, 100 seconds on; "stall" the event loop. On stdout it says
+"obeyed", "submitted" and, in a step that is held, "entered".
 """
 
 import json
@@ -55,11 +55,20 @@ class Obedient(FakeRunner):
         return super().step(plan)
 
 
+class Clock:
+    ahead = 0.0  # seconds
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
 def obey() -> None:
     for line in sys.stdin:
         order = line.strip()
         if order == "stall":
             engine._task.get_loop().call_soon_threadsafe(time.sleep, 1000)
+        elif order == "leap":
+            clock.ahead += 100
         else:
             runner.order = order
             runner.may_go.set() if order == "go" else runner.may_go.clear()
@@ -79,11 +88,11 @@ supervision = Supervision(
     ready_step_seconds=options.get("ready_step_seconds", 10.0),
     dump_dir=Path(options["dump_dir"]),
 )
-scheduler, runner = make_scheduler(max_running=2, max_queued=4), Obedient(4)
-engine = Engine(scheduler, runner, supervision=supervision)
+scheduler, runner, clock = make_scheduler(max_running=2, max_queued=4), Obedient(4), Clock()
+engine = Engine(scheduler, runner, supervision=supervision, clock=clock)
 engine.submit = submit
 threading.Thread(target=obey, daemon=True).start()
-built = make_built(engine, Path(folder), EOS, VOCAB_SIZE)
+built = make_built(engine, Path(folder), EOS, vocab_size=VOCAB_SIZE)
 if front := options.get("front"):
     configure("info", "text")
     tokenizer = load(Path(folder), max_model_len=built.max_model_len)

@@ -45,7 +45,7 @@ def tell() -> None:
 
 for target in (obey, tell):
     threading.Thread(target=target, daemon=True).start()
-built = make_built(engine, Path(folder), int(eos), int(vocab_size))
+built = make_built(engine, Path(folder), int(eos), vocab_size=int(vocab_size))
 listen = Listen(port=int(port), uds=uds[0] if uds else None, drain_seconds=float(drain))
 configure(listen.log_level, listen.log_format)
 sys.exit(run(AsyncLLM.from_built(built), listen))

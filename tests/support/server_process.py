@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 
-from foretoken.api.cli.commands import FRONT_ENGINE_OPTIONS
+from foretoken.api.cli.serve import FRONT_ENGINE_OPTIONS
 from foretoken.core.config import EngineConfig
 from foretoken.core.interface.settings import settings_of
 from support.forked import Forked, command
@@ -146,7 +146,7 @@ def front_at(
 
 
 def _await_replicas(server: Server) -> None:
-    """Wait for all of them: the front listens when it has the first one."""
+    """Wait for all of them: the front tells its address when it has the first one."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         try:

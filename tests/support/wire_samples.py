@@ -84,15 +84,20 @@ USAGE: dict[str, object] = {
     "cache_write_tokens": 8, "image_tokens": 6, "spliced_tokens": 7,
     "normalized": ("billing-header",),
     "cache_loss": Eviction("late", NOW - 30.0), "completion_tokens": 7, "proposed_tokens": 6,
-    "accepted_tokens": 5, "verify_steps": 4, "tree_steps": 3, "accepted_by_source": {"lm": 2},
-    "proposed_by_source": {"lm": 3, "radix": 1}, "steps_by_accepted": {0: 1, 4: 2},
-    "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1, "closed_early": True,
-    "evicted_tokens": 128,
+    "accepted_tokens": 5, "verify_steps": 4, "draft_steps": 4, "tree_steps": 3,
+    "accepted_by_source": {"lm": 2}, "proposed_by_source": {"lm": 3, "radix": 1},
+    "steps_by_accepted": {0: 1, 4: 2}, "accepted_prediction_tokens": 2,
+    "rejected_prediction_tokens": 1, "closed_early": True, "evicted_tokens": 128,
     "moves": 2, "queue_time": 0.5, "time_to_first_token": 0.75, "total_time": 1.25,
 }  # fmt: skip
 POOLING = PoolingSpec(dimensions=64, embeds=True, cuts=(16, 32), score_ids=(5, 6))
 DEFAULTS = SamplingDefaults(
-    temperature=0.5, top_p=0.25, top_k=8, min_p=0.125, repetition_penalty=1.25
+    temperature=0.5,
+    top_p=0.25,
+    top_k=8,
+    min_p=0.125,
+    repetition_penalty=1.25,
+    origin="its card",
 )
 ERRORS: tuple[Exception, ...] = (
     ForetokenError("steps failed"),

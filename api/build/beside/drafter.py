@@ -20,6 +20,7 @@ from ....core.model.drafting.assistant import is_assistant
 from ....core.model.formats.checkpoint import OnRead
 from ....core.model.opening import open_model
 from ....core.ops.kv_pool import KVPool
+from ....core.startup import timed
 from ....draft.control.profiler import TriedProposer
 from ....draft.heads.assistant import join_assistant
 from ....draft.heads.joined import JoinedHead, load_head
@@ -93,6 +94,7 @@ class Drafter:
         return LmProposer(draft, own_pool, independent=independent), (draft, own_pool)
 
 
+@timed("drafter")
 def load_drafter(
     path: Path,
     spec: DraftSpec,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import signal
@@ -17,11 +18,13 @@ from typing import Any, Protocol
 from ....core.errors import ForetokenError, InvalidRequest
 from ....core.ops.machine.cache_folder import cache_folder
 from ...sdk.async_llm import AsyncLLM
+from ...serving.settings import Settings
 from ...types.sampling_params import LeftOut, SamplingParams
-from ..flags import SAMPLING_FLAGS
-from .progress import watch_loading
+from ..config import SAMPLING_FLAGS, TERMINAL, Given, model_options, with_adapter
+from ..flags import engine_options
+from .progress import tell_start, watch_loading
 from .remote import ServerModel
-from .terminal import Palette, palette, show
+from .terminal import PLAIN, LocalModel, Style, style_of
 
 HISTORY_LINES = 1000
 MANY_LINES = '"""'  # begins and ends a message of several lines
@@ -50,20 +53,32 @@ class Partner(Protocol):
         """
 
 
-class LocalModel:
-    """A model in this process."""
+def run(parsed: argparse.Namespace) -> int:
+    """Hold a conversation with a model here or with a server; the exit code."""
+    if parsed.verbose:
+        tell_start()
+    given = Given(parsed, TERMINAL)
+    given.warn_of_unknown_variables()
+    params, style = given.make(SamplingParams), style_of(parsed)
+    if parsed.url is None:
+        model, options = model_options(given)
+        return chat(model, with_adapter(params, options), options, parsed.system, style)
+    if local := _flags_of_a_model_here(parsed):
+        parsed.parser.error(
+            f"--url talks to a server, which has its model and engine flags: leave out {local}"
+        )
+    key = next(iter(given.make(Settings).api_keys), None)
+    return chat_with_server(parsed.url, key, params, parsed.system, style)
 
-    def __init__(self, llm: AsyncLLM, colours: Palette | None) -> None:
-        self._llm, self._colours = llm, colours
-        self.name = llm.built.name
-        self.sampling: Mapping[str, Any] = llm.built.sampling_defaults.in_force
 
-    async def answer(
-        self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
-    ) -> list[int] | None:
-        """Print an answer in the colours of its drafters, then its cost."""
-        prompt = await self._llm.render(messages)
-        return await show(self._llm, prompt, params, self._colours, texts)
+def _flags_of_a_model_here(parsed: argparse.Namespace) -> str:
+    """Arguments that were given and are of no use with a model in another process."""
+    names = ["MODEL"] if parsed.model is not None else []
+    names += ["--revision"] if parsed.revision is not None else []
+    names += ["--offline"] if parsed.offline else []
+    names += ["--" + name.replace("_", "-") for name in engine_options(parsed)]
+    names += ["--show-drafts"] if parsed.show_drafts else []
+    return ", ".join(names)
 
 
 def chat(
@@ -71,8 +86,7 @@ def chat(
     params: SamplingParams,
     options: Mapping[str, Any],
     system: str | None = None,
-    *,
-    show_drafts: bool = False,
+    style: Style = PLAIN,
 ) -> int:
     """Hold a conversation with a model: a turn for each message of stdin, until stdin ends."""
 
@@ -80,20 +94,23 @@ def chat(
         llm = AsyncLLM(model, **options)
         await watch_loading(model, llm.start())
         async with llm:
-            partner = LocalModel(llm, palette(show_drafts=show_drafts))
-            await Conversation(partner, params, system).hold()
+            await Conversation(LocalModel(llm, style), params, system).hold()
 
     asyncio.run(hold())
     return 0
 
 
 def chat_with_server(
-    url: str, key: str | None, params: SamplingParams, system: str | None = None
+    url: str,
+    key: str | None,
+    params: SamplingParams,
+    system: str | None = None,
+    style: Style = PLAIN,
 ) -> int:
     """Hold the same conversation with a running server."""
 
     async def hold() -> None:
-        partner = await ServerModel.connect(url, key)
+        partner = await ServerModel.connect(url, key, style)
         await Conversation(partner, params, system).hold()
 
     asyncio.run(hold())
@@ -157,7 +174,7 @@ class Conversation:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # the whole conversation is to end, not the answer
-            print("\n[stopped]", file=sys.stderr)
+            print("[stopped]", file=sys.stderr)
         except ForetokenError as error:  # a prompt that is too long, say
             print(f"foretoken: {error}", file=sys.stderr)
             return

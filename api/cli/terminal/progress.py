@@ -1,57 +1,136 @@
-"""One line on stderr while a model is loaded: ``loading smollm2 (93.6 MiB) ... 2.1 s``."""
+"""Progress on stderr of a load, a bar at a terminal, else one line once the model is there; and of
+a computation, with an estimate.
+
+Nothing is printed in the first two seconds: the answer is the only thing that is read then.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from ....core.config import format_size
+from ....core.startup import COMPILING, LOADING, STARTUP, log_seconds, on_progress
 from ...build.model_files import name_and_bytes
 from ...runtime.interrupts import ending_at_once
+from ..clock import BEGAN
 
+PATIENCE = 2.0  # seconds
 TICK = 0.1  # seconds
+LINE_SECONDS = 10.0  # between two lines of a computation, where they are not written again
+WIDTH = 24  # of the bar
+CLEAR = "\r\x1b[K"  # the line
+
+
+def tell_start() -> None:
+    """Print the seconds of each step of the start from now on."""
+    logger = logging.getLogger(STARTUP)
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    log_seconds("imports of the command", time.perf_counter() - BEGAN)
 
 
 async def watch_loading(model: str | None, loading: Awaitable[None]) -> None:
-    """Await ``loading`` and write the line, with the seconds that it took at its end.
-
-    A terminal shows them as they pass. Ctrl-C ends the process at once. No line for a model that is
-    not there, nor for one that may have to be downloaded, which has progress bars of its own.
-    """
+    """Await ``loading`` and show how it goes. Ctrl-C ends the process at once, with status 130."""
     found = name_and_bytes(model)
-    with ending_at_once():
-        if found is None or sys.stderr is None:
-            await loading
-        else:
-            await _watch(f"loading {found[0]} ({format_size(found[1])}) ... ", loading)
-
-
-async def _watch(line: str, loading: Awaitable[None]) -> None:
-    began = time.monotonic()
-    if not _is_rewritable():
-        await loading  # if it fails, the error is the only line
-        print(f"{line}{time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-        return
-    print(line, end="", file=sys.stderr, flush=True)
-    ticker = asyncio.create_task(_tick(line, began))
+    name = f"{found[0]} ({format_size(found[1])})" if found else str(model)
+    watch = _Watch(name, is_local=found is not None)
+    before = on_progress.set(watch.note)
     try:
-        await loading
-    except BaseException:
-        print(file=sys.stderr)
-        raise
+        with ending_at_once():
+            await watch.over(loading)
     finally:
-        ticker.cancel()
-    print(f"\r{line}{time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        on_progress.reset(before)
+    log_seconds("in all", time.perf_counter() - BEGAN)
+
+
+class _Watch:
+    """Shows one load of a model. ``is_local``: nothing is downloaded, which has bars of its own."""
+
+    def __init__(self, model: str, *, is_local: bool) -> None:
+        self._model = model
+        self._began = time.monotonic()
+        self._step, self._share = LOADING, 0.0
+        self._is_loading = is_local
+        self._is_shown = False
+        self._is_rewritten = _is_rewritable()
+
+    def note(self, step: str, share: float) -> None:
+        """Take how much of a step is done; step and share are those of `on_progress`."""
+        begins = step == COMPILING and step != self._step
+        self._step, self._share, self._is_loading = step, share, True
+        if begins and not self._is_rewritten:
+            self._write(f"{COMPILING}, once for this version and CPU\n")
+
+    async def over(self, loading: Awaitable[None]) -> None:
+        """Await it. The bar becomes the line at the end; where it fails, the error is the line."""
+        ticker = asyncio.create_task(self._tick()) if self._is_rewritten else None
+        try:
+            await loading
+        except BaseException:
+            self._write(CLEAR if self._is_shown else "")
+            raise
+        finally:
+            if ticker is not None:
+                ticker.cancel()
+        if self._seconds >= PATIENCE and self._is_loading:
+            begin = CLEAR if self._is_shown else ""
+            self._write(f"{begin}{LOADING} {self._model} ... {self._seconds:.1f} s\n")
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            if self._seconds >= PATIENCE and self._is_loading:
+                self._is_shown = True
+                what = f"{LOADING} {self._model}" if self._step == LOADING else self._step
+                self._write(f"{CLEAR}{what} {bar(self._share)} {self._seconds:.1f} s")
+
+    def _write(self, text: str) -> None:
+        if text and sys.stderr is not None:
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Shows how much of a computation is done and about how many seconds are left."""
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._clock = what, clock
+        self._is_rewritten = _is_rewritable()
+        self._began = clock()
+        self._next = self._began + PATIENCE
+
+    def note(self, share: float) -> None:
+        """Show the share that is done, above 0 to 1, unless the last line is recent."""
+        now = self._clock()
+        is_last = share >= 1 and self._is_rewritten
+        if sys.stderr is None or (now < self._next and not is_last):
+            return
+        left = (now - self._began) * (1 - share) / share
+        line = f"{self._what} {bar(share)} about {left:.0f} s left"
+        if self._is_rewritten:
+            print(CLEAR + ("" if is_last else line), end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+        self._next = now + (TICK if self._is_rewritten else LINE_SECONDS)
+
+
+def bar(share: float) -> str:
+    """``[######------------------]  25 %``."""
+    full = int(share * WIDTH)
+    return f"[{'#' * full}{'-' * (WIDTH - full)}] {share:4.0%}"
 
 
 def _is_rewritable() -> bool:
+    """Whether a line can be written again: at a terminal, where no other lines come between."""
+    if sys.stderr is None or logging.getLogger(STARTUP).isEnabledFor(logging.DEBUG):
+        return False
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-
-
-async def _tick(line: str, began: float) -> None:
-    while True:
-        await asyncio.sleep(TICK)
-        print(f"\r{line}{time.monotonic() - began:.1f} s", end="", file=sys.stderr, flush=True)

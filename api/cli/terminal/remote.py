@@ -17,7 +17,8 @@ import h11
 
 from ....core.errors import ForetokenError, InvalidRequest
 from ...types.sampling_params import SamplingParams
-from ..flags import SAMPLING_FLAGS
+from ..config import SAMPLING_FLAGS
+from .terminal import PLAIN, Printer, Style
 
 READ_BYTES = 2**16
 LEFT_OUT = SamplingParams()  # fields that are as here are not sent: the server's defaults hold
@@ -26,17 +27,17 @@ LEFT_OUT = SamplingParams()  # fields that are as here are not sent: the server'
 class ServerModel:
     """The first model of an OpenAI-compatible server."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, style: Style = PLAIN) -> None:
         self.name = ""
         self.context: int | None = None  # tokens, where the server tells
         self.sampling: Mapping[str, Any] = {}
         self._takes_ids = False  # other servers may refuse the field
-        self._url, self._key = url, key
+        self._url, self._key, self._style = url, key, style
 
     @classmethod
-    async def connect(cls, url: str, key: str | None) -> Self:
+    async def connect(cls, url: str, key: str | None, style: Style = PLAIN) -> Self:
         """Ask the server for its model. Raises `ForetokenError` where it does not answer."""
-        found = cls(checked(url), key)
+        found = cls(checked(url), key, style)
         body = b"".join([piece async for piece in found._pieces("GET", "/v1/models")])
         try:
             model = json.loads(body)["data"][0]
@@ -52,7 +53,7 @@ class ServerModel:
     async def answer(
         self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
     ) -> list[int] | None:
-        """Print an answer as it comes, then what it cost."""
+        """Print an answer as it comes, then what it cost if that is wanted."""
         body: dict[str, Any] = {
             "model": self.name,
             "messages": messages,
@@ -64,21 +65,26 @@ class ServerModel:
             body["return_token_ids"] = True
         usage: Mapping[str, Any] = {}
         token_ids: list[int] = []
-        reasoning = ""
-        async with aclosing(self._events("/v1/chat/completions", body)) as events:
-            async for event in events:
-                if "error" in event:
-                    raise ForetokenError(_message(event["error"]))
-                usage = event.get("usage") or usage
-                for choice in event.get("choices") or ():
-                    delta = choice.get("delta") or {}
-                    texts.append(text := delta.get("content") or "")
-                    token_ids = delta.get("token_ids") or token_ids
-                    reasoning += (thought := delta.get("reasoning_content") or "")
-                    print(thought, text, sep="", end="", flush=True)
-        print(flush=True)
-        print(_cost_line(usage), file=sys.stderr)
-        return None if reasoning else token_ids  # the conversation has no thoughts
+        has_thoughts, printer = False, Printer()
+        try:
+            async with aclosing(self._events("/v1/chat/completions", body)) as events:
+                async for event in events:
+                    if "error" in event:
+                        raise ForetokenError(_message(event["error"]))
+                    usage = event.get("usage") or usage
+                    for choice in event.get("choices") or ():
+                        delta = choice.get("delta") or {}
+                        thought = delta.get("reasoning_content") or ""
+                        has_thoughts |= bool(thought)
+                        texts.append(delta.get("content") or "")
+                        token_ids = delta.get("token_ids") or token_ids
+                        printer.think(thought)
+                        printer.write(texts[-1])
+        finally:
+            printer.end()
+        if self._style.has_stats:
+            print(_cost_line(usage), file=sys.stderr)
+        return None if has_thoughts else token_ids  # the conversation has no thoughts
 
     async def _events(
         self, path: str, body: Mapping[str, Any]

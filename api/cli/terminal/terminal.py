@@ -1,27 +1,25 @@
-"""Answers streamed to the terminal, with colours and cost; ``foretoken run``."""
+"""Answers as the terminal shows them: streamed, coloured by their drafters, with their cost."""
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from ....core.interface.request import Usage
 from ....core.telemetry.spec_decode_stats import by_source
-from ...runtime.generation import Answer
-from ...runtime.preprocess import Prompt
-from ...sdk.async_llm import AsyncLLM
+from ...runtime.chat import ChatClient
+from ...sdk.async_llm import AsyncLLM, ChatOptions
 from ...types.results import TextDelta
 from ...types.sampling_params import SamplingParams
-from .progress import watch_loading
 
 COLOURS = {"green": 32, "cyan": 36, "magenta": 35, "yellow": 33, "blue": 34, "red": 31}
+GREY = "\x1b[90m"
 RESET = "\x1b[0m"
-NOTHING_CAME = "[no text came: run continues a text as it stands; `foretoken chat` asks questions]"
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -93,77 +91,133 @@ class Painter:
         return f"[tokens by source: {', '.join(parts)}]"
 
 
-def run(
-    prompt: str,
-    model: str | None,
-    params: SamplingParams,
-    options: Mapping[str, Any],
-    *,
-    show_drafts: bool = False,
-) -> int:
-    """Complete one prompt: text on stdout, cost on stderr."""
-    colours = palette(show_drafts=show_drafts)
-    texts: list[str] = []
+class Style(NamedTuple):
+    """Choice of what is shown besides the text of an answer."""
 
-    async def answer() -> None:
-        llm = AsyncLLM(model, **options)
-        await watch_loading(model, llm.start())
-        async with llm:
-            await show(llm, prompt, params, colours, texts)
-        if not "".join(texts).strip():
-            print(NOTHING_CAME, file=sys.stderr)
-
-    asyncio.run(answer())
-    return 0
+    colours: Palette | None = None  # of drafters
+    has_stats: bool = False  # the cost
 
 
-def palette(*, show_drafts: bool) -> Palette | None:
-    """The colours of drafters, if they are to be shown."""
-    return Palette(coloured=wants_colour(sys.stdout)) if show_drafts else None
+PLAIN = Style()
 
 
-async def show(
-    llm: AsyncLLM,
-    prompt: Prompt,
-    params: SamplingParams,
-    colours: Palette | None,
-    texts: list[str],
-) -> list[int] | None:
-    """Print an answer as it comes and append its text to ``texts``; then print its cost.
-
-    With ``colours`` the text has those of its drafters, and a legend follows. Returns the token ids
-    that stand for the text, None if there are none.
-    """
-    answer = await llm.open(prompt, params)
-    painter = colours and Painter(colours, llm.tokenizer.detokenizer(answer.prompt_token_ids).push)
-    ids: list[int] = []
-    last = TextDelta()
-    try:
-        async with aclosing(answer.deltas()) as deltas:
-            async for last in deltas:
-                ids += last.token_ids
-                texts.append(last.text)
-                print(painter.paint(last) if painter else last.text, end="", flush=True)
-    finally:
-        llm.forget(answer)
-    print(flush=True)  # before the lines on stderr, wherever both go
-    if painter:
-        print(painter.legend(), file=sys.stderr)
-    print(cost_line(answer), file=sys.stderr)
-    return _standing(llm, ids, last)
+def style_of(parsed: argparse.Namespace) -> Style:
+    """Read what is to be shown besides the text of answers."""
+    if not parsed.show_drafts:
+        return Style(has_stats=parsed.stats)
+    return Style(Palette(coloured=wants_colour(sys.stdout)), has_stats=True)
 
 
-def _standing(llm: AsyncLLM, ids: list[int], last: TextDelta) -> list[int] | None:
-    """The ids of an answer without its stop token; None if its text is not that of all of them."""
-    if last.finish_reason == "stop":
-        ids = ids[:-1]
-    is_cut = isinstance(last.stop_reason, str)
-    return None if is_cut or llm.tokenizer.has_silent(ids, frozenset()) else ids
+class Printer:
+    """Prints one answer as it comes: its text to stdout, thoughts in grey to a terminal."""
+
+    def __init__(self) -> None:
+        self._last = ""  # character of the text
+        self._is_thinking = False
+        self._shows_thoughts = _is_terminal(sys.stdout) and _is_terminal(sys.stderr)
+
+    def think(self, text: str) -> None:
+        """Print a part of the thoughts, where they cannot be taken for a part of the answer."""
+        if text and self._shows_thoughts:
+            self._is_thinking = True
+            grey = f"{GREY}{text}{RESET}" if wants_colour(sys.stderr) else text
+            print(grey, end="", file=sys.stderr, flush=True)
+
+    def write(self, text: str, painted: str = "") -> None:
+        """Print a part of the text; ``painted``: the same in colours."""
+        if not text:
+            return
+        self._end_thoughts()
+        self._last = text[-1]
+        print(painted or text, end="", flush=True)
+
+    def end(self) -> None:
+        """End the last line."""
+        self._end_thoughts()
+        if self._last not in ("", "\n"):
+            print(flush=True)
+
+    def _end_thoughts(self) -> None:
+        if self._is_thinking:
+            print("\n", file=sys.stderr, flush=True)
+        self._is_thinking = False
 
 
-def cost_line(answer: Answer) -> str:
-    """Cost of the answer, in one line."""
-    usage = answer.usage
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
+class Shown(Protocol):
+    """A running answer."""
+
+    @property
+    def usage(self) -> Usage:
+        """The usage so far."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt."""
+
+    def deltas(self) -> AsyncGenerator[TextDelta]:
+        """The steps."""
+
+
+class LocalModel:
+    """A model in this process, whose answers are printed."""
+
+    def __init__(self, llm: AsyncLLM, style: Style) -> None:
+        self._llm, self._style = llm, style
+        self.name = llm.built.name
+        self.sampling: Mapping[str, Any] = llm.built.sampling_defaults.in_force
+        # Colours are those of tokens, so nothing may be cut out of the text.
+        self._chats = ChatClient(llm, reasoning_parser="auto" if style.colours is None else "none")
+
+    async def answer(
+        self, messages: list[dict[str, Any]], params: SamplingParams, texts: list[str]
+    ) -> list[int] | None:
+        """Print the answer to a conversation and append its text to ``texts``.
+
+        Returns the token ids that stand for the message in a later prompt, None if none do.
+        """
+        chat = ChatOptions(None, None).chat_input(messages, params)
+        answer = await self._chats.open(chat, hands_out=True)
+        try:
+            return (await self._show(answer, texts)).message_ids
+        finally:
+            answer.close()
+
+    async def complete(self, prompt: str, params: SamplingParams, texts: list[str]) -> None:
+        """Print the continuation of a text and append it to ``texts``."""
+        answer = await self._llm.open(prompt, params)
+        try:
+            await self._show(answer, texts)
+        finally:
+            self._llm.forget(answer)
+
+    async def _show(self, answer: Shown, texts: list[str]) -> TextDelta:
+        """Print an answer as it comes, then what else is wanted; return its last step."""
+        colours, painter = self._style.colours, None
+        if colours is not None:
+            detokenizer = self._llm.tokenizer.detokenizer(answer.prompt_token_ids)
+            painter = Painter(colours, detokenizer.push)
+        printer, last = Printer(), TextDelta()
+        try:
+            async with aclosing(answer.deltas()) as deltas:
+                async for last in deltas:
+                    texts.append(last.text)
+                    printer.think(last.reasoning)
+                    printer.write(last.text, painter.paint(last) if painter else "")
+        finally:
+            printer.end()  # before the lines on stderr, wherever both go
+        if painter:
+            print(painter.legend(), file=sys.stderr)
+        if self._style.has_stats:
+            print(cost_line(answer.usage), file=sys.stderr)
+        return last
+
+
+def cost_line(usage: Usage) -> str:
+    """Cost of an answer, in one line."""
     parts = [
         f"{usage.completion_tokens} tokens in {usage.verify_steps} steps",
         f"{usage.completion_tokens / max(1, usage.verify_steps):.2f} tokens/step",

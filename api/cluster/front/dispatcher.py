@@ -9,7 +9,13 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from ....core.engine.inbox import NUM_TIMES, TokenStream, retry_seconds
-from ....core.errors import DeadlineExceeded, EngineDead, InvalidRequest, QueueFull
+from ....core.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    QueueFull,
+    Unavailable,
+)
 from ....core.interface.adapter import adapter_of
 from ....core.interface.request import Delta, FinishReason, Request
 from ....core.scheduling.output_processor import late_end
@@ -69,9 +75,10 @@ class Dispatcher:
     # -- from callers ---------------------------------------------------------------------------
 
     def submit(self, request: Request, session: str | None) -> TokenStream:
-        """Send a new request. Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
+        """Send a new request.
 
-        The last one also where no replica has its adapter at this moment.
+        Raises `InvalidRequest` and `QueueFull`, and `Unavailable` where there is no replica at this
+        moment, or none with the request's adapter.
         """
         if request.request_id in self.live:
             raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
@@ -79,7 +86,7 @@ class Dispatcher:
         live = LiveRequest(request, session, now)
         if self._waiting or not self._place(live, now):
             if not self._roster.links:
-                raise EngineDead(NO_REPLICA)
+                raise Unavailable(NO_REPLICA)
             self._check_adapter(request)
             raise self._queue_full()
         self.live[request.request_id] = live
@@ -91,7 +98,7 @@ class Dispatcher:
         links = self._roster.links.values()
         name = adapter_of(request.namespace)
         if name is not None and not any(request.adapter in link.adapters for link in links):
-            raise EngineDead(f"no replica has the adapter {name} at this moment")
+            raise Unavailable(f"no replica has the adapter {name} at this moment")
 
     def abort(self, request_id: str) -> None:
         """End a request between two steps; unknown and finished ones are ignored."""
@@ -355,7 +362,7 @@ class Dispatcher:
             self._waiting.pop(live.request.request_id, None)
         elif not self._roster.links and now - live.waits_since >= self._failover_seconds:
             message = f"no replica came within {self._failover_seconds:g} s"
-            self._finish(live, Delta(error=EngineDead(message)))
+            self._finish(live, Delta(error=Unavailable(message)))
 
     # -- its end --------------------------------------------------------------------------------
 

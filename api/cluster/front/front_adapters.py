@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ....core.errors import EngineDead, ForetokenError, ModelLoadError
+from ....core.errors import ForetokenError, ModelLoadError, Unavailable
 from ....core.interface.adapter import LoadedAdapter
 from ...build.adapter_loader import AdapterFolder
 from ..wire.messages import (
@@ -49,7 +49,7 @@ class FrontAdapters:
     async def load(self, name: str, number: int, folder: AdapterFolder) -> LoadedAdapter:
         """Have all replicas load an adapter.
 
-        Raises `EngineDead` without a replica, `ModelLoadError` where their files differ, and what
+        Raises `Unavailable` without a replica, `ModelLoadError` where their files differ, and what
         one of them raises: none of them has it then.
         """
         question = _question(name, number, folder)
@@ -74,7 +74,7 @@ class FrontAdapters:
             found |= await self._ask(question, fresh)
             found = {link: facts for link, facts in found.items() if link.peer in links}
         if not found:
-            raise EngineDead(NO_REPLICA)
+            raise Unavailable(NO_REPLICA)
         if len({facts.digest for facts in found.values()}) > 1:
             raise ModelLoadError(f"{question.path}: the replicas have different files there")
         return found

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ....core.errors import ForetokenError
+from ....core.errors import ForetokenError, Unavailable
 from ...build.built import Built
 from ...build.model_files import find_model
 from ...runtime.engine_client import EngineClient
@@ -61,9 +61,10 @@ class Launcher(Protocol):
 class FrontClient(EngineClient):
     """Serves by the replicas that dial in at ``front.front``; nothing is computed here.
 
-    ``model`` has the tokenizer and the chat template. `start` waits for the first replica, which
-    says what is served. Raises `InvalidRequest` for an address that is none, or is open to other
-    machines without a key. ``launcher`` starts the replicas; without one they come by themselves.
+    ``model`` has the tokenizer and the chat template. `prepare` listens for replicas, `start` waits
+    for the first one, which says what is served. Raises `InvalidRequest` for an address that is
+    none, or is open to other machines without a key. ``launcher`` starts the replicas; without one
+    they come by themselves.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class FrontClient(EngineClient):
         check_address(self._address, self._key)
         self._front, self._launcher = front, launcher
         self._watch: asyncio.Task[None] | None = None
+        self._path = Path()  # of the model; `prepare` finds it
         self._replicas: Replicas | None = None
 
     def replicas(self) -> Body:
@@ -104,11 +106,20 @@ class FrontClient(EngineClient):
         if self._replicas is not None:
             await self._replicas.complete()
 
-    async def _build(self) -> Built[ServingEngine]:
-        """Wait for the first replica. Raises `InvalidRequest` if it has another tokenizer."""
-        path, tokenizer = await asyncio.to_thread(_find, self._model)
+    async def prepare(self) -> None:
+        """Listen for replicas: a server refuses requests then until `start` is done.
+
+        Raises `EngineDead` after `close`, and what finding the model and `Replicas.start` raise.
+        """
+        self._check_open()
+        if self._replicas is None:
+            self._path, tokenizer = await asyncio.to_thread(_find, self._model)
+            self._replicas = self._listening(tokenizer)
+        await self._replicas.start()
+
+    def _listening(self, tokenizer: str) -> Replicas:
         front, dumps = self._front, self.config.dump_dir
-        replicas = self._replicas = Replicas(
+        return Replicas(
             self._address,
             key=self._key,
             tokenizer=tokenizer,
@@ -121,19 +132,42 @@ class FrontClient(EngineClient):
             ),
             dump_dir=None if dumps is None else Path(dumps),
         )
+
+    @property
+    def engine(self) -> ServingEngine:
+        """The replicas, those that are to come included; only after `prepare`."""
+        if self._replicas is None:
+            raise self._absence
+        return self._replicas
+
+    @property
+    def _absence(self) -> ForetokenError:
+        reason = None if self._replicas is None else self._replicas.readiness
+        return Unavailable(reason or "the server starts")
+
+    async def _build(self) -> Built[ServingEngine]:
+        """Wait for the first replica. Raises `InvalidRequest` if it has another tokenizer."""
+        await self.prepare()
+        replicas, launcher = self._replicas, self._launcher
+        assert replicas is not None  # `prepare` made them
+        first = asyncio.ensure_future(replicas.first())
         try:
-            await replicas.start()
-            first = asyncio.ensure_future(replicas.first())
-            if self._launcher is not None:
-                await self._launcher.start(replicas.address, lambda: replicas.num_joined)
-                await self._while_launching(self._launcher, first)
-                self._watch = asyncio.create_task(self._watch_launcher(self._launcher, replicas))
-            return replace(built_of(await first, replicas, path), adapters=replicas.adapters)
+            if launcher is not None:
+                await launcher.start(replicas.address, lambda: replicas.num_joined)
+                await self._while_launching(launcher, first)
+                self._watch = asyncio.create_task(self._watch_launcher(launcher, replicas))
+            built = built_of(await first, replicas, self._path)
+            return replace(built, adapters=replicas.adapters)
         except BaseException:
+            first.cancel()
             await replicas.close()
-            if self._launcher is not None:
-                await self._launcher.close()
+            if launcher is not None:
+                await launcher.close()
             raise
+
+    def _end_tokens(self, built: Built[ServingEngine], tokenizer: Tokenizer) -> frozenset[int]:  # noqa: ARG002 - as the base's
+        """Return those of the replicas, which end the answers."""
+        return built.eos_token_ids
 
     async def _while_launching(self, launcher: Launcher, first: asyncio.Future[Hello]) -> None:
         """Wait for the first replica. Raises `ForetokenError` if none can come."""
@@ -158,6 +192,8 @@ class FrontClient(EngineClient):
         """Refuse new requests, let running ones finish for a time, stop the replicas."""
         if self._watch is not None:
             self._watch.cancel()
+        if self._replicas is not None and self._built is None:
+            await self._replicas.close()  # else `start` would go on to wait for them
         await super().close(drain_seconds=drain_seconds)
         if self._launcher is not None:
             await self._launcher.close()

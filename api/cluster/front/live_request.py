@@ -158,6 +158,7 @@ def _count(usage: Usage, delta: Delta) -> None:
     usage.verify_steps += 1
     usage.proposed_tokens += delta.num_proposed
     usage.accepted_tokens += num_accepted
+    usage.draft_steps += bool(delta.num_proposed)
     _add_one(usage.steps_by_accepted, num_accepted)
     for source in delta.proposed_sources:
         _add_one(usage.proposed_by_source, source)

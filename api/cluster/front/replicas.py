@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ....core.engine.crash_dump import stacks, write_report
 from ....core.engine.inbox import TokenStream
-from ....core.errors import EngineDead, InvalidRequest
+from ....core.errors import EngineDead, InvalidRequest, Unavailable
 from ....core.interface.request import Request
 from ....core.scheduling.request_table import (
     check_fits,
@@ -114,16 +114,14 @@ class Replicas:
     @property
     def readiness(self) -> str | None:
         """Why it cannot take new requests now; None if it can."""
-        if (reason := self._refusal) is not None:
-            return reason
-        reasons = [each.unready for each in self._roster.links.values()]
-        return None if None in reasons else reasons[0]
-
-    @property
-    def _refusal(self) -> str | None:
         if self.draining:
             return SHUTTING_DOWN
-        return self._roster.missing if self.alive else NOT_RUNNING
+        if not self.alive:
+            return NOT_RUNNING
+        if (missing := self._roster.missing) is not None:
+            return missing
+        reasons = [each.unready for each in self._roster.links.values()]
+        return None if None in reasons else reasons[0]
 
     @property
     def now(self) -> float:
@@ -165,10 +163,12 @@ class Replicas:
     def submit(self, request: Request) -> TokenStream:
         """Accept a request; its answer arrives on the stream.
 
-        Raises `EngineDead`, `QueueFull`, `PromptTooLong` and `InvalidRequest`.
+        Raises `EngineDead`, `Unavailable`, `QueueFull`, `PromptTooLong` and `InvalidRequest`.
         """
-        if (refusal := self._refusal) is not None:
-            raise EngineDead(refusal)
+        if self.draining or not self.alive:
+            raise EngineDead(SHUTTING_DOWN if self.draining else NOT_RUNNING)
+        if (missing := self._roster.missing) is not None:
+            raise Unavailable(missing)
         self.check(request)
         request.max_len = max_len_of(request, self._roster.greeting.max_model_len)
         return self._dispatcher.submit(request, session_id() or request.tenant)
@@ -331,12 +331,12 @@ class Replicas:
         return {**merged_overview(views), "replicas": self.describe()}
 
     async def audit(self) -> Body:
-        """Audit all replicas: sound if all are. Raises `EngineDead`."""
+        """Audit all replicas: sound if all are. Raises `EngineDead` and `Unavailable`."""
         if not self.alive:
             raise EngineDead(NOT_RUNNING)
         found = await ask_all(self._roster, Audit(), body_in)
         if not found:
-            raise EngineDead(NO_REPLICA)
+            raise Unavailable(NO_REPLICA)
         return merged_audit({link.number: body for link, body in found.items()})
 
     async def _metric_texts(self) -> Mapping[str, bytes]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ....core.errors import EngineDead, InvalidRequest
+from ....core.errors import EngineDead, InvalidRequest, Unavailable
 from ..wire.forms import WireError
 from ..wire.messages import Beat, FromFront, FromReplica, Hello, Leaving, body_of
 from .replica_link import MAX_REASON, ReplicaLink
@@ -88,9 +88,9 @@ class Roster:
 
     @property
     def greeting(self) -> Hello:
-        """The greeting of the first replica. Raises `EngineDead` before that came."""
+        """The greeting of the first replica. Raises `Unavailable` before that came."""
         if not self.first.done():
-            raise EngineDead(NO_REPLICA)
+            raise Unavailable(NO_REPLICA)
         return self.first.result()
 
     def open(self, address: str, key: str | None) -> None:
@@ -142,6 +142,9 @@ class Roster:
         for link in self.links.values():
             link.fail_calls()
         self.links.clear()
+        if not self.first.done():
+            self.first.set_exception(EngineDead(NOT_RUNNING))
+            self.first.exception()  # maybe it is waited for, maybe not
         self._socket.close()
 
     # -- who comes ------------------------------------------------------------------------------

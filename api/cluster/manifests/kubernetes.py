@@ -128,7 +128,7 @@ def engine_flags(plan: Deployment, among: Collection[str] = EngineConfig.names()
         text
         for name, value in given.items()
         for each in (value if isinstance(value, list | tuple) else (value,))  # a flag is repeated
-        for text in (known[name].flag, str(each))
+        for text in ((known[name].flag,) if each is True else (known[name].flag, str(each)))
     ]
 
 

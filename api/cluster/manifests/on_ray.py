@@ -32,6 +32,7 @@ OF_FRONT = (  # engine options that the front needs, too, or alone
     "max_loras",
     "chat_template",
     "default_chat_template_kwargs",
+    "special_tokens_in_text",
     "generation_config",
     "override_generation_config",
 )

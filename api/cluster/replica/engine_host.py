@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from ....core.config import EngineConfig
 from ....core.errors import ForetokenError
 from ...build.built import Built
+from ...runtime.end_tokens import end_token_ids
 from ...structured.compiler import Grammars
 from ...text.chat_template import template_of
 from ...text.openings import find_openings
@@ -32,7 +34,8 @@ class RefusedError(ForetokenError):
 class EngineHost:
     """Serves the requests of one front. Belongs to one event loop.
 
-    ``dial`` opens a connection to the front at ``address``, which it names in the log.
+    ``dial`` opens a connection to the front at ``address``, which it names in the log. Raises
+    `InvalidRequest` for a chat template that cannot be read.
     """
 
     def __init__(
@@ -48,6 +51,10 @@ class EngineHost:
         self.draining = False
         self.joined = asyncio.Event()  # a front, at least once
         self._dial, self._address = dial, address
+        tokenizer.use_template(*template_of(config))  # as the front renders
+        ends = end_token_ids(tokenizer, built.eos_token_ids)
+        if ends != built.eos_token_ids:
+            built = replace(built, eos_token_ids=ends)
         self._hosted = HostedEngine(
             built=built,
             tokenizer=tokenizer,
@@ -70,11 +77,9 @@ class EngineHost:
         return self._hosted.load
 
     async def start(self) -> None:
-        """Start the engine. Raises `InvalidRequest` for a chat template that cannot be read."""
+        """Start the engine."""
         if (set_openings := self._hosted.built.set_openings) is not None:
-            tokenizer = self._hosted.tokenizer
-            tokenizer.use_template(*template_of(self.config))  # as the front renders
-            set_openings(await find_openings(tokenizer))
+            set_openings(await find_openings(self._hosted.tokenizer))
         await self.engine.start()
 
     async def run(self) -> None:

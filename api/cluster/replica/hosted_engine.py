@@ -146,6 +146,7 @@ class HostedEngine:
         """
         params = params_of(submit.params)
         grammar = await self.grammars.compile(params)
+        await self.tokenizer.prepare_stops(params.stop)
         prompt, output = ids_of(submit.prompt), ids_of(submit.output)
         text = AnswerText(
             self.tokenizer.detokenizer(prompt, frozenset(submit.shown_ids)),

@@ -155,11 +155,12 @@ class DefaultsForm(
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    origin: str = ""
 
 
 def defaults_form(defaults: SamplingDefaults) -> DefaultsForm:
     """The values that a model recommends."""
-    return DefaultsForm(**defaults.given)
+    return DefaultsForm(**defaults.given, origin=defaults.origin)
 
 
 def defaults_of(form: DefaultsForm) -> SamplingDefaults:
@@ -470,6 +471,7 @@ class UsageForm(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     proposed_tokens: Count = 0
     accepted_tokens: Count = 0
     verify_steps: Count = 0
+    draft_steps: Count = 0
     tree_steps: Count = 0
     accepted_by_source: dict[str, Count] = {}
     proposed_by_source: dict[str, Count] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
@@ -15,6 +16,13 @@ Status = Literal[
 ]  # fmt: skip
 
 
+class ExpiresAfter(Struct, kw_only=True):
+    """The end of a file: an hour to thirty days after it was made."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
+
+
 class FileBody(Struct, kw_only=True):
     """A file. Times are seconds since 1970."""
 
@@ -25,6 +33,7 @@ class FileBody(Struct, kw_only=True):
     filename: str
     purpose: str
     status: Literal["processed"] = "processed"
+    expires_at: int
 
 
 class FileList(Struct, kw_only=True):
@@ -52,6 +61,7 @@ class CreateBatch(Struct, kw_only=True):
     endpoint: Label
     completion_window: Literal["24h"] = "24h"
     metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class LineError(Struct, kw_only=True):
@@ -102,6 +112,11 @@ class BatchBody(Struct, kw_only=True):
     request_counts: Counts
     metadata: dict[str, str] | None = None
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing changes any more."""
+        return self.status in ("failed", "completed", "expired", "cancelled")
+
 
 class BatchList(Struct, kw_only=True):
     """Batches of the caller, the newest first."""
@@ -137,3 +152,8 @@ class OutputLine(Struct, kw_only=True):
     custom_id: str
     response: LineResponse | None = None
     error: LineError | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its request has an answer, and no error."""
+        return self.response is not None and self.response.status_code == HTTPStatus.OK

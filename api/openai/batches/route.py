@@ -2,24 +2,74 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TypeVar
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
-from ....core.errors import InvalidRequest
-from ...protocol.sampling import decoder
+from ....core.errors import InvalidRequest, Unavailable
+from ...protocol.decoding import decoder
 from ...serving.errors import JsonResponse
+from ...serving.serve import Dialect
 from ...serving.serving_context import Service
-from ...types.request_context import caller
-from .form import read_form
+from ...types.request_context import caller, random_id
+from .database import Database
+from .jobs import BatchJobs
+from .lines import LineRunner
 from .protocol import BatchBody, BatchList, CreateBatch, FileBody, FileDeleted, FileList
-from .store import BatchStore
+from .store import BatchStore, Page, now
+from .upload import reading
 
+logger = logging.getLogger(__name__)
 PAGE, MAX_PAGE = 20, 100
-T = TypeVar("T", FileBody, BatchBody)
+SHARE = 8  # one of so many requests that run may be of a batch
 decode_batch = decoder(CreateBatch)
+
+
+class Batches:
+    """Files and batches of a server: their routes, and what is under way."""
+
+    def __init__(self, service: Service, dialects: Mapping[str, Dialect[Any]]) -> None:
+        """Raises `InvalidRequest` for a folder that cannot be used."""
+        folder = service.settings.batch_dir
+        database = Database(None if folder is None else Path(folder))
+        store = BatchStore(database, service.settings.limits)
+
+        def num_places() -> int:
+            most = service.llm.engine.limits.max_running
+            return service.settings.batch_running or max(1, most // SHARE)
+
+        runner = LineRunner(service, dialects, num_places=num_places)
+        self._jobs, self._is_kept = BatchJobs(store, dialects, runner), folder is not None
+        files = FileRoutes(service, store)
+        batches = BatchRoutes(service, store, self._jobs)
+        self.routes = [
+            Route("/v1/files", files.upload, methods=["POST"]),
+            Route("/v1/files", files.index, methods=["GET"]),
+            Route("/v1/files/{id}", files.retrieve, methods=["GET"]),
+            Route("/v1/files/{id}", files.delete, methods=["DELETE"]),
+            Route("/v1/files/{id}/content", files.content, methods=["GET"]),
+            Route("/v1/batches", batches.create, methods=["POST"]),
+            Route("/v1/batches", batches.index, methods=["GET"]),
+            Route("/v1/batches/{id}", batches.retrieve, methods=["GET"]),
+            Route("/v1/batches/{id}/cancel", batches.cancel, methods=["POST"]),
+        ]
+
+    async def __aenter__(self) -> None:
+        """Go on with the batches of an earlier server; while that lives, the next request does."""
+        if self._is_kept:
+            try:
+                await self._jobs.resume()
+            except Unavailable as error:
+                logger.warning("batches wait: %s", error)
+
+    async def __aexit__(self, *_error: object) -> None:
+        """Leave batches to the next server."""
+        await self._jobs.close()
 
 
 class FileRoutes:
@@ -31,88 +81,83 @@ class FileRoutes:
     async def upload(self, request: Request) -> Response:
         """Upload a file of requests, with the purpose batch."""
         self._service.check_ready()
-        data = await self._service.read_file(request)
-        form = read_form(request.headers.get("content-type", ""), data)
-        purpose = form["purpose"].data.decode("utf-8", "replace") if "purpose" in form else ""
-        if purpose != "batch":
-            raise InvalidRequest("purpose must be batch", param="purpose")
-        file = form.get("file")
-        if file is None or not file.data:
-            raise InvalidRequest("file must be there, and not empty", param="file")
-        filename, owner = file.filename or "upload.jsonl", caller()
-        return JsonResponse(
-            await asyncio.to_thread(self._store.add_file, file.data, filename, purpose, owner)
-        )
+        async with reading(request, self._service.settings.limits, self._store) as upload:
+            created, after = now(), upload.expires_after
+            file = FileBody(
+                id=f"file-{random_id()}",
+                bytes=upload.num_bytes,
+                created_at=created,
+                filename=upload.filename,
+                purpose=upload.purpose,
+                expires_at=self._store.expiry(created, None if after is None else after.seconds),
+            )
+            await self._store.add_file(file, caller(), upload.content)
+        return JsonResponse(file)
 
     async def index(self, request: Request) -> Response:
         """Files of the caller, the newest first; those of a ``purpose`` where one is named."""
-        purpose, found = request.query_params.get("purpose"), self._store.files()
-        if purpose is not None:
-            found = [file for file in found if file.purpose == purpose]
-        data, has_more = _page(found, request)
-        return JsonResponse(
-            FileList(data=data, has_more=has_more, first_id=_first(data), last_id=_last(data))
+        purpose = request.query_params.get("purpose")
+        data, has_more = await self._store.listed(
+            FileBody, caller(), _page(request), purpose=purpose
         )
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return JsonResponse(FileList(data=data, has_more=has_more, first_id=first, last_id=last))
 
     async def retrieve(self, request: Request) -> Response:
         """A file, without its content."""
-        return JsonResponse(self._store.file(request.path_params["id"]))
+        return JsonResponse(await self._store.find(FileBody, caller(), request.path_params["id"]))
 
     async def content(self, request: Request) -> Response:
         """The content of a file."""
-        path = self._store.path(request.path_params["id"])
-        return FileResponse(path, media_type="application/octet-stream")
+        file = await self._store.find(FileBody, caller(), request.path_params["id"])
+        return StreamingResponse(
+            self._store.content(file.id),
+            headers={"content-length": str(file.bytes)},
+            media_type="application/octet-stream",
+        )
 
     async def delete(self, request: Request) -> Response:
         """Delete a file."""
         file_id = request.path_params["id"]
-        self._store.delete_file(file_id)
+        await self._store.delete_file(caller(), file_id)
         return JsonResponse(FileDeleted(id=file_id))
 
 
 class BatchRoutes:
     """Begin, list, read and cancel batches."""
 
-    def __init__(self, service: Service, store: BatchStore) -> None:
-        self._service, self._store = service, store
+    def __init__(self, service: Service, store: BatchStore, jobs: BatchJobs) -> None:
+        self._service, self._store, self._jobs = service, store, jobs
 
     async def create(self, request: Request) -> Response:
         """Answer the requests of a file in the background."""
-        return JsonResponse(self._store.create(await self._service.read(request, decode_batch)))
+        body = await self._service.read(request, decode_batch)
+        await self._jobs.resume()
+        return JsonResponse(await self._jobs.create(body))
 
     async def index(self, request: Request) -> Response:
         """Batches of the caller, the newest first."""
-        data, has_more = _page(self._store.batches(), request)
-        return JsonResponse(
-            BatchList(data=data, has_more=has_more, first_id=_first(data), last_id=_last(data))
-        )
+        page = _page(request)
+        await self._jobs.resume()
+        data, has_more = await self._store.listed(BatchBody, caller(), page)
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return JsonResponse(BatchList(data=data, has_more=has_more, first_id=first, last_id=last))
 
     async def retrieve(self, request: Request) -> Response:
         """A batch: its state and how many of its requests are answered."""
-        return JsonResponse(self._store.batch(request.path_params["id"]))
+        await self._jobs.resume()
+        return JsonResponse(await self._store.find(BatchBody, caller(), request.path_params["id"]))
 
     async def cancel(self, request: Request) -> Response:
         """Stop a batch; what is answered is kept."""
-        return JsonResponse(self._store.cancel(request.path_params["id"]))
+        await self._jobs.resume()
+        return JsonResponse(await self._jobs.cancel(request.path_params["id"]))
 
 
-def _page(found: list[T], request: Request) -> tuple[list[T], bool]:
+def _page(request: Request) -> Page:
     """The part of a list that ``limit`` and ``after`` name; raises `InvalidRequest`."""
     given, after = request.query_params.get("limit", str(PAGE)), request.query_params.get("after")
     is_number = given.isascii() and given.isdigit() and len(given) < 10
     if not is_number or not 1 <= int(given) <= MAX_PAGE:
         raise InvalidRequest(f"limit must be from 1 to {MAX_PAGE}", param="limit")
-    ids = [each.id for each in found]
-    if after is not None and after not in ids:
-        raise InvalidRequest(f"after: there is no {after}", param="after")
-    start = 0 if after is None else ids.index(after) + 1
-    end = start + int(given)
-    return found[start:end], end < len(found)
-
-
-def _first(page: list[T]) -> str | None:
-    return page[0].id if page else None
-
-
-def _last(page: list[T]) -> str | None:
-    return page[-1].id if page else None
+    return Page(int(given), after)

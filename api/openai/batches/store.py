@@ -1,359 +1,400 @@
-"""BatchStore: files and batches of a server, in a folder, by owner."""
+"""BatchStore: files and batches of a server by owner, in a database."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import shutil
 import time
-import weakref
-from functools import cached_property
-from pathlib import Path
-from tempfile import mkdtemp
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from sqlite3 import Connection
+from typing import IO, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec.structs import replace
 
-from ....core.errors import EngineDead, InvalidRequest
+from ....core.errors import InvalidRequest
 from ...serving.errors import ApiError
-from ...serving.serving_context import Service
-from ...types.request_context import caller, random_id
-from .lines import (
-    Dialects,
-    LineRunner,
-    check_lines,
-    is_answered,
-    numbered_lines,
-    read_lines,
-    write_line,
-)
-from .protocol import (
-    BatchBody,
-    Counts,
-    CreateBatch,
-    FileBody,
-    LineError,
-    LineErrors,
-    OutputLine,
-    Status,
-)
+from ...serving.limits import Limits
+from .database import Database, Job
+from .protocol import BatchBody, Counts, FileBody, LineError, LineErrors, OutputLine, Status
 
-logger = logging.getLogger(__name__)
-WINDOW_SECONDS = 24 * 3600
-RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
-T = TypeVar("T", bound=FileBody | BatchBody)
+PIECE_BYTES = 2**16
+READ_PIECES = 16  # at a time
+NEVER = 2**62  # seconds since 1970
+T = TypeVar("T", FileBody, BatchBody)
 
 
-class _Kept(Struct, kw_only=True):
-    """A file or a batch as it stands on disk, with the hash of its owner's key."""
+class Page(NamedTuple):
+    """A part of a list: at most ``limit`` entries behind the one with the id ``after``."""
 
-    owner: str
-    file: FileBody | None = None
-    batch: BatchBody | None = None
+    limit: int
+    after: str | None = None
+
+
+class Outputs(NamedTuple):
+    """Ids of the files that a batch's answers are written to."""
+
+    good: str
+    bad: str
+
+
+class KeptBatch(NamedTuple):
+    """A batch that is under way."""
+
+    owner: bytes
+    batch: BatchBody
+    output_seconds: int | None = None  # that its files are wanted for
+
+    @property
+    def outputs(self) -> Outputs:
+        """Ids of its files, which callers see once it has ended."""
+        name = self.batch.id.removeprefix("batch_")
+        return Outputs(f"file-{name}-output", f"file-{name}-error")
 
 
 class BatchStore:
-    """Keeps what callers upload and what batches answer.
+    """Keeps what callers upload and what batches answer, within the limits of the server."""
 
-    ``folder``: survives the server; batches that it ended go on when they are next asked for. None:
-    a temporary one. ``max_bytes`` bounds the files together: what would exceed it is refused.
-    """
-
-    def __init__(
-        self, service: Service, dialects: Dialects, *, folder: str | None, max_bytes: int
-    ) -> None:
-        """Raises `InvalidRequest` for a folder that cannot be used."""
-        self._service, self._dialects, self._max_bytes = service, dialects, max_bytes
-        self._given, self._temporary = folder, None if folder else _Lazy()
-        self._files: dict[str, tuple[bytes, FileBody]] = {}
-        self._batches: dict[str, tuple[bytes, BatchBody]] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._is_loaded = folder is None
-        if folder is not None:
-            try:
-                Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-            except OSError as error:
-                message = f"batch_dir: {folder}: {error.strerror}"
-                raise InvalidRequest(message, param="batch_dir") from None
+    def __init__(self, database: Database, limits: Limits) -> None:
+        self._database, self._limits = database, limits
+        self._num_arriving = 0  # bytes of uploads
+        self.run, self.close = database.run, database.close
 
     # -- files ----------------------------------------------------------------------------------
 
-    def add_file(self, data: bytes, filename: str, purpose: str, owner: bytes) -> FileBody:
-        """Keep a file. Raises `ApiError` 413 where there is no room."""
-        self._load()
-        self._make_room(len(data))
-        file = FileBody(
-            id=f"file-{random_id()}", bytes=len(data), created_at=_now(), filename=filename[:256],
-            purpose=purpose,
-        )  # fmt: skip
-        descriptor = os.open(self._folder / file.id, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as opened:
-            opened.write(data)
-        self._keep_file(owner, file)
+    @contextmanager
+    def arriving(self) -> Iterator[_Arrival]:
+        """Yield the count of a file's bytes while it arrives: they have no room for others."""
+        arrival = _Arrival(self)
+        try:
+            yield arrival
+        finally:
+            self._num_arriving -= arrival.num_bytes
+
+    async def check_room(self) -> int:
+        """Return the bytes that more files may have. Raises `ApiError` 413 without any room."""
+        return await self.run(self._room)
+
+    def _room(self, connection: Connection) -> int:
+        _sweep(connection, self._limits.file_seconds)
+        count, num_bytes = _one(connection, "SELECT count(*), ifnull(sum(bytes), 0) FROM files")
+        if count >= self._limits.max_files:
+            most = self._limits.named("max_files")
+            raise _too_many(f"there are {most} files: delete some")
+        return self._limits.max_files_bytes - num_bytes
+
+    async def add_file(self, file: FileBody, owner: bytes, content: IO[bytes]) -> FileBody:
+        """Keep a file. Raises `ApiError`: 413 where there is no room, 507 on a full disk."""
+
+        def add(connection: Connection) -> None:
+            if file.bytes > self._room(connection):
+                raise self.too_large()
+            pieces = iter(lambda: content.read(PIECE_BYTES), b"")
+            rows = ((file.id, each) for each in pieces)
+            connection.executemany("INSERT INTO pieces (file_id, data) VALUES (?, ?)", rows)
+            _insert_file(connection, file, owner)
+
+        await self.run(add)
         return file
 
-    def files(self) -> list[FileBody]:
-        """List those of the caller, the newest first."""
-        self._load()
-        return _own(self._files)
+    def too_large(self) -> ApiError:
+        """413: all files together would be too large."""
+        most = self._limits.named("max_files_bytes")
+        return _too_many(f"the files would exceed {most} bytes: delete some")
 
-    def file(self, file_id: str) -> FileBody:
-        """A file of the caller. Raises `ApiError` 404."""
-        self._load()
-        return _find(self._files, file_id, "file")
+    def expiry(self, since: int, seconds: int | None) -> int:
+        """Return when a file goes that its owner wants for so long: it has no more than others."""
+        most = self._limits.file_seconds
+        return since + int(most if seconds is None else min(seconds, most))
 
-    def path(self, file_id: str) -> Path:
-        """Return the path of its content. Raises `ApiError` 404."""
-        return self._folder / self.file(file_id).id
-
-    def delete_file(self, file_id: str) -> None:
+    async def delete_file(self, owner: bytes, file_id: str) -> None:
         """Raise `ApiError` 404 where it is not, 400 while a batch reads it."""
-        file = self.file(file_id)
-        for _, batch in self._batches.values():
-            if batch.input_file_id == file_id and batch.status in RUNNING:
-                raise ApiError(400, f"batch {batch.id} reads the file {file_id}", param="file_id")
-        del self._files[file_id]
-        for name in (file.id, f"{file.id}.json"):
-            (self._folder / name).unlink(missing_ok=True)
+
+        def delete(connection: Connection) -> None:
+            self._find(connection, FileBody, owner, file_id)
+            reader = connection.execute(
+                "SELECT id FROM batches WHERE input_file_id = ? AND ended_at IS NULL", (file_id,)
+            ).fetchone()
+            if reader is not None:
+                message = f"batch {reader[0]} reads the file {file_id}"
+                raise ApiError(400, message, param="file_id")
+            connection.execute("DELETE FROM pieces WHERE file_id = ?", (file_id,))
+            connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+        await self._database.run_at_last(delete)
+
+    async def content(self, file_id: str) -> AsyncGenerator[bytes]:
+        """Yield the content of a file in parts."""
+        number = -1
+        while True:
+            data, number = await self.run(_reading(file_id, number))
+            if not data:
+                return
+            yield data
+
+    # -- files and batches ----------------------------------------------------------------------
+
+    async def find(self, kind: type[T], owner: bytes, name: str, *, param: str = "id") -> T:
+        """Return a file or a batch of this owner. Raises `ApiError` 404."""
+        return await self.run(lambda connection: self._find(connection, kind, owner, name, param))
+
+    def _find(
+        self, connection: Connection, kind: type[T], owner: bytes, name: str, param: str = "id"
+    ) -> T:
+        is_kept, since = self._is_kept(kind)
+        row = connection.execute(
+            f"SELECT body FROM {_table(kind)} WHERE id = ? AND owner = ? AND {is_kept}",
+            (name, owner, since),
+        ).fetchone()
+        if row is None:
+            what = "file" if kind is FileBody else "batch"
+            raise ApiError(404, f"No such {what}: {name}", code=f"{what}_not_found", param=param)
+        return msgspec.json.decode(row[0], type=kind)
+
+    def _is_kept(self, kind: type[FileBody] | type[BatchBody]) -> tuple[str, float]:
+        """A condition for what has not expired, and its parameter."""
+        if kind is FileBody:
+            return "expires_at > ?", now()
+        return f"ifnull(ended_at, {NEVER}) > ?", now() - self._limits.file_seconds
+
+    async def listed(
+        self, kind: type[T], owner: bytes, page: Page, *, purpose: str | None = None
+    ) -> tuple[list[T], bool]:
+        """Return those of an owner, the newest first, and whether there are more."""
+        table = _table(kind)
+
+        def read(connection: Connection) -> tuple[list[T], bool]:
+            is_kept, since = self._is_kept(kind)
+            given: dict[str, object] = {"owner = ?": owner, is_kept: since}
+            if page.after is not None:
+                row = connection.execute(
+                    f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (page.after, owner)
+                ).fetchone()
+                if row is None:
+                    raise InvalidRequest(f"after: there is no {page.after}", param="after")
+                given["number < ?"] = row[0]
+            if purpose is not None:
+                given["purpose = ?"] = purpose
+            rows = connection.execute(
+                f"SELECT body FROM {table} WHERE {' AND '.join(given)}"
+                " ORDER BY number DESC LIMIT ?",
+                (*given.values(), page.limit + 1),
+            ).fetchall()
+            found = [msgspec.json.decode(body, type=kind) for (body,) in rows]
+            return found[: page.limit], len(found) > page.limit
+
+        return await self.run(read)
 
     # -- batches --------------------------------------------------------------------------------
 
-    def create(self, body: CreateBatch) -> BatchBody:
-        """Begin a batch. Raises `InvalidRequest`, and `ApiError` 404 for an unknown file."""
-        self._load()
-        if body.endpoint not in self._dialects:
-            known = ", ".join(self._dialects)
-            raise InvalidRequest(f"endpoint must be one of {known}", param="endpoint")
-        _find(self._files, body.input_file_id, "file", param="input_file_id")
-        batch = BatchBody(
-            id=f"batch_{random_id()}", endpoint=body.endpoint, input_file_id=body.input_file_id,
-            created_at=_now(), expires_at=_now() + WINDOW_SECONDS, request_counts=Counts(),
-            metadata=body.metadata,
-        )  # fmt: skip
-        self._batches[batch.id] = caller(), batch
-        self._save(batch)
-        self._begin(batch.id)
-        return batch
+    async def add_batch(self, kept: KeptBatch) -> None:
+        """Keep a new batch. Raises `ApiError`: 404 for an unknown file, 429 where all run."""
+        batch = kept.batch
 
-    def batches(self) -> list[BatchBody]:
-        """List those of the caller, the newest first."""
-        self._load()
-        return _own(self._batches)
+        def add(connection: Connection) -> None:
+            _sweep(connection, self._limits.file_seconds)
+            self._find(connection, FileBody, kept.owner, batch.input_file_id, "input_file_id")
+            if _one(connection, "SELECT count(*) FROM batches")[0] >= self._limits.max_batches:
+                self._drop_batch(connection)
+            connection.execute(
+                "INSERT INTO batches (id, owner, input_file_id, output_seconds, body)"
+                " VALUES (?, ?, ?, ?, ?)",
+                (
+                    batch.id,
+                    kept.owner,
+                    batch.input_file_id,
+                    kept.output_seconds,
+                    msgspec.json.encode(batch),
+                ),
+            )
 
-    def batch(self, batch_id: str) -> BatchBody:
-        """A batch of the caller. Raises `ApiError` 404."""
-        self._load()
-        return _find(self._batches, batch_id, "batch")
+        await self.run(add)
 
-    def cancel(self, batch_id: str) -> BatchBody:
-        """Stop a batch; what is answered is kept. Raises `ApiError` 404, and 400 after its end."""
-        batch = self.batch(batch_id)
-        if batch.status not in RUNNING:
-            raise ApiError(400, f"batch {batch_id} is {batch.status}")
-        self._mark(batch, "cancelling")
-        self._tasks[batch_id].cancel()
-        return batch
-
-    def _begin(self, batch_id: str) -> None:
-        task = asyncio.create_task(self._run(batch_id))
-        self._tasks[batch_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(batch_id, None))
-
-    async def _run(self, batch_id: str) -> None:
-        owner, batch = self._batches[batch_id]
-        try:
-            await self._answer(owner, batch)
-        except asyncio.CancelledError:
-            if batch.status != "cancelling":
-                raise  # the server ends
-            self._finish(owner, batch, "cancelled")
-        except TimeoutError:
-            self._finish(owner, batch, "expired")
-        except EngineDead:
-            logger.info("batch %s stands still: the server ends", batch_id)
-        except Exception as error:
-            logger.exception("batch %s failed", batch_id)
-            reason = LineError(code="server_error", message=type(error).__name__)
-            self._fail(batch, [reason])
-
-    async def _answer(self, owner: bytes, batch: BatchBody) -> None:
-        source = self._folder / batch.input_file_id
-        number, errors = await asyncio.to_thread(
-            lambda: check_lines(numbered_lines(source), batch.endpoint, self._dialects)
+    def _drop_batch(self, connection: Connection) -> None:
+        """Drop the oldest batch that has ended, of the owner with the most."""
+        owner = connection.execute(
+            "SELECT owner FROM batches WHERE ended_at IS NOT NULL GROUP BY owner"
+            " ORDER BY count(*) DESC LIMIT 1"
+        ).fetchone()
+        if owner is None:
+            most = self._limits.named("max_batches")
+            message = f"{most} batches are under way"
+            headers = {"retry-after": "60"}
+            raise ApiError(429, message, kind="rate_limit_error", headers=headers)
+        connection.execute(
+            "DELETE FROM batches WHERE number = (SELECT min(number) FROM batches"
+            " WHERE owner = ? AND ended_at IS NOT NULL)",
+            owner,
         )
-        batch.request_counts.total = number
-        if errors:
-            self._fail(batch, errors)
-            return
-        done = await asyncio.to_thread(self._answered, batch)
-        self._mark(batch, "in_progress")
-        outputs = _Outputs(self._part(batch, "output"), self._part(batch, "error"), batch)
-        runner = LineRunner(self._service, self._dialects, outputs.put, caller=owner)
-        try:
-            async with asyncio.timeout(batch.expires_at - _now()):
-                await runner.run(
-                    line for line in read_lines(source) if _custom_id(line) not in done
-                )
-        finally:
-            outputs.close()
-        self._mark(batch, "finalizing")
-        self._finish(owner, batch, "completed")
 
-    def _answered(self, batch: BatchBody) -> set[str]:
-        """Ids of requests that an earlier server answered; a last line that was cut is dropped."""
-        done: set[str] = set()
-        counts = batch.request_counts
-        counts.completed = counts.failed = 0
-        for kind in ("output", "error"):
-            part = self._part(batch, kind)
-            lines = read_lines(part) if part.exists() else ()
-            whole = [each for each in lines if each.endswith(b"\n")]
-            if whole:
-                part.write_bytes(b"".join(whole))
-            else:  # the next line would be written behind what was cut
-                part.unlink(missing_ok=True)
-            done |= {_custom_id(each) for each in whole}
-            if kind == "output":
-                counts.completed = len(whole)
-            else:
-                counts.failed = len(whole)
-        return done
+    async def under_way(self, batch_id: str | None = None) -> list[KeptBatch]:
+        """Return the batches that have not ended, the oldest first, or the one with this id."""
 
-    def _fail(self, batch: BatchBody, errors: list[LineError]) -> None:
-        batch.errors = LineErrors(data=errors)
-        self._mark(batch, "failed")
+        def read(connection: Connection) -> list[KeptBatch]:
+            rows = connection.execute(
+                "SELECT owner, body, output_seconds FROM batches WHERE ended_at IS NULL"
+                " AND id = ifnull(?, id) ORDER BY number",
+                (batch_id,),
+            )
+            decode = msgspec.json.Decoder(BatchBody).decode
+            return [KeptBatch(owner, decode(body), seconds) for owner, body, seconds in rows]
 
-    def _finish(self, owner: bytes, batch: BatchBody, status: Status) -> None:
-        """Make files of the answers that there are."""
-        for kind in ("output", "error"):
-            part = self._part(batch, kind)
-            if not part.exists():
-                continue
-            file = FileBody(
-                id=f"file-{random_id()}", bytes=part.stat().st_size, created_at=_now(),
-                filename=f"{batch.id}_{kind}.jsonl", purpose="batch_output",
-            )  # fmt: skip
-            part.rename(self._folder / file.id)
-            self._keep_file(owner, file)
-            setattr(batch, f"{kind}_file_id", file.id)
-        self._mark(batch, status)
+        return await self.run(read)
 
-    def _part(self, batch: BatchBody, kind: str) -> Path:
-        return self._folder / f"{batch.id}.{kind}"
+    async def mark(self, batch: BatchBody, status: Status) -> None:
+        """Note the status of a batch that is under way."""
+        _set_status(batch, status, now())
+        data = msgspec.json.encode(batch)
+        await self.run(lambda connection: _save(connection, batch.id, data))
 
-    def _mark(self, batch: BatchBody, status: Status) -> None:
-        batch.status = status
-        setattr(batch, f"{status}_at", _now())
-        self._save(batch)
+    async def answered(self, kept: KeptBatch) -> set[str]:
+        """Return the requests that are answered, and count them."""
 
-    # -- the folder -----------------------------------------------------------------------------
+        def read(connection: Connection) -> set[str]:
+            kept.batch.request_counts = _counted(connection, kept)
+            rows = connection.execute(
+                "SELECT custom_id FROM pieces WHERE file_id IN (?, ?)", kept.outputs
+            )
+            return {custom_id for (custom_id,) in rows}
 
-    @property
-    def _folder(self) -> Path:
-        return Path(self._given) if self._temporary is None else self._temporary.folder  # type: ignore[arg-type]
+        return await self.run(read)
 
-    def _keep_file(self, owner: bytes, file: FileBody) -> None:
-        self._files[file.id] = owner, file
-        self._write(file.id, _Kept(owner=owner.hex(), file=file))
+    async def append(self, kept: KeptBatch, lines: Sequence[OutputLine]) -> None:
+        """Write answers, each to the output file, or to the error file if its status is not 200."""
+        batch, counts = kept.batch, kept.batch.request_counts
+        num_good = sum(line.is_answered for line in lines)
+        counts = replace(
+            counts,
+            completed=counts.completed + num_good,
+            failed=counts.failed + len(lines) - num_good,
+        )
+        rows = [
+            (
+                kept.outputs.good if line.is_answered else kept.outputs.bad,
+                line.custom_id,
+                msgspec.json.encode(line) + b"\n",
+            )
+            for line in lines
+        ]
 
-    def _save(self, batch: BatchBody) -> None:
-        owner, _ = self._batches[batch.id]
-        self._write(batch.id, _Kept(owner=owner.hex(), batch=batch))
+        data = msgspec.json.encode(replace(batch, request_counts=counts))
 
-    def _write(self, name: str, kept: _Kept) -> None:
-        if self._temporary is not None:
-            return
-        file = self._folder / f"{name}.json"
-        new = file.with_suffix(".new")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as opened:
-            opened.write(msgspec.json.encode(kept))
-        new.replace(file)
+        def append(connection: Connection) -> None:
+            connection.executemany(
+                "INSERT INTO pieces (file_id, custom_id, data) VALUES (?, ?, ?)", rows
+            )
+            _save(connection, batch.id, data)
 
-    def _load(self) -> None:
-        """Read, once, what an earlier server left, and go on with its batches."""
-        if self._is_loaded:
-            return
-        self._is_loaded = True
-        found = sorted(self._folder.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
-        for path in found:
-            try:
-                kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
-            except msgspec.DecodeError as error:
-                logger.warning("%s is left out: %s", path, error)
-                continue
-            owner = bytes.fromhex(kept.owner)
-            if kept.file is not None:
-                self._files[kept.file.id] = owner, kept.file
-            if kept.batch is not None:
-                self._batches[kept.batch.id] = owner, kept.batch
-        for batch_id, (owner, batch) in self._batches.items():
-            if batch.status == "cancelling":
-                self._finish(owner, batch, "cancelled")
-            elif batch.status in RUNNING:
-                self._begin(batch_id)
+        await self.run(append)
+        batch.request_counts = counts
 
-    def _make_room(self, num_bytes: int) -> None:
-        taken = sum(file.bytes for _, file in self._files.values())
-        if taken + num_bytes > self._max_bytes:
-            most = self._service.settings.limits.named("max_files_bytes")
-            raise ApiError(413, f"the files would exceed {most} bytes: delete some", param="file")
+    async def end(self, kept: KeptBatch, status: Status, errors: Sequence[LineError] = ()) -> None:
+        """End a batch: its answers become files."""
+        ended_at = now()
+        batch = replace(kept.batch, errors=LineErrors(data=[*errors]) if errors else None)
+        _set_status(batch, status, ended_at)
+
+        def end(connection: Connection) -> None:
+            batch.request_counts = _counted(connection, kept)
+            for kind, file_id in zip(("output", "error"), kept.outputs, strict=True):
+                num_bytes = _one(
+                    connection,
+                    "SELECT ifnull(sum(length(data)), 0) FROM pieces WHERE file_id = ?",
+                    file_id,
+                )[0]
+                if num_bytes:
+                    file = FileBody(
+                        id=file_id, bytes=num_bytes, created_at=ended_at, purpose="batch_output",
+                        filename=f"{batch.id}_{kind}.jsonl",
+                        expires_at=self.expiry(ended_at, kept.output_seconds),
+                    )  # fmt: skip
+                    _insert_file(connection, file, kept.owner)
+                    setattr(batch, f"{kind}_file_id", file_id)
+            _save(connection, batch.id, msgspec.json.encode(batch), ended_at)
+
+        await self._database.run_at_last(end)
 
 
-class _Lazy:
-    """A temporary folder that is made when it is first used, and goes with its owner."""
+class _Arrival:
+    """Bytes of a file that arrives."""
 
-    @cached_property
-    def folder(self) -> Path:
-        made = mkdtemp(prefix="foretoken-batches-")
-        weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
-        return Path(made)
+    def __init__(self, store: BatchStore) -> None:
+        self.num_bytes = 0
+        self._store = store
 
-
-class _Outputs:
-    """The files that answers are appended to, each line at once."""
-
-    def __init__(self, output: Path, error: Path, batch: BatchBody) -> None:
-        self._paths, self._counts = (output, error), batch.request_counts
-        self._opened: dict[Path, int] = {}
-
-    def put(self, line: OutputLine) -> None:
-        """Append a line to the output file, or to the error file if its status is not 200."""
-        is_good = is_answered(line)
-        path = self._paths[0 if is_good else 1]
-        if path not in self._opened:
-            self._opened[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        write_line(self._opened[path], line)
-        if is_good:
-            self._counts.completed += 1
-        else:
-            self._counts.failed += 1
-
-    def close(self) -> None:
-        for descriptor in self._opened.values():
-            os.close(descriptor)
+    def count(self, num_bytes: int, room: int) -> None:
+        """Count further bytes. Raises `ApiError` 413 beyond the room for all files that arrive."""
+        self.num_bytes += num_bytes
+        self._store._num_arriving += num_bytes
+        if self._store._num_arriving > room:
+            raise self._store.too_large()
 
 
-def _custom_id(line: bytes) -> str:
-    return msgspec.json.decode(line, type=_Named).custom_id
-
-
-class _Named(Struct):
-    custom_id: str
-
-
-def _own(kept: dict[str, tuple[bytes, T]]) -> list[T]:
-    return [each for owner, each in reversed(kept.values()) if owner == caller()]
-
-
-def _find(kept: dict[str, tuple[bytes, T]], name: str, kind: str, *, param: str = "id") -> T:
-    owner, found = kept.get(name, (b"", None))
-    if found is None or owner != caller():
-        raise ApiError(404, f"No such {kind}: {name}", code=f"{kind}_not_found", param=param)
-    return found
-
-
-def _now() -> int:
+def now() -> int:
+    """Seconds since 1970."""
     return int(time.time())
+
+
+def _reading(file_id: str, number: int) -> Job[tuple[bytes, int]]:
+    """A job that returns some of a file's pieces behind this one, and the number of the last."""
+
+    def read(connection: Connection) -> tuple[bytes, int]:
+        rows = connection.execute(
+            "SELECT number, data FROM pieces WHERE file_id = ? AND number > ? ORDER BY number"
+            " LIMIT ?",
+            (file_id, number, READ_PIECES),
+        ).fetchall()
+        return b"".join(data for _, data in rows), rows[-1][0] if rows else number
+
+    return read
+
+
+def _table(kind: type[FileBody] | type[BatchBody]) -> str:
+    return "files" if kind is FileBody else "batches"
+
+
+def _one(connection: Connection, query: str, *given: object) -> tuple[int, ...]:
+    row: tuple[int, ...] = connection.execute(query, given).fetchone()
+    return row
+
+
+def _insert_file(connection: Connection, file: FileBody, owner: bytes) -> None:
+    connection.execute(
+        "INSERT INTO files (id, owner, purpose, bytes, expires_at, body) VALUES (?, ?, ?, ?, ?, ?)",
+        (file.id, owner, file.purpose, file.bytes, file.expires_at, msgspec.json.encode(file)),
+    )
+
+
+def _set_status(batch: BatchBody, status: Status, time: int) -> None:
+    batch.status = status
+    setattr(batch, f"{status}_at", time)
+
+
+def _save(connection: Connection, batch_id: str, body: bytes, ended_at: int | None = None) -> None:
+    """Write a batch, unless it has ended."""
+    connection.execute(
+        "UPDATE batches SET body = ?, ended_at = ? WHERE id = ? AND ended_at IS NULL",
+        (body, ended_at, batch_id),
+    )
+
+
+def _counted(connection: Connection, kept: KeptBatch) -> Counts:
+    """The counts of a batch by what is written of it."""
+    good, bad = (
+        _one(connection, "SELECT count(*) FROM pieces WHERE file_id = ?", file_id)[0]
+        for file_id in kept.outputs
+    )
+    return Counts(total=kept.batch.request_counts.total, completed=good, failed=bad)
+
+
+def _sweep(connection: Connection, file_seconds: float) -> None:
+    """Delete what has expired. O(log n) where nothing has."""
+    read = "SELECT input_file_id FROM batches WHERE ended_at IS NULL"
+    expired = f"SELECT id FROM files WHERE expires_at <= ? AND id NOT IN ({read})"
+    time = now()
+    connection.execute(f"DELETE FROM pieces WHERE file_id IN ({expired})", (time,))
+    connection.execute(f"DELETE FROM files WHERE id IN ({expired})", (time,))
+    connection.execute("DELETE FROM batches WHERE ended_at <= ?", (time - file_seconds,))
+
+
+def _too_many(message: str) -> ApiError:
+    return ApiError(413, message, param="file")

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from msgspec import UNSET
+
 from ....core.interface.output import TokenLogprob
+from ...parsing.reading.json_text import INVALID
+from ...runtime.conversation.tools import plain_arguments
 from ...types.results import CallDelta, TextDelta
 from ..protocol import TokenInfo
 from .protocol import (
     ArgumentsDelta,
     ArgumentsDone,
     ContentPart,
+    CustomCallItem,
     Event,
     FunctionCallItem,
+    InputDelta,
+    InputDone,
     ItemAdded,
     ItemDone,
     MessageItem,
@@ -29,9 +36,12 @@ from .protocol import (
     ReasoningText,
     ReasoningTextDelta,
     ReasoningTextDone,
+    SearchCallItem,
     Status,
 )
+from .tools import ServedTool
 
+NO_TOOLS: Mapping[str, ServedTool] = {}
 Spell = Callable[[Sequence[TokenLogprob]], list[TokenInfo]]
 """Writes logprobs down."""
 
@@ -52,7 +62,7 @@ class ItemBuilder:
         """The item as it is now."""
         raise NotImplementedError
 
-    def add(self, text: str) -> Event:
+    def add(self, text: str) -> list[Event]:
         """Append the text of a step."""
         raise NotImplementedError
 
@@ -103,10 +113,10 @@ class ReasoningBuilder(TextBuilder):
         content = [] if self.status == "in_progress" else [self.part(self.text)]
         return ReasoningItem(id=self.id, status=self.status, content=content)
 
-    def add(self, text: str) -> Event:
+    def add(self, text: str) -> list[Event]:
         """Append the reasoning of a step."""
         self.text += text
-        return ReasoningTextDelta(**self._place, delta=text)
+        return [ReasoningTextDelta(**self._place, delta=text)]
 
     def _done(self) -> list[Event]:
         done = ReasoningTextDone(**self._place, text=self.text)
@@ -129,11 +139,11 @@ class MessageBuilder(TextBuilder):
         content = [] if self.status == "in_progress" else [self.part(self.text)]
         return MessageItem(id=self.id, status=self.status, content=content)
 
-    def add(self, text: str, logprobs: list[TokenInfo] | None = None) -> Event:
+    def add(self, text: str, logprobs: list[TokenInfo] | None = None) -> list[Event]:
         """Append the text of a step and the log-probabilities of its tokens."""
         self.text += text
         self.logprobs += logprobs or []
-        return OutputTextDelta(**self._place, delta=text, logprobs=logprobs or [])
+        return [OutputTextDelta(**self._place, delta=text, logprobs=logprobs or [])]
 
     def _done(self) -> list[Event]:
         done = OutputTextDone(**self._place, text=self.text, logprobs=self.logprobs)
@@ -145,32 +155,100 @@ class CallBuilder(ItemBuilder):
     """A function call item; its text is the arguments."""
 
     call: CallDelta  # its first delta
+    name: str
+    namespace: str | None = None
     id: str = field(default_factory=lambda: f"fc_{uuid4().hex}")
 
-    def item(self) -> FunctionCallItem:
+    def item(self) -> OutputItem:
         """The item as it is now."""
-        return FunctionCallItem(
-            id=self.id,
-            status=self.status,
-            call_id=self.call.id,
-            name=self.call.name,
-            arguments=self.text,
-        )
+        return FunctionCallItem(arguments=self.text, **self._named)
 
-    def add(self, text: str) -> Event:
+    def add(self, text: str) -> list[Event]:
         """Append the arguments of a step."""
         self.text += text
-        return ArgumentsDelta(**self._place, delta=text)
+        return [ArgumentsDelta(**self._place, delta=text)]
 
     def _done(self) -> list[Event]:
-        return [ArgumentsDone(**self._place, arguments=self.text, name=self.call.name)]
+        return [ArgumentsDone(**self._place, arguments=self.text, name=self.name)]
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "status": self.status,
+            "call_id": self.call.id,
+            "name": self.name,
+            "namespace": UNSET if self.namespace is None else self.namespace,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class CustomCallBuilder(CallBuilder):
+    """A call of a custom tool, whose input is the one argument that the model wrote."""
+
+    id: str = field(default_factory=lambda: f"ctc_{uuid4().hex}")
+
+    def item(self) -> OutputItem:
+        """The item as it is now."""
+        return CustomCallItem(input=self._input, **self._named)
+
+    def add(self, text: str) -> list[Event]:
+        """Append the arguments of a step."""
+        self.text += text
+        return []
+
+    def _done(self) -> list[Event]:
+        given = self._input
+        delta = [InputDelta(**self._place, delta=given)] if given else []
+        return [*delta, InputDone(**self._place, input=given)]
+
+    @property
+    def _input(self) -> str:
+        """The argument, or what could not be read; all of the text where it is no such object."""
+        if self.status == "in_progress":
+            return ""
+        given = plain_arguments(self.text)
+        found = given.get("input", given.get(INVALID)) if isinstance(given, dict) else None
+        return found if isinstance(found, str) else self.text
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchCallBuilder(CallBuilder):
+    """A search for tools."""
+
+    id: str = field(default_factory=lambda: f"tsc_{uuid4().hex}")
+
+    def item(self) -> OutputItem:
+        """The item as it is now."""
+        given = {} if self.status == "in_progress" else plain_arguments(self.text)
+        arguments = given if isinstance(given, dict) else {"query": self.text}
+        named = self._named
+        kept = {name: named[name] for name in ("id", "status", "call_id")}
+        return SearchCallItem(arguments=arguments, **kept)
+
+    def add(self, text: str) -> list[Event]:
+        """Append the arguments of a step."""
+        self.text += text
+        return []
+
+    def _done(self) -> list[Event]:
+        return []
+
+
+BUILDERS: Mapping[str, type[CallBuilder]] = {
+    "function": CallBuilder,
+    "custom": CustomCallBuilder,
+    "tool_search": SearchCallBuilder,
+}
+"""The item builders of calls, by the kind of tool."""
 
 
 class Output:
     """Builds the output items; at most one item is open at a time, the last."""
 
-    def __init__(self, spell: Spell) -> None:
+    def __init__(self, spell: Spell, served: Mapping[str, ServedTool] = NO_TOOLS) -> None:
         self._builders: list[ItemBuilder] = []
+        self._served = served  # by the names that the model uses
         self.num_reasoning_tokens = 0
         self._spell = spell
         self._open: ItemBuilder | None = None
@@ -197,7 +275,7 @@ class Output:
             events += self._say(delta.text)
         for call in delta.tool_calls:
             if call.id:
-                events += self._begin(CallBuilder(index=len(self._builders), call=call))
+                events += self._begin(self._calling(call))
                 events += self._continue(call)
         return events
 
@@ -215,7 +293,7 @@ class Output:
         if not isinstance(builder, ReasoningBuilder):
             builder = ReasoningBuilder(index=len(self._builders))
             events += self._begin(builder)
-        return [*events, builder.add(text)]
+        return events + builder.add(text)
 
     def _say(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -225,7 +303,7 @@ class Output:
             events += self._begin(builder)
         logprobs, self._unplaced = self._unplaced, []
         if text or logprobs:
-            events.append(builder.add(text, logprobs))
+            events += builder.add(text, logprobs)
         return events
 
     def _continue(self, call: CallDelta) -> list[Event]:
@@ -234,8 +312,16 @@ class Output:
         builder = self._open
         if not isinstance(builder, CallBuilder):
             raise RuntimeError("a call goes on that was not begun")
-        events = [builder.add(call.arguments)] if call.arguments else []
+        events = builder.add(call.arguments) if call.arguments else []
         return events + (self._close("completed") if call.is_done else [])
+
+    def _calling(self, call: CallDelta) -> CallBuilder:
+        """The builder of a new call."""
+        index, served = len(self._builders), self._served.get(call.name)
+        if served is None:
+            return CallBuilder(index=index, call=call, name=call.name)
+        build = BUILDERS[served.kind]
+        return build(index=index, call=call, name=served.name, namespace=served.namespace)
 
     def _begin(self, builder: ItemBuilder) -> list[Event]:
         """Close the open item and open the next."""

@@ -63,9 +63,31 @@ class FunctionCallItem(Struct, tag="function_call", kw_only=True):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET  # of the function, if the request has it in one
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+class CustomCallItem(Struct, tag="custom_tool_call", kw_only=True):
+    """A call of a custom tool."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+class SearchCallItem(Struct, tag="tool_search_call", kw_only=True):
+    """A search for tools, which the client does."""
+
+    id: str
+    status: Status
+    call_id: str
+    execution: Literal["client"] = "client"
+    arguments: Free = {}
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | SearchCallItem
 
 
 # -- the response -------------------------------------------------------------------------------
@@ -295,6 +317,18 @@ class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done", kw_o
     name: str
 
 
+class InputDelta(ItemEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
+    """The input of a custom tool's call: all of it, for it is read out of the arguments."""
+
+    delta: str
+
+
+class InputDone(ItemEvent, tag="response.custom_tool_call_input.done", kw_only=True):
+    """The whole input of a custom tool's call."""
+
+    input: str
+
+
 ENDINGS: dict[str, type[ResponseEvent]] = {
     "completed": ResponseCompleted,
     "incomplete": ResponseIncomplete,
@@ -313,6 +347,8 @@ StreamEvent = (
     | OutputTextDone
     | ArgumentsDelta
     | ArgumentsDone
+    | InputDelta
+    | InputDone
     | PartDone
     | ItemDone
     | ResponseCompleted

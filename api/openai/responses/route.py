@@ -10,20 +10,22 @@ from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
 from ...protocol.answers import prewarm
+from ...protocol.decoding import decoder
 from ...protocol.render import render_chat
-from ...protocol.sampling import decoder, is_prewarm
+from ...protocol.sampling import is_prewarm
 from ...runtime.conversation.chat_input import ChatInput
 from ...serving.errors import ApiError, JsonResponse
 from ...serving.serve import Dialect
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import Owner, owner_of
-from .chat_input import make_chat_input, refuse_own, rename
+from .chat_input import check_n, make_chat_input, rename
 from .events import ResponseReply, ready_reply
 from .inputs import kept_items, read_items
 from .protocol import Deleted, InputTokens, ItemList, ResponseBody
 from .schema import Item, ResponsesRequest
 from .store import ResponseStore
+from .tools import ServedTool
 from .writer import ResponseWriter, new_id
 
 MAX_PAGE = 100
@@ -43,16 +45,18 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         return decode(data)
 
     def check(self, body: ResponsesRequest) -> None:
-        """Check the model, and refuse fields that foretoken does not support."""
+        """Check the model and the number of answers."""
         super().check(body)
-        refuse_own(body)
+        check_n(body)
 
     def rename(self, error: InvalidRequest, body: ResponsesRequest) -> None:
         """The name of a field in the bodies of this API."""
         rename(error, body)
 
-    async def read_chat(self, body: ResponsesRequest) -> tuple[ChatInput, list[Item]]:
-        """The chat request with the stored history, and the new items."""
+    async def read_chat(
+        self, body: ResponsesRequest
+    ) -> tuple[ChatInput, list[ServedTool], list[Item]]:
+        """The chat request with the stored history, its tools, and the new items."""
         owner = owner_of(body.cache_salt)
         history: list[Item] = []
         if body.previous_response_id is not None:
@@ -60,7 +64,8 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         items = read_items(body.input, lambda item_id: self.store.item(owner, item_id))
         limits = self.service.settings.limits
         limits.check("input", len(history) + len(items), "max_messages")
-        return await self.service.apart(partial(make_chat_input, body, history, items)), items
+        chat, served = await self.service.apart(partial(make_chat_input, body, history, items))
+        return chat, served, items
 
 
 class ResponsesCount(ResponsesDialect):
@@ -70,7 +75,7 @@ class ResponsesCount(ResponsesDialect):
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Count the tokens of an input."""
-        chat, _ = await self.read_chat(body)
+        chat, *_ = await self.read_chat(body)
         prompt = await self.service.chat.render(chat)
         return ReadyReply(InputTokens(input_tokens=len(prompt.token_ids)))
 
@@ -82,7 +87,7 @@ class ResponsesRender(ResponsesDialect):
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render and check; nothing is submitted and nothing stored."""
-        chat, _ = await self.read_chat(body)
+        chat, *_ = await self.read_chat(body)
         return ReadyReply(
             await render_chat(
                 self.service, chat, body, request_id=new_id(), is_prewarm=is_prewarm(body)
@@ -95,9 +100,10 @@ class ResponsesRoute(ResponsesDialect):
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render and submit."""
-        chat, items = await self.read_chat(body)
+        chat, served, items = await self.read_chat(body)
         params = self.service.llm.built.sampling_defaults.fill(chat.params)
-        writer, owner = ResponseWriter(self.service, body, params), owner_of(body.cache_salt)
+        writer = ResponseWriter(self.service, body, params, served)
+        owner = owner_of(body.cache_salt)
         is_stored = body.store is not False
 
         def keep(response: ResponseBody) -> None:

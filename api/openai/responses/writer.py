@@ -19,7 +19,6 @@ from ...types.results import TextDelta
 from ...types.sampling_params import SamplingParams
 from ..protocol import TokenInfo
 from ..writer import FINGERPRINT, token_infos, usage_body
-from .chat_input import served_tools
 from .output import Output
 from .protocol import (
     Event,
@@ -32,6 +31,7 @@ from .protocol import (
     ResponseUsage,
 )
 from .schema import ResponsesRequest, TextFormat, TextOptions
+from .tools import ServedTool, served_tools
 
 PLAIN_TEXT = TextFormat(type="text")
 
@@ -39,13 +39,19 @@ PLAIN_TEXT = TextFormat(type="text")
 class ResponseWriter:
     """One response, from its creation to its end."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        params: SamplingParams,
+        served: Sequence[ServedTool] = (),
+    ) -> None:
         options = body.prompt_cache_options
         self._service = service
         self._begun = new_response(body, params, service.model)
         self._compare_with = None if options is None else options.comparison_response_id
         self._explains = bool(body.explain_cache)
-        self._output = Output(self._spell)
+        self._output = Output(self._spell, {each.tool.name: each for each in served})
         self.answer_ids: Sequence[int] = ()  # of the whole answer, where they can stand for it
         self._reason = ""
         self._stop_reason: int | str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,18 @@ from ...parsing.reasoning import Thinking
 from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import SamplingParams
 from .prompt_history import PromptNote, conversation_parts
+
+_SPLICE_MARK = re.compile("\ue000[0-9a-f]+[.][0-9]+\ue001")
+
+
+def splice_mark(nonce: str, index: int) -> str:
+    """The text that stands for the token ids of a message while its conversation is written."""
+    return f"\ue000{nonce}.{index}\ue001"
+
+
+def is_splice_mark(text: str) -> bool:
+    """Whether a text is a `splice_mark`."""
+    return _SPLICE_MARK.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +55,25 @@ class ChatInput:
     params: SamplingParams
     images: Sequence[ImageSource] = ()
     handles: Sequence[Handle] = ()
+    paths: Sequence[str] = ()  # of the messages in the body; without them their indices tell
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     template: Mapping[str, object] = field(default_factory=dict)  # options of the chat template
     cache: CacheOptions = DEFAULT_CACHE
     cache_key: str | None = None  # ``prompt_cache_key``: reported when a cache miss is explained
 
+    def path(self, index: int) -> str:
+        """The place of a message in the body."""
+        return self.paths[index] if self.paths else f"messages[{index}]"
+
+    @property
+    def shown_tools(self) -> Sequence[Tool]:
+        """The tools that stand in front of the conversation."""
+        return [tool for tool in self.tools if not tool.is_loaded]
+
     def note(self, thinking: Thinking | None = None) -> PromptNote:
         """The record for explanations of later cache misses; ``thinking``: the model's marks."""
-        parts = conversation_parts(self.messages, [tool.body for tool in self.tools])
+        parts = conversation_parts(self.messages, [tool.body for tool in self.shown_tools])
         return PromptNote(parts=parts, cache_key=self.cache_key, thinking=thinking)
 
     @property

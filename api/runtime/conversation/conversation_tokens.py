@@ -34,7 +34,8 @@ from ...text.tokenizer import Tokenizer
 from ...types.request_context import owner_of, random_id
 from ...types.results import Tool
 from ...types.sampling_params import SamplingParams
-from .chat_input import ChatInput, Handle
+from .chat_input import ChatInput, Handle, splice_mark
+from .shield import NO_SHIELD, Shield
 from .token_history import Key, Place, TokenHistory, said_of
 
 TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have been opened
@@ -102,26 +103,32 @@ class ConversationTokens:
         self.vocab_size, self.end_ids = vocab_size, end_ids
         self._history = history
 
-    async def render(self, chat: ChatInput, write: Write) -> PromptTokens:
-        """The prompt's token ids; raises `InvalidRequest`, naming the handle that is wrong."""
+    async def render(
+        self, chat: ChatInput, write: Write, shield: Shield = NO_SHIELD
+    ) -> PromptTokens:
+        """The prompt's token ids; raises `InvalidRequest`, naming the handle that is wrong.
+
+        ``shield``: the one under which ``write`` writes.
+        """
         text = await write(chat)
         slots = await self.tokenizer.apart(len(text), partial(self._slots, chat))
         tries = MAX_TRIES
         while slots:
-            splicer = Splicer(self, chat, text, slots)
+            splicer = Splicer(self, chat, text, slots, shield)
             try:
                 marked = await self._write_marked(chat, slots, write)
             except InvalidRequest:  # the template wants the calls before their results
                 failed: Slot | None = next((each for each in slots if each.has_calls), slots[0])
             else:
-                failed = await self.tokenizer.work(len(text), partial(splicer.splice, marked))
+                size = max(len(text), shield.num_chars)
+                failed = await self.tokenizer.work(size, partial(splicer.splice, marked))
             if failed is None:
                 for key in splicer.used:
                     self._touch(key)
                 return PromptTokens(splicer.token_ids, splicer.num_spliced)
             tries -= 1
             slots = _without(slots, failed, most=bool(tries))
-        return PromptTokens(await self.tokenizer.encode(text, add_special_tokens=False))
+        return PromptTokens(await shield.encode_all(self.tokenizer, text))
 
     async def can_splice(self, messages: Sequence[Mapping[str, Any]], write: Write) -> bool:
         """Whether the template writes the second of these messages so that ids can stand there."""
@@ -182,8 +189,14 @@ class Splicer:
     """One conversation: where its messages stand in the text, and which ids take their places."""
 
     def __init__(
-        self, model: ConversationTokens, chat: ChatInput, text: str, slots: Sequence[Slot]
+        self,
+        model: ConversationTokens,
+        chat: ChatInput,
+        text: str,
+        slots: Sequence[Slot],
+        shield: Shield = NO_SHIELD,
     ) -> None:
+        self._shield = shield
         self._model, self._chat, self._text, self._slots = model, chat, text, slots
         self._tokenizer = model.tokenizer
         self._owner = owner_of(chat.params.cache_salt)  # in the thread of the work it is unknown
@@ -241,7 +254,7 @@ class Splicer:
         if raw is None:
             return None
         for text in texts:
-            found = stand(text, raw, slot.message, self._model.syntax.thought_marks)
+            found = self._stand(slot, text, raw)
             if found is not None and (kept := self._from(ids, found.start, slot)) is not None:
                 self._pending += found.opening
                 self._put(kept)
@@ -253,7 +266,7 @@ class Splicer:
         if not self._looks:
             return None
         for text in texts:
-            for opening in _openings(text, self._model.syntax.thinking):
+            for opening in _openings(self._shield.plain(text), self._model.syntax.thinking):
                 for has_space in (True, False):
                     if (taken := self._at(slot, text, opening, has_space=has_space)) is not None:
                         return taken
@@ -273,7 +286,7 @@ class Splicer:
         raw = self._raw(ids, tools=slot.has_calls or bool(self._chat.tools))
         if raw is None:
             return None
-        found = stand(text, raw, slot.message, self._model.syntax.thought_marks)
+        found = self._stand(slot, text, raw)
         if found is None or found.opening != opening:
             return None
         kept = self._from(ids, found.start, slot)
@@ -283,6 +296,14 @@ class Splicer:
         self._put(kept, is_exact=True)
         self.used.append((self._owner, slot.said, place))
         return text
+
+    def _stand(self, slot: Slot, text: str, raw: str) -> Stand | None:
+        """The way in which the text of an answer stands for what the template wrote."""
+        plain, marks = self._shield.plain(text), self._model.syntax.thought_marks
+        found = stand(plain, raw, slot.message, marks)
+        if found is None or not found.opening:
+            return found
+        return replace(found, opening=self._shield.head(text, len(found.opening)))
 
     # -- handles --------------------------------------------------------------------------------
 
@@ -348,8 +369,9 @@ class Splicer:
     def _encoded(self, text: str) -> list[int]:
         """Token ids of a text that follows the ids so far."""
         if text not in self._known_ids:
-            is_first, own = not self.token_ids, self._tokenizer
-            self._known_ids[text] = own.encode_word(text) if is_first else own.encode_behind(text)
+            is_first = not self.token_ids
+            ids = self._shield.encode(self._tokenizer, text, is_first=is_first)
+            self._known_ids[text] = ids
         return self._known_ids[text]
 
     def _commit(self) -> None:
@@ -386,7 +408,7 @@ def _marked(
     """
     nonce, messages = random_id(), list(chat.messages)  # no text of a caller has it
     for slot in slots:
-        slot.mark = f"\ue000{nonce}.{slot.index}\ue001"
+        slot.mark = splice_mark(nonce, slot.index)
         if mark_call is not None and slot.has_calls:
             messages[slot.index] = mark_call(slot.message, slot.mark)
             continue

@@ -50,7 +50,7 @@ def read_message(
         param = f"{where}.tool_calls"
         raise InvalidRequest(f"{param} must be a list of objects", param=param)
     if calls:
-        plain["tool_calls"] = [plain_call(call, where) for call in calls]
+        plain["tool_calls"] = [plain_call(call) for call in calls]
     return plain, placed.images
 
 

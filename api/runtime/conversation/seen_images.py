@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ....core.errors import InvalidRequest
 from ....core.interface.images import PromptImage, image_key
 from ...media.reader import ImageReader, ReadImage
-from ...media.sources import ImageSource, split_marks, template_parts
+from ...media.sources import ImageSource, join_parts, split_marks, template_parts
 from ...text.tokenizer import Tokenizer
 from .chat_input import ChatInput
+from .left_out import tell_left_out
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -83,6 +84,40 @@ class SeenImages:
 
 
 NO_IMAGES = SeenImages()
+UNSEEN = "[an image that this model cannot see]"
+
+
+def with_results_seen(chat: ChatInput, reader: ImageReader | None) -> ChatInput:
+    """The conversation with a text for each image that cannot be served, but for those of the user.
+
+    An agent goes on with what a tool or a model returned: an error here would come back with each
+    request.
+    """
+    if all(_may_be_served(image, reader) for image in chat.images):
+        return chat
+    sources = {source.digest: source for source in chat.images}
+    messages, images, left = [], [], iter(chat.images)
+    for message in chat.messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            parts = [
+                each if isinstance(each, str) else next(left)
+                for each in split_marks(content, sources)
+            ]
+            if message.get("role") in ("tool", "assistant"):
+                tell_left_out("images in results of tools and in answers")
+                parts = [
+                    each if isinstance(each, str) or _may_be_served(each, reader) else UNSEEN
+                    for each in parts
+                ]
+                message = {**message, "content": join_parts(parts).text}
+            images += [each for each in parts if isinstance(each, ImageSource)]
+        messages.append(message)
+    return replace(chat, messages=messages, images=images)
+
+
+def _may_be_served(image: ImageSource, reader: ImageReader | None) -> bool:
+    return reader is not None and not image.url.startswith(("http:", "https:"))
 
 
 async def see(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from ....core.errors import InvalidRequest
 from ....core.interface.request import DEFAULT_CACHE, CacheOptions, Pin
+from ...structured.schemas.preparing import with_options
+from ...types.fields import Refused
 from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import MAX_CHOICES, MAX_GRAMMAR_CHARS
+from .left_out import tell_left_out
 
 SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # of what keeps a prompt
 WHOLE = 2**31 - 1  # tokens: more than any prompt has
@@ -49,8 +53,9 @@ class FunctionSpec(Struct, kw_only=True):
 
 
 class ToolSpec(Struct, kw_only=True):
-    """One of ``tools``; only functions are supported."""
+    """One of ``tools``; those of other types than functions are left out."""
 
+    known_kinds: ClassVar[frozenset[str]] = frozenset({"function"})
     type: str = "function"
     function: FunctionSpec | None = None
 
@@ -97,6 +102,7 @@ class ResponseFormat(Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaSpec | None = None
+    schema: dict[str, Any] | None = None  # of json_object, as other servers take it
 
 
 class StructuredOutputs(Struct, kw_only=True):
@@ -107,21 +113,29 @@ class StructuredOutputs(Struct, kw_only=True):
     choice: Texts | None = None
     grammar: GrammarText | None = None
     json_object: bool | None = None
+    # known and refused
+    structural_tag: Annotated[Any, Refused("")] = None
+    whitespace_pattern: Annotated[Any, Refused("")] = None
+    disable_any_whitespace: Annotated[Any, Refused(False)] = None
+    disable_additional_properties: Annotated[Any, Refused(False)] = None
 
 
 Tools = list[ToolSpec]
 
 
 def read_tools(specs: Sequence[ToolSpec] | None) -> list[Tool]:
-    """The tools of a body; raises `InvalidRequest` for one that is no function."""
+    """The functions among the tools of a body; others are left out.
+
+    Raises `InvalidRequest` for a function of which nothing is said.
+    """
     tools = []
     for index, spec in enumerate(specs or ()):
-        if spec.type != "function" or spec.function is None:
+        if spec.type != "function":
+            tell_left_out("tools of type", spec.type)
+            continue
+        if spec.function is None:
             where = f"tools[{index}]"
-            raise InvalidRequest(
-                f"{where} must be of type function and have a function, not {spec.type}",
-                param=where,
-            )
+            raise InvalidRequest(f"{where} must have a function", param=where)
         function = spec.function
         tools.append(
             Tool(
@@ -208,23 +222,81 @@ def format_schema(format: ResponseFormat | None) -> Mapping[str, object] | None:
     """The JSON schema of a ``response_format``; raises `InvalidRequest`."""
     if format is None or format.type == "text":
         return None
-    if format.type == "json_object":
+    given = format.json_schema or JsonSchemaSpec(schema=format.schema)
+    if format.type == "json_object" and given.schema is None:
         return ANY_OBJECT
-    if format.json_schema is None or format.json_schema.schema is None:
+    if given.schema is None:
         raise InvalidRequest("response_format needs json_schema.schema", param="response_format")
-    return format.json_schema.schema
+    return as_strict_as(given.strict, given.schema)
 
 
-def plain_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Templates want arguments as an object, clients send them as a JSON text."""
+def as_strict_as(strict: bool | None, schema: Mapping[str, object]) -> Mapping[str, object]:
+    """The schema of an answer: unknown formats are refused only if it is ``strict``."""
+    return with_options(schema, "strict" if strict else "exact", param="json_schema")
+
+
+def loaded_text(tools: Sequence[Tool], names: Sequence[str] = ()) -> str:
+    """The result of a search for tools: what it found can be called from here on.
+
+    ``names``: other tools, of which no more is known. The definitions stand where they were found,
+    so that the prompt keeps its beginning.
+    """
+    if not tools and not names:
+        return "No tools were found."
+    lines = [msgspec.json.encode(tool.body["function"]).decode() for tool in tools]
+    lines += [msgspec.json.encode({"name": name}).decode() for name in names]
+    return "\n".join(["These tools can be called now:", *lines])
+
+
+def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of an earlier answer as templates read it: a function with its name and arguments.
+
+    Calls of custom tools have one argument, ``input``; of other kinds all fields are arguments.
+    """
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
+    if not isinstance(function, Mapping):
+        kind = call.get("type")
+        named = call.get(kind) if isinstance(kind, str) else None
+        fields = dict(named if isinstance(named, Mapping) else call)
+        name = fields.pop("name", kind)
+        given = {key: each for key, each in fields.items() if key not in ("id", "index", "type")}
+        function = {"name": name, "arguments": given.get("arguments", given)}
+        call = {key: each for key, each in call.items() if key == "id"} | {"type": "function"}
+    name = function.get("name")
+    written = {
+        **function,
+        "name": name if isinstance(name, str) else "",
+        "arguments": plain_arguments(function.get("arguments")),
+    }
+    if not isinstance(call.get("id"), str | int | None):
+        call = {key: each for key, each in call.items() if key != "id"}
+    return {**call, "function": written}
+
+
+def json_text(value: object) -> str:
+    """A value in a message as JSON; raises `InvalidRequest` for what has no JSON."""
     try:
-        arguments = msgspec.json.decode(function["arguments"])
-    except RecursionError:
-        where = f"{path}.tool_calls"
-        raise InvalidRequest(f"{where}: arguments are nested too deeply", param=where) from None
-    except (msgspec.DecodeError, ValueError):
-        return dict(call)  # a model may have written anything: it is shown as it is
-    return {**call, "function": {**function, "arguments": arguments}}
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        message = "messages: a value is not valid JSON, or nested too deeply"
+        raise InvalidRequest(message, param="messages") from None
+
+
+def plain_arguments(arguments: object) -> Any:  # noqa: ANN401 - an object, or the text of none
+    """Arguments of a call: an object, or the text of what is no JSON object.
+
+    A model may have written anything. Nothing and null are the empty object.
+    """
+    if arguments is None or isinstance(arguments, Mapping):
+        return arguments or {}
+    if not isinstance(arguments, str):
+        return json_text(arguments)
+    if not arguments.strip():
+        return {}
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return arguments
+    if decoded is None:
+        return {}
+    return decoded if isinstance(decoded, dict) else arguments

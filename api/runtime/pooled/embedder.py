@@ -45,8 +45,11 @@ class Embedder:
         name: Callable[[int], str],
         cache: CacheOptions = DEFAULT_CACHE,
         keeps_ids: bool = False,
+        is_cut: bool = False,
     ) -> PooledPrompts:
         """Open texts or token ids; ``name``: the field of each, for errors.
+
+        ``is_cut``: of a text that is too long the beginning is taken.
 
         They are tokenised and checked when they come to run. ``keeps_ids``: so that the token ids
         are there afterwards. Raises `InvalidRequest` for one that is empty, and for a length to
@@ -60,9 +63,10 @@ class Embedder:
         self._warn()
 
         async def prompt_of(index: int) -> Sequence[int]:
-            return await self._llm.check(
-                inputs[index], params, pooling=HIDDEN_STATE, param=name(index)
-            )
+            prompt, param = inputs[index], name(index)
+            if is_cut and isinstance(prompt, str):
+                prompt = await self._llm.tokenizer.encode_start(prompt, param)
+            return await self._llm.check(prompt, params, pooling=HIDDEN_STATE, param=param)
 
         return PooledPrompts(
             self._llm,

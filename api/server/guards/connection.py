@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import resource
 import sys
 from contextvars import Context
@@ -26,6 +27,7 @@ NUM_SPARE = 64  # connections beyond the limit that get a 503; the others are dr
 SPARE_SECONDS = 1.0  # for one of those to send its request
 DRAIN_BYTES = 64 * 2**20  # of a body that no route reads
 LINGER_SECONDS = 2.0  # for a client that was refused to read so: to close would take it from it
+_ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?(?P<host>[^/?#@]*)", re.IGNORECASE)
 # What is no HTTP is the client's trouble: a line for each would let anybody flood the log.
 _http_logger = logging.getLogger("uvicorn.error.connection")
 _http_logger.setLevel(logging.ERROR)
@@ -42,6 +44,11 @@ class QuickSends(h11.Connection):
 
     _header = b""  # that waits for its body
 
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """The next event; requests as `origin_form` has them."""
+        event = super().next_event()
+        return origin_form(event) if isinstance(event, h11.Request) else event
+
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override] # deprecated ones
         """The bytes of an event, behind those that waited for it."""
         if isinstance(event, h11.Data) and event.data:
@@ -55,6 +62,27 @@ class QuickSends(h11.Connection):
         if self._header and data is not None:
             data, self._header = self._header + data, b""
         return data
+
+
+def origin_form(request: h11.Request) -> h11.Request:
+    """The request with the path alone as its target, where it names the server, too.
+
+    Clients send such targets to proxies, and a server has to take them. The name goes before that
+    of the header Host, as HTTP wants it: all layers see one name and one path.
+    """
+    found = _ABSOLUTE.match(request.target)
+    if found is None:
+        return request
+    target = request.target[found.end() :]
+    headers = [
+        (name, value) for name, value in request.headers.raw_items() if name.lower() != b"host"
+    ]
+    return h11.Request(
+        method=request.method,
+        target=target if target.startswith(b"/") else b"/" + target,
+        headers=[(b"Host", found["host"]), *headers],
+        http_version=request.http_version,
+    )
 
 
 class Connection(H11Protocol):

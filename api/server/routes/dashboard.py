@@ -21,6 +21,8 @@ from ....core.interface.request import Delta
 from ....core.interface.request import Request as EngineRequest
 from ....core.telemetry.observers import EngineObserver
 from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
+from ....draft.sources.names import DRAFTERS
+from ...runtime.cache_diagnostics import LOSSES
 from ...serving.serving_context import Service
 from ...serving.sse import EventStream, event
 from ...types.results import Body
@@ -94,7 +96,7 @@ class Dashboard:
         self._watched: Watched | None = None  # while somebody watches
         self._num_watchers = 0
         self._latest: tuple[float, bytes] = (float("-inf"), b"")
-        self._page = StaticPage(PAGE)
+        self._page = StaticPage(PAGE, {"drafters": DRAFTERS, "losses": LOSSES})
 
     @property
     def routes(self) -> list[Route]:
@@ -148,8 +150,9 @@ class Dashboard:
         now = asyncio.get_running_loop().time()
         if now - self._latest[0] >= PERIOD_SECONDS / 2:
             llm = self.service.llm
-            sampling = llm.built.sampling_defaults.in_force
-            about = {"time": now, "model": self.service.model, "sampling": sampling}
+            defaults = llm.built.sampling_defaults
+            about = {"time": now, "model": self.service.model, "sampling": defaults.in_force}
+            about["sampling_origin"] = defaults.origin
             about["causes"] = llm.causes
             body = {**about, **await llm.engine.overview(watched.finished)}
             self._latest = (now, event(body))

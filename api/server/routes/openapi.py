@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,7 +25,13 @@ from ...anthropic.errors import is_messages
 from ...anthropic.schema import CountRequest, MessagesRequest
 from ...ollama import protocol as ollama
 from ...ollama.errors import is_ollama
-from ...ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from ...ollama.schema import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+)
 from ...openai import protocol as openai
 from ...openai.batches import protocol as batches
 from ...openai.branches import MAX_BRANCHES, Branch, Text
@@ -33,20 +39,19 @@ from ...openai.responses import protocol as responses
 from ...openai.responses.route import MAX_PAGE
 from ...openai.responses.schema import ResponsesRequest
 from ...openai.schema import (
-    POOLED_REFUSED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     Message,
-    PooledRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
 )
 from ...protocol.render import Rendered
-from ...protocol.sampling import REFUSED, One, Sampling
+from ...protocol.sampling import One
 from ...serving.errors import ErrorBody
+from ...types.fields import marks_of, structs_in
 from ...types.results import Body
 from . import protocol
 from .adapters import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
@@ -62,21 +67,11 @@ _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
 Schema = dict[str, Any]
-NEEDED: Mapping[str, tuple[str, ...]] = {"ContentPart": ("text",)}
-"""Fields that their types make optional, and the routes do not."""
-
 ONE_OF: Mapping[str, tuple[str, str]] = {
     "TokenizeRequest": ("prompt", "messages"),
     "BranchesRequest": ("prompt", "messages"),
 }
 """Bodies that take one of two fields and never both; null is as good as nothing."""
-
-ALSO_REFUSED: Mapping[str, tuple[str, ...]] = {
-    "CountRequest": ("mcp_servers",),
-    "MessagesRequest": ("mcp_servers",),
-    "ResponsesRequest": ("background", "conversation", "prompt"),
-}
-"""Fields of a body that are known only to be refused, beside those of all."""
 
 TEXT_FIELD: Schema = {"type": "string"}
 QUERY: Mapping[str, Schema] = {
@@ -84,6 +79,7 @@ QUERY: Mapping[str, Schema] = {
     "cache_salt": TEXT_FIELD,
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
     "order": {"enum": ["asc", "desc"]},
+    "purpose": TEXT_FIELD,
     "previous_id": TEXT_FIELD,
     "response_id": {"type": "string", "minLength": 1},
 }
@@ -101,20 +97,14 @@ STATUSES: Mapping[int, str] = {  # those of a connection, before any route, are 
     431: "The header is too large.",
     500: "The server failed.",
     503: "The server starts, ends or is out of order, or the request's deadline passed.",
+    507: "The disk of files and batches is full.",
 }
 UNLOCKED = (400, 431, 500)
 ALWAYS = (*UNLOCKED, 401)
 READS = (404, 408, 413, 503)  # a body that may name a model
 GENERATES = (*READS, 429)
+KEPT = (404, 503)  # of a folder that another server may have still
 RETRIED = frozenset({409, 429, 503})  # tell when to come back
-
-
-def demand(schema: Schema, names: tuple[str, ...]) -> None:
-    """Make these properties needed and not null, in place."""
-    schema["required"] = [*schema["required"], *names]
-    for name in names:
-        kinds = [each for each in schema["properties"][name]["anyOf"] if each["type"] != "null"]
-        schema["properties"][name] = kinds[0]
 
 
 def one_of(schema: Schema, names: tuple[str, str]) -> None:
@@ -146,6 +136,7 @@ class UploadForm(Struct, kw_only=True):
 
     file: bytes
     purpose: Literal["batch"]
+    expires_after: batches.ExpiresAfter | None = None
 
 
 class BranchesRequest(ChatRequest, kw_only=True):
@@ -185,6 +176,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         body=RerankRequest, answer=openai.RerankBody, errors=GENERATES
     ),
     ("POST", "/v1/score"): Operation(body=ScoreRequest, answer=openai.ScoresBody, errors=GENERATES),
+    ("POST", "/score"): Operation(body=ScoreRequest, answer=openai.ScoresBody, errors=GENERATES),
     ("POST", "/v1/responses"): Operation(
         body=ResponsesRequest,
         answer=responses.ResponseBody,
@@ -225,23 +217,33 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         events=ollama.GeneratePart,
         errors=GENERATES,
     ),
+    ("POST", "/api/embed"): Operation(
+        body=OllamaEmbedBody, answer=ollama.Embedded, errors=GENERATES
+    ),
+    ("POST", "/api/embeddings"): Operation(
+        body=OllamaEmbeddingsBody, answer=ollama.EmbeddedOne, errors=GENERATES
+    ),
     ("GET", "/api/tags"): Operation(answer=ollama.TagList),
     ("GET", "/api/ps"): Operation(answer=ollama.TagList),
     ("POST", "/api/show"): Operation(body=OllamaShowBody, answer=ollama.Shown, errors=READS),
     ("GET", "/api/version"): Operation(answer=ollama.OllamaVersion),
     ("POST", "/v1/files"): Operation(
-        body=UploadForm, body_media=FORM, answer=batches.FileBody, errors=(408, 413, 503)
+        body=UploadForm, body_media=FORM, answer=batches.FileBody, errors=(408, 413, 503, 507)
     ),
-    ("GET", "/v1/files"): Operation(answer=batches.FileList, query=("limit", "after")),
-    ("GET", "/v1/files/{id}"): Operation(answer=batches.FileBody, errors=(404,)),
-    ("DELETE", "/v1/files/{id}"): Operation(answer=batches.FileDeleted, errors=(404,)),
-    ("GET", "/v1/files/{id}/content"): Operation(media=BINARY, errors=(404,)),
+    ("GET", "/v1/files"): Operation(
+        answer=batches.FileList, query=("limit", "after", "purpose"), errors=(503,)
+    ),
+    ("GET", "/v1/files/{id}"): Operation(answer=batches.FileBody, errors=KEPT),
+    ("DELETE", "/v1/files/{id}"): Operation(answer=batches.FileDeleted, errors=(*KEPT, 507)),
+    ("GET", "/v1/files/{id}/content"): Operation(media=BINARY, errors=KEPT),
     ("POST", "/v1/batches"): Operation(
-        body=batches.CreateBatch, answer=batches.BatchBody, errors=READS
+        body=batches.CreateBatch, answer=batches.BatchBody, errors=(*GENERATES, 507)
     ),
-    ("GET", "/v1/batches"): Operation(answer=batches.BatchList, query=("limit", "after")),
-    ("GET", "/v1/batches/{id}"): Operation(answer=batches.BatchBody, errors=(404,)),
-    ("POST", "/v1/batches/{id}/cancel"): Operation(answer=batches.BatchBody, errors=(404,)),
+    ("GET", "/v1/batches"): Operation(
+        answer=batches.BatchList, query=("limit", "after"), errors=(503,)
+    ),
+    ("GET", "/v1/batches/{id}"): Operation(answer=batches.BatchBody, errors=KEPT),
+    ("POST", "/v1/batches/{id}/cancel"): Operation(answer=batches.BatchBody, errors=KEPT),
     ("GET", "/v1/models"): Operation(answer=protocol.ModelList),
     ("GET", "/v1/models/{name}"): Operation(answer=protocol.Model, errors=(404,)),
     ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=protocol.Tokens, errors=READS),
@@ -342,21 +344,26 @@ class _Shapes:
         structs = dict.fromkeys(s for s in (*named, *errors) if s is not None)
         found, self.components = msgspec.json.schema_components(structs, ref_template=REF)
         self._refs: dict[Any, Body] = dict(zip(structs, found, strict=True))
-        for struct in structs:
-            if inspect.isclass(struct) and issubclass(struct, Sampling):
-                self._drop(struct, (*REFUSED, *ALSO_REFUSED.get(struct.__name__, ())))
-            elif inspect.isclass(struct) and issubclass(struct, PooledRequest):
-                self._drop(struct, POOLED_REFUSED)
+        self._mark([s for each in structs for s in structs_in(each)], set())
         self._say_the_rest()
 
-    def _drop(self, struct: type, refused: Iterable[str]) -> None:
-        """Fields that are known only to be refused are nobody's to send."""
-        for field in refused:
-            self.components[struct.__name__]["properties"].pop(field, None)
+    def _mark(self, structs: Iterable[type[Struct]], done: set[type[Struct]]) -> None:
+        """Leave out fields that are refused; those that are other names come last."""
+        for struct in structs:
+            if struct in done:
+                continue
+            done.add(struct)
+            marks = marks_of(struct)
+            for name, _ in marks.refused:
+                del self.components[struct.__name__]["properties"][name]
+            for name, other in marks.same:
+                fields = self.components[struct.__name__]["properties"]
+                about = {"description": f"Another name of `{other.name}`."}
+                fields[name] = fields.pop(name) | about
+            hints = get_type_hints(struct, include_extras=True)
+            self._mark([s for hint in hints.values() for s in structs_in(hint)], done)
 
     def _say_the_rest(self) -> None:
-        for name, needed in NEEDED.items():
-            demand(self.components[name], needed)
         for name, pair in ONE_OF.items():
             one_of(self.components[name], pair)
 

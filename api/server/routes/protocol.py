@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from ....core.errors import InvalidRequest
 from ...protocol.answers import Free
+
+MAX_MODELS = 1000  # of a page
 
 
 class SamplingValues(Struct, kw_only=True):
@@ -24,7 +27,8 @@ class Model(Struct, kw_only=True):
     """A served model; ``max_model_len``: limit on prompt and answer together, in tokens.
 
     ``exact``: whether logits have the same bits in any batch. ``model_path``: the implementation
-    of the layers, ``own`` or ``transformers``. ``parent``: the model that an adapter changes.
+    of the layers, ``own`` or ``transformers``. ``root``: the first name of the served model.
+    ``parent``: the model that an adapter changes.
     ``drafters``: names of what drafts, grammars and predictions aside; ``no_self_draft``: why
     ``--draft auto`` does without the model's own drafts.
     """
@@ -33,6 +37,7 @@ class Model(Struct, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "foretoken"
+    root: str
     parent: str | None = None
     max_model_len: int
     exact: bool
@@ -45,6 +50,7 @@ class Model(Struct, kw_only=True):
     lifecycle: str = "active"
     tool_parser: str  # how the model writes calls: one of `--tool-parser`
     default_sampling_params: SamplingValues
+    default_sampling_origin: str  # where the model's values come from; "": it has none
 
 
 class ModelList(Struct, kw_only=True):
@@ -55,6 +61,39 @@ class ModelList(Struct, kw_only=True):
     has_more: bool = False
     first_id: str | None = None
     last_id: str | None = None
+
+
+def model_page(models: Sequence[Model], query: Mapping[str, str]) -> ModelList:
+    """The page of a query as Anthropic's clients send it; all models without one.
+
+    Raises `InvalidRequest` for a limit or an id that is none.
+    """
+    start, stop = 0, len(models)
+    ids = [each.id for each in models]
+    for name in ("after_id", "before_id"):
+        if name in query and query[name] not in ids:
+            raise InvalidRequest(f"{name}: there is no model {query[name]}", param=name)
+    if "after_id" in query:
+        start = ids.index(query["after_id"]) + 1
+    if "before_id" in query:
+        stop = ids.index(query["before_id"])
+    most = _limit(query.get("limit", str(MAX_MODELS)))
+    if "before_id" in query and "after_id" not in query:
+        start = max(start, stop - most)
+    page = list(models[start:stop][:most])
+    return ModelList(
+        data=page,
+        has_more=start > 0 if "before_id" in query else start + len(page) < len(models),
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+    )
+
+
+def _limit(given: str) -> int:
+    is_number = given.isascii() and given.isdigit() and len(given) <= len(str(MAX_MODELS))
+    if not is_number or not 1 <= int(given) <= MAX_MODELS:
+        raise InvalidRequest(f"limit must be from 1 to {MAX_MODELS}", param="limit")
+    return int(given)
 
 
 class Tokens(Struct, kw_only=True):
@@ -212,6 +251,7 @@ class ServerInfo(ModelFacts, kw_only=True):
     """
 
     default_sampling_params: SamplingValues
+    default_sampling_origin: str  # where the model's values come from; "": it has none
     settings: Free
     limits: Free
 

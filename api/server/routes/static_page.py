@@ -5,22 +5,26 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 FOLDER = Path(__file__).parent / "ui"
 DOCS = FOLDER / "docs.html"
+_WORDS = re.compile(rb'(<script type="application/json" id="words">).*?(</script>)', re.DOTALL)
 
 
 class StaticPage:
     """A file with one inline script and one inline style, the only ones that may run in it."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, words: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        """``words``: tables that the page reads as JSON from its element ``words``."""
+        self._file, self._words = file, words
 
     def answer(self) -> Response:
         """The page, with a policy that permits its own script and style by their hashes."""
@@ -28,7 +32,11 @@ class StaticPage:
 
     @cached_property
     def _html(self) -> bytes:
-        return self._file.read_bytes()
+        html = self._file.read_bytes()
+        if self._words is None:
+            return html
+        words = msgspec.json.encode(self._words).replace(b"<", b"\\u003c")  # no tag may begin
+        return _WORDS.sub(lambda found: found[1] + words + found[2], html)
 
     @cached_property
     def _headers(self) -> dict[str, str]:

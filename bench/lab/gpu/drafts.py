@@ -13,6 +13,7 @@ from ....core.model.decoder import OwnDecoder
 from ....core.model.description.config import DecoderConfig
 from ....core.model.drafting.rough_copy import NoRoughCopyError, rough_decoder, rounded_matrices
 from ....core.ops.batch import SamplingPlan, Wanted
+from ....core.ops.weights import whole_table
 from ....draft.control.outcome import NUM_BEST
 from ....draft.control.profiler import profile_draft, profile_head
 from ....draft.heads.block_network import BlockConfig, BlockHead
@@ -103,7 +104,7 @@ def _head_passes(
         "owns_output": True,
     }
     head = kind(config_of(config, same))
-    lend(head, target, lambda: target.weights.embedding)
+    lend(head, target, lambda: whole_table(target.weights.embedding))
     joined = join(head, target)
     proposer = joined.proposer(joined.make_pool(bed.pool.num_pages, page_size=PAGE_SIZE))
     proposer.warm_up(bed.pages_each * PAGE_SIZE, NUM_BEST)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from ...errors import ModelLoadError
 from ...ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Wanted
 from ...ops.kv_pool import KVPool
-from ...ops.weights import PackedLinear
+from ...ops.weights import PackedLinear, Table
 from ..decoder import OwnDecoder
 from ..description.config import DecoderConfig, LayerSpec
 from ..description.fields import Fields, read_json
@@ -171,7 +171,7 @@ class Assistant:
     """
 
     decoder: OwnDecoder
-    embedding: Tensor
+    embedding: Table
     pre_projection: PackedLinear
     post_projection: PackedLinear
     clusters: Clusters | None

@@ -62,10 +62,9 @@ class Packed(nn.Module):
 
     def __init__(self, ops: Ops, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> None:
         super().__init__()
-        values = weight if isinstance(weight, Tensor) else weight.values
-        dtype = values.dtype if isinstance(weight, Tensor) else torch.float32
-        self.out_features, self.in_features = values.shape
-        self.weight = torch.empty(values.shape, dtype=dtype, device="meta")
+        dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
+        self.out_features, self.in_features = weight.shape
+        self.weight = torch.empty(weight.shape, dtype=dtype, device="meta")
         self.bias = None
         self.ops, self.packed = ops, ops.pack_linear(weight, bias)
 

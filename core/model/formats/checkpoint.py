@@ -8,8 +8,7 @@ from typing import Protocol, TypeAlias
 
 from ...errors import ModelLoadError
 from ...ops.quantize import StoredWeight
-
-_NAMES_SHOWN = 4  # in an error
+from .files import shown_names
 
 OnRead: TypeAlias = Callable[[str, StoredWeight], StoredWeight]
 """Called with each tensor that is read, by name, before anything is made of it; returns the tensor
@@ -33,6 +32,12 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> StoredWeight:
         """One tensor, on the CPU, as it is stored. Raises `ModelLoadError`."""
+
+    def release(self) -> None:
+        """Unmap what was read: until then the process holds the file's pages beside its weights.
+
+        A tensor that is still in use stays valid.
+        """
 
 
 def observed(read: Read, on_read: OnRead) -> Read:
@@ -61,9 +66,7 @@ def refuse_names(checkpoint: Checkpoint, verb: str, names: Iterable[str]) -> Non
     found = sorted(names)
     if not found:
         return
-    shown = ", ".join(found[:_NAMES_SHOWN])
-    more = f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else ""
-    raise ModelLoadError(f"{checkpoint.where} {verb} tensors: {shown}{more}")
+    raise ModelLoadError(f"{checkpoint.where} {verb} tensors: {shown_names(found)}")
 
 
 def mismatch(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from ...errors import ModelLoadError
 
 GGUF = ".gguf"
 _NAMES_SHOWN = 4  # in an error
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +23,44 @@ class TensorEntry:
     shape: tuple[int, ...]
 
 
-def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path names, or None where it names something else.
+def shown_names(names: Sequence[str]) -> str:
+    """Return the first of some names and how many more there are, for an error."""
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
 
-    Raises `ModelLoadError` for a folder with several of them and no config.json.
+
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that a path names, or None where it names something else.
+
+    Of a split file that is its first part. Raises `ModelLoadError` for a folder with several other
+    ones and no config.json.
     """
     if path.suffix.lower() == GGUF:
-        return path
+        first = gguf_parts(path)[0]
+        return first if first.exists() else path
     if not path.is_dir() or (path / "config.json").exists():
         return None
     files = sorted(each for each in path.iterdir() if each.suffix.lower() == GGUF)
-    if len(files) > 1:
-        names = ", ".join(each.name for each in files[:_NAMES_SHOWN])
+    if len({tuple(gguf_parts(each)) for each in files}) > 1:
+        names = shown_names([each.name for each in files])
         raise ModelLoadError(f"{path} contains several GGUF files ({names}): name one of them")
     return files[0] if files else None
+
+
+def gguf_parts(file: Path) -> list[Path]:
+    """Return all parts of a split GGUF file by the name of one of them; else the file alone.
+
+    Files that are missing are named as well.
+    """
+    found = _PART.fullmatch(file.name)
+    if found is None:
+        return [file]
+    numbers = range(1, int(found[3]) + 1)
+    names = (f"{found[1]}-{number:05}-of-{found[3]}{file.suffix}" for number in numbers)
+    return [file.with_name(name) for name in names] or [file]
+
+
+def gguf_name(file: Path) -> str:
+    """Return the name of a GGUF file without its ending, and without the number of a part."""
+    found = _PART.fullmatch(file.name)
+    return file.stem if found is None else found[1]

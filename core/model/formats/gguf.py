@@ -1,9 +1,8 @@
 """GGUF: one file with metadata, tokenizer and tensors, most of them quantised in blocks.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package ``gguf`` parses
-it and knows the names and the quantised types; what is here maps a file to the fields of a
-config.json and to a `Checkpoint`. The tokenizer is not this module's: api/text builds it from the
-same file.
+`GgufReader` parses the file, and the package ``gguf`` knows the quantised types; what is here maps
+a file to the fields of a config.json and to a `Checkpoint`. The tokenizer is not this module's:
+api/text builds it from the same file.
 """
 
 from __future__ import annotations
@@ -22,12 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight, stack
+from ...ops.blocks import BLOCK_TYPES, BlockWeight
+from ...ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight, stack
 from .gguf_architectures import ARCHITECTURES, REFUSED, Architecture, architecture_of
-from .gguf_metadata import Metadata, open_reader
+from .gguf_metadata import Metadata, open_parts
 from .gguf_names import LAYER_NAMES, MODEL_NAMES, NEXTN_NAMES, STACKED
-from .quantized import half_of_power
+from .gguf_reader import GgufTensor, unsupported_type
 
+_MISFITS = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors by which values that contradict each other show."""
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling, by frequency
 _NOT_WEIGHTS = (_ROPE_DIVISORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _PLAIN = {GgmlType.F32: "float32", GgmlType.F16: "float16", GgmlType.BF16: "bfloat16"}
@@ -60,17 +64,23 @@ class GgufFile:
     """A GGUF file as what it was made from: the fields of a config.json in ``values``, and the
     tensors of a `Checkpoint`, which are memory-mapped until they are read.
 
-    Raises `ModelLoadError` for a file that is damaged or of an architecture that is not supported.
+    Any part of a split file stands for all of them. Raises `ModelLoadError` for a file that is
+    damaged, no model, or of an architecture or a quantisation that is not supported.
     """
 
     def __init__(self, file: Path) -> None:
         self.where = file
-        self._reader = open_reader(file)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._meta = Metadata(self._reader, file)
+        self._parts = open_parts(file)
+        self._tensors = {tensor.name: tensor for part in self._parts for tensor in part.tensors}
+        self._meta = Metadata(self._parts[0])
         self._architecture = self._known_architecture()
-        self.values = self._values()
-        self._sources = self._find_sources()
+        try:
+            self.values = self._values()
+            self._sources = self._find_sources()
+        except _MISFITS as error:
+            problem = f"its metadata do not fit together ({type(error).__name__}: {error})"
+            raise ModelLoadError(f"{file} is damaged: {problem}") from error
+        self._refuse_types()
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -128,7 +138,20 @@ class GgufFile:
         """One tensor as it is stored; of a quantised type that no kernel takes, as float32."""
         return self._sources[name].read()
 
+    def release(self) -> None:
+        """Unmap the pages that were read; they are mapped again where a tensor is still in use."""
+        for part in self._parts:
+            part.release()
+
     # -- config ---------------------------------------------------------------------------------
+
+    def _refuse_types(self) -> None:
+        """Raise `ModelLoadError` for tensors of a type whose numbers cannot be read."""
+        kinds = {tensor.tensor_type for tensor in self._tensors.values()}
+        for kind in kinds:
+            if not _is_readable(kind):
+                names = (each.name for each in self._tensors.values() if each.tensor_type == kind)
+                raise unsupported_type(self.where, kind.name, names)
 
     def _known_architecture(self) -> Architecture:
         name = self._meta.architecture
@@ -150,14 +173,16 @@ class GgufFile:
         width, heads = meta.number("embedding_length"), meta.number("attention.head_count")
         head_dim = meta.optional("attention.key_length", width // max(1, heads))
         vocab_size = int(embedding.shape[1])
+        num_blocks, num_tensors = meta.number("block_count"), len(self._tensors)
+        if not isinstance(num_blocks, int) or not 1 <= num_blocks <= num_tensors:
+            raise meta.error(f"block_count is {num_blocks}, and the file has {num_tensors} tensors")
         values = {
             "model_type": self._architecture.model_type,
             "vocab_size": vocab_size,
             "hidden_size": width,
             "intermediate_size": _first(meta.by_layer("feed_forward_length"))
             or meta.number("expert_feed_forward_length"),
-            "num_hidden_layers": meta.number("block_count")
-            - meta.optional("nextn_predict_layers", 0),
+            "num_hidden_layers": num_blocks - meta.optional("nextn_predict_layers", 0),
             "num_attention_heads": heads,
             "num_key_value_heads": _first(meta.by_layer("attention.head_count_kv")) or heads,
             "head_dim": head_dim,
@@ -170,7 +195,7 @@ class GgufFile:
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "bos_token_id": None,
-            "eos_token_id": meta.end_tokens(vocab_size),
+            "eos_token_id": meta.end_tokens(),
             "pad_token_id": None,
             "dtype": self.stored_dtype,
         }
@@ -245,7 +270,7 @@ class GgufFile:
         more = {f"{own}.{ending}": f"{final}.{ending}" for ending in ("weight", "bias")}
         return MODEL_NAMES | more
 
-    def _plain(self, name: str, tensor: gguf.ReaderTensor) -> _StoredTensor:
+    def _plain(self, name: str, tensor: GgufTensor) -> _StoredTensor:
         rows = self._order_of(name)
         is_larger = name.endswith("norm.weight") and not name.endswith(_GATED_NORM)
         offset = self._architecture.norm_offset if is_larger else 0.0
@@ -258,14 +283,14 @@ class GgufFile:
             shape = (shape[0], 1, *shape[1:])
 
         def one(index: int) -> QuantizedWeight:
-            value = _value(tensor.data[index], tensor, self.where)
+            value = _value(tensor.data[index], tensor)
             assert isinstance(value, QuantizedWeight)  # of a kept type
             return value
 
         def read() -> StoredWeight:
-            if len(shape) == 3 and tensor.tensor_type in _KEPT:
+            if len(shape) == 3 and tensor.tensor_type in BLOCK_TYPES:
                 return QuantizedStack(shape[0], one)
-            value = _value(tensor.data, tensor, self.where)
+            value = _value(tensor.data, tensor)
             if isinstance(value, Tensor):
                 value = (value - offset if offset else value).view(shape)
                 if name.endswith(_LOG):  # the file has -exp of it
@@ -285,11 +310,11 @@ class GgufFile:
         pairs = torch.arange(heads * head_dim).view(heads, head_dim // 2, 2)
         return pairs.transpose(1, 2).reshape(-1)
 
-    def _experts(self, name: str, tensor: gguf.ReaderTensor) -> dict[str, _StoredTensor]:
+    def _experts(self, name: str, tensor: GgufTensor) -> dict[str, _StoredTensor]:
         """One by one what the file stacks."""
 
         def read_one(index: int) -> Callable[[], StoredWeight]:
-            return lambda: _value(tensor.data[index], tensor, self.where)
+            return lambda: _value(tensor.data[index], tensor)
 
         count, *shape = _shape(tensor)
         return {
@@ -327,9 +352,9 @@ class GgufFile:
             )
         return found
 
-    def _behind(self, tensors: list[gguf.ReaderTensor]) -> Callable[[], StoredWeight]:
+    def _behind(self, tensors: list[GgufTensor]) -> Callable[[], StoredWeight]:
         def read() -> StoredWeight:
-            values = [_wide(_value(each.data, each, self.where)) for each in tensors]
+            values = [_wide(_value(each.data, each)) for each in tensors]
             return torch.cat(values, dim=1)
 
         return read
@@ -338,17 +363,16 @@ class GgufFile:
         tensors = [self._tensors[part] for part in parts]
 
         def one(index: int) -> QuantizedWeight:
-            values = [_value(each.data[index], each, self.where) for each in tensors]
+            values = [_value(each.data[index], each) for each in tensors]
             joined = stack([each for each in values if isinstance(each, QuantizedWeight)])
-            assert joined is not None  # of one kept type
-            rows = torch.arange(len(joined.values)).view(len(parts), -1)
+            rows = torch.arange(joined.shape[0]).view(len(parts), -1)
             return joined.rows(rows.T.flatten())  # alternating
 
         def read() -> StoredWeight:
             kinds = {each.tensor_type for each in tensors}
-            if kinds <= set(_KEPT) and len(kinds) == 1:
+            if kinds <= set(BLOCK_TYPES) and len(kinds) == 1:
                 return QuantizedStack(len(tensors[0].data), one)
-            values = [_wide(_value(each.data, each, self.where)) for each in tensors]
+            values = [_wide(_value(each.data, each)) for each in tensors]
             rows = torch.stack(values, dim=2).flatten(1, 2)  # alternating
             return rows.transpose(1, 2).contiguous() if rows.dim() == 3 else rows
 
@@ -358,7 +382,7 @@ class GgufFile:
 # -- tensors ------------------------------------------------------------------------------------
 
 
-def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+def _shape(tensor: GgufTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(tensor.shape))
 
 
@@ -371,135 +395,25 @@ def _wide(value: Tensor | QuantizedWeight) -> Tensor:
     return value if isinstance(value, Tensor) else value.dequantize()
 
 
-def _value(data: NDArray[Any], tensor: gguf.ReaderTensor, file: Path) -> Tensor | QuantizedWeight:
+def _is_readable(kind: GgmlType) -> bool:
+    """Whether numbers of a type are kept, plain, or known to the package gguf."""
+    if kind in BLOCK_TYPES or kind in _PLAIN:
+        return True
+    _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.dequantize(np.zeros((1, num_bytes), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _value(data: NDArray[Any], tensor: GgufTensor) -> Tensor | QuantizedWeight:
     """``data``: the tensor's, or a part of its rows."""
     kind = tensor.tensor_type
-    if kind in _KEPT and data.ndim == 2:
-        return _KEPT[kind](data.copy())  # what is mapped cannot be written
+    if kind in BLOCK_TYPES and data.ndim == 2:
+        return BlockWeight(BLOCK_TYPES[kind], (data,))
     if kind == GgmlType.BF16:
         return torch.from_numpy(data.copy()).view(torch.bfloat16)
     if kind in _PLAIN:
         return torch.from_numpy(data.copy())
-    try:
-        return torch.from_numpy(gguf.dequantize(data, kind))
-    except NotImplementedError:
-        message = f"{tensor.name} has the type {kind.name}, which is not supported"
-        raise ModelLoadError(f"{file}: {message}") from None
-
-
-def _blocks(data: NDArray[np.uint8], num_bytes: int) -> Tensor:
-    """Rows of blocks ``[rows, blocks, num_bytes]`` of their bytes."""
-    return torch.from_numpy(data).view(len(data), -1, num_bytes)
-
-
-def _numbers(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte ``at`` of each block, ``[rows, blocks]``."""
-    return blocks[:, :, at : at + 2].contiguous().view(torch.float16).squeeze(2)
-
-
-def _nibbles(blocks: Tensor) -> Tensor:
-    """The low halves of 16 bytes, then the high ones: ``[rows, 32 * blocks]`` of 0 to 15."""
-    values = blocks.new_empty((*blocks.shape[:2], 2, blocks.shape[2]))
-    torch.bitwise_and(blocks, 15, out=values[:, :, 0])
-    torch.bitwise_right_shift(blocks, 4, out=values[:, :, 1])
-    return values.view(torch.int8).view(len(blocks), -1)
-
-
-def _q4_0(data: NDArray[np.uint8]) -> QuantizedWeight:
-    """``d * (n - 8)`` is ``d * n - 8 * d``, and exact as such in float16."""
-    blocks = _blocks(data, 2 + GROUP // 2)
-    scale = _numbers(blocks, 0)
-    return QuantizedWeight("int4_min", _nibbles(blocks[:, :, 2:]), scale, -8 * scale)
-
-
-def _q4_1(data: NDArray[np.uint8]) -> QuantizedWeight:
-    blocks = _blocks(data, 4 + GROUP // 2)
-    values = _nibbles(blocks[:, :, 4:])
-    return QuantizedWeight("int4_min", values, _numbers(blocks, 0), _numbers(blocks, 2))
-
-
-def _q8_0(data: NDArray[np.uint8]) -> QuantizedWeight:
-    blocks = _blocks(data, 2 + GROUP)
-    values = blocks[:, :, 2:].contiguous().view(torch.int8).view(len(data), -1)
-    return QuantizedWeight("int8_group", values, _numbers(blocks, 0))
-
-
-def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of 6 bits in 12 bytes of each block: ``[rows, 8 * blocks]``."""
-    first, second, rest = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
-    scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=2)
-    minima = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=2)
-    return scales.flatten(1), minima.flatten(1)
-
-
-def _low_and_high(octets: Tensor) -> Tensor:
-    """Split bytes into 4-bit values: of each 32 bytes the low halves, then the high ones.
-
-    Returns ``[rows, blocks, 2 * groups, 32]``.
-    """
-    parts = octets.reshape(*octets.shape[:2], -1, 32)
-    return torch.stack((parts & 15, parts >> 4), dim=3).flatten(2, 3)
-
-
-def _q4_k(data: NDArray[np.uint8]) -> QuantizedWeight:
-    blocks = _blocks(data, 144)
-    values = _low_and_high(blocks[:, :, 16:]).flatten(1).view(torch.int8)
-    factors = (_numbers(blocks, 0), _numbers(blocks, 2))
-    return QuantizedWeight("int4_k", values, *_k_scales(blocks[:, :, 4:16]), factors)
-
-
-def _q5_k(data: NDArray[np.uint8]) -> QuantizedWeight:
-    blocks = _blocks(data, 176)
-    bits = [blocks[:, :, 16:48] >> group & 1 for group in range(8)]  # the fifth of each group
-    values = _low_and_high(blocks[:, :, 48:]) | torch.stack(bits, dim=2) << 4
-    factors = (_numbers(blocks, 0), _numbers(blocks, 2))
-    scales = _k_scales(blocks[:, :, 4:16])
-    return QuantizedWeight("int5_k", values.flatten(1).view(torch.int8), *scales, factors)
-
-
-def _q6_k(data: NDArray[np.uint8]) -> QuantizedWeight:
-    blocks = _blocks(data, 210)
-    shape = blocks.shape[:2]
-    low = blocks[:, :, :128].reshape(*shape, 2, 64)
-    high = blocks[:, :, 128:192].reshape(*shape, 2, 1, 32)
-    nibbles = torch.cat((low & 15, low >> 4), dim=3).view(*shape, 2, 4, 32)
-    twos = torch.cat([high >> at & 3 for at in (0, 2, 4, 6)], dim=3)
-    values = (nibbles | twos << 4).flatten(1).view(torch.int8) - 32
-    scale = blocks[:, :, 192:208].contiguous().view(torch.int8).flatten(1)
-    return QuantizedWeight("int6_k", values, scale, None, (_numbers(blocks, 208),))
-
-
-def _iq4_nl(data: NDArray[np.uint8]) -> QuantizedWeight:
-    blocks = _blocks(data, 2 + GROUP // 2)
-    return QuantizedWeight("iq4_nl", _nibbles(blocks[:, :, 2:]), _numbers(blocks, 0))
-
-
-def _iq4_xs(data: NDArray[np.uint8]) -> QuantizedWeight:
-    """Scales of 6 bits: four low ones in nibbles, two high ones of each in a word."""
-    blocks = _blocks(data, 136)
-    low = torch.stack((blocks[:, :, 4:8] & 15, blocks[:, :, 4:8] >> 4), dim=3).flatten(2)
-    high = torch.stack([blocks[:, :, 2:4] >> at & 3 for at in (0, 2, 4, 6)], dim=3).flatten(2)
-    scale = (low | high << 4).view(torch.int8) - 32
-    octets = blocks[:, :, 8:].reshape(len(blocks), -1, GROUP // 2)
-    return QuantizedWeight(
-        "iq4_xs", _nibbles(octets), scale.flatten(1), None, (_numbers(blocks, 0),)
-    )
-
-
-def _mxfp4(data: NDArray[np.uint8]) -> QuantizedWeight:
-    blocks = _blocks(data, 1 + GROUP // 2)
-    return QuantizedWeight("mxfp4", _nibbles(blocks[:, :, 1:]), half_of_power(blocks[:, :, 0]))
-
-
-# Types whose values and scales are kept as they are.
-_KEPT: dict[GgmlType, Callable[[NDArray[np.uint8]], QuantizedWeight]] = {
-    GgmlType.Q4_0: _q4_0,
-    GgmlType.Q4_1: _q4_1,
-    GgmlType.Q8_0: _q8_0,
-    GgmlType.Q4_K: _q4_k,
-    GgmlType.Q5_K: _q5_k,
-    GgmlType.Q6_K: _q6_k,
-    GgmlType.IQ4_NL: _iq4_nl,
-    GgmlType.IQ4_XS: _iq4_xs,
-    GgmlType.MXFP4: _mxfp4,
-}
+    return torch.from_numpy(gguf.dequantize(data, kind))

@@ -2,139 +2,138 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
-from gguf import GGUFValueType
-from numpy.typing import NDArray
+from gguf import GGMLQuantizationType as GgmlType
 
 from ...errors import ModelLoadError
+from .files import gguf_parts, shown_names
+from .gguf_reader import GgufReader, SkippedArray, open_gguf
 
-_MOST_NUMBERS = 4096
+_OTHERS = {
+    "adapter": "a LoRA adapter, not a model: serve its base model; --lora takes an adapter as a"
+    " folder with an adapter_config.json",
+    "mmproj": "the image part of a model (mmproj), not a model: name the GGUF file of the model",
+    "imatrix": "an importance matrix, not a model",
+    "vocab": "a vocabulary, not a model",
+}
+"""GGUF files that are no models, by their general.type."""
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# What ends an answer besides, by architecture and vocabulary: Harmony's <|call|>; of Gemma 4 <eos>,
-# <turn|> and <|tool_response>.
-_MORE_ENDS = {("gpt-oss", 201088): [200012], ("gemma4", 262144): [1, 106, 50]}
+
+
+def open_parts(file: Path) -> list[GgufReader]:
+    """Open the GGUF file of a model, or all parts of a split one; the first has the metadata.
+
+    Raises `ModelLoadError` for a file that is no model, and for parts that are missing or do not
+    belong together.
+    """
+    reader = open_gguf(file)
+    kind = reader.get("general.type") or "model"
+    if kind == "model" and reader.get("general.architecture") == "clip":  # of older converters
+        kind = "mmproj"
+    if kind != "model":
+        what = _OTHERS.get(kind, f"no model: its general.type is {kind!r}")
+        raise ModelLoadError(f"{file} is {what}")
+    count = reader.get("split.count") or 1
+    return [reader] if count == 1 else _split_parts(file, count)
+
+
+def _split_parts(file: Path, count: int) -> list[GgufReader]:
+    parts, one = gguf_parts(file), f"{file} is one of {count} parts of a model"
+    if len(parts) != count:
+        raise ModelLoadError(f"{one}: its name must end as that of NAME-00001-of-00003.gguf does")
+    if missing := [part.name for part in parts if not part.exists()]:
+        raise ModelLoadError(f"{one}; missing in its folder: {shown_names(missing)}")
+    readers = [open_gguf(part) for part in parts]
+    found = [(each.get("split.no"), each.get("split.count")) for each in readers]
+    num_tensors = sum(len(each.tensors) for each in readers)
+    named = readers[0].get("split.tensors.count") or num_tensors
+    if found != [(number, count) for number in range(count)] or named != num_tensors:
+        raise ModelLoadError(f"{one}, but the files in its folder are not all of them")
+    return readers
 
 
 def read_text(file: Path, name: str) -> str:
-    """A text of the metadata, "" where the file has none. Raises `ModelLoadError`."""
-    field = open_reader(file).fields.get(name)
-    return "" if field is None else str(field.contents())
+    """Return a text of the metadata, "" where the file has none. Raises `ModelLoadError`."""
+    found = open_gguf(file).get(name)
+    return found if isinstance(found, str) else ""
 
 
 def read_values(file: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Values of the metadata by name, of those that the file has. Raises `ModelLoadError`."""
-    fields = open_reader(file).fields
-    try:
-        return {name: fields[name].contents() for name in names if name in fields}
-    except UnicodeDecodeError as error:
-        raise ModelLoadError(f"{file} is damaged: {error}") from error
+    """Return values of the metadata by name, of those that the file has; of an array that is not
+    read the number of its items. Raises `ModelLoadError`.
+    """
+    reader = open_gguf(file)
+    return {name: reader.get(name) for name in names if name in reader.values}
 
 
 def read_head(file: Path) -> bytes:
-    """The bytes before the tensors: metadata, names and places. Raises `ModelLoadError`."""
-    reader = open_reader(file)
-    return reader.data[: reader.data_offset].tobytes()
-
-
-class _Reader(gguf.GGUFReader):
-    """Passes over long arrays and those of text, whose items become an object each: a vocabulary
-    would take seconds.
-    """
-
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[NDArray[Any]], list[int], list[GGUFValueType]]:
-        if raw_type != GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        raw_item, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-        item, size = GGUFValueType(raw_item[0]), 12
-        values: list[NDArray[Any]] = []
-        if item == GGUFValueType.STRING:
-            data, at = self.data.data, orig_offs + size
-            for _ in range(int(count[0])):
-                at += 8 + int.from_bytes(data[at : at + 8], "little")
-            size = at - orig_offs
-        elif item in self.gguf_scalar_to_np:
-            kind = self.gguf_scalar_to_np[item]
-            if count[0] <= _MOST_NUMBERS:  # as many layers as a model may have
-                values.append(self._get(orig_offs + size, kind, int(count[0])))
-            size += int(count[0]) * np.dtype(kind).itemsize
-        else:
-            raise ValueError(f"an array of {item.name} is not supported")
-        parts = [raw_item, count, *values]
-        return size, parts, [2] if values else [], [GGUFValueType.ARRAY, item]
-
-
-def open_reader(file: Path) -> gguf.GGUFReader:
-    """Map a file, without its vocabulary. Raises `ModelLoadError`."""
-    try:
-        return _Reader(file)
-    except FileNotFoundError:
-        raise ModelLoadError(f"{file}: no such file") from None
-    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
-        raise ModelLoadError(f"{file} is damaged: {error}") from error
+    """Return the bytes before the tensors: metadata, names and places. Raises `ModelLoadError`."""
+    return open_gguf(file).head
 
 
 class Metadata:
     """Fields by name without the architecture's prefix, every surprise a `ModelLoadError`."""
 
-    def __init__(self, reader: gguf.GGUFReader, file: Path) -> None:
-        self._reader, self._file = reader, file
-        self.architecture = str(self._get("general.architecture", str))
+    def __init__(self, reader: GgufReader) -> None:
+        self._reader = reader
+        self.architecture: str = self._get("general.architecture", str)
 
     def error(self, problem: str) -> ModelLoadError:
-        """The error of a file that has a problem."""
-        return ModelLoadError(f"{self._file}: {problem}")
+        """Return the error of a file that has a problem."""
+        return ModelLoadError(f"{self._reader.file}: {problem}")
 
     def number(self, name: str) -> Any:  # noqa: ANN401 - an int or a float, as the file has it
-        """A required number."""
+        """Return a required number."""
         return self._get(f"{self.architecture}.{name}", (int, float))
 
     def optional(self, name: str, default: Any) -> Any:  # noqa: ANN401
-        """The same, or text, where the file has it."""
+        """Return a value of the type of the default, or a number for None; else the default."""
         name = f"{self.architecture}.{name}"
-        return self._get(name, (int, float, str)) if name in self._reader.fields else default
+        kinds = str if isinstance(default, str) else (int, float)
+        return self._get(name, kinds) if name in self._reader.values else default
 
     def flags(self, name: str) -> list[bool]:
-        """An array of them; empty where the file has none."""
-        field = self._reader.fields.get(f"{self.architecture}.{name}")
-        if field is None or field.types[0] != GGUFValueType.ARRAY or not field.data:
-            return []
-        return [bool(each) for each in field.contents()]
+        """Return an array of flags; empty where the file has none."""
+        found = self._reader.get(f"{self.architecture}.{name}")
+        return [bool(each) for each in found] if isinstance(found, list) else []
 
     def by_layer(self, name: str) -> list[int]:
-        """Numbers of the layers, or one for all of them; a 0 where the file has none."""
-        field = self._reader.fields.get(f"{self.architecture}.{name}")
-        if field is None or field.types[0] != GGUFValueType.ARRAY:
+        """Return numbers of the layers, or one for all of them; a 0 where the file has none."""
+        found = self._reader.values.get(f"{self.architecture}.{name}")
+        if not isinstance(found, (list, SkippedArray)):
             return [int(self.optional(name, 0))]
-        return [int(each) for each in field.contents()] if field.data else [0]
+        if isinstance(found, SkippedArray) or not all(isinstance(each, int) for each in found):
+            raise self.error(f"{self.architecture}.{name} must have a whole number for each layer")
+        return [int(each) for each in found] or [0]
 
     def has_tensor(self, name: str) -> bool:
         """Whether the file has a tensor of that name."""
         return any(each.name == name for each in self._reader.tensors)
 
     def tensor(self, name: str) -> list[float]:
-        """The numbers of a small tensor; empty where the file has none."""
+        """Return the numbers of a small tensor; empty where the file has none."""
         found = next((each for each in self._reader.tensors if each.name == name), None)
-        return [] if found is None else [float(each) for each in found.data.tolist()]
+        if found is None:
+            return []
+        if found.tensor_type != GgmlType.F32 or len(found.shape) != 1:
+            raise self.error(f"{name} must be a list of numbers in F32")
+        return [float(each) for each in found.data.tolist()]
 
-    def end_tokens(self, vocab_size: int) -> list[int]:
-        """Tokens that end an answer."""
+    def end_tokens(self) -> list[int]:
+        """Return the tokens that end an answer."""
         names = (f"tokenizer.ggml.{name}" for name in _END_TOKENS)
-        found = [self._get(name, int) for name in names if name in self._reader.fields]
-        more = _MORE_ENDS.get((self.architecture, vocab_size), [])
-        return list(dict.fromkeys((*found, *more)))
+        found = [self._get(name, int) for name in names if name in self._reader.values]
+        return list(dict.fromkeys(found))
 
     def _get(self, name: str, kinds: type | tuple[type, ...]) -> Any:  # noqa: ANN401
-        field = self._reader.fields.get(name)
-        if field is None:
+        if name not in self._reader.values:
             raise self.error(f"{name} is missing")
-        value = field.contents() if field.types[0] != GGUFValueType.ARRAY else None
-        if not isinstance(value, kinds):
-            raise self.error(f"{name} has an unexpected type")
+        value = self._reader.get(name)
+        is_odd = isinstance(value, float) and not math.isfinite(value)
+        if is_odd or not isinstance(value, kinds):
+            raise self.error(f"{name} has an unexpected type or value")
         return value

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight
+from ...ops.blocks import half_of_power
+from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight, UnpackedWeight
 from ..description.fields import Fields
 from .files import TensorEntry
 
@@ -116,12 +117,6 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return torch.stack([(octets >> at) & mask for at in range(0, 8, bits)], dim=-1).flatten(-2)
 
 
-def half_of_power(exponents: Tensor) -> Tensor:
-    """``2 ** (n - 128)`` of bytes: half of E8M0, for twice E2M1. bfloat16 holds all of them."""
-    wide = exponents.to(torch.int16)
-    return torch.where(wide < 2, 32 << wide, (wide - 1) << 7).view(torch.bfloat16)
-
-
 def nibble_pairs(octets: Tensor) -> Tensor:
     """Two numbers of each byte, the low one first: ``[.., 2 * n]``."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
@@ -147,7 +142,7 @@ def _four_bits(
         return _by_group(numbers, zeros, scale)
     zeros = torch.zeros_like(half) if zeros is None else zeros.half()
     half, zeros = (each.repeat_interleave(repeats, dim=1) for each in (half, zeros + below))
-    return QuantizedWeight("int4_zero", (numbers + below).to(torch.int8), half, zeros)
+    return UnpackedWeight("int4_zero", (numbers + below).to(torch.int8), half, zeros)
 
 
 def _by_column(numbers: Tensor, zeros: Tensor | None, scale: Tensor, group_of: Tensor) -> Tensor:
@@ -384,7 +379,7 @@ class _CompressedTensors:
             zeros = tensors.get("weight_zero_point")
             if is_by_row and zeros is None and tensors["weight"].dtype == torch.int8:
                 scale = tensors["weight_scale"].float().flatten()
-                return QuantizedWeight("int8", tensors["weight"], scale)
+                return UnpackedWeight("int8", tensors["weight"], scale)
             values = tensors["weight"].float()
             if zeros is not None:
                 values -= _spread(zeros.float(), block, (rows, columns))
@@ -501,7 +496,7 @@ class _Mxfp4:
 
         def one(index: int) -> QuantizedWeight:
             numbers = nibble_pairs(blocks[index]).flatten(1).view(torch.int8)
-            return QuantizedWeight("mxfp4", numbers, half_of_power(scales[index]))
+            return UnpackedWeight("mxfp4", numbers, half_of_power(scales[index]))
 
         return QuantizedStack(len(blocks), one)
 

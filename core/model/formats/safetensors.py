@@ -67,6 +67,10 @@ class SafetensorsCheckpoint:
         """
         return self.files.read(self._names[name])
 
+    def release(self) -> None:
+        """Close the files; the next read opens them again."""
+        self.files.release()
+
 
 class TensorFiles:
     """The tensors of a folder. ``scheme``: how its matrices are quantised; None: they are plain.
@@ -107,6 +111,10 @@ class TensorFiles:
         if found is None:
             return self._read(name)
         return found.value({role: self._read(part) for role, part in found.parts.items()})
+
+    def release(self) -> None:
+        """Close the files; the next read opens them again."""
+        self._open.clear()
 
     def read_integers(self, name: str) -> Tensor:
         """A tensor of int64, which is no weight. Raises `ModelLoadError` where there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ...ops.base import Ops
 from ...ops.parallel import Comm
-from ...ops.quantize import QuantizedWeight
+from ...ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight
 from ...ops.weights import (
     DecoderWeights,
     ExpertsBeside,
@@ -46,7 +47,7 @@ from ..description.shapes import (
 from ..formats.checkpoint import Read
 from .attention import AttentionPacker
 from .mlp import MlpPacker
-from .packer import Packer
+from .packer import Packer, in_order
 from .recurrent import RecurrentPacker
 
 
@@ -88,11 +89,12 @@ class Assembly:
         keeps_packed: bool,
         layout: PageLayout | None = None,
         comm: Comm | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         """``layout``: of the pages, where they are another model's. ``comm``: of one rank's part of
-        a model, whose config and tensors these are.
+        a model, whose config and tensors these are. ``release`` is called behind each layer.
         """
-        self._config, self._comm = config, comm
+        self._config, self._comm, self._release = config, comm, release
         packer = Packer(config, read, ops, dtype, device, keeps_packed=keeps_packed)
         self._packer, self.recipes = packer, packer.recipes
         self._attention = AttentionPacker(packer, layout or PageLayout.of(config), comm)
@@ -101,31 +103,28 @@ class Assembly:
 
     def weights(self) -> DecoderWeights:
         """Read and pack the whole model; the output matrix of ranks but the first is void."""
-        config, fold = self._config, self._config.fold
-        embedding = self._packer.read(EMBEDDING)
-        table = self._packer.cast(embedding)
+        config, fold, packer = self._config, self._config.fold, self._packer
+        embedding = packer.read(EMBEDDING)
         is_tied = config.tie_embeddings
         is_first = self._comm is None or self._comm.rank == 0
-        stored = embedding if is_tied or not is_first else self._packer.read(LM_HEAD)
-        lm_head: Tensor | QuantizedWeight
-        if not is_first:
-            lm_head = table[:1]
-        elif (
-            isinstance(stored, QuantizedWeight)
-            and self._packer.keeps(stored)
-            and fold.logit_scale == 1.0
-        ):
-            lm_head = stored
+        if is_first:
+            output = embedding if is_tied else packer.read(LM_HEAD)
+            lm_head = self._output(output)
         else:
-            lm_head = scaled(table if is_tied else self._packer.cast(stored), fold.logit_scale)
+            nothing = torch.zeros(1, config.hidden_size, dtype=packer.dtype, device=packer.device)
+            lm_head = packer.ops.pack_linear(nothing)
         embed_scale = fold.embed_scale
         if fold.rounds_embed_scale:
-            embed_scale = rounded(embed_scale, table.dtype)
+            embed_scale = rounded(embed_scale, packer.dtype)
+        is_shared = is_tied and is_first and fold.logit_scale == 1.0
+        table = packer.table(embedding, lm_head if is_shared else None, embed_scale)
+        del embedding
+        self._release()
         return DecoderWeights(
-            embedding=scaled(table, embed_scale),
-            layers=tuple(self._layer(i) for i in range(config.num_layers)),
-            final_norm=self._packer.norm(FINAL_NORM),
-            lm_head=self._packer.ops.pack_linear(lm_head),
+            embedding=table,
+            layers=tuple(self._layers()),
+            final_norm=packer.norm(FINAL_NORM),
+            lm_head=lm_head,
             token_inputs=self._token_inputs() if config.token_input_size else None,
             logit_cap=config.logit_cap,
         )
@@ -155,10 +154,8 @@ class Assembly:
         if is_clustered:
             table = self._packer.cast(stored)
             lm_head = self._packer.plain(CENTROIDS, bias=False)
-        elif isinstance(stored, QuantizedWeight) and self._packer.keeps(stored):
-            lm_head = self._packer.ops.pack_linear(stored)
         else:
-            lm_head = self._packer.ops.pack_linear(self._packer.cast(stored))
+            lm_head = self._packer.ops.pack_linear(self._kept(stored, 1.0))
         config = self._config
         nothing = torch.zeros(
             1, config.hidden_size, dtype=self._packer.dtype, device=self._packer.device
@@ -178,12 +175,26 @@ class Assembly:
 
     def _output_of(self, token_ids: Tensor) -> PackedLinear:
         """The rows of the output for some ids."""
-        scale, token_ids = self._config.fold.logit_scale, token_ids.cpu()  # where tensors are read
+        token_ids = token_ids.cpu()  # where tensors are read
         stored = self._packer.read(EMBEDDING if self._config.tie_embeddings else LM_HEAD)
-        if isinstance(stored, QuantizedWeight) and self._packer.keeps(stored) and scale == 1.0:
-            return self._packer.ops.pack_linear(stored.rows(token_ids))
-        rows = stored[token_ids] if isinstance(stored, Tensor) else stored.dequantize()[token_ids]
-        return self._packer.ops.pack_linear(scaled(self._packer.cast(rows), scale))
+        assert not isinstance(stored, QuantizedStack)
+        return self._output(in_order(stored, token_ids))
+
+    def _output(self, stored: StoredWeight) -> PackedLinear:
+        """Pack the output matrix, or rows of it."""
+        weight = self._kept(stored, self._config.fold.logit_scale)
+        return self._packer.ops.pack_linear(weight)
+
+    def _kept(self, stored: StoredWeight, factor: float) -> Tensor | QuantizedWeight:
+        """A matrix as it is stored where it is kept so, else cast and multiplied."""
+        if isinstance(stored, QuantizedWeight) and self._packer.keeps(stored) and factor == 1.0:
+            return stored
+        return scaled(self._packer.cast(stored), factor)
+
+    def _layers(self) -> Iterator[LayerWeights]:
+        for index in range(self._config.num_layers):
+            yield self._layer(index)
+            self._release()
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms

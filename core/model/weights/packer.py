@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 
 from ...ops.base import Ops
-from ...ops.quantize import QuantizedStack, QuantizedWeight, StoredWeight, stack
-from ...ops.weights import Norm, PackedLinear
+from ...ops.quantize import (
+    QuantizedStack,
+    QuantizedWeight,
+    StackedWeight,
+    StoredWeight,
+    stack,
+)
+from ...ops.weights import Norm, PackedLinear, PackedTable
 from ..description.config import DecoderConfig
 from ..description.fold import Recipe, scaled
 from ..formats.checkpoint import Read
+
+_MOST_PARTS = 8  # of a packed matrix, each a kernel's call of its own
 
 
 def in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | QuantizedWeight:
@@ -23,7 +31,7 @@ def in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | Quanti
 def _shape(weight: StoredWeight) -> tuple[int, int]:
     """Rows and columns of a stored matrix."""
     assert not isinstance(weight, QuantizedStack)
-    rows, columns = (weight if isinstance(weight, Tensor) else weight.values).shape
+    rows, columns = weight.shape
     return rows, columns
 
 
@@ -71,7 +79,7 @@ class Packer:
             biases = (self.vector(f"{name}.bias") for name in names)
             stacked = torch.cat([scaled(*each) for each in zip(biases, factors, strict=True)])
         if order is not None:
-            weight = in_order(weight, order)
+            weight = self._few_parts(in_order(weight, order))
             stacked = None if stacked is None else stacked[order]
         packed = self.ops.pack_linear(weight, stacked)
         counts = tuple(rows for rows, _ in shapes)
@@ -117,12 +125,12 @@ class Packer:
 
     def keeps(self, weight: QuantizedWeight) -> bool:
         """Whether a weight stays as it is stored."""
-        return weight.kind in self._kept
+        return weight.kinds <= self._kept
 
     def stacked(
         self, weights: list[StoredWeight], factors: Sequence[float]
     ) -> Tensor | QuantizedWeight:
-        """Stack weights: as stored if all are of one kind that is kept, else cast.
+        """Stack weights: as stored if all are of kinds that are kept, else cast.
 
         A factor is rounded into plain weights alone: scales of 16 bits would lose more.
         """
@@ -130,8 +138,26 @@ class Packer:
             pairs = zip(map(self.cast, weights), factors, strict=True)
             return torch.cat([scaled(*each) for each in pairs])
         kept = [each for each in weights if isinstance(each, QuantizedWeight) and self.keeps(each)]
-        joined = stack(kept) if len(kept) == len(weights) else None
-        return joined or torch.cat([self.cast(each) for each in weights])
+        if len(kept) == len(weights):
+            return stack(kept)
+        return torch.cat([self.cast(each) for each in weights])
+
+    def _few_parts(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+        """Cast a weight whose rows of several kinds alternate."""
+        is_torn = isinstance(weight, StackedWeight) and len(weight.parts) > _MOST_PARTS
+        return self.cast(weight) if is_torn else weight
+
+    def table(
+        self, weight: StoredWeight, packed: PackedLinear | None, factor: float
+    ) -> Tensor | PackedTable:
+        """An embedding, times ``factor``: packed where the weight is kept as it is stored.
+
+        ``packed``: the weight, where it is packed already.
+        """
+        if not (isinstance(weight, QuantizedWeight) and self.keeps(weight)):
+            return scaled(self.cast(weight), factor)
+        packed = packed or self.ops.pack_linear(weight)
+        return self.ops.packed_table(packed, self.dtype, factor)
 
     def stack(
         self, name: str, count: int, *, is_turned: bool

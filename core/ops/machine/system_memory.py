@@ -38,6 +38,11 @@ def available_memory(root: Path = Path("/")) -> int:
     return min([_of_machine(root), *(left for left in limits if left is not None)])
 
 
+def free_swap(root: Path = Path("/")) -> int:
+    """Bytes of swap space that are free: what exceeds the memory is slow then, and not killed."""
+    return _fields(root / "proc/meminfo").get("SwapFree:", 0) * 1024
+
+
 def _of_machine(root: Path) -> int:
     kib = _fields(root / "proc/meminfo").get("MemAvailable:")
     if kib is not None:

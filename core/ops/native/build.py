@@ -22,12 +22,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import get_args
 
+from ...startup import COMPILING, on_progress
 from ..machine.cache_folder import cache_folder, whoever_writes
 from ..machine.device import cpu_flags
 from .recipe import (
@@ -39,7 +41,7 @@ from .recipe import (
     WARNINGS,
     Variant,
     add_sources,
-    arguments,
+    compile_library,
     is_whole,
     packaged_name,
     seal,
@@ -53,7 +55,7 @@ EMULATION: Path | None = None
 """The source of these C functions, which tests set; without it there is no such variant."""
 
 _COMPILERS = ("cc", "gcc", "clang")
-_COMPILE_TIMEOUT = 180  # seconds
+_COMPILE_TIMEOUT = 300  # seconds, of one file
 _AVX2 = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"])
 _AVX512 = _AVX2 | {
     *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni", "avx512_bf16")
@@ -212,10 +214,22 @@ def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
             logger.warning("%s: compiling it again", why)
         output = Path(folder) / target.name
         logger.info("compiling %s, once for this version and CPU", target)
-        _run([*command, *arguments(files, output)], timeout=_COMPILE_TIMEOUT)
+        compile_library(files, output, _told(command, sum(file.suffix == ".c" for file in files)))
         seal(output)
         output.chmod(0o755)  # the group may not write it, whatever the umask is
         output.replace(target)
+
+
+def _told(command: list[str], num_files: int) -> Callable[[Sequence[str]], None]:
+    """A function that runs the compiler with more arguments, and tells how many files are done."""
+    tell, done = on_progress.get(), count(1)
+    tell(COMPILING, 0.0)
+
+    def run(arguments: Sequence[str]) -> None:
+        _run([*command, *arguments], _COMPILE_TIMEOUT)
+        tell(COMPILING, min(1.0, next(done) / num_files))
+
+    return run
 
 
 @contextmanager

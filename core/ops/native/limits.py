@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch
-
 from .library import NativeLibrary
 from .memory import HugeArena
 
@@ -26,8 +24,7 @@ def best_seconds(call: Callable[[], object], *, repeats: int = 5) -> float:
 
 def read_bandwidth(library: NativeLibrary) -> float:
     """Bytes a second that the pool reads from memory, in huge pages as the weights are."""
-    shape = torch.empty(_READ_BYTES, dtype=torch.uint8, device="meta")
-    data = HugeArena().empty_like(shape).fill_(1)
+    data = HugeArena().zeros((_READ_BYTES,)).fill_(1)
     seconds = best_seconds(lambda: library.c.ft_read(data.data_ptr(), data.nbytes))
     return data.nbytes / seconds
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,11 @@ class HugeArena:
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
-    def empty_like(self, tensor: Tensor) -> Tensor:
-        """Uninitialised, dense, of the same shape and dtype."""
-        size = tensor.nbytes
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Dense zeros as uint8."""
+        size = math.prod(shape)
         if size > len(self._chunk):
             self._chunk = map_zeros(max(size, _CHUNK))
         taken = self._chunk[:size]
         self._chunk = self._chunk[-(-size // _ALIGNMENT) * _ALIGNMENT :]
-        return taken.view(tensor.dtype).view(tensor.shape)
+        return taken.view(shape)

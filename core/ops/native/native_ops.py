@@ -24,7 +24,9 @@ from ..weights import (
     HeadNorm,
     Norm,
     PackedLinear,
+    PackedTable,
     RecurrentWeights,
+    Table,
     Tables,
 )
 from .library import DTYPES, NativeLibrary
@@ -32,7 +34,14 @@ from .sampler import NativeSampler
 from .step import NativeStep
 from .structs.declared import activation_struct, norm_struct, rule_struct, turn_struct
 from .structs.experts import ExpertStructs
-from .structs.linear import NativeLinear, Products, linear, pack_linear, rough_copy
+from .structs.linear import (
+    NativeLinear,
+    Products,
+    linear,
+    pack_linear,
+    rough_copy,
+    unpack_rows,
+)
 from .structs.lora import NativeLora, add_lora
 from .structs.plan import NativePlan, unsuited
 from .structs.state import ConvStructs, RecurrentStructs
@@ -114,8 +123,23 @@ class NativeOps:
         """Add an update of some rows of ``x`` to ``out``."""
         add_lora(self.library, out, x, rows, lora)
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+    def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
+        """An embedding of a packed weight of one grouped kind."""
+        assert isinstance(weight, NativeLinear)
+        assert weight.others is None
+
+        def rows(token_ids: Tensor) -> Tensor:
+            out = torch.empty((*token_ids.shape, weight.in_features), dtype=dtype)
+            unpack_rows(self.library, weight, token_ids.contiguous(), out, factor)
+            return out
+
+        shape = (weight.out_features, weight.in_features)
+        return PackedTable(weight, shape, dtype, factor, rows)
+
+    def embedding(self, token_ids: Tensor, table: Table) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
+        if isinstance(table, PackedTable):
+            return table.rows(token_ids)
         out = table.new_empty((len(token_ids), table.shape[1]))
         row_bytes = table.shape[1] * table.itemsize
         self.library.c.ft_embedding(

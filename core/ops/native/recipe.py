@@ -12,7 +12,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -49,10 +51,40 @@ def sources() -> list[Path]:
     return sorted(path for path in KERNELS.rglob("*") if path.suffix in (".c", ".h"))
 
 
-def arguments(files: Sequence[Path], output: Path) -> list[str]:
-    """Arguments of the compiler behind its flags: the files that it compiles, and the result."""
-    compiled = [str(path) for path in files if path.suffix == ".c"]
-    return [f"-I{KERNELS}", *compiled, "-o", str(output), *LIBRARIES]
+def compile_library(
+    files: Sequence[Path], output: Path, run: Callable[[Sequence[str]], object]
+) -> None:
+    """Compile the C files among ``files``, as many at a time as there are cores, and link them.
+
+    ``run`` runs the compiler with these arguments behind its flags, and raises where it fails.
+    Objects lie beside ``output`` meanwhile.
+    """
+    compiled = sorted((path for path in files if path.suffix == ".c"), key=_size, reverse=True)
+    objects = [output.with_suffix(f".{number}.o") for number in range(len(compiled))]
+    pairs = zip(compiled, objects, strict=True)
+    try:
+        with ThreadPoolExecutor(_num_cores()) as pool:
+            for _ in pool.map(lambda pair: run(_compiling(*pair)), pairs):
+                pass
+        run([*map(str, objects), "-o", str(output), *LIBRARIES])
+    finally:
+        for each in objects:
+            each.unlink(missing_ok=True)
+
+
+def _compiling(source: Path, target: Path) -> list[str]:
+    return ["-c", f"-I{KERNELS}", str(source), "-o", str(target)]
+
+
+def _size(path: Path) -> int:
+    """About how long a file takes: long ones go first."""
+    return path.stat().st_size
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def packaged_flags(variant: Variant) -> tuple[str, ...]:
@@ -97,13 +129,18 @@ def package() -> list[Path]:
     made = []
     for variant in PACKAGED:
         library = FOLDER / packaged_name(variant)
-        command = ["gcc", *packaged_flags(variant), *arguments(sources(), library)]
-        if code := subprocess.run(command, check=False).returncode:
-            sys.exit(f"failed with {code}: {' '.join(command)}")
+        compile_library(sources(), library, partial(_gcc, packaged_flags(variant)))
         seal(library)
         made.append(library)
         print(library, flush=True)
     return made
+
+
+def _gcc(flags: Sequence[str], arguments: Sequence[str]) -> None:
+    """Run gcc; exits where it fails."""
+    command = ["gcc", *flags, *arguments]
+    if code := subprocess.run(command, check=False).returncode:
+        sys.exit(f"failed with {code}: {' '.join(command)}")
 
 
 def unknown_flags() -> str:

@@ -28,6 +28,7 @@ from ..weights import (
     Norm,
     PackedLinear,
     RecurrentWeights,
+    Table,
     TokenInputs,
     TokenInputWeights,
 )
@@ -89,6 +90,8 @@ class DecoderStruct(ctypes.Structure):
         ("layers", ctypes.POINTER(LayerStruct)),
         ("num_layers", _I64),
         ("embedding", _PTR),
+        ("packed_embedding", _LINEAR),
+        ("embedding_factor", ctypes.c_float),
         ("final_norm", _NORM),
         ("hidden", _I64),
         ("width", _I64),
@@ -117,7 +120,7 @@ class NativeStep:
         self._struct = DecoderStruct(
             layers,
             len(weights.layers),
-            weights.embedding.data_ptr(),
+            *_table(weights.embedding),
             self._lent(weights.final_norm),
             weights.embedding.shape[1],
             width,
@@ -308,6 +311,13 @@ def _mixed_widths(weights: DecoderWeights) -> tuple[int, int, int]:
     mixed = max((*gated, *(_native(each.in_proj).out_features for each in with_states)), default=0)
     gates = max((_native(each.gates).out_features for each in recurrent), default=0)
     return mixed, gates, max((_native(each.out).in_features for each in with_states), default=0)
+
+
+def _table(table: Table) -> tuple[object, ...]:
+    """The embedding's tensor, or its packed weight and factor."""
+    if isinstance(table, Tensor):
+        return table.data_ptr(), None, 1.0
+    return None, _pointer(table.weight), table.factor
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -28,7 +28,9 @@ from ..weights import (
     HeadNorm,
     Norm,
     PackedLinear,
+    PackedTable,
     RecurrentWeights,
+    Table,
     Tables,
 )
 from .attention.launch import Rule, attend, merge, scales, shape
@@ -134,8 +136,13 @@ class TritonOps:
         """Add an update of some rows of ``x`` to ``out``."""
         add_triton_lora(out, x, rows, lora)
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+    def packed_table(self, weight: PackedLinear, dtype: torch.dtype, factor: float) -> PackedTable:
+        """Raise NotImplementedError: no weight stays as it is stored."""
+        raise NotImplementedError
+
+    def embedding(self, token_ids: Tensor, table: Table) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
+        assert isinstance(table, Tensor)
         return table.index_select(0, token_ids)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:

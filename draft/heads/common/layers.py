@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ....core.model.description.rope import RopeSpec, attention_scaling, inverse_frequencies
 from ....core.ops.batch import Taps
 from ....core.ops.kv_pool import KvShape
+from ....core.ops.weights import Table, table_rows
 
 KeysValues: TypeAlias = tuple[Tensor, Tensor]
 Rotary: TypeAlias = tuple[Tensor, Tensor]
@@ -198,7 +199,7 @@ class Head(nn.Module):
 
     def borrow(
         self,
-        embedding: Tensor | None = None,
+        embedding: Table | None = None,
         output: Tensor | Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Take what the head lacks from the target; nothing, unless a kind lacks something."""
@@ -219,7 +220,7 @@ class Vocabulary(Head):
         self.lm_head = OutputLayer(hidden, config.draft_vocab_size) if config.owns_output else None
         if config.is_reduced:
             self.set_draft_ids(torch.arange(config.draft_vocab_size))
-        self._table: Tensor | None = None
+        self._table: Table | None = None
         self._output: Callable[[Tensor], Tensor] | None = None
 
     @property
@@ -238,7 +239,7 @@ class Vocabulary(Head):
 
     def borrow(
         self,
-        embedding: Tensor | None = None,
+        embedding: Table | None = None,
         output: Tensor | Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Lend what the head lacks; nothing of it is trained or saved.
@@ -258,12 +259,16 @@ class Vocabulary(Head):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's ids ``[..]`` to ``[.., hidden]``. Raises ValueError if none was lent."""
-        return F.embedding(token_ids, self.table)
+        if self.embed_tokens is not None:
+            found: Tensor = self.embed_tokens(token_ids)
+            return found
+        return table_rows(self.table, token_ids)
 
     @property
-    def table(self) -> Tensor:
+    def table(self) -> Table:
         """The embedding, ``[vocab, hidden]``. Raises ValueError if none was lent."""
-        table = self._table if self.embed_tokens is None else self.embed_tokens.weight
+        own = self.embed_tokens
+        table = self._table if own is None else own.weight.detach()
         if table is None:
             raise ValueError("the head has no embedding and must use the target's")
         return table

@@ -227,25 +227,11 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
             {"messages": [{"role": "user", "content": [IMAGE]}]},
             "messages[0].content[0]: the model takes no",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "odd"}]}]}, "messages[0].content[0]"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}
-                        ],
-                    }
-                ]
-            },
-            "messages[0].content[0].content[0]: the model takes no",
-        ),
         (
             {"messages": [{"role": "system", "content": [{"type": "thinking", "thinking": ""}]}]},
             "messages[0].content[0]: thinking",
         ),
-        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+        ({"stop_sequences": ["a" * 100] * 200}, "stop_sequences: 20000 exceeds"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"tools": [{"name": "x"}]}, "tools[0]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

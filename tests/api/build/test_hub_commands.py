@@ -142,8 +142,9 @@ def test_serve_and_all_others_take_a_revision(monkeypatch):
         raise InvalidRequest("enough", param="model")
 
     monkeypatch.setattr("foretoken.api.runtime.engine_client._build", build)
-    for args in (["run", "x"], ["chat"]):
-        assert commands.main([*args, "owner/tiny", "--revision", "v1"]) == 2
+    monkeypatch.setattr("sys.stdin", None)
+    for args in (["run", "owner/tiny", "x"], ["chat", "owner/tiny"]):
+        assert commands.main([*args, "--revision", "v1"]) == 2
     assert asked == ["owner/tiny@v1"] * 2
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foretoken.api.build import kv_pools
-from foretoken.api.build import target as target_loading
+from foretoken.api.build import kv_pools, memory
 from foretoken.api.build.engine_builder import build
 from foretoken.api.build.kv_pools import (
     LEAST_TOKENS,
@@ -47,7 +45,7 @@ def bytes_of(target: Decoder, num_pages: int) -> int:
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_free(num_bytes: int) -> None:
-        for module in (kv_pools, target_loading):
+        for module in (kv_pools, memory):
             monkeypatch.setattr(module, "free_memory", lambda device: num_bytes)
 
     return set_free
@@ -90,20 +88,11 @@ def test_the_default_may_be_small_where_more_could_never_be_in_use(target, free)
         pages(target, max_model_len=32, max_running=2)
 
 
-def test_an_engine_in_a_small_container_is_refused_instead_of_killed(free, caplog) -> None:
+def test_an_engine_in_a_small_container_is_refused_instead_of_killed(free) -> None:
     free(100 * MIB)
-    with pytest.raises(ModelLoadError, match=r"4 GiB .* 100 MiB: lower --kv-memory"):
+    told = r"weights need 13 MiB and the KV pool 4 GiB, and 100 MiB of memory are free; use --kv-m"
+    with pytest.raises(ModelLoadError, match=told):
         build("builtin", EngineConfig(device="cpu", kv_memory="4GiB"))
-    assert not [r for r in caplog.records if "weights" in r.message]
-
-
-def test_weights_larger_than_free_memory_are_warned_of_before_they_are_read(free, caplog) -> None:
-    free(1000)
-    with caplog.at_level(logging.WARNING), pytest.raises(ModelLoadError, match="set --kv-memory"):
-        build("builtin", EngineConfig(device="cpu"))
-    (warning, _) = [r.message for r in caplog.records if "weights" in r.message]
-    assert warning.startswith("target: the weights have ")
-    assert warning.endswith(" and 1000 bytes of memory are free")
 
 
 # -- recurrent states

@@ -97,8 +97,9 @@ def test_models_check_prints_the_layer_or_what_it_lacks(
 
 
 def test_the_command_ends_with_one_line_and_the_code_of_a_wrong_option(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
-    assert main(["run", "hello", str(folder), "--draft", "mtp"]) == 2
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["run", str(folder), "hello", "--draft", "mtp"]) == 2
     assert "draft 'mtp': " in capsys.readouterr().err

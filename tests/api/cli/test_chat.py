@@ -14,6 +14,7 @@ import pytest
 from foretoken.api.cli.commands import main
 from foretoken.api.cli.terminal import chat
 from foretoken.api.cli.terminal.remote import ServerModel
+from foretoken.api.cli.terminal.terminal import PLAIN, LocalModel, Style
 from foretoken.api.types.sampling_params import SamplingDefaults, SamplingParams
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
@@ -269,7 +270,7 @@ def test_the_model_of_this_process_returns_ids_unless_a_stop_string_cut_its_answ
     ids = tokenizer.encode_word("hello world")
 
     async def body(llm) -> None:
-        partner = chat.LocalModel(llm, None)
+        partner = LocalModel(llm, PLAIN)
         talk: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
         assert await partner.answer(talk, SamplingParams(), []) == ids
         assert await partner.answer(talk, SamplingParams(max_tokens=2), []) == ids[:2]
@@ -285,7 +286,7 @@ def ask(url: str, text: str, params: SamplingParams, key: str | None = None) -> 
     texts: list[str] = []
 
     async def run() -> None:
-        partner = await ServerModel.connect(url, key)
+        partner = await ServerModel.connect(url, key, Style(has_stats=True))
         await partner.answer([{"role": "user", "content": text}], params, texts)
 
     asyncio.run(run())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import stat
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from foretoken.api.cli import commands, launch
-from foretoken.core.errors import ForetokenError
 from foretoken.core.ops.machine.cache_folder import cache_folder
 
 CLIENT = """#!/bin/sh
@@ -109,12 +109,12 @@ def test_show_without_a_server_names_the_usual_address_and_starts_nothing(capsys
 
 @pytest.fixture
 def fresh(server, monkeypatch) -> list[object]:
-    """Arguments and key of each server that would be started; "ended" once it is to end."""
+    """Arguments and key of each server that would be started, its scheme, "ended" at its end."""
     found: list[object] = []
 
     @contextmanager
-    def start(args, key) -> Iterator[str]:
-        found.append((list(args), key))
+    def start(args, key, scheme) -> Iterator[str]:
+        found.extend([(list(args), key), scheme])
         try:
             yield server.url
         finally:
@@ -154,10 +154,23 @@ def test_a_signal_ends_the_fresh_server(home, fresh):
     assert fresh[-1] == "ended"
 
 
-def test_a_server_that_listens_at_no_port_is_told():
-    lines = io.StringIO("loading\nforetoken 1 serves m on unix:/run/s\n")
-    with pytest.raises(ForetokenError, match=r"listens on unix:/run/s"):
-        launch._address(lines, io.StringIO())
+def test_a_unix_socket_in_the_settings_is_an_error(home, fresh, capsys, monkeypatch):
+    monkeypatch.setenv("FORETOKEN_UDS", "/run/s")
+    assert commands.main(["launch", "codex", "m"]) == 1
+    assert "uds is /run/s, but clients need a port" in capsys.readouterr().err
+    assert not fresh
+
+
+def test_a_certificate_in_the_settings_makes_the_address_https(home, fresh, monkeypatch):
+    monkeypatch.setenv("FORETOKEN_SSL_CERTFILE", "/etc/cert.pem")
+    assert commands.main(["launch", "codex", "m"]) == 7
+    assert fresh[1] == "https"
+
+
+def test_the_module_is_the_command():
+    command = [sys.executable, "-m", "foretoken", "--version"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("foretoken ")
 
 
 @pytest.mark.slow

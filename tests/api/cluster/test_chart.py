@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import yaml
 
 import foretoken
 from foretoken.api.cli.commands import _parser
+from foretoken.api.cluster.manifests.on_ray import _asks_if_ready
+from support.probes import KINDS, SECRET, outcomes, settings_of
 
 CHART = Path(__file__).parents[3] / "docs/operations/chart"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
@@ -88,6 +91,25 @@ def test_the_service_and_its_monitor_find_the_pods() -> None:
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     assert monitor["spec"]["endpoints"][0]["port"] == found["Service"]["spec"]["ports"][0]["name"]
+
+
+def test_each_probe_succeeds_on_a_server_with_the_pods_own_key_while_it_is_ready(
+    built: Any, engine: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [container] = objects()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    settings = settings_of(container, monkeypatch)
+    assert settings.api_keys == (SECRET,)
+    server = serve(**{each.name: getattr(settings, each.name) for each in fields(settings)
+                      if each.name != "limits"})  # fmt: skip
+    assert outcomes(container, server.port) == dict.fromkeys(KINDS, True)
+    engine.readiness = "a step takes very long"
+    assert outcomes(container, server.port) == {**dict.fromkeys(KINDS, True), KINDS[-1]: False}
+
+
+def test_the_probe_of_the_key_is_that_of_the_manifests() -> None:
+    [container] = objects()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    [code] = container["readinessProbe"]["exec"]["command"][2:]
+    assert code == _asks_if_ready(8000)
 
 
 def test_a_pod_has_time_to_drain_and_mounts_what_it_names() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.api.cluster.wire.forms import ids_form
 from foretoken.api.cluster.wire.messages import Abort, Beat, Leaving, Load
-from foretoken.core.errors import DeadlineExceeded, EngineDead, QueueFull
+from foretoken.core.errors import DeadlineExceeded, EngineDead, QueueFull, Unavailable
 from foretoken.core.interface.output import TokenLogprob
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
 from foretoken.core.telemetry.observers import EngineObserver
@@ -202,7 +202,7 @@ def test_without_any_replica_requests_wait_for_another() -> None:
             await until(lambda: not front.describe())
             assert front.readiness == "no replica is there"
             assert front.alive
-            with pytest.raises(EngineDead, match="no replica"):
+            with pytest.raises(Unavailable, match="no replica"):
                 front.submit(request("s"))
             async with replicas_of(front) as (second,):
                 assert (await second.submitted()).output == ids_form([10])
@@ -226,7 +226,7 @@ def test_requests_wait_no_longer_than_they_may() -> None:
                 assert (timed.ended, stream.ended) == (is_late, is_over)
             with pytest.raises(DeadlineExceeded):
                 await read(timed)
-            with pytest.raises(EngineDead, match="no replica came within 30 s"):
+            with pytest.raises(Unavailable, match="no replica came within 30 s"):
                 await read(stream)
 
     run(body())

@@ -74,7 +74,7 @@ def defaults(owner: Any) -> dict[str, object]:
         (SamplingParams, ParamsForm, PARAMS),
         (CacheOptions, CacheForm, CACHE),
         (Usage, UsageForm, USAGE),
-        (SamplingDefaults, DefaultsForm, DEFAULTS.given),
+        (SamplingDefaults, DefaultsForm, {**DEFAULTS.given, "origin": DEFAULTS.origin}),
     ],
 )
 def test_a_form_has_each_field_of_its_class(owner, form, values) -> None:
@@ -180,8 +180,8 @@ def test_an_error_comes_back_with_its_class_and_its_fields(error: Exception) -> 
 
 
 def test_there_is_an_error_of_each_class_that_an_engine_or_a_route_raises() -> None:
-    """`ClientGone` and `UpdateUnderWay` are of the front alone, and `RankLost` ends an engine, so
-    that requests get `EngineDead`: they never cross.
+    """`ClientGone`, `UpdateUnderWay` and `Unavailable` are of the front alone, and `RankLost` ends
+    an engine, so that requests get `EngineDead`: they never cross.
     """
     defined = {
         each
@@ -189,7 +189,8 @@ def test_there_is_an_error_of_each_class_that_an_engine_or_a_route_raises() -> N
         for _, each in inspect.getmembers(module, inspect.isclass)
         if issubclass(each, Exception) and each.__module__ == module.__name__
     }
-    inside = {api_errors.ClientGone, api_errors.UpdateUnderWay, core_errors.RankLost}
+    inside = {api_errors.ClientGone, api_errors.UpdateUnderWay}
+    inside |= {core_errors.RankLost, core_errors.Unavailable}
     assert {type(error) for error in ERRORS} == defined - inside
 
 

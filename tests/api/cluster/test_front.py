@@ -38,6 +38,7 @@ from foretoken.core.errors import (
     InvalidRequest,
     PromptTooLong,
     QueueFull,
+    Unavailable,
 )
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
 from foretoken.core.telemetry.observers import EngineObserver
@@ -363,7 +364,7 @@ def test_requests_wait_for_all_replicas_that_are_wanted() -> None:
         async with front_of(2) as front, replicas_of(front, 1):
             assert front.alive
             assert front.readiness == "waiting for replicas: 1 of 2 are there"
-            with pytest.raises(EngineDead, match="1 of 2"):
+            with pytest.raises(Unavailable, match="1 of 2"):
                 front.submit(request())
             async with replicas_of(front, 1):
                 assert front.readiness is None

@@ -37,9 +37,9 @@ from foretoken.api.runtime.adapters import NO_ADAPTERS, Adapters, ServedAdapter
 from foretoken.api.runtime.preprocess import make_request
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import (
-    EngineDead,
     InvalidRequest,
     ModelLoadError,
+    Unavailable,
 )
 from foretoken.core.interface.adapter import (
     Adapter,
@@ -170,7 +170,7 @@ def test_replicas_with_other_files_at_the_path_are_named() -> None:
 def test_without_a_replica_nothing_is_loaded() -> None:
     async def body() -> None:
         async with front_of() as front:
-            with pytest.raises(EngineDead):
+            with pytest.raises(Unavailable):
                 await adapters_of(front).load("sql", FOLDER)
 
     run(body())
@@ -205,7 +205,7 @@ def test_a_later_replica_serves_the_base_at_once_and_adapters_when_it_has_them()
             assert isinstance(asked.question, LoadAdapter)
             base = front.submit(request("base"))  # it is not behind the one that waits
             assert (await later.submitted()).request_id == "base"
-            with pytest.raises(EngineDead, match="no replica has the adapter sql"):
+            with pytest.raises(Unavailable, match="no replica has the adapter sql"):
                 front.submit(of(sql, "new"))
             later.send(Answer(call_id=asked.call_id, result=_facts()))
             moved = await later.submitted()
@@ -328,7 +328,7 @@ def loader() -> Loader:
 
 @pytest.fixture
 def hosted(tokenizer: Any, byte_level_folder: Path, loader: Loader) -> HostedEngine:
-    built: Any = make_built(FakeEngine(), byte_level_folder, EOS, 100)
+    built: Any = make_built(FakeEngine(), byte_level_folder, EOS, vocab_size=100)
     built.adapters = loader
     grammars: Any = NoGrammars()
     return HostedEngine(built=built, tokenizer=tokenizer, grammars=grammars, pages=PageLog(None))

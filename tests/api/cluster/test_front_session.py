@@ -50,7 +50,7 @@ from foretoken.core.errors import QueueFull
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.transfers import NO_HANDOVER, Handover
 from foretoken.core.tiers.keys import PageKeys, StoredPages
-from support.fake_engine import FakeEngine, make_built
+from support.fake_engine import FakeEngine, ends_of, make_built
 from support.hand_front import SECONDS, HandFront, MemoryLink, submit
 
 PARAMS = SamplingParams(max_tokens=3, seed=0)
@@ -63,7 +63,8 @@ class Replica:
     def __init__(self, folder: Path, config: EngineConfig | None = None) -> None:
         self.engine = FakeEngine()
         self.tokenizer = Tokenizer.load(folder, max_model_len=256)
-        self.built: Any = make_built(self.engine, folder, 0, len(self.tokenizer.vocab))
+        vocab = self.tokenizer.vocab
+        self.built: Any = make_built(self.engine, folder, *ends_of(vocab), vocab_size=len(vocab))
         self.links: list[MemoryLink] = []
         self.fronts: list[HandFront] = []
         self.host = EngineHost(

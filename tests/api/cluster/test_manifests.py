@@ -9,17 +9,15 @@ EndpointPickerConfig: llm-d's router 0.10, the README of each plugin.
 from __future__ import annotations
 
 import contextlib
-import http.server
 import io
 import re
 import sys
-import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.error import HTTPError
 
 import pytest
 import yaml
@@ -28,6 +26,7 @@ import foretoken
 from foretoken.api.cli import commands
 from foretoken.core.config import EngineConfig
 from support.given import given, listening
+from support.probes import KINDS, SECRET, outcomes, settings_of
 
 PLAIN = {"ray": [], "kuberay": [], "llm-d": []}
 RICH = {  # every flag that adds something
@@ -276,39 +275,24 @@ def test_keys_come_from_the_secret_alone() -> None:
     assert "optional" not in secrets["front", "FORETOKEN_API_KEY"]
 
 
-class _Front(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        has_key = self.headers["Authorization"] == "Bearer the-key"
-        is_ready = self.server.is_ready  # type: ignore[attr-defined]
-        self.send_response(200 if self.path == "/ready" and has_key and is_ready else 503)
-        self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-def test_the_fronts_probe_sends_the_key_and_fails_while_it_is_not_ready(
+@pytest.mark.parametrize(("target", "name"), [("kuberay", "front"), ("llm-d", "server")])
+@pytest.mark.parametrize("flags", [PLAIN, RICH], ids=["plain", "rich"])
+def test_each_probe_succeeds_on_a_server_with_the_containers_own_keys_while_it_is_ready(
+    target: str,
+    name: str,
+    flags: dict[str, list[str]],
+    engine: Any,
+    serve: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = http.server.HTTPServer(("127.0.0.1", 0), _Front)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        found = objects("kuberay", ["--port", str(server.server_port)])
-        probe = containers(found)["front"]["readinessProbe"]["exec"]["command"]
-        assert probe[:2] == ["python", "-c"]
-        code = compile(probe[2], "probe", "exec")
-        monkeypatch.setenv("FORETOKEN_API_KEY", "the-key")
-        server.is_ready = True  # type: ignore[attr-defined]
-        exec(code, {})
-        server.is_ready = False  # type: ignore[attr-defined]
-        with pytest.raises(HTTPError) as refused:
-            exec(code, {})
-        refused.value.close()
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    container = containers(objects(target, flags[target]))[name]
+    settings = settings_of(container, monkeypatch)
+    assert settings.api_keys == ((SECRET,) if target == "kuberay" else ())
+    server = serve(**{each.name: getattr(settings, each.name) for each in fields(settings)
+                      if each.name != "limits"})  # fmt: skip
+    assert outcomes(container, server.port) == dict.fromkeys(KINDS, True)
+    engine.readiness = "waiting for replicas: 0 of 2 are there"
+    assert outcomes(container, server.port) == {**dict.fromkeys(KINDS, True), KINDS[-1]: False}
 
 
 # -- llm-d --------------------------------------------------------------------------------------

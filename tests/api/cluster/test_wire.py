@@ -242,7 +242,12 @@ def test_default_parameters_that_no_request_may_have_are_refused() -> None:
     with pytest.raises(WireError):
         built_of(sent, FakeEngine(), Path())
     assert built_of(hello(), FakeEngine(), Path()).sampling_defaults == SamplingDefaults(
-        temperature=0.5, top_p=0.25, top_k=8, min_p=0.125, repetition_penalty=1.25
+        temperature=0.5,
+        top_p=0.25,
+        top_k=8,
+        min_p=0.125,
+        repetition_penalty=1.25,
+        origin="its card",
     )
 
 

@@ -11,7 +11,14 @@ import ollama
 import pytest
 
 from foretoken.api.ollama.conversation import plain_messages, read_params
-from foretoken.api.ollama.schema import ChatMessage, OllamaChatBody, OllamaGenerateBody, Options
+from foretoken.api.ollama.schema import (
+    Call,
+    ChatMessage,
+    FunctionCall,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    Options,
+)
 from foretoken.core.errors import InvalidRequest
 
 NAME = "tiny/model"
@@ -100,6 +107,65 @@ def test_a_schema_makes_json(client, engine, tokenizer):
         assert engine.requests[-1].sampling.constraint is not None
 
 
+def test_the_python_client_embeds(client):
+    found = client.embed(model=NAME, input=["a", "b c"])
+    assert len(found.embeddings) == 2
+    assert all(sum(x * x for x in each) == pytest.approx(1) for each in found.embeddings)
+    assert (found.model, found.prompt_eval_count > 0) == (NAME, True)
+    assert found.total_duration >= 0
+    assert len(client.embed(model=f"{NAME}:latest", input="a").embeddings) == 1
+    assert client.embed(model=NAME, input="").embeddings == []
+    old = client.embeddings(model=NAME, prompt="a")
+    assert [*old.embedding] == [*found.embeddings[0]]
+    assert client.embeddings(model=NAME, prompt="").embedding == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/api/embed", {"input": ["a", ""]}, "input[1] must not be empty"),
+        ("/api/embed", {"input": [1]}, "input[0]"),
+        ("/api/embed", {"input": "a", "dimensions": 10**6}, "dimensions"),
+        ("/api/embed", {"input": ["a"] * 2049}, "input"),
+        ("/api/embeddings", {"prompt": ["a"]}, "prompt"),
+        ("/api/embed", {"model": "other", "input": "a"}, "other"),
+    ],
+)
+def test_bad_bodies_of_vectors_are_refused_with_a_text(server, path, body, named):
+    response = post(server, path, {"model": NAME, **body})
+    assert response.status_code in (400, 404)
+    assert named in response.json()["error"]
+
+
+@pytest.mark.parametrize("think", [True, "low", "high"])
+def test_a_model_without_thinking_refuses_it_in_ollamas_words(client, server, think):
+    with pytest.raises(ollama.ResponseError) as caught:
+        client.chat(model=NAME, messages=HI, think=think)
+    assert (caught.value.status_code, caught.value.error) == (
+        400, f'"{NAME}" does not support thinking',
+    )  # fmt: skip
+    refused = post(server, "/api/generate", {"model": NAME, "prompt": "a", "think": think})
+    assert refused.json() == {"error": f'"{NAME}" does not support thinking'}
+    assert client.chat(model=NAME, messages=HI, think=False, options={"num_predict": 1}).done
+
+
+def test_capabilities_are_what_requests_may_use(serve, client):
+    assert client.show(NAME).capabilities == ["completion", "tools", "embedding"]
+    server = serve(tool_parser="none", reasoning_parser="think")
+    with contextlib.closing(ollama.Client(host=server.url)) as other:
+        assert other.show(NAME).capabilities == ["completion", "thinking", "embedding"]
+        assert other.chat(model=NAME, messages=HI, think=True, options={"num_predict": 1}).done
+
+
+def test_the_routes_may_be_turned_off(serve):
+    server = serve(ollama=False)
+    for path in ("/api/version", "/api/tags", "/api/ps"):
+        assert httpx.get(f"{server.url}{path}").status_code == 404
+    for path in ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"):
+        assert post(server, path, {"model": NAME}).status_code == 404
+    assert httpx.get(f"{server.url}/v1/models").status_code == 200
+
+
 # -- the bodies -----------------------------------------------------------------------------------
 
 
@@ -158,7 +224,7 @@ def test_calls_come_whole_with_their_arguments_as_an_object(serve, say, built, e
     [
         ("/api/chat", {"messages": "Hello"}, "messages"),
         ("/api/chat", {"messages": HI, "options": {"top_p": 2}}, "top_p"),
-        ("/api/chat", {"messages": HI, "options": {"stop": ["a"] * 5}}, "stop"),
+        ("/api/chat", {"messages": HI, "options": {"stop": ["a" * 20_000]}}, "stop"),
         ("/api/chat", {"messages": HI, "logprobs": True}, "logprobs"),
         ("/api/chat", {"messages": HI, "format": {"type": "wrong"}}, "format"),
         ("/api/generate", {"prompt": "a", "suffix": "b"}, "suffix"),
@@ -233,3 +299,20 @@ def test_options_become_sampling_parameters():
     assert read_params(OllamaGenerateBody(options=Options(num_predict=-1))).max_tokens is None
     with pytest.raises(InvalidRequest, match="stop"):
         read_params(OllamaChatBody(options=Options(stop=[""] * 2)))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"a": 1}, {"a": 1}),
+        ('{"a": 1}', {"a": 1}),
+        (None, {}),
+        ("{a", "{a"),
+        ([1], "[1]"),
+        (7, "7"),
+    ],
+)
+def test_arguments_of_earlier_calls_may_be_a_text(given, expected):
+    call = Call(function=FunctionCall(name="f", arguments=given))
+    [message] = plain_messages([ChatMessage(role="assistant", tool_calls=[call])])
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": expected}

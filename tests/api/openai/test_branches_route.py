@@ -161,7 +161,8 @@ def test_an_unknown_model_is_a_404(http):
 @pytest.mark.parametrize(
     "field",
     [
-        {"guided_regex": "a+"},
+        {"guided_regex": "a("},
+        {"typical_p": 0.5},
         {"suffix": "x"},
         {"best_of": 5},
         {"truncate_prompt_tokens": 4},

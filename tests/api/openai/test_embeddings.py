@@ -179,6 +179,45 @@ def test_openai_s_client_reads_both_encodings(client: openai.OpenAI, embedder: T
     assert num_tokens - 32 <= details["cached_tokens"] < num_tokens
 
 
+def test_ollamas_route_cuts_a_text_that_is_too_long(server: Any, embedder: TinyModel) -> None:
+    text = "a b" * 2000
+    body = {"model": embedder.folder.name, "input": [SHORT, text]}
+    answer = httpx.post(f"{server.url}/api/embed", json=body).raise_for_status().json()
+    ids = embedder.tokenizer(text).input_ids
+    assert len(ids) > 512
+    assert ids[-1] == embedder.tokenizer("").input_ids[-1], "the token whose row is the vector"
+    assert is_near(answer["embeddings"][0], embedder.vector(SHORT))
+    assert is_near(answer["embeddings"][1], embedder.vector([*ids[:511], ids[-1]]))
+    refused = httpx.post(f"{server.url}/api/embed", json={**body, "truncate": False})
+    assert refused.status_code == 400
+    assert "prompt is too long" in refused.json()["error"]
+    old = httpx.post(f"{server.url}/api/embeddings", json={"prompt": SHORT}).json()
+    assert is_near(old["embedding"], embedder.vector(SHORT))
+
+
+@pytest.mark.parametrize("order", ["little", "big", "native", None])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", None])
+def test_base64_has_the_type_and_the_order_that_are_asked_for(
+    server: Any, dtype: str | None, order: str | None
+) -> None:
+    plain = httpx.post(f"{server.url}/v1/embeddings", json={"input": SHORT}).json()
+    body = {
+        "input": SHORT, "encoding_format": "base64", "embed_dtype": dtype, "endianness": order,
+    }  # fmt: skip
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=body).raise_for_status().json()
+    data = base64.b64decode(answer["data"][0]["embedding"])
+    sign = {"big": ">", "native": "="}.get(order or "little", "<")
+    if dtype == "bfloat16":  # the upper half of a float32
+        halves = struct.unpack(f"{sign}64H", data)
+        found = struct.unpack("<64f", struct.pack("<64I", *(half << 16 for half in halves)))
+        near = 2**-8
+    else:
+        found = struct.unpack(f"{sign}64{'e' if dtype == 'float16' else 'f'}", data)
+        near = 2**-11 if dtype == "float16" else 0
+    for number, exact in zip(found, plain["data"][0]["embedding"], strict=True):
+        assert abs(number - exact) <= near * abs(exact) + 2**-25
+
+
 @pytest.mark.parametrize(
     "given", ["text", "ids", "texts", "lists"], ids=["text", "ids", "texts", "lists of ids"]
 )
@@ -209,6 +248,9 @@ def test_all_forms_of_input(server: Any, embedder: TinyModel, given: str) -> Non
         ({"input": "a", "dimensions": 63}, "dimensions", None),
         ({"input": "a", "dimensions": 0}, "dimensions", None),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", None),
+        ({"input": "a", "encoding_format": "bytes"}, "encoding_format", None),
+        ({"input": "a", "embed_dtype": "fp8_e4m3"}, "embed_dtype", None),
+        ({"input": "a", "endianness": "middle"}, "endianness", None),
         ({"input": {"a": 1}}, "input", None),
         ({}, "input", None),
         ({"input": "a", "priority": 10**6}, "priority", None),

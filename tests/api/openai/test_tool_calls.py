@@ -158,10 +158,9 @@ NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syst
 
 
 @pytest.fixture
-def long_context(monkeypatch, built):
+def long_context(built, engine):
     """Room for the description of a tool in letters."""
-    monkeypatch.setattr("support.fake_engine.MAX_MODEL_LEN", 4096)
-    built.max_model_len = 4096
+    built.max_model_len = engine.max_model_len = 4096
 
 
 @pytest.mark.usefixtures("long_context")
@@ -233,7 +232,7 @@ def test_words_behind_a_call_stay_behind_it_however_many_tokens_a_step_brings(en
         def feed(self, text):
             return [Content("a"), CallBegin("f"), CallArguments("{}"), CallEnd(), Content("b")]
 
-        def end(self):
+        def end(self, *, is_cut=False):
             return [CallBegin("g"), CallArguments("{}"), CallEnd()]
 
     reader = ChoiceReader(Scripted(), ToolChoice())

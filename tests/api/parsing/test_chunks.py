@@ -1,6 +1,11 @@
-"""Whatever a model writes, and wherever it is cut: the same parts, no error, nothing lost."""
+"""Whatever a model writes, and wherever it is cut: the same parts, no error, nothing lost.
+
+Each call that ends has a whole object of arguments.
+"""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -61,7 +66,9 @@ ODDS = [
     "</",
 ]
 ODDS += ['"name"', '"arguments": ', "<think>", "</think>", "null", "é😀", "[ARGS]"]
-ODDS += ["<function=f>", "</function>"]
+ODDS += ["<function=f>", "</function>", "<parameter=a>", "</parameter>", "</arg_value>", "<tools>"]
+ODDS += ["```", "```json\n", "`", "~~~\n", "\n\n", "{{", "True", '"a": 1', ", ", "[1, 2", "say "]
+ODDS += ['\n{"name": "f", "arguments": {"a": "x"}}', "{'name': 'f', 'arguments': {'a': None,}}"]
 THOUGHTS = st.sampled_from(["", "<think>", "<think>hm</think>\n"])
 
 
@@ -83,11 +90,14 @@ def test_parts_do_not_depend_on_the_cuts(family, reasoning, data):
     text = data.draw(answers(family))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    is_cut, has_form = data.draw(st.booleans()), data.draw(st.booleans())
     whole, by_chars, cut = (
-        parse(model.parser(tools=(F, WEATHER)), each) for each in ([text], list(text), pieces)
+        parse(model.parser(tools=(F, WEATHER), has_form=has_form), each, is_cut=is_cut)
+        for each in ([text], list(text), pieces)
     )
     assert whole == by_chars == cut
     found = by_kind(whole)
+    assert all(isinstance(json.loads(each), dict) for _, each, is_done in found.calls if is_done)
     if reasoning == "none" and not found.calls and family != "harmony":  # marks are no words
         assert found.words == text
     assert all(name for name, _, _ in found.calls)

@@ -13,7 +13,7 @@ from foretoken import InvalidRequest, SamplingParams
 from foretoken.api.parsing.call_grammars import GEMMA, TAGGED
 from foretoken.api.parsing.families import FAMILIES
 from foretoken.api.parsing.grammars import value
-from foretoken.api.parsing.tagged import kinds
+from foretoken.api.parsing.reading.offers import kinds
 from foretoken.api.structured.grammar_text import json_rule
 from foretoken.api.types.results import Tool, ToolChoice
 from support.parse_harness import WEATHER, F, Read, read, syntax

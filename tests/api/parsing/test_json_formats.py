@@ -111,9 +111,9 @@ def test_a_brace_too_few_or_too_many_behind_the_arguments_is_forgiven(brace):
     )
 
 
-def test_a_call_that_ends_inside_its_arguments_is_open_and_words_go_on_behind_it():
+def test_a_call_whose_arguments_a_mark_cuts_is_closed_and_words_go_on_behind_it():
     found = hermes('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> hm')
-    assert found == Read(words=" hm", calls=[("f", '{"a": 1', False)])
+    assert found == Read(words=" hm", calls=[("f", '{"a": 1}', True)])
 
 
 def test_a_mark_inside_a_string_is_text():
@@ -136,7 +136,7 @@ def test_a_call_that_the_end_cuts_short_keeps_what_it_has(text, calls):
 
 def test_junk_behind_complete_arguments_is_words():
     found = hermes('<tool_call>{"name": "f", "arguments": {}} junk')
-    assert found == Read(words="} junk", calls=[("f", "{}", True)])
+    assert found == Read(words=" junk", calls=[("f", "{}", True)])
 
 
 def test_llamas_call_is_the_whole_answer():

@@ -66,9 +66,9 @@ def test_pythonic_values_become_json(written, value):
     assert is_done
 
 
-@pytest.mark.parametrize("number", ["inf", "-Infinity", "nan"])
-def test_a_number_that_json_does_not_have_breaks_the_call_off(number):
-    assert pythonic(f"[f(x={number})]").calls == [("f", '{"x": ', False)]
+@pytest.mark.parametrize("number", ["inf", "-Infinity", "nan", "1 + 2", "g(2)", "Color.RED", "007"])
+def test_an_expression_that_json_does_not_have_is_a_text(number):
+    assert pythonic(f"[f(x={number})]").calls == [("f", f'{{"x": "{number}"}}', True)]
 
 
 def test_pythonic_arguments_stream():
@@ -84,12 +84,11 @@ def test_brackets_that_are_no_calls_are_words(text):
     assert pythonic(text) == Read(words=text)
 
 
-def test_a_pythonic_call_that_breaks_off_stays_open():
-    assert pythonic("[f(a=1, b=g(2))] so") == Read(
-        words="(2))] so", calls=[("f", '{"a": 1, "b": ', False)]
-    )
-    assert pythonic("[f(a=" + "[" * 100 + "]" * 100 + ")]").calls[0][2] is False
+def test_a_pythonic_call_that_breaks_off_is_closed_or_stays_open():
+    deep = pythonic("[f(a=" + "[" * 100 + "]" * 100 + ")]").calls
+    assert deep == [("f", '{"a": ' + "[" * 65 + "]" * 65 + "}", True)]
     assert pythonic("[f(") == Read(calls=[("f", "", False)])
+    assert pythonic('[f(a="x') == Read(calls=[("f", '{"a": "x', False)])
 
 
 def test_calls_of_qwen_coder_by_the_types_of_the_schema():

@@ -12,13 +12,13 @@ import pytest
 
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.parsing.output_format import Syntax
-from foretoken.api.runtime.chat import PROBES
 from foretoken.api.runtime.conversation.chat_input import ChatInput, Handle
 from foretoken.api.runtime.conversation.conversation_tokens import (
     ConversationTokens,
     PromptTokens,
     stand,
 )
+from foretoken.api.runtime.conversation.template_facts import PROBES
 from foretoken.api.runtime.conversation.token_history import OVERHEAD, Place, TokenHistory, said_of
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.request_context import owner_of

@@ -221,7 +221,7 @@ def test_without_a_seed_each_request_draws_its_own(llm, engine):
     assert engine.requests[0].sampling.seed != engine.requests[1].sampling.seed
 
 
-def test_the_engine_is_told_what_the_parameters_say(llm, engine, tokenizer):
+def test_the_engine_is_told_what_the_parameters_say(built, llm, engine, tokenizer):
     llm.generate(
         "x",
         SamplingParams(
@@ -231,8 +231,7 @@ def test_the_engine_is_told_what_the_parameters_say(llm, engine, tokenizer):
     )  # fmt: skip
     llm.generate("x", SamplingParams(max_tokens=1, ignore_eos=True, speculation="off"))
     first, second = engine.requests
-    eos = tokenizer.vocab["<|im_end|>"]
-    assert first.stop_ids == first.sampling.stop_ids == {9, eos}
+    assert first.stop_ids == first.sampling.stop_ids == {9, *built.eos_token_ids}
     assert (first.depth, first.namespace, first.priority) == (3, "a", -2)
     assert 4 < first.deadline <= 5, "what is left of it"
     assert first.sampling.seed == 2**64 - 1, "unsigned"

@@ -80,7 +80,7 @@ class OnePartAStep:
     def feed(self, text):
         return [next(self._parts)]
 
-    def end(self):
+    def end(self, *, is_cut=False):
         return [*self._parts, CallEnd()]
 
 

@@ -56,7 +56,8 @@ CLOSED_TARGETS = [
     "/health/", "//health", "/./health", "/v1/../health", "/v1/%2e%2e/health", "/%2e%2e/health",
     "/health/..", "/health%00", "/health%20", "/health%2f", "/%2fhealth", "/health;x", "/HEALTH",
     "/Health", "/health%3f", "/version/../health", "/version?/health", "/version#/health",
-    "http://x/health", "http://x/version", "//x/health", "*",
+    "http://x/health/", "http://x/version", "http://x/v1/models?/health", "//x/health",
+    "http:/health", "ftp://x/health", "http://x/http://x/health", "*",
 ]  # fmt: skip
 FORGED = [
     "Host: x/health", "X-Original-URL: /health", "X-Rewrite-URL: /health",
@@ -75,7 +76,7 @@ def test_without_a_key_nothing_is_served_but_health_and_the_page(client, method)
 
 
 def test_health_needs_no_key_however_it_is_written(client):
-    for target in ("/health", "/health?x=1", "/%68ealth"):
+    for target in ("/health", "/health?x=1", "/%68ealth", "http://x/health", "HTTPS://x/health"):
         assert client.send(head(target, key="")).answer().status == 200
     assert client.send(head("/health", method="POST", key="")).answer().status == 405
 

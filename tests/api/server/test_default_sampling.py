@@ -187,7 +187,7 @@ def test_server_info_shows_model_settings_and_limits(serve):
     assert info["max_model_len"] == 256
     assert info["default_sampling_params"] == OWN
     assert info["settings"]["kv_tokens"] == 4096
-    assert (info["limits"]["max_n"], info["limits"]["max_stop"]) == (3, 4)
+    assert (info["limits"]["max_n"], info["limits"]["max_stop_bytes"]) == (3, 16384)
 
 
 def test_server_info_needs_a_key_and_names_neither_keys_nor_folders(serve):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -23,11 +24,13 @@ DEFAULTS = {
     "header_seconds": 10, "body_seconds": 30, "idle_seconds": 75, "write_seconds": 30,
     "ping_seconds": 10, "resume_seconds": 0, "store_seconds": 3600, "max_request_seconds": 600,
     "max_body_bytes": 4 * 2**20,
+    "max_bodies_bytes": 2**28,
     "max_file_bytes": 64 * 2**20,
     "max_files_bytes": 2**30,
+    "max_files": 10_000, "max_batches": 1_000, "file_seconds": 30 * 24 * 3600,
     "max_json_depth": 64, "max_json_containers": 65536, "max_json_values": 524288,
-    "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 16, "max_stop": 4,
-    "max_stop_chars": 256, "max_logit_bias": 1024, "max_top_logprobs": 20,
+    "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 16,
+    "max_stop_bytes": 16 * 2**10, "max_logit_bias": 1024, "max_top_logprobs": 20,
 }  # fmt: skip
 
 
@@ -63,7 +66,7 @@ def test_every_limit_stands_in_the_documentation_with_its_default():
     page = Path(foretoken.__file__).parent.joinpath("docs/limits.md").read_text()
     shown = {
         "max_header_bytes": "64 KiB", "max_body_bytes": "4 MiB", "max_file_bytes": "64 MiB",
-        "max_files_bytes": "1 GiB",
+        "max_files_bytes": "1 GiB", "max_stop_bytes": "16 KiB", "max_bodies_bytes": "256 MiB",
     }  # fmt: skip
     for name, default in DEFAULTS.items():
         assert f"| `--{name.replace('_', '-')}` | {shown.get(name, default)} |" in page
@@ -72,7 +75,7 @@ def test_every_limit_stands_in_the_documentation_with_its_default():
 @pytest.mark.parametrize(
     "args",
     [
-        ["--max-n", "17"], ["--max-n", "0"], ["--max-stop", "17"], ["--max-stop-chars", "257"],
+        ["--max-n", "17"], ["--max-n", "0"], ["--max-stop-bytes", "65KiB"],
         ["--max-top-logprobs", "21"], ["--max-logit-bias", "1025"], ["--max-tools", "9999"],
         ["--header-seconds", "0"], ["--idle-seconds", "nan"], ["--max-json-depth", "1000"],
         ["--max-header-bytes", "1"], ["--admin-key", ""], ["--api-key", " k"],
@@ -93,8 +96,8 @@ def test_a_limit_beyond_what_the_core_or_sense_allows_ends_the_start_with_one_li
 # -- what a body may ask for --------------------------------------------------------------------
 
 LOW = {
-    "max_messages": 2, "max_tools": 1, "max_prompts": 2, "max_n": 2, "max_stop": 1,
-    "max_stop_chars": 3, "max_logit_bias": 1, "max_top_logprobs": 1,
+    "max_messages": 2, "max_tools": 1, "max_prompts": 2, "max_n": 2,
+    "max_stop_bytes": 3, "max_logit_bias": 1, "max_top_logprobs": 1,
 }  # fmt: skip
 TALK = [{"role": "user", "content": "hi"}] * 3
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -102,9 +105,9 @@ BEYOND = [
     ("/v1/chat/completions", {"messages": TALK}, "messages", "max_messages"),
     ("/v1/chat/completions", {**CHAT, "tools": [TOOL] * 2}, "tools", "max_tools"),
     ("/v1/chat/completions", {**CHAT, "n": 3}, "n", "max_n"),
-    ("/v1/chat/completions", {**CHAT, "stop": ["a", "b"]}, "stop", "max_stop"),
-    ("/v1/chat/completions", {**CHAT, "stop": "abcd"}, "stop", "max_stop_chars"),
-    ("/v1/chat/completions", {**CHAT, "stop": ["abcd"]}, "stop", "max_stop_chars"),
+    ("/v1/chat/completions", {**CHAT, "stop": ["ab", "cd"]}, "stop", "max_stop_bytes"),
+    ("/v1/chat/completions", {**CHAT, "stop": "abcd"}, "stop", "max_stop_bytes"),
+    ("/v1/chat/completions", {**CHAT, "stop": ["éé"]}, "stop", "max_stop_bytes"),
     ("/v1/chat/completions", {**CHAT, "logit_bias": {"1": 1, "2": 1}}, "logit_bias",
      "max_logit_bias"),
     ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, "top_logprobs",
@@ -114,7 +117,7 @@ BEYOND = [
     ("/v1/completions", {"prompt": "a", "logprobs": 2}, "logprobs", "max_top_logprobs"),
     ("/v1/branches", {"prompt": "a", "branches": [{}] * 3}, "branches", "max_prompts"),
     ("/v1/branches", {"prompt": "a", "branches": [{"stop": "abcd"}]}, "branches[0].stop",
-     "max_stop_chars"),
+     "max_stop_bytes"),
     ("/v1/responses", {"input": TALK}, "input", "max_messages"),
     ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "f"}] * 2}, "tools",
      "max_tools"),
@@ -128,10 +131,10 @@ def test_what_is_beyond_a_limit_is_a_400_that_names_field_limit_and_value(serve,
             error = error_of(http.post(path, json=body))
             assert error["param"] == param
             assert f"limit of {LOW[limit]} (--{limit.replace('_', '-')})" in error["message"]
-        body = {**CHAT, "messages": TALK[:1], "stop_sequences": ["a", "b"]}
+        body = {**CHAT, "messages": TALK[:1], "stop_sequences": ["ab", "cd"]}
         answer = http.post("/v1/messages", json=body)
         assert answer.status_code == 400
-        assert "stop_sequences: 2 exceeds" in answer.json()["error"]["message"]
+        assert "stop_sequences: 4 exceeds" in answer.json()["error"]["message"]
         assert not engine.requests
         within = {**CHAT, "n": 2, "stop": ["abc"], "logit_bias": {"1": 1}, "tools": []}
         assert http.post("/v1/chat/completions", json=within).status_code == 200
@@ -144,6 +147,31 @@ def test_a_body_over_its_limit_says_which(serve):
     answer = httpx.post(f"{server.url}/v1/completions", content=b" " * 101)
     assert answer.status_code == 413
     assert "100 (--max-body-bytes)" in answer.json()["error"]["message"]
+
+
+def test_bodies_that_arrive_together_have_a_limit_and_those_that_came_make_room(serve):
+    server = serve(max_bodies_bytes=3000)
+    url = f"{server.url}/v1/completions"
+    with begun(server, 2000) as held:
+        with begun(server, 2000) as refused:
+            answer = refused.recv(2**16).decode()
+        assert answer.startswith("HTTP/1.1 503 ")
+        assert "retry-after: 1" in answer
+        assert "3000 (--max-bodies-bytes)" in answer
+        assert httpx.post(url, content=b"[" * 1500).status_code == 503
+        held.sendall(b"[" * 500)
+        assert held.recv(2**16).startswith(b"HTTP/1.1 400 ")
+        assert httpx.post(url, content=b"[" * 2500).status_code == 400
+
+
+def begun(server, num_bytes):
+    """A connection with a body of which 500 bytes are missing; the server has read the others."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS)
+    length = f"content-length: {num_bytes + 500}"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n{length}\r\n\r\n"
+    connection.sendall(head.encode() + b"[" * num_bytes)
+    httpx.get(f"{server.url}/health")  # turns of the loop
+    return connection
 
 
 # -- depth --------------------------------------------------------------------------------------
@@ -298,7 +326,7 @@ def test_odd_parameters_of_a_tool_are_no_500(http, tool):
 @pytest.mark.parametrize(
     "body",
     [
-        '{"prompt":"x"}'.encode("utf-16"), b"\xef\xbb\xbf" + b'{"prompt":"x"}', b"\0",
+        '{"prompt":"x"}'.encode("utf-16"), b"\xef\xbb\xbf" * 2 + b'{"prompt":"x"}', b"\0",
         b'{"prompt":"x"}\0',
         b'{"prompt":"x"}{"prompt":"y"}', b'{"prompt":"\xed\xa0\x80"}', b"{'prompt':'x'}", b"//\n{}",
     ],

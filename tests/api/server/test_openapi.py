@@ -13,14 +13,15 @@ from starlette.routing import Route
 from foretoken.api.anthropic import protocol as messages
 from foretoken.api.openai import protocol as openai
 from foretoken.api.openai.responses import protocol as responses
+from foretoken.api.openai.schema import ChatRequest
 from foretoken.api.protocol.render import Rendered
-from foretoken.api.protocol.sampling import REFUSED
 from foretoken.api.server import app
 from foretoken.api.server.routes import protocol
 from foretoken.api.server.routes.openapi import JSON, OPERATIONS, describe, template
 from foretoken.api.serving.errors import ErrorBody
 from foretoken.api.serving.serving_context import Service
 from foretoken.api.serving.settings import Settings
+from foretoken.api.types.fields import marks_of
 from support.given import listening
 
 HI = [{"role": "user", "content": "hi"}]
@@ -76,7 +77,8 @@ def test_bodies_are_the_structs_that_the_routes_decode(document):
     properties = schemas["ChatRequest"]["properties"]
     assert schemas["ChatRequest"]["required"] == ["messages"]
     assert {"messages", "top_k", "cache_salt", "prediction"} <= set(properties)
-    assert not set(REFUSED) & set(properties)
+    assert not {name for name, _ in marks_of(ChatRequest).refused} & set(properties)
+    assert properties["ebnf"]["description"] == "Another name of `grammar`."
 
 
 def test_it_is_served_and_behind_the_key(serve):

@@ -591,15 +591,18 @@ def test_closing_refuses_what_waits(bench, held) -> None:
 # -- on the way to the engine ---------------------------------------------------------------------
 
 
-def test_each_choice_has_a_matcher_of_its_own_and_eos_stays_a_stop_id(llm, engine, tokenizer):
+def test_each_choice_has_a_matcher_of_its_own_and_eos_stays_a_stop_id(
+    built, llm, engine, tokenizer
+):
     eos = tokenizer.vocab["<|im_end|>"]
     engine.answers = lambda request: [*tokenizer.encode_word("yes"), eos]
     llm.generate("hi", SamplingParams(choice=["yes"], n=2, ignore_eos=True, stop_token_ids=[3]))
     first, second = (request.sampling.constraint for request in engine.requests)
     assert first is not None
     assert first is not second
+    assert eos in built.eos_token_ids
     for request in engine.requests:
-        assert request.stop_ids == request.sampling.stop_ids == {eos, 3}
+        assert request.stop_ids == request.sampling.stop_ids == {*built.eos_token_ids, 3}
 
 
 def test_a_bad_form_never_reaches_the_engine(llm, engine):

@@ -19,7 +19,7 @@ FULL = {
     "function": {
         "name": "g",
         "description": "Does.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": []},
     },
 }
 
@@ -78,6 +78,16 @@ def test_tools_of_which_little_is_said_are_completed_where_a_template_fails(own)
     assert "// Does. type g = (_: <a: string,>)" in text
 
 
+@pytest.mark.parametrize("parameters", [{}, {"type": "object"}, {"properties": {}}])
+def test_parameters_are_completed_where_a_template_fails(own, parameters):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    template = (
+        "{% for t in tools %}{{ t.function.parameters.properties | dictsort }}"
+        "{{ 'a' in t.function.parameters.required }}{% endfor %}"
+    )
+    assert render(own, template, tools=[tool]) == "[]False"
+
+
 def test_tools_stay_as_they_are_where_the_template_takes_them(own):
     text = render(own, "{{ tools[0] | tojson }}", tools=[BARE])
     assert "description" not in text
@@ -100,3 +110,32 @@ def test_thoughts_stand_where_harmonys_template_looks():
     both = {"role": "assistant", "content": "Hi", "reasoning_content": "hm"}
     found = with_thinking([TALK[0], thought, both])
     assert found == [TALK[0], {**thought, "thinking": "hm"}, both]
+
+
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}},
+        {"id": "2", "type": "function", "function": {"name": "g", "arguments": "[1]"}},
+    ],
+}
+READS_ITEMS = (
+    "{% set first = messages[0] %}{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments | items %}{{ k }}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+def test_an_error_names_the_message_and_the_call_at_which_the_template_failed(own):
+    with pytest.raises(InvalidRequest) as info:
+        render(own, READS_ITEMS, [*TALK, CALLED, *TALK])
+    assert "messages[1].tool_calls[1]: TypeError: Can only get item pairs" in str(info.value)
+
+
+def test_an_error_in_no_message_names_none(own):
+    with pytest.raises(InvalidRequest, match="refuses these messages: no luck"):
+        render(own, "{{ raise_exception('no luck') }}")
+
+
+def test_a_template_that_goes_through_tools_gets_an_empty_list_where_there_are_none(own):
+    assert render(own, "{% for t in tools %}{{ t }}{% endfor %}hi") == "hi"

@@ -20,6 +20,7 @@ from foretoken.core.model.opening import open_model, read_config
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.structs.linear import NativeLinear
 from foretoken.core.ops.quantize import QuantizedWeight
+from foretoken.core.ops.weights import PackedTable, whole_table
 from support.checkpoints import ModelDriver, make_checkpoint
 from support.gguf_files import write_gguf as write
 
@@ -96,7 +97,8 @@ def test_every_quantised_type_has_the_values_of_its_own_package(kind, tmp_path):
 
 
 # To the kernels' kinds.
-PACKED = {GgmlType.Q4_0: 4, GgmlType.Q4_1: 4, GgmlType.Q8_0: 5, GgmlType.MXFP4: 12}
+PACKED = {GgmlType.Q4_0: 14, GgmlType.Q4_1: 4, GgmlType.Q8_0: 5, GgmlType.MXFP4: 12}
+PACKED |= {GgmlType.Q5_0: 15, GgmlType.Q5_1: 16}
 K_TYPES = {GgmlType.Q4_K: 8, GgmlType.Q5_K: 9, GgmlType.Q6_K: 10, GgmlType.IQ4_NL: 11}
 K_TYPES |= {GgmlType.IQ4_XS: 13}
 FACTORS_AT = {GgmlType.Q4_K: (0, 2), GgmlType.Q5_K: (0, 2), GgmlType.Q6_K: (208,)}  # bytes
@@ -157,8 +159,40 @@ def test_a_dtype_that_is_asked_for_holds_all_weights_in_it(llama, tmp_path):
         assert plain.weights.layers[0].mixer.o.struct.kind == 0
 
 
-def test_mixed_types_of_one_stacked_matrix_are_cast(llama, tmp_path, monkeypatch):
-    """Some files keep the values of attention at more bits than queries and keys."""
+def test_types_that_are_mixed_within_a_matrix_stay_packed(llama, tmp_path):
+    """Files of medium size keep values of attention at more bits than queries and keys."""
+    if native_library() is None:
+        pytest.skip("no native kernels here")
+
+    def kind_of(name: str) -> GgmlType:
+        wide = ("attn_v", "ffn_up", "token_embd")
+        return GgmlType.Q8_0 if any(each in name for each in wide) else GgmlType.Q5_0
+
+    file = write(llama, tmp_path / "mixed.gguf", kind=kind_of)
+    decoder = load_decoder(file, backend="native")
+    layer = decoder.weights.layers[0]
+    for packed in (layer.mixer.qkv, layer.mlp.gate_up):
+        assert packed.struct.kind == 15
+        assert packed.others.struct.kind == 5
+        assert packed.others.others is None
+    wide = logits_of(file, dtype="float32", backend="torch")
+    rounded = logits_of(file, dtype="bfloat16", backend="native")
+    assert (logits_of(file, backend="native") - wide).norm() < 1.5 * (rounded - wide).norm()
+
+
+def test_a_quantised_embedding_and_its_output_are_one_packed_weight(llama, tmp_path):
+    if native_library() is None:
+        pytest.skip("no native kernels here")
+    file = write(llama, tmp_path / "packed.gguf", kind=GgmlType.Q8_0)
+    weights = load_decoder(file, backend="native").weights
+    assert isinstance(weights.embedding, PackedTable)
+    is_tied = read_config(file).tie_embeddings
+    assert (weights.embedding.weight is weights.lm_head) == is_tied
+    plain = load_decoder(file, backend="torch", dtype="bfloat16").weights.embedding
+    assert torch.equal(whole_table(weights.embedding), plain)
+
+
+def test_a_matrix_of_which_a_part_is_not_packed_is_cast(llama, tmp_path, monkeypatch):
     if native_library() is None:
         pytest.skip("no native kernels here")
     file = write(llama, tmp_path / "mixed.gguf", kind=GgmlType.Q8_0)

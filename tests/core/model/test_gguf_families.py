@@ -247,6 +247,7 @@ def test_factors_of_a_family_reach_weights_that_stay_packed(tmp_path: Path) -> N
     assert (found - wide).norm() < 1.5 * (rounded - wide).norm()
 
 
+EXPERT_KINDS = {"gpt_oss": 12, "qwen3_moe": 14, "mixtral": 5}  # of the C code, in that order
 EXPERTS = {"gpt_oss": GgmlType.MXFP4, "qwen3_moe": GgmlType.Q4_0, "mixtral": GgmlType.Q8_0}
 
 
@@ -258,7 +259,7 @@ def test_experts_of_a_file_stay_packed_and_lose_nothing(model_type: str, tmp_pat
     mlp = load_decoder(file, backend="native").weights.layers[0].mlp
     assert isinstance(mlp, ExpertWeights)
     kinds = {w.struct.kind for expert in mlp.experts for w in (expert.gate_up, expert.down)}
-    assert kinds == {12 if model_type == "gpt_oss" else 4 if model_type == "qwen3_moe" else 5}
+    assert kinds == {EXPERT_KINDS[model_type]}
     wide = logits_of(file, dtype="float32")
     found = logits_of(file, backend="native")
     rounded = logits_of(file, dtype="bfloat16", backend="native")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from support.checkpoints import (
     make_reference,
     save,
 )
+from support.float64_reference import Exact
 from support.greedy_streams import generate, greedy, random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,10 +51,10 @@ def loaded(
     return pairs
 
 
-def logits_of(reference: Any, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = reference(torch.tensor([ids])).logits[0]
-    return found
+@cache
+def exact_logits(kind: str, length: int) -> Exact:
+    """Compute the logits of `random_ids` with transformers, once for all backends."""
+    return Exact.of(make_reference(kind), random_ids(length))
 
 
 def test_fused_matrices_are_cut_apart_as_transformers_cuts_their_outputs() -> None:
@@ -76,12 +78,10 @@ def test_fused_matrices_are_cut_apart_as_transformers_cuts_their_outputs() -> No
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_logits_equal_transformers_over_300_positions(kind: str, loaded: dict) -> None:
     """Chunks of 37, 1, 8, 154 and 100 rows: page ends within chunks and at their ends."""
-    reference, decoder = loaded[kind]
-    ids = random_ids(300)
-    driver = ModelDriver(decoder)
-    logits = driver.prefill(driver.add(ids), 37, 38, 46, 200, 300)
+    driver = ModelDriver(loaded[kind][1])
+    logits = driver.prefill(driver.add(random_ids(300)), 37, 38, 46, 200, 300)
     assert logits.shape == (300, VOCAB_SIZE)
-    torch.testing.assert_close(logits, logits_of(reference, ids), atol=5e-4, rtol=0)
+    exact_logits(kind, 300).assert_near(logits)
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
@@ -157,8 +157,7 @@ def test_the_text_of_a_multimodal_checkpoint_without_what_predicts_further_token
     decoder, ids = load_decoder(folder), random_ids(40)
     assert decoder.config.model_type == "qwen3_5_text"
     driver = ModelDriver(decoder)
-    logits = driver.prefill(driver.add(ids), 40)
-    torch.testing.assert_close(logits, logits_of(reference, ids), atol=1e-4, rtol=0)
+    exact_logits("qwen3_5", 40).assert_near(driver.prefill(driver.add(ids), 40))
 
 
 @pytest.mark.parametrize(("kind", "num_layers"), [("qwen3_next", 4), ("nemotron_h", 7)])

@@ -67,7 +67,7 @@ def test_check_prints_the_state_of_a_sequence(
     values |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
     values |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert main(["models", "check", str(tmp_path)]) == 1  # it has no weights
+    assert main(["models", "check", str(tmp_path)]) == 2  # it has no weights
     printed = capsys.readouterr().out
     # 3 layers of 2 heads of 256 items of 2 bytes, keys and values
     assert "KV        6 KiB a token" in printed
@@ -94,16 +94,16 @@ def test_check_says_why_a_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_config("recurrent_gemma").save_pretrained(tmp_path)
-    assert main(["models", "check", str(tmp_path)]) == 1
+    assert main(["models", "check", str(tmp_path)]) == 2
     assert "keep a state that is not in transformers' cache" in capsys.readouterr().out
-    assert main(["models", "check", str(tmp_path / "nowhere")]) == 1
+    assert main(["models", "check", str(tmp_path / "nowhere")]) == 2
 
 
 def test_check_of_a_config_alone_prints_what_it_implies_and_that_weights_are_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_config("stablelm").save_pretrained(tmp_path)
-    assert main(["models", "check", str(tmp_path)]) == 1
+    assert main(["models", "check", str(tmp_path)]) == 2
     printed = capsys.readouterr().out
     assert "context   512 tokens" in printed
     assert f"refused   {tmp_path} has neither model.safetensors nor model." in printed

@@ -105,7 +105,7 @@ def test_other_vectors_are_refused_with_the_reason_and_what_serves_them(
         read_pooling(folder)
     with pytest.raises(ModelLoadError, match=reason):
         build(folder, EngineConfig())
-    assert check_model(str(folder)) == 1
+    assert check_model(str(folder)) == 2
     printed = capsys.readouterr().out
     assert printed.startswith("refused   ")
     assert reason in printed

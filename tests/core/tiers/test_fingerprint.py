@@ -20,7 +20,12 @@ from foretoken.core.ops.machine import identity
 from foretoken.core.ops.machine.identity import machine_identity
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
-from foretoken.core.ops.quantize import QuantizedStack, QuantizedWeight, quantize_weight
+from foretoken.core.ops.quantize import (
+    QuantizedStack,
+    QuantizedWeight,
+    UnpackedWeight,
+    quantize_weight,
+)
 from foretoken.core.tiers.fingerprint import (
     CODE,
     FINGERPRINT_BYTES,
@@ -154,7 +159,7 @@ def test_bits_shape_and_dtype_of_a_tensor_matter_and_its_strides_do_not() -> Non
 def test_every_part_of_a_quantised_weight_matters() -> None:
     weight = quantize_weight(torch.arange(128.0).view(2, 64), "int4")
     scale, factor = weight.scale, torch.ones(2, 1)
-    whole = QuantizedWeight("int4_k", weight.values, scale, scale + 1, (factor, factor + 1))
+    whole = UnpackedWeight("int4_k", weight.values, scale, scale + 1, (factor, factor + 1))
     different = [
         whole,
         replace(whole, kind="int5_k"),

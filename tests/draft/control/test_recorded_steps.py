@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import log
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from foretoken.bench.lab.recorded_steps import Prices, Text, load
 from foretoken.bench.lab.regret import TruePrices, auto, compared, fixed
+from foretoken.draft.control.cost_model import StepProfile
+from foretoken.draft.control.profiler import MOST_GUESSED
 
 RECORDING = load()
 MACHINES = pytest.mark.parametrize("prices", RECORDING.prices, ids=lambda prices: prices.name)
@@ -45,6 +49,37 @@ def test_auto_is_near_an_oracle_and_as_good_as_the_best_fixed_depth(prices: Pric
     assert fmean(regrets.values()) < 0.03
     assert fmean(ratios.values()) > 1.0
     assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.93} == {}
+
+
+# Of a guess's largest width, on each machine; that of one row is right.
+ERRORS = pytest.mark.parametrize(
+    ("prices", "error"),
+    list(zip(RECORDING.prices, (0.85, 1.25), strict=True)),
+    ids=[prices.name for prices in RECORDING.prices],
+)
+
+
+def guessed(prices: TruePrices, error: float) -> StepProfile:
+    """The costs that an engine guesses at its first start: fewer widths, each of them wrong."""
+    knots = [rows for rows in prices.recorded.knots if rows <= MOST_GUESSED]
+    errors = np.interp(np.log(knots), [0.0, log(MOST_GUESSED)], [1.0, error]).tolist()
+    pairs = zip(knots, errors, strict=True)
+    forward = {rows: each * float(prices.forward(rows)) for rows, each in pairs}
+    return StepProfile(forward, {}, 1.5 * prices.recorded.key_s)
+
+
+@ERRORS
+def test_guessed_costs_lose_little_of_what_measured_ones_reach(
+    prices: Prices, error: float
+) -> None:
+    ratios = {}
+    true = TruePrices(prices)
+    for text, num_seats in cells(prices):
+        by_guess = auto(text, true, num_seats, guessed(true, error))[0].rate
+        by_measure = auto(text, true, num_seats)[0].rate
+        ratios[text.kind, text.temperature, num_seats] = by_guess / by_measure
+    assert fmean(ratios.values()) > 0.97
+    assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.88} == {}
 
 
 @MACHINES

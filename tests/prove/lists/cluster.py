@@ -239,7 +239,7 @@ MUTATIONS = (
     ),
     Mutation(
         "cluster-drains-admit",
-        "Replicas._refusal",
+        "Replicas.readiness",
         "if self.draining:",
         "if False:",
         ("test_a_drain_lets_requests_end_and_refuses_new_ones",),

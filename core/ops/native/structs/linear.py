@@ -3,82 +3,113 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...blocks import BlockWeight
 from ...quantize import (
-    GROUP,
-    SUPER,
     Quantize,
     QuantizedWeight,
+    StackedWeight,
+    UnpackedWeight,
     WeightKind,
     quantize_weight,
 )
 from ...weights import PackedLinear
-from ..library import NativeLibrary
+from ..library import DTYPES, NativeLibrary
 from ..memory import HugeArena
 
 Products: TypeAlias = Literal["bfloat16", "float32"]
 """The instructions for bfloat16 weights: products of pairs, or of widened numbers."""
+Source: TypeAlias = Tensor | QuantizedWeight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _WIDE_KIND = 6  # of bfloat16 weights, multiplied as float32
 _QUANTIZED_KINDS: dict[WeightKind, int] = {
     "int8": 2, "int4": 3, "int4_min": 4, "int8_group": 5, "int4_zero": 7, "int4_k": 8,
-    "int5_k": 9, "int6_k": 10, "iq4_nl": 11, "mxfp4": 12, "iq4_xs": 13,
+    "int5_k": 9, "int6_k": 10, "iq4_nl": 11, "mxfp4": 12, "iq4_xs": 13, "int4_group": 14,
+    "int5_group": 15, "int5_min": 16,
 }  # fmt: skip
 _ROUNDED_KINDS = (
     *_KINDS.values(),
     _WIDE_KIND,
     *(_QUANTIZED_KINDS[k] for k in ("int8", "int8_group")),
 )
-_OFFSETS: dict[WeightKind, int] = {
-    "int8_group": 128,
-    "int4": 8,
-    "int6_k": 32,
-}  # values are unsigned
-_BYTES = ("int8_group", "int5_k", "int6_k")  # kinds whose values lie in bytes
-_PER_SUPER = SUPER // GROUP
+_APART, _PLAIN = 64, 65  # forms of pack.c; those of blocks are ggml's numbers
+_I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _ARENA = HugeArena()  # of all weights: small ones share a page
 
 
 class LinearStruct(ctypes.Structure):
     """``ft_linear_weight`` of linear.h; lends the tensors' memory."""
 
+
+LinearStruct._fields_ = (
+    ("kind", _I32),
+    ("out_features", _I32),
+    ("in_features", _I32),
+    ("weight", _PTR),
+    ("scale", _PTR),
+    ("bias", _PTR),
+    ("is_rough", _I32),
+    ("num_own", _I32),
+    ("others", ctypes.POINTER(LinearStruct)),
+)
+
+
+class SourceStruct(ctypes.Structure):
+    """``ft_source`` of pack.c; lends the memory of a weight that is to be packed."""
+
     _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("out_features", ctypes.c_int32),
-        ("in_features", ctypes.c_int32),
-        ("weight", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("is_rough", ctypes.c_int32),
+        ("form", _I32),
+        ("rows", _PTR),
+        ("data", _PTR),
+        ("row_bytes", _I64),
+        ("scale", _PTR),
+        ("minimum", _PTR),
+        ("factor", _PTR),
+        ("min_factor", _PTR),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeLinear(PackedLinear):
-    """A packed weight; ``bias`` is float32 and, as ``scale``, padded to whole panels."""
+    """A packed weight: ``weight`` is uint8 ``[panels, bytes of a panel]``, ``bias`` is float32 and,
+    as ``scale``, padded to whole panels.
+
+    ``others``: rows of other kinds, whose outputs lie behind these; ``out_features`` counts them.
+    """
 
     scale: Tensor | None
     out_features: int
     in_features: int
+    panel: int  # outputs that lie side by side
     struct: LinearStruct
+    others: NativeLinear | None = None
+
+    @property
+    def num_weights(self) -> int:
+        """Weights, those included that fill up panels."""
+        own = len(self.weight) * self.panel * self.in_features
+        return own + (0 if self.others is None else self.others.num_weights)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that one call reads of it."""
         tensors = (self.weight, self.bias, self.scale)
-        return sum(t.nbytes for t in tensors if t is not None)
+        own = sum(t.nbytes for t in tensors if t is not None)
+        return own + (0 if self.others is None else self.others.num_bytes)
 
 
 def pack_linear(
     library: NativeLibrary,
-    weight: Tensor | QuantizedWeight,
+    weight: Source,
     bias: Tensor | None,
     quantize: Quantize = "none",
     *,
@@ -87,23 +118,95 @@ def pack_linear(
     """Lay out ``[out_features, in_features]``: float32 or bfloat16, rounded to ``quantize`` where
     that is asked for, or a quantised weight as it is. ``products`` is for bfloat16 weights.
     """
-    width, in_features = 2 * library.lanes, _in_features(weight)
+    in_features = weight.shape[1]
     if isinstance(weight, Tensor) and quantize != "none":
         weight = quantize_weight(weight, quantize)
-    scale = None
+    parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
+    of_kinds = [
+        (kind, list(run)) for kind, run in groupby(parts, lambda part: _kind(part, products))
+    ]
+    packed: NativeLinear | None = None
+    stop = weight.shape[0]
+    for kind, pieces in reversed(of_kinds):
+        num_own = sum(piece.shape[0] for piece in pieces)
+        start = stop - num_own
+        own_bias = None if bias is None else bias[start:stop]
+        packed = _packed(library, kind, pieces, own_bias, in_features, packed)
+        stop = start
+    assert packed is not None, "a weight has rows"
+    return packed
+
+
+def _kind(weight: Source, products: Products) -> int:
+    if isinstance(weight, QuantizedWeight):
+        (kind,) = weight.kinds
+        return _QUANTIZED_KINDS[kind]
+    is_wide = weight.dtype == torch.bfloat16 and products == "float32"
+    return _WIDE_KIND if is_wide else _KINDS[weight.dtype]
+
+
+def _packed(
+    library: NativeLibrary,
+    kind: int,
+    pieces: Sequence[Source],
+    bias: Tensor | None,
+    in_features: int,
+    others: NativeLinear | None,
+) -> NativeLinear:
+    """Pack weights of one kind, one below the other, in front of ``others``."""
+    panel, num_own = 2 * library.lanes, sum(piece.shape[0] for piece in pieces)
+    shape = (-(-num_own // panel), library.c.ft_panel_bytes(kind, in_features))
+    values = _ARENA.zeros(shape)
+    at = 0
+    for piece in pieces:
+        source, _lent = _source(piece)
+        library.c.ft_pack(
+            kind, ctypes.byref(source), piece.shape[0], at, in_features, values.data_ptr()
+        )
+        at += piece.shape[0]
+    scale = pieces[0].scale if isinstance(pieces[0], UnpackedWeight) and kind == 2 else None
+    bias, scale = (_padded(t, panel) for t in (bias, scale))
+    return _linear(kind, values, scale, bias, num_own, in_features, panel, others)
+
+
+def _linear(
+    kind: int,
+    values: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    num_own: int,
+    in_features: int,
+    panel: int,
+    others: NativeLinear | None = None,
+    *,
+    is_rough: bool = False,
+) -> NativeLinear:
+    out_features = num_own + (0 if others is None else others.out_features)
+    pointers = (t.data_ptr() if t is not None else None for t in (values, scale, bias))
+    behind = None if others is None else ctypes.pointer(others.struct)
+    struct = LinearStruct(kind, out_features, in_features, *pointers, is_rough, num_own, behind)
+    return NativeLinear(values, bias, True, scale, out_features, in_features, panel, struct, others)
+
+
+def _source(weight: Source) -> tuple[SourceStruct, object]:
+    """The place of a weight, and what must stay alive while the struct is read."""
+    if isinstance(weight, BlockWeight):
+        rows = weight.addresses
+        return SourceStruct(weight.type.number, rows.ctypes.data), (rows, weight)
     if isinstance(weight, Tensor):
-        kind = _KINDS[weight.dtype]
-        if weight.dtype == torch.bfloat16 and products == "float32":
-            kind = _WIDE_KIND
-        packed = _own(_panels(weight, 4 // weight.itemsize, width, fill=0))
-    else:
-        kind, packed = _QUANTIZED_KINDS[weight.kind], _own(_quantized_panels(weight, width))
-        scale = weight.scale if weight.kind == "int8" else None
-    bias, scale = (_padded(t, width) for t in (bias, scale))
-    pointers = [t.data_ptr() if t is not None else None for t in (packed, scale, bias)]
-    out_features = len(weight if isinstance(weight, Tensor) else weight.values)
-    struct = LinearStruct(kind, out_features, in_features, *pointers)
-    return NativeLinear(packed, bias, True, scale, out_features, in_features, struct)
+        weight = weight.contiguous()
+        return SourceStruct(
+            _PLAIN, None, weight.data_ptr(), weight.stride(0) * weight.itemsize
+        ), weight
+    assert isinstance(weight, UnpackedWeight)
+    values = weight.values.contiguous()
+    place = (None, values.data_ptr(), values.shape[1])
+    if weight.kind == "int8":
+        return SourceStruct(_PLAIN, *place), values
+    numbers = [weight.scale, weight.minimum, *weight.factors]
+    numbers = [None if each is None else each.contiguous() for each in numbers]
+    at = [None if each is None else each.data_ptr() for each in numbers]
+    return SourceStruct(_APART, *place, *at), (values, numbers)
 
 
 def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
@@ -113,22 +216,22 @@ def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
     """
     if packed.struct.kind not in _ROUNDED_KINDS:
         raise ValueError("a weight of fewer than 8 bits has no rough copy")
-    num_groups = -(-packed.in_features // GROUP)
-    shape = (len(packed.weight), num_groups, 2 * library.lanes * (GROUP // 2 + 4))
-    values = _ARENA.empty_like(torch.empty(shape, dtype=torch.uint8, device="meta"))
-    library.c.ft_rough_copy(ctypes.byref(packed.struct), values.data_ptr())
-    bias = None if packed.bias is None else packed.bias.data_ptr()
+    others = None if packed.others is None else rough_copy(library, packed.others)
     kind = _QUANTIZED_KINDS["int4_min"]
-    struct = LinearStruct(
-        kind, packed.out_features, packed.in_features, values.data_ptr(), None, bias, is_rough=True
+    shape = (len(packed.weight), library.c.ft_panel_bytes(kind, packed.in_features))
+    values = _ARENA.zeros(shape)
+    library.c.ft_rough_copy(ctypes.byref(packed.struct), values.data_ptr())
+    return _linear(
+        kind,
+        values,
+        None,
+        packed.bias,
+        packed.struct.num_own,
+        packed.in_features,
+        packed.panel,
+        others,
+        is_rough=True,
     )
-    return NativeLinear(
-        values, packed.bias, True, None, packed.out_features, packed.in_features, struct
-    )
-
-
-def _in_features(weight: Tensor | QuantizedWeight) -> int:
-    return (weight if isinstance(weight, Tensor) else weight.values).shape[1]
 
 
 def linear(
@@ -141,58 +244,17 @@ def linear(
     return out
 
 
-def _panels(weight: Tensor, per_step: int, width: int, *, fill: int) -> Tensor:
-    """``[out, in]`` to ``[panels, steps, width, per_step]``."""
-    out_features, in_features = weight.shape
-    padding = (0, -in_features % per_step, 0, -out_features % width)
-    padded = F.pad(weight, padding, value=fill) if any(padding) else weight
-    panels = padded.contiguous().view(-1, width, padded.shape[1] // per_step, per_step)
-    return panels.transpose(1, 2)
-
-
-def _quantized_panels(weight: QuantizedWeight, width: int) -> Tensor:
-    """The layouts of linear.h: values of a panel's group, then its scales, then its minima."""
-    if weight.kind == "int8":
-        return _panels(weight.values.view(torch.uint8) ^ 128, 4, width, fill=128)
-    num_groups = weight.values.shape[1] // GROUP
-    offset = _OFFSETS.get(weight.kind, 0)
-    unsigned = weight.values.view(torch.uint8)
-    unsigned = _rows(unsigned + offset if offset else unsigned, width, offset)
-    if weight.kind in _BYTES:
-        quads = unsigned.view(-1, width, num_groups, GROUP // 4, 4)
-    else:
-        halves = unsigned.view(-1, width, num_groups, 2, GROUP // 2)
-        joined = halves[:, :, :, 0] | halves[:, :, :, 1] << 4
-        quads = joined.view(-1, width, num_groups, GROUP // 8, 4)
-    parts = [quads.permute(0, 2, 3, 1, 4).reshape(len(quads), num_groups, -1)]
-    factors, numbers = weight.factors, [weight.scale, weight.minimum]
-    if weight.kind == "iq4_xs":  # scales of 256 stand together: groups fill whole cache lines
-        factors, numbers = (*factors, weight.scale), []
-    parts += [_by_group(each, width, num_groups) for each in numbers if each is not None]
-    groups = torch.cat(parts, dim=2)
-    if not factors:
-        return groups
-    shared = [_by_group(each, width, num_groups // _PER_SUPER) for each in factors]
-    supers = groups.view(len(groups), num_groups // _PER_SUPER, -1)
-    return torch.cat((*shared, supers), dim=2)
-
-
-def _by_group(numbers: Tensor, width: int, num_groups: int) -> Tensor:
-    """``[out, groups * n]`` to the bytes of ``[panels, groups, n * width]``."""
-    panels = _rows(numbers, width, 0).view(-1, width, num_groups, numbers.shape[1] // num_groups)
-    return panels.permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.uint8)
-
-
-def _rows(values: Tensor, width: int, fill: int) -> Tensor:
-    """``values`` [out, ...] with rows of ``fill`` up to whole panels."""
-    missing = -len(values) % width
-    return F.pad(values, (0, 0, 0, missing), value=fill) if missing else values
+def unpack_rows(
+    library: NativeLibrary, weight: NativeLinear, rows: Tensor, out: Tensor, factor: float
+) -> None:
+    """Unpack rows of a weight of one grouped kind by their numbers ``[..]`` to ``out``
+    ``[.., in_features]``: rounded to its dtype, times ``factor``, rounded again.
+    """
+    library.c.ft_unpack_rows(
+        ctypes.byref(weight.struct), rows.data_ptr(), rows.numel(), factor, out.data_ptr(),
+        DTYPES[out.dtype],
+    )  # fmt: skip
 
 
 def _padded(values: Tensor | None, width: int) -> Tensor | None:
     return None if values is None else F.pad(values.float(), (0, -len(values) % width))
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """A dense copy in huge pages."""
-    return _ARENA.empty_like(tensor).copy_(tensor)

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from support.fake_engine import make_built
+from support.fake_engine import ends_of, make_built
 
 TEMPLATE = (
     "{% if tools %}{{ tools | length }}<tool_call></tool_call>{% endif %}"
@@ -32,7 +32,7 @@ def folder(byte_level_folder, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def built(engine, folder, tokenizer):
-    return make_built(engine, folder, tokenizer.vocab["<|im_end|>"], len(tokenizer.vocab))
+    return make_built(engine, folder, *ends_of(tokenizer.vocab), vocab_size=len(tokenizer.vocab))
 
 
 @pytest.fixture

@@ -154,8 +154,9 @@ REFUSED = [
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"extra_body": {"n": 2}}, "n"),
-    ({"extra_body": {"guided_json": None, "suffix": "x", "guided_regex": "a"}}, "guided_regex"),
-    ({"extra_body": {"guided_json": {}}}, "guided_json"),
+    ({"extra_body": {"guided_json": None, "suffix": "x"}}, "suffix"),
+    ({"extra_body": {"guided_json": {"type": "x"}}}, "guided_json"),
+    ({"extra_body": {"guided_regex": "a("}}, "guided_regex"),
     ({"extra_body": {"return_token_ids": True}}, "return_token_ids"),
     ({"extra_body": {"return_tokens_as_token_ids": 1}}, "return_tokens_as_token_ids"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -212,12 +213,12 @@ def test_tokens_of_an_input_are_counted_without_an_answer(client, engine):
     assert counted.input_tokens == answer.usage.input_tokens
 
 
-def test_hosted_and_custom_tools_are_passed_over(client, say):
+def test_tools_of_a_provider_are_passed_over(client, say):
     say("hello")
     hosted = [{"type": "web_search"}, {"type": "custom", "name": "c"}, {"type": "local_shell"}]
     answer = ask(client, tools=hosted)
     assert answer.output_text == "hello"
-    assert answer.tools == []
+    assert [(tool.type, tool.name) for tool in answer.tools] == [("custom", "c")]
 
 
 def test_a_client_that_leaves_ends_its_answer(server, engine):

@@ -9,7 +9,6 @@ import pytest
 from foretoken.api.openai.responses.inputs import read_items, to_messages
 from foretoken.api.openai.responses.schema import Item
 from foretoken.api.openai.schema import plain_messages
-from foretoken.core.errors import InvalidRequest
 
 USER = {"role": "user", "content": "hi"}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": []}
@@ -116,30 +115,30 @@ def test_developers_are_the_system():
     assert plain({"role": "developer", "content": "be brief"})[0]["role"] == "system"
 
 
-def test_arguments_nested_too_deeply_are_an_error():
-    with pytest.raises(InvalidRequest):
-        plain(call(1, "[" * 100_000))
-
-
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "auto"}
 
 
 BAD = [
     ([USER, {"role": "user", "content": [IMAGE]}], "input[1].content[0]"),
+    ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0]"),
     (
         [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}],
         "input[0].content[0]",
     ),
-    ([call(1), result(1, [IMAGE])], "input[1].output[0]"),
-    ([{"type": "web_search_call", "id": "ws_1", "status": "completed"}], "input[0]"),
+    (
+        [{"role": "user", "content": [{"type": "input_audio", "audio_url": "x"}]}],
+        "input[0].content[0]",
+    ),
+    ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0]"),
+    ([{"role": "user", "content": [{"type": "input_text", "text": 5}]}], "input[0].content[0]"),
+    ([{"role": "user", "content": {"text": "x"}}], "input[0].content"),
+    ([{"role": "critic", "content": "x"}], "input[0].role"),
+    ([{"role": "assistant", "content": [IMAGE]}], "input[0].content[0]"),
     ([USER, {"type": "item_reference", "id": "msg_1"}], "input[1]"),
     ([USER, {"id": "msg_1"}], "input[1]"),
     ([{"role": "user"}], "input[0].content"),
     ([{"type": "message", "content": "hi"}], "input[0].role"),
-    ([{"type": "function_call", "call_id": "c", "name": "f"}], "input[0].arguments"),
-    ([{"type": "function_call", "arguments": "{}", "name": "f"}], "input[0].call_id"),
-    ([{"type": "function_call_output", "call_id": "c"}], "input[0].output"),
-    ([call(1, "[" * 100_000)], "input"),
+    ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "input[0].name"),
 ]
 
 

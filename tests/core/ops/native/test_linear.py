@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foretoken.core.model.formats.gguf import _KEPT
+from foretoken.core.ops.blocks import BLOCK_TYPES, BlockWeight
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.structs.linear import (
@@ -17,10 +17,12 @@ from foretoken.core.ops.native.structs.linear import (
     linear,
     pack_linear,
     rough_copy,
+    unpack_rows,
 )
 from foretoken.core.ops.quantize import (
     Quantize,
     QuantizedWeight,
+    UnpackedWeight,
     WeightKind,
     quantize_weight,
     stack,
@@ -181,12 +183,13 @@ def stored(kind: WeightKind, shape: tuple[int, int]) -> QuantizedWeight:
         return stored_k(kind, values, generator)
     groups = (shape[0], shape[1] // 32)
     scale = torch.randn(groups, generator=generator).half()
-    minimum = torch.randn(groups, generator=generator).half() if kind == "int4_min" else None
+    has_minimum = kind in ("int4_min", "int5_min")
+    minimum = torch.randn(groups, generator=generator).half() if has_minimum else None
     if kind == "int4_zero":
         minimum = torch.randint(0, 17, groups, generator=generator).half()
     if kind == "mxfp4":
         scale = torch.exp2(torch.randint(-9, 9, groups, generator=generator)).bfloat16()
-    return QuantizedWeight(kind, values, scale, minimum)
+    return UnpackedWeight(kind, values, scale, minimum)
 
 
 def stored_k(kind: WeightKind, values: torch.Tensor, draw: torch.Generator) -> QuantizedWeight:
@@ -195,17 +198,20 @@ def stored_k(kind: WeightKind, values: torch.Tensor, draw: torch.Generator) -> Q
     factors = torch.randn(2, out, columns // 256, generator=draw).half()
     if kind == "int6_k":
         scale = torch.randint(-128, 128, (out, columns // 16), generator=draw).to(torch.int8)
-        return QuantizedWeight(kind, values, scale, None, (factors[0],))
+        return UnpackedWeight(kind, values, scale, None, (factors[0],))
     if kind == "iq4_xs":
         scale = torch.randint(-32, 32, (out, columns // 32), generator=draw).to(torch.int8)
-        return QuantizedWeight(kind, values, scale, None, (factors[0],))
+        return UnpackedWeight(kind, values, scale, None, (factors[0],))
     scale, minimum = torch.randint(0, 64, (2, out, columns // 32), generator=draw).to(torch.uint8)
-    return QuantizedWeight(kind, values, scale, minimum, (factors[0], factors[1]))
+    return UnpackedWeight(kind, values, scale, minimum, (factors[0], factors[1]))
 
 
 RANGES: dict[WeightKind, tuple[int, int]] = {
     "int4": (-8, 8),
+    "int4_group": (-8, 8),
     "int4_min": (0, 16),
+    "int5_group": (-16, 16),
+    "int5_min": (0, 32),
     "int8_group": (-128, 128),
     "int4_zero": (0, 16),
     "int4_k": (0, 16),
@@ -251,13 +257,99 @@ def test_rows_of_stored_weights_have_the_same_bits_alone_and_in_any_batch(librar
             assert torch.equal(part, together[-count:]), count
 
 
-def test_rows_of_4_and_of_5_bits_are_stacked_as_they_are():
-    """Files of medium size keep some matrices of a layer at a bit more than others."""
-    parts = [stored("int4_k", (40, 512)), stored("int5_k", (24, 512))]
+MIXED: tuple[tuple[WeightKind, int], ...] = (("int4_k", 40), ("int6_k", 24), ("int4_k", 7))
+
+
+def test_rows_of_several_kinds_are_stacked_as_they_are(library, threads):
+    """Files of medium size keep some matrices of a layer at more bits than others."""
+    parts = [stored(kind, (count, 512)) for kind, count in MIXED]
+    bias = torch.randn(71, generator=torch.Generator().manual_seed(4))
     joined = stack(parts)
-    assert joined.kind == "int5_k"
+    assert joined.shape == (71, 512)
     assert torch.equal(joined.dequantize(), torch.cat([each.dequantize() for each in parts]))
-    assert stack([parts[0], stored("int6_k", (24, 512))]) is None
+    packed = pack_linear(library, joined, bias)
+    assert packed.out_features == 71
+    own = [
+        pack_linear(library, part, piece)
+        for part, piece in zip(parts, bias.split([40, 24, 7]), strict=True)
+    ]
+    for count, n in ((1, 1), (2, 3), (13, 2), (67, 2)):
+        threads(n)
+        x = rows(count, 512, torch.bfloat16)
+        expected = torch.cat([linear(library, x, each) for each in own], dim=1)
+        assert torch.equal(linear(library, x, packed), expected), count
+
+
+def test_rows_of_one_kind_are_stacked_to_one_weight():
+    parts = [stored("int4_k", (40, 512)), stored("int4_k", (24, 512))]
+    assert isinstance(stack(parts), UnpackedWeight)
+    assert torch.equal(stack(parts).values, torch.cat([each.values for each in parts]))
+
+
+def test_rows_of_several_kinds_are_chosen_in_any_order():
+    joined = stack([stored(kind, (count, 512)) for kind, count in MIXED])
+    order = torch.randperm(71, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(joined.rows(order).dequantize(), joined.dequantize()[order])
+    swapped = torch.cat((torch.arange(40, 64), torch.arange(40)))
+    assert len(joined.rows(swapped).parts) == 2
+
+
+# -- blocks of files
+
+
+def blocks(number: int, shape: tuple[int, int] = (70, 512)) -> BlockWeight:
+    """Random blocks; scales may be anything, NaN included."""
+    found = BLOCK_TYPES[number]
+    row_bytes = shape[1] // found.size * found.num_bytes
+    draw = np.random.default_rng(number)
+    return BlockWeight(found, (draw.integers(0, 256, (shape[0], row_bytes), dtype=np.uint8),))
+
+
+def equal(found: Tensor, expected: Tensor) -> bool:
+    """Equal bits, but for those of NaN."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    return found.shape == expected.shape and bool(same.all())
+
+
+@pytest.mark.parametrize("number", BLOCK_TYPES)
+def test_blocks_are_packed_as_their_unpacked_values_are(library, number):
+    weight = blocks(number)
+    packed = pack_linear(library, weight, None)
+    assert torch.equal(packed.weight, pack_linear(library, weight.unpacked(), None).weight)
+
+
+@pytest.mark.parametrize("number", BLOCK_TYPES)
+def test_rows_and_columns_of_blocks_are_chosen_without_reading_them(library, number):
+    weight, wide = blocks(number), blocks(number).dequantize()
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(6))[:50]
+    chosen = weight.rows(order).rows(torch.arange(10, 40))
+    assert equal(chosen.dequantize(), wide[order[10:40]])
+    assert equal(weight.columns(256, 512).dequantize(), wide[:, 256:])
+    joined = stack([chosen, weight])
+    assert isinstance(joined, BlockWeight)
+    assert equal(joined.dequantize(), torch.cat((wide[order[10:40]], wide)))
+    expected = pack_linear(library, joined.unpacked(), None)
+    assert torch.equal(pack_linear(library, joined, None).weight, expected.weight)
+
+
+@pytest.mark.parametrize("number", BLOCK_TYPES)
+def test_columns_within_a_block_are_refused(number):
+    with pytest.raises(ValueError, match="do not end at groups"):
+        blocks(number).columns(16, 512)
+
+
+@pytest.mark.parametrize("kind", [*GROUPED])
+def test_rows_of_a_packed_weight_come_back_as_they_were(library, kind):
+    weight = stored(kind, fitting(kind, (130, 96)))
+    packed = pack_linear(library, weight, None)
+    ids = torch.tensor([[129, 0], [64, 63]])
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty((2, 2, weight.shape[1]), dtype=dtype)
+        unpack_rows(library, packed, ids, out, 1.0)
+        assert equal(out, weight.dequantize()[ids].to(dtype))
+        unpack_rows(library, packed, ids, out, 2.625)
+        scaled = weight.dequantize()[ids].to(dtype).float() * 2.625
+        assert equal(out, scaled.to(dtype))
 
 
 # -- rough copies, for drafts
@@ -273,7 +365,7 @@ def in_four_bits(weight):
     for_one = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
     values = (groups - minimum.float().unsqueeze(2)) * for_one.unsqueeze(2)
     values = values.round_().clamp_(0, 15).to(torch.int8).view_as(padded)
-    return QuantizedWeight("int4_min", values, scale, minimum)
+    return UnpackedWeight("int4_min", values, scale, minimum)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -288,7 +380,7 @@ def test_a_rough_copy_has_the_bytes_of_a_quantised_weight(library, dtype, size):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8_group"])
-@pytest.mark.parametrize("shape", [(130, 97), (64, 256)], ids=str)
+@pytest.mark.parametrize("shape", [(128, 97), (64, 256)], ids=str)  # whole panels
 def test_so_has_that_of_a_weight_of_8_bits(library, kind, shape):
     if kind == "int8":
         weight = quantize_weight(rows(*shape, torch.float32), "int8")
@@ -297,7 +389,7 @@ def test_so_has_that_of_a_weight_of_8_bits(library, kind, shape):
         generator = torch.Generator().manual_seed(3)
         values = torch.randint(-128, 128, (shape[0], 32 * num_groups), generator=generator)
         scale = torch.rand((shape[0], num_groups), generator=generator)
-        weight = QuantizedWeight("int8_group", values.to(torch.int8), scale.half())
+        weight = UnpackedWeight("int8_group", values.to(torch.int8), scale.half())
     copy = rough_copy(library, pack_linear(library, weight, None))
     expected = pack_linear(library, in_four_bits(weight.dequantize()), None)
     assert torch.equal(copy.weight.flatten(), expected.weight.flatten())
@@ -351,7 +443,7 @@ def test_each_number_of_a_table_is_the_value_of_its_own_package(library, kind):
         blocks[..., 0] = np.arange(raw.size // num_bytes).reshape(40, -1) % 230
     else:
         blocks[..., 1] &= 0b10111011  # of float16: finite
-    weight = _KEPT[kind_of](raw)
+    weight = BlockWeight(BLOCK_TYPES[kind_of], (raw,))
     expected = torch.from_numpy(gguf.dequantize(raw, kind_of))
     assert torch.equal(weight.dequantize(), expected)
     packed = pack_linear(library, weight, None)

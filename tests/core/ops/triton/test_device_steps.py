@@ -192,9 +192,9 @@ def test_a_gpu_is_made_ready_before_the_first_request_and_a_cpu_is_not(monkeypat
     monkeypatch.setattr(building, "warm_up", lambda d, _, **sizes: warmed.append((d, sizes)))
     limits: Any = SimpleNamespace(max_model_len=99, max_batch_tokens=64, max_running=8)
     host, target, draft = (SimpleNamespace(device=each) for each in (CPU, CUDA, CUDA))
-    building._warm_up((host, None), None, limits, None)  # type: ignore[arg-type]
+    building._warm_up((host, None), None, limits, None, threads=1)  # type: ignore[arg-type]
     assert not warmed
-    building._warm_up((target, None), (draft, None), limits, None, taps=(2,))  # type: ignore[arg-type]
+    building._warm_up((target, None), (draft, None), limits, None, threads=1, taps=(2,))  # type: ignore[arg-type]
     sizes = {"max_len": 99, "num_tokens": 64, "num_requests": 8}
     draws = warmed[1][1]["wanted"].draws  # type: ignore[attr-defined]
     assert warmed == [

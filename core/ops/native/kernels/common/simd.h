@@ -53,6 +53,12 @@ FT_INLINE void vf_store_bf16(bf16 *p, vf x) {
 FT_INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
 FT_INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 FT_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+FT_INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
+FT_INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
+/* Bits of every lane moved up by n, or down if n is negative. */
+FT_INLINE vi vi_moved(vi a, const int n) {
+    return n < 0 ? _mm512_srli_epi32(a, (unsigned)-n) : _mm512_slli_epi32(a, (unsigned)n);
+}
 FT_INLINE vi vi_low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm512_srli_epi16(a, 4)); }
 /* Bytes of a table of 16, by indices of at most 15. */
@@ -127,6 +133,11 @@ FT_INLINE void vf_store_bf16(bf16 *p, vf x) {
 FT_INLINE vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
 FT_INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 FT_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+FT_INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
+FT_INLINE vi vi_or(vi a, vi b) { return _mm256_or_si256(a, b); }
+FT_INLINE vi vi_moved(vi a, const int n) {
+    return n < 0 ? _mm256_srli_epi32(a, -n) : _mm256_slli_epi32(a, n);
+}
 FT_INLINE vi vi_low_nibbles(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm256_srli_epi16(a, 4)); }
 FT_INLINE vi vi_lookup(const uint8_t *table, vi index) {
@@ -245,6 +256,9 @@ FT_INLINE vi vi_load(const void *p) {
     return x;
 }
 FT_INLINE vi vi_add(vi a, vi b) { return a + b; }
+FT_INLINE vi vi_and(vi a, vi b) { return a & b; }
+FT_INLINE vi vi_or(vi a, vi b) { return a | b; }
+FT_INLINE vi vi_moved(vi a, const int n) { return n < 0 ? (vi)((vu)a >> -n) : (vi)((vu)a << n); }
 FT_INLINE vi vi_low_nibbles(vi a) { return a & 0x0f0f0f0f; }
 FT_INLINE vi vi_high_nibbles(vi a) { return (a >> 4) & 0x0f0f0f0f; }
 FT_INLINE vi vi_lookup(const uint8_t *table, vi index) {

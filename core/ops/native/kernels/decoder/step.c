@@ -72,7 +72,9 @@ typedef struct {
 typedef struct {
     const ft_layer *layers;
     int64_t num_layers;
-    const void *embedding; /* [vocab, hidden] */
+    const void *embedding; /* [vocab, hidden], or NULL: rows of a packed weight, times a factor */
+    const ft_linear_weight *packed_embedding;
+    float embedding_factor;
     const ft_norm *final_norm;
     int64_t hidden, width; /* of the residual stream, of the widest MLP */
     int64_t mixed, gates, read; /* the widest rows that recurrent layers or gates make, see step_space */
@@ -417,8 +419,14 @@ static void tap(const ft_taps *taps, int64_t boundary, const char *residual, int
 /* The stream before the layers: the rows of the embedding, and those of `given` [num_rows, hidden]
  * in the place of ids below 0. */
 static void embed(const step_job *step, const int64_t *ids, const char *given, int64_t row_bytes) {
+    const ft_decoder *decoder = step->decoder;
     char *residual = step->space.residual;
-    ft_embedding(ids, step->decoder->embedding, residual, step->rows, row_bytes);
+    if (decoder->embedding) {
+        ft_embedding(ids, decoder->embedding, residual, step->rows, row_bytes);
+    } else {
+        ft_unpack_rows(decoder->packed_embedding, ids, step->rows, decoder->embedding_factor,
+                       residual, step->dtype);
+    }
     for (int64_t row = 0; given && row < step->rows; row++)
         if (ids[row] < 0)
             memcpy(residual + row * row_bytes, given + row * row_bytes, (size_t)row_bytes);

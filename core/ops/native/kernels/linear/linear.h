@@ -14,11 +14,14 @@ enum {
     FT_LINEAR_BFLOAT16_WIDE = 6, /* bfloat16, multiplied as float32 */
     FT_LINEAR_INT4_ZERO = 7,  /* as INT4_MIN, and a zero that is taken from every value */
     FT_LINEAR_INT4_K = 8,     /* GGUF's Q4_K: scales and minima are bytes times those of 256 */
-    FT_LINEAR_INT5_K = 9,     /* Q5_K, its values as bytes */
-    FT_LINEAR_INT6_K = 10,    /* Q6_K, its values as bytes: a scale for 16, without minima */
+    FT_LINEAR_INT5_K = 9,     /* Q5_K */
+    FT_LINEAR_INT6_K = 10,    /* Q6_K: a scale for 16, without minima */
     FT_LINEAR_IQ4_NL = 11,    /* GGUF's IQ4_NL: 4 bits name one of 16 values, a scale for each group */
     FT_LINEAR_MXFP4 = 12,     /* likewise; 4 bits are E2M1, scales are powers of two */
     FT_LINEAR_IQ4_XS = 13,    /* IQ4_NL's values; scales are signed bytes times those of 256 */
+    FT_LINEAR_INT4_GROUP = 14, /* GGUF's Q4_0: a scale for each output and group; activations of 16 bits */
+    FT_LINEAR_INT5_GROUP = 15, /* Q5_0: the same of 5 bits */
+    FT_LINEAR_INT5_MIN = 16,  /* Q5_1: likewise, and a minimum that is added to every weight */
 };
 enum { FT_GROUP = 32, FT_SUPER = 8 }; /* neighbours along in_features; groups that share numbers */
 
@@ -33,23 +36,30 @@ enum { FT_GROUP = 32, FT_SUPER = 8 }; /* neighbours along in_features; groups th
  *   int4_zero as int4_min, with zeros in the place of minima
  *   int4_k    [panels of 2 L][in_features / 256] of: [2 L] fp16 scale, [2 L] fp16 minimum, and of each
  *             of 8 groups: [4][2 L][4] byte as int4_min, [2 L] byte scale, [2 L] byte minimum
- *   int5_k    likewise with [8][2 L][4] byte of 0 to 31
- *   int6_k    likewise of 0 to 63, without fp16 minima; [2][2 L] signed byte scales of 16 each
+ *   int5_k    likewise; behind the nibbles [2 L][4] byte, whose bit j is the fifth of value 4 j + b
+ *   int6_k    likewise without minima; behind the nibbles [2][2 L][4] byte, of which the two bits from
+ *             2 (j % 4) on of byte b of j / 4 are the high ones of value 4 j + b; [2][2 L] signed byte
+ *             scales of 16 each
  *   iq4_nl    as int4, its nibbles as they are: numbers of values
  *   mxfp4     likewise, with [2 L] bf16 scale, half of what E2M1's values have: the kernel doubles these
  *   iq4_xs    [panels of 2 L][in_features / 256] of: [2 L] fp16 scale, [8][2 L] signed byte scale, and
  *             of each of 8 groups: [4][2 L][4] byte as iq4_nl
  *   int8_group [panels of 2 L][in_features / 32] of a group: [8][2 L][4] byte, value + 128, and
  *             [2 L] fp16 scale
+ *   int4_group as int4
+ *   int5_group as int4_group, value + 16, with the fifth bits of int5_k before the scales
+ *   int5_min  as int4_min, with these bits before the scales
  */
-typedef struct {
+typedef struct ft_linear_weight {
     int32_t kind;
-    int32_t out_features;
+    int32_t out_features; /* those of `others` included */
     int32_t in_features;
     const void *weight;
     const float *scale; /* [out_features, padded to panels] of int8, else NULL */
     const float *bias;  /* the same shape, or NULL */
     int32_t is_rough;   /* int4_min: activations become bytes, as those of int4, for what need not be exact */
+    int32_t num_own;    /* outputs of this kind */
+    const struct ft_linear_weight *others; /* rows of another kind, whose outputs lie behind these; or NULL */
 } ft_linear_weight;
 
 FT_INLINE int ft_is_grouped(const ft_linear_weight *weight) {
@@ -75,6 +85,11 @@ void ft_linear_ahead(const ft_linear_weight *next);
  * weight without rows is not read. Bits are those of a call for each. */
 int ft_linear_many(const ft_linear_weight *const *weights, const int64_t *firsts, int64_t count,
                    const void *x, int x_dtype, void *y, int y_dtype);
+
+/* The rows of a weight of a grouped kind that have these numbers, the first for negative ones:
+ * [count, in_features], rounded to the dtype, multiplied by the factor and rounded again. */
+FT_EXPORT void ft_unpack_rows(const ft_linear_weight *weight, const int64_t *rows, int64_t count,
+                              float factor, void *out, int dtype);
 
 /* `out`: the values of an INT4_MIN weight made from one of 8 bits or more, of any of their kinds. */
 FT_EXPORT void ft_rough_copy(const ft_linear_weight *weight, void *out);

@@ -284,7 +284,7 @@ int ft_amx_linear(ft_linear_job *linear, const void *x, int x_dtype) {
     job.num_whole = ft_min(job.row_bytes / AMX_ROW_BYTES, linear->steps / K_STEPS);
     job.rest_steps = linear->steps - job.num_whole * K_STEPS;
     if (job.rest_steps && copy_rest_of_x(&job) != 0) return -1;
-    const int64_t panels = ft_ceil_div(weight->out_features, PANEL);
+    const int64_t panels = ft_ceil_div(weight->num_own, PANEL);
     ft_parallel_ranges(run_panels, &job, panels, ft_max(1, panels / (8 * ft_num_threads())));
     return 0;
 }

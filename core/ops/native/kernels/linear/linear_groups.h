@@ -6,16 +6,10 @@
 
 enum { STEP_BYTES = PANEL * 4, NEAR = 6144 }; /* NEAR: how far ahead a panel is fetched */
 
-/* Bytes of a group of 32 columns of a panel, by kind: values, then scales, then minima. */
-enum {
-    INT4_BLOCK = PANEL * 18,
-    INT4_MIN_BLOCK = PANEL * 20,
-    INT8_GROUP_BLOCK = PANEL * 34,
-};
-
 /* Whether groups have bytes for scales, and numbers that 8 of them share stand before these. */
 FT_INLINE int is_k_kind(const int kind) {
-    return kind >= FT_LINEAR_INT4_K && kind != FT_LINEAR_IQ4_NL && kind != FT_LINEAR_MXFP4;
+    return kind == FT_LINEAR_INT4_K || kind == FT_LINEAR_INT5_K || kind == FT_LINEAR_INT6_K ||
+           kind == FT_LINEAR_IQ4_XS;
 }
 
 /* Values that 4 bits name, plus 127 or, of E2M1 doubled, 12: what linear_rows.c takes away. */
@@ -29,19 +23,39 @@ FT_INLINE const uint8_t *values_of(const int kind) {
     return kind == FT_LINEAR_IQ4_NL || kind == FT_LINEAR_IQ4_XS ? iq4_values : NULL;
 }
 
+/* Bits of a value of a grouped kind. */
+FT_INLINE int value_bits(const int kind) {
+    switch (kind) {
+        case FT_LINEAR_INT8_GROUP: return 8;
+        case FT_LINEAR_INT6_K: return 6;
+        case FT_LINEAR_INT5_K:
+        case FT_LINEAR_INT5_GROUP:
+        case FT_LINEAR_INT5_MIN: return 5;
+        default: return 4;
+    }
+}
+
+/* Bytes of a group of a panel, of a grouped kind: its values, and the numbers behind them. */
+FT_INLINE int value_bytes(const int kind) { return value_bits(kind) * STEP_BYTES; }
+
+FT_INLINE int number_bytes(const int kind) {
+    switch (kind) {
+        case FT_LINEAR_IQ4_XS: return 0;
+        case FT_LINEAR_INT4_MIN:
+        case FT_LINEAR_INT4_ZERO:
+        case FT_LINEAR_INT5_MIN: return PANEL * 4;
+        default: return PANEL * 2;
+    }
+}
+
+/* Bytes of a step of a panel. */
 FT_INLINE int block_bytes(const int kind) {
     switch (kind) {
-        case FT_LINEAR_INT4:
-        case FT_LINEAR_IQ4_NL:
-        case FT_LINEAR_MXFP4: return INT4_BLOCK;
-        case FT_LINEAR_INT4_MIN:
-        case FT_LINEAR_INT4_ZERO: return INT4_MIN_BLOCK;
-        case FT_LINEAR_INT8_GROUP: return INT8_GROUP_BLOCK;
-        case FT_LINEAR_INT4_K: return PANEL * 18;
-        case FT_LINEAR_IQ4_XS: return PANEL * 16;
-        case FT_LINEAR_INT5_K:
-        case FT_LINEAR_INT6_K: return PANEL * 34;
-        default: return STEP_BYTES;
+        case FT_LINEAR_FLOAT32:
+        case FT_LINEAR_BFLOAT16:
+        case FT_LINEAR_BFLOAT16_WIDE:
+        case FT_LINEAR_INT8: return STEP_BYTES;
+        default: return value_bytes(kind) + number_bytes(kind);
     }
 }
 
@@ -51,21 +65,66 @@ FT_INLINE int super_bytes(const int kind) {
     return !is_k_kind(kind) ? 0 : kind == FT_LINEAR_INT6_K ? PANEL * 2 : PANEL * 4;
 }
 
-/* Whether the values of a group are bytes, not nibbles. */
-FT_INLINE int has_bytes(const int kind) {
-    return kind == FT_LINEAR_INT8_GROUP || kind == FT_LINEAR_INT5_K || kind == FT_LINEAR_INT6_K;
+/* Columns of the weight in a step. */
+FT_INLINE int step_columns(const int kind) {
+    switch (kind) {
+        case FT_LINEAR_FLOAT32: return 1;
+        case FT_LINEAR_BFLOAT16:
+        case FT_LINEAR_BFLOAT16_WIDE: return 2;
+        case FT_LINEAR_INT8: return 4;
+        default: return FT_GROUP;
+    }
+}
+
+FT_INLINE int64_t panel_bytes(const int kind, int64_t in_features) {
+    const int64_t steps = ft_ceil_div(in_features, step_columns(kind));
+    return steps * block_bytes(kind) + ft_ceil_div(steps, FT_SUPER) * super_bytes(kind);
+}
+
+/* Where group `g` of a panel begins, and what its super-group shares. */
+FT_INLINE int64_t group_at(const int kind, int64_t g) {
+    return g * block_bytes(kind) + (g / FT_SUPER + 1) * super_bytes(kind);
+}
+FT_INLINE int64_t super_at(const int kind, int64_t super) {
+    return super * (FT_SUPER * block_bytes(kind) + super_bytes(kind));
 }
 
 /* Whether a minimum is added to every weight of a group. */
 FT_INLINE int has_min(const int kind) {
-    return kind == FT_LINEAR_INT4_MIN || kind == FT_LINEAR_INT4_K || kind == FT_LINEAR_INT5_K;
+    return kind == FT_LINEAR_INT4_MIN || kind == FT_LINEAR_INT4_K || kind == FT_LINEAR_INT5_K ||
+           kind == FT_LINEAR_INT5_MIN;
+}
+
+/* What stored values are above the weight's own, which linear_rows.c takes from sums. */
+FT_INLINE int value_offset(const int kind) {
+    switch (kind) {
+        case FT_LINEAR_INT8:
+        case FT_LINEAR_INT8_GROUP: return 128;
+        case FT_LINEAR_INT4:
+        case FT_LINEAR_INT4_GROUP: return 8;
+        case FT_LINEAR_INT5_GROUP: return 16;
+        case FT_LINEAR_INT6_K: return 32;
+        case FT_LINEAR_IQ4_NL:
+        case FT_LINEAR_IQ4_XS: return 127;
+        case FT_LINEAR_MXFP4: return 12;
+        default: return 0;
+    }
 }
 
 /* Quad `j` of the eight of a group, of half a panel whose bytes begin at `w`. */
 FT_INLINE vi load_quad(const char *w, const int j, const int kind) {
-    if (has_bytes(kind)) return vi_load(w + j * STEP_BYTES);
+    const int bits = value_bits(kind);
+    if (bits == 8) return vi_load(w + j * STEP_BYTES);
     vi bytes = vi_load(w + j % 4 * STEP_BYTES);
     vi numbers = j < 4 ? vi_low_nibbles(bytes) : vi_high_nibbles(bytes);
+    if (bits == 5) {
+        vi fifth = vi_moved(vi_load(w + 4 * STEP_BYTES), 4 - j);
+        return vi_or(numbers, vi_and(fifth, vi_set1(0x10101010)));
+    }
+    if (bits == 6) {
+        vi high = vi_moved(vi_load(w + (4 + j / 4) * STEP_BYTES), 4 - 2 * (j % 4));
+        return vi_or(numbers, vi_and(high, vi_set1(0x30303030)));
+    }
     return values_of(kind) ? vi_lookup(values_of(kind), numbers) : numbers;
 }
 

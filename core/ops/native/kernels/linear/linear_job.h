@@ -28,6 +28,7 @@ typedef struct {
     int64_t steps;  /* of the kernel: x_steps, grouped kinds: groups */
     int64_t panel_bytes;
     void *y;
+    int64_t y_stride; /* outputs of a row, other weights' included */
     int y_dtype;
 } ft_linear_job;
 

@@ -3,7 +3,7 @@
  * A tile reads one 32-bit group of each of its rows at a time, so these lie side by side: rows that
  * are a power of two apart would fall into the same cache set.
  */
-#include "linear_job.h"
+#include "linear_groups.h"
 
 typedef struct {
     ft_linear_job *job;
@@ -169,9 +169,6 @@ size_t ft_prepared_bytes(const ft_linear_job *job) {
 }
 
 void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *memory) {
-    /* What an offset of the weights adds to a sum, or, where a minimum is added, the sum itself. */
-    static const int32_t weight_offset[] = {0, 0, 128, 8, -1, 128, 0, -1, -1, -1, 32,
-                                            127, 12, 127};
     const int grouped = ft_is_grouped(job->weight);
     const int quantised = grouped || job->weight->kind == FT_LINEAR_INT8;
     job->x = x;
@@ -185,7 +182,8 @@ void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *me
         .fine = ft_is_fine(job->weight), .halves = job->weight->kind == FT_LINEAR_INT6_K,
         .words = ft_has_words(job->weight),
         .group_size = grouped ? FT_GROUP : job->x_steps * 4 >> ft_has_words(job->weight),
-        .weight_offset = weight_offset[job->weight->kind],
+        /* Without an offset the sum itself is wanted: a minimum or a zero multiplies it. */
+        .weight_offset = value_offset(job->weight->kind) ? value_offset(job->weight->kind) : -1,
     };
     ft_parallel(prepare_tiles, &q, job->tiles, 1);
     job->x = (const char *)q.out;

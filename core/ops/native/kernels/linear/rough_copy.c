@@ -4,15 +4,7 @@
  * rounded to float16 before the values, which make up for that. Narrower ranges of less error were
  * tried: of normal weights 0.076 is left of 0.078, in five times the time.
  */
-#include "linear.h"
-#include "common/simd.h"
-
-enum {
-    PANEL = 2 * FT_LANES, /* outputs that lie side by side */
-    VALUE_BYTES = FT_GROUP / 2 * PANEL,
-    GROUP_BYTES = VALUE_BYTES + 2 * PANEL * (int)sizeof(uint16_t),
-    INT8_GROUP_BYTES = FT_GROUP * PANEL + PANEL * (int)sizeof(uint16_t),
-};
+#include "linear_groups.h"
 
 typedef struct {
     const ft_linear_weight *weight;
@@ -36,16 +28,6 @@ static uint16_t to_fp16(float value) {
     return (uint16_t)(sign | (((bits + 0xfffu + (bits >> 13 & 1u)) >> 13) - (112u << 10)));
 }
 
-static int64_t panel_bytes(const ft_linear_weight *weight) {
-    const int64_t in = weight->in_features;
-    switch (weight->kind) {
-    case FT_LINEAR_FLOAT32: return in * PANEL * (int64_t)sizeof(float);
-    case FT_LINEAR_INT8: return ft_ceil_div(in, 4) * 4 * PANEL;
-    case FT_LINEAR_INT8_GROUP: return ft_ceil_div(in, FT_GROUP) * INT8_GROUP_BYTES;
-    default: return ft_ceil_div(in, 2) * PANEL * 4;
-    }
-}
-
 /* A column of quads of bytes: of each output (byte - 128) times its scale. */
 static void read_bytes(const char *quads, int64_t column, const float *scales, float *out) {
     const uint8_t *quad = (const uint8_t *)quads + column / 4 * 4 * PANEL + column % 4;
@@ -55,12 +37,13 @@ static void read_bytes(const char *quads, int64_t column, const float *scales, f
 /* Columns [first, first + FT_GROUP) of a panel, zeros behind the last. `scales`: of an int8 panel. */
 static void read_group(const ft_linear_weight *weight, const char *panel, int64_t first,
                        const float *scales, float columns[FT_GROUP][PANEL]) {
-    const char *group = panel + first / FT_GROUP * INT8_GROUP_BYTES; /* of the grouped kind */
+    /* Of the grouped kind. */
+    const char *group = panel + group_at(FT_LINEAR_INT8_GROUP, first / FT_GROUP);
     float of_group[PANEL];
     if (weight->kind == FT_LINEAR_INT8_GROUP)
         for (int n = 0; n < PANEL; n += FT_LANES)
             vf_store(of_group + n,
-                     vf_load_fp16((const uint16_t *)(group + FT_GROUP * PANEL) + n));
+                     vf_load_fp16((const uint16_t *)(group + value_bytes(FT_LINEAR_INT8_GROUP)) + n));
     for (int k = 0; k < FT_GROUP; k++) {
         const int64_t column = first + k;
         float *out = columns[k];
@@ -124,7 +107,7 @@ static void round_half(const float *columns, uint32_t *values, uint16_t *scales,
 }
 
 static void round_group(float columns[FT_GROUP][PANEL], char *out) {
-    uint16_t *scales = (uint16_t *)(out + VALUE_BYTES);
+    uint16_t *scales = (uint16_t *)(out + value_bytes(FT_LINEAR_INT4_MIN));
     for (int n = 0; n < PANEL; n += FT_LANES)
         round_half(columns[0] + n, (uint32_t *)out + n, scales + n, scales + PANEL + n);
 }
@@ -133,17 +116,18 @@ static void copy_panels(void *context, int64_t begin, int64_t end) {
     const copy_job *job = context;
     const ft_linear_weight *weight = job->weight;
     const int64_t groups = ft_ceil_div(weight->in_features, FT_GROUP);
+    const int64_t bytes = panel_bytes(weight->kind, weight->in_features);
     float columns[FT_GROUP][PANEL];
     for (int64_t panel = begin; panel < end; panel++)
         for (int64_t group = 0; group < groups; group++) {
-            read_group(weight, (const char *)weight->weight + panel * panel_bytes(weight),
-                       group * FT_GROUP, weight->scale ? weight->scale + panel * PANEL : NULL,
-                       columns);
-            round_group(columns, job->out + (panel * groups + group) * GROUP_BYTES);
+            read_group(weight, (const char *)weight->weight + panel * bytes, group * FT_GROUP,
+                       weight->scale ? weight->scale + panel * PANEL : NULL, columns);
+            round_group(columns,
+                        job->out + (panel * groups + group) * block_bytes(FT_LINEAR_INT4_MIN));
         }
 }
 
 void ft_rough_copy(const ft_linear_weight *weight, void *out) {
     copy_job job = {weight, out};
-    ft_parallel(copy_panels, &job, ft_ceil_div(weight->out_features, PANEL), 1);
+    ft_parallel(copy_panels, &job, ft_ceil_div(weight->num_own, PANEL), 1);
 }

@@ -1,4 +1,4 @@
-"""``foretoken pull``, ``list``, ``rm`` and ``show``: models of the hub and of its cache."""
+"""``foretoken list``, ``show``, ``models``, ``pull`` and ``rm``: models of this machine."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from .flags import Parser
 KINDS = (Chosen,)
 
 
-def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the four commands."""
-    for name, run, help in (
-        ("pull", pull, "download a model of the hub into the cache"),
-        ("show", show, "describe a model of this machine: files, type, memory"),
-        ("rm", remove, "delete a model of the hub from the cache"),
-    ):
-        command = commands.add_parser(name, help=help, usage="%(prog)s MODEL [flags]")
-        command.set_defaults(run=run, parser=command)
-        command.add_argument(
-            "model", metavar="MODEL", help="id of the hub, OWNER/NAME or OWNER/NAME@REVISION"
-        )
-        command.add_settings(*KINDS)
-    listing = commands.add_parser("list", help="list the models of this machine")
-    listing.set_defaults(run=list_all, parser=listing)
+def add_flags(parser: Parser) -> None:
+    """Add the model of ``foretoken pull`` and ``rm``."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="id of the hub, OWNER/NAME or OWNER/NAME@REVISION"
+    )
+
+
+def add_show_flags(parser: Parser) -> None:
+    """Add the model of ``foretoken show``."""
+    parser.add_argument("model", metavar="MODEL", help="model, as for `foretoken serve`")
+
+
+def add_models_flags(parser: Parser) -> None:
+    """Add the arguments of ``foretoken models``."""
+    parser.add_argument(
+        "action", nargs="?", choices=("check",), help="describe MODEL as `foretoken show` does"
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="model, as for `foretoken serve`")
 
 
 def pull(parsed: argparse.Namespace) -> int:
@@ -54,6 +57,17 @@ def list_all(_parsed: argparse.Namespace) -> int:
     return 0
 
 
+def models(parsed: argparse.Namespace) -> int:
+    """Print what can be served, or describe one model."""
+    from ..build.model_files import list_models
+
+    if parsed.action is None:
+        return list_models()
+    if parsed.model is None:
+        parsed.parser.error("models check needs a model: a folder, a GGUF file or a name")
+    return _check(parsed.model)
+
+
 def remove(parsed: argparse.Namespace) -> int:
     """Delete all revisions in the cache, or the one that is named."""
     from ..build import hub
@@ -64,20 +78,36 @@ def remove(parsed: argparse.Namespace) -> int:
 
 
 def show(parsed: argparse.Namespace) -> int:
-    """Print the files of a model and what `foretoken models check` says; downloads nothing."""
+    """Print the files of a model and what `foretoken models check` says; downloads nothing.
+
+    2: it cannot be served.
+    """
     from ..build import hub
-    from ..build.model_files import check_model, find_model
+    from ..build.model_files import find_model
 
     model = _name(parsed)
     if hub.is_hub_id(model) and not Path(model).exists():
+        codes = []
         for each in hub.find_cached(model):
             refs = f" ({', '.join(each.refs)})" if each.refs else ""
             print(f"model     {each.name}\nrevision  {each.commit}{refs}\nfolder    {each.path}")
             print(f"files     {each.num_files}, {format_size(each.num_bytes)}")
-            check_model(str(each.path))
-        return 0
+            codes.append(_check(str(each.path)))
+        return min(codes)
     print(f"folder    {find_model(model).path}")
-    return check_model(model)
+    return _check(model)
+
+
+def _check(model: str) -> int:
+    """Print what a model needs, and the sampling that it recommends; 2 if it is refused."""
+    from ...core.config import EngineConfig
+    from ..build.model_files import check_model, find_model
+    from ..build.sampling_defaults import described, sampling_defaults
+
+    code = check_model(model)
+    if code == 0:
+        print(f"sampling  {described(sampling_defaults(find_model(model), EngineConfig()))}")
+    return code
 
 
 def _name(parsed: argparse.Namespace) -> str:

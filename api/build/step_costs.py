@@ -1,0 +1,125 @@
+"""Costs of steps that are kept between processes, so that no start measures them again."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from ..._version import __version__
+from ...core.model.decoder import Decoder, OwnDecoder
+from ...core.ops.kv_pool import KVPool
+from ...core.ops.machine.cache_folder import cache_folder
+from ...core.ops.machine.identity import machine_identity
+from ...draft.control.cost_model import CostModel, StepProfile
+from ...draft.control.profiler import TriedProposer, guess_step, profile_step
+
+logger = logging.getLogger(__name__)
+Model: TypeAlias = tuple[Decoder, KVPool]
+MOST_SECONDS = 1e4  # that a pass may take in a file that is believed
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`StepProfile` as JSON has it."""
+
+    forward: dict[int, float]
+    draft: dict[int, float]
+    key_s: float
+
+
+class KeptCosts:
+    """The cost tables of an engine, and the file that has them between processes."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self.costs = costs
+        self._file: Path | None = None  # None: nothing is kept
+
+    def prepare(
+        self,
+        target: Model,
+        draft: Model | TriedProposer | None,
+        *,
+        num_threads: int,
+    ) -> None:
+        """Fill the tables before the first request, in the model thread.
+
+        From what an earlier process left, else by a guess. On a GPU passes are measured: its
+        kernels must be called once anyway.
+        """
+        if target[0].device.type != "cpu":
+            self.costs.load(profile_step(target, draft))
+            return
+        self._file = _file_of(target, draft, num_threads)
+        profile = self._load()
+        if profile is None:
+            profile = guess_step(target, draft)
+            self._save(profile)
+        self.costs.load(profile)
+
+    def keep(self) -> None:
+        """Write what steps have taught, if any did."""
+        if self.costs.num_observed:
+            self._save(self.costs.learnt())
+
+    def _load(self) -> StepProfile | None:
+        """The costs in the file; None without a file that can be believed."""
+        if self._file is None:
+            return None
+        try:
+            kept = msgspec.json.decode(self._file.read_bytes(), type=_Kept)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            logger.info("ignoring the costs of steps in %s: %s", self._file, error)
+            return None
+        if 1 not in kept.forward or not (_is_sound(kept.forward) and _is_sound(kept.draft)):
+            logger.info("ignoring the costs of steps in %s: values are out of range", self._file)
+            return None
+        return StepProfile(kept.forward, kept.draft, max(0.0, kept.key_s))
+
+    def _save(self, profile: StepProfile) -> None:
+        if self._file is None:
+            return
+        kept = _Kept(dict(profile.forward), dict(profile.draft), profile.key_s)
+        new = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            new.write_bytes(msgspec.json.encode(kept))
+            new.replace(self._file)
+        except OSError as error:
+            logger.info("costs of steps cannot be saved: %s", error)
+
+
+def _file_of(target: Model, draft: Model | TriedProposer | None, num_threads: int) -> Path | None:
+    """A file named by all that shapes what a step takes; None where no folder can be written."""
+    parts = [__version__, str(num_threads), *_described(*target)]
+    if isinstance(draft, tuple):
+        parts += _described(*draft)
+    elif draft is not None:
+        parts.append(type(draft).__name__)
+    parts += [f"{name}={value}" for name, value in machine_identity(target[0].device).items()]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    try:
+        return cache_folder() / f"costs-{name}.json"
+    except OSError as error:
+        logger.info("costs of steps cannot be saved: %s", error)
+        return None
+
+
+def _described(decoder: Decoder, pool: KVPool) -> list[str]:
+    """Everything about a model that its times depend on."""
+    found = [repr(decoder.config), str(decoder.dtype), str([part.dtype for part in pool.parts])]
+    if isinstance(decoder, OwnDecoder):
+        identity: Mapping[str, str] = decoder.ops.identity
+        found += [f"{name}={value}" for name, value in identity.items()]
+        weights = [each for layer in decoder.weights.layers for each in layer.linears]
+        found.append(str(sum(each.num_bytes for each in (*weights, decoder.weights.lm_head))))
+    return found
+
+
+def _is_sound(seconds: Mapping[int, float]) -> bool:
+    return all(rows > 0 and 0.0 < value < MOST_SECONDS for rows, value in seconds.items())

@@ -1,0 +1,144 @@
+"""``foretoken serve`` and ``foretoken replica``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...core.config import EngineConfig
+from ...core.errors import InvalidRequest
+from ...core.interface.settings import settings_of
+from ...core.startup import STARTUP
+from ..serving.limits import Limits
+from ..serving.settings import FrontOptions, Joining, Listen, ObservingOptions, Settings
+from .config import REPLICA, SERVE, Given, model_options
+from .flags import engine_options
+
+if TYPE_CHECKING:
+    from ..cluster.front.front_client import Launcher
+    from ..cluster.replica.front_session import FrontLink
+    from ..runtime.engine_client import EngineClient
+
+FRONT_ENGINE_OPTIONS = (
+    "chat_template", "default_chat_template_kwargs", "special_tokens_in_text", "step_timeout",
+    "dump_dir", "lora", "max_loras",
+)  # fmt: skip
+"""Options of `EngineConfig` that a front has itself: its text, its event loop, its dumps, and the
+adapters that it has its replicas load."""
+
+
+def serve(parsed: argparse.Namespace) -> int:
+    """Serve until a signal ends it; the exit code."""
+    given = Given(parsed, SERVE)
+    model, options = model_options(given)
+    listen, observed = listen_options(given), given.make(ObservingOptions)
+    front = given.make(FrontOptions)
+    if not front.is_given:
+        from ..sdk.async_llm import AsyncLLM
+
+        llm: EngineClient = AsyncLLM(model, **options)
+    else:
+        llm = _front_client(parsed, model, front, options)
+    from ..server.observation.logs import configure
+    from ..server.observation.observability import make_observing
+    from ..server.process import run
+
+    configure(listen.log_level, listen.log_format)
+    if parsed.verbose:
+        logging.getLogger(STARTUP).setLevel(logging.DEBUG)
+    given.warn_of_unknown_variables()
+    return run(llm, listen, make_observing(observed, listen))
+
+
+def _front_client(
+    parsed: argparse.Namespace, model: str | None, front: FrontOptions, options: dict[str, Any]
+) -> EngineClient:
+    """The model of a front. Variables and the file may be those of its replicas, flags are its own.
+
+    Raises `InvalidRequest` for a flag of an engine, an address that is none, or without the extra.
+    """
+    for name in () if front.ray else engine_options(parsed):
+        if name not in FRONT_ENGINE_OPTIONS:
+            flag = settings_of(EngineConfig)[name].flag
+            raise InvalidRequest(f"{flag} is a flag of the replicas, not of --front", param=name)
+    from ..cluster.front.front_client import FrontClient
+
+    own = {name: value for name, value in options.items() if name in FRONT_ENGINE_OPTIONS}
+    try:
+        launcher = _ray_replicas(model, front, options) if front.ray else None
+        return FrontClient(model, front, launcher, **own)
+    except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
+        message = f"--front needs the extra events: pip install 'foretoken[events]' ({error})"
+        raise InvalidRequest(message, param="front") from None
+
+
+def _ray_replicas(model: str | None, front: FrontOptions, options: dict[str, Any]) -> Launcher:
+    """Make what starts replicas with these engine options on Ray.
+
+    Raises `InvalidRequest` without the extra, and for a cluster that cannot reach the front.
+    """
+    from ..cluster import ray_environment
+
+    if "kv_transfer" in options:
+        message = "kv_transfer: replicas of --ray are alike; start foretoken replica with roles"
+        raise InvalidRequest(message, param="kv_transfer")
+    is_joined = ray_environment.is_joined()
+    if is_joined and front.front is None:
+        message = "--ray with RAY_ADDRESS needs --front: an address that the cluster reaches"
+        raise InvalidRequest(message, param="front")
+    if importlib.util.find_spec("ray") is None:
+        message = "--ray needs the extra ray: pip install 'foretoken[ray,events]'"
+        raise InvalidRequest(message, param="ray")
+    ray_environment.prepare()
+    from ..cluster.launcher import PlannedReplicas, plan_of
+    from ..cluster.ray_app import RayCluster
+
+    own = {name: value for name, value in options.items() if name != "lora"}  # by the front
+    return PlannedReplicas(plan_of(model, front, own), RayCluster(owns_ray=not is_joined))
+
+
+def replica(parsed: argparse.Namespace) -> int:
+    """Compute for a front until a signal ends it; the exit code."""
+    given = Given(parsed, REPLICA)
+    joining, (model, options) = given.make(Joining), model_options(given)
+    dial = _dialling(joining.front)
+    from ..cluster.replica.process import run
+    from ..server.observation.logs import configure
+
+    configure(joining.log_level, joining.log_format)
+    given.warn_of_unknown_variables()
+    config, num_shares = EngineConfig(**options), joining.replicas
+    return run(model, config, dial, address=joining.front, num_shares=num_shares)
+
+
+def _dialling(front: str) -> Callable[[], FrontLink]:
+    """Check a front's address; return a function that opens a connection to it."""
+    try:
+        from ..cluster.wire.transport import ReplicaSocket, check_address, cluster_key
+    except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
+        message = f"a replica needs the extra events: pip install 'foretoken[events]' ({error})"
+        raise InvalidRequest(message, param="front") from None
+    key = cluster_key()
+    check_address(front, key)
+    return lambda: ReplicaSocket(front, key)
+
+
+def listen_options(given: Given) -> Listen:
+    """Address and TLS files to listen with, and the options of the HTTP side."""
+    from ..server.guards.foreign_pages import is_loopback
+
+    address = given.make(Listen)
+    settings = given.make(
+        Settings,
+        limits=given.make(Limits),
+        loopback_only=address.uds is None and is_loopback(address.host),
+    )
+    return replace(address, settings=settings)

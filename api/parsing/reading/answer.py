@@ -1,0 +1,264 @@
+"""Reading an answer: words, and calls wherever one may begin in them.
+
+Words come as early as it is certain that no call begins there. White space around calls is dropped.
+Marks inside of code are quoted, and text, if the code ends: a fence that is never closed quotes
+nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from ..output_parser import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Cut,
+    Event,
+    Malformed,
+    Reading,
+    Source,
+)
+from .call_state import CallReader, CallState, followed, gathered
+from .code import CodeState
+from .offers import Offers
+
+MAX_LAST_WORDS = 512
+_IN_LINE = re.compile(r"[^\n`~]+")
+_SEPARATORS = re.compile(r"[\s,;\])}]+")
+_EXAMPLE = re.compile(r"\b(examples?|e\.g|for instance|looks? like|syntax)\b", re.IGNORECASE)
+
+
+class Where(Enum):
+    """Places where a call may begin: anywhere, with a line, or with the answer."""
+
+    ANYWHERE = auto()
+    LINE = auto()
+    START = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Text that calls begin with, and their reader, which begins at this text.
+
+    ``is_ahead``: whether the text from the mark on is a call; it takes nothing. ``ends``: marks
+    that are dropped behind a call. ``is_plain``: see `CallState`. ``is_sure``: what is read is a
+    call, whatever follows it, and streams. Other calls must fit their tools, and stand before all
+    words or behind them.
+    """
+
+    mark: str
+    read: CallReader
+    is_ahead: Callable[[Source], Reading[bool]] | None = None
+    ends: tuple[str, ...] = ()
+    where: Where = Where.ANYWHERE
+    is_plain: bool = False
+    is_sure: bool = True
+
+    def comes(self, source: Source) -> Reading[bool]:
+        """Whether the text goes on with a call that begins so."""
+        if not (yield from source.ahead(self.mark)):
+            return False
+        return self.is_ahead is None or (yield from self.is_ahead(source))
+
+
+class AnswerReader:
+    """Reads one answer. Of ``beginnings`` that fit in the same place the first is taken."""
+
+    def __init__(self, source: Source, beginnings: Sequence[Beginning], offers: Offers) -> None:
+        self._source, self._offers = source, offers
+        self._beginnings: dict[str, list[Beginning]] = {}
+        for each in beginnings:
+            self._beginnings.setdefault(each.mark[0], []).append(each)
+        starts = re.escape("".join(self._beginnings))
+        self._plain = re.compile(rf"[^\n`~{starts}]+")
+        self._code = CodeState()
+        self._space = ""  # white space that may stand alone before a call
+        self._has_words = self._is_behind_call = False
+        self._last_words = ""  # the end of the words
+        self._num_quoted = 0  # characters to come that are known to stand in code
+
+    def read(self) -> Reading[None]:
+        """Give words and calls up to the end of the text."""
+        while True:
+            self._take_space((yield from self._source.white()) if not self._is_in_words else "")
+            if not (yield from self._source.peek()):
+                if not self._is_behind_call:
+                    yield from self._words("")
+                return
+            beginning = yield from self._beginning()
+            if beginning is None:
+                yield from self._word()
+            elif not beginning.is_sure:
+                yield from self._held_calls(beginning)
+            elif (yield from self._is_quoted()):
+                yield from self._word()
+            else:
+                yield from self._call(beginning)
+
+    # -- words ----------------------------------------------------------------------------------
+
+    @property
+    def _is_in_words(self) -> bool:
+        return self._has_words and not self._is_behind_call
+
+    def _take_space(self, space: str) -> None:
+        self._space += space
+        self._code.add(space)
+
+    def _word(self) -> Reading[None]:
+        text = self._source.take(1) + self._source.match(self._plain)
+        self._num_quoted = max(self._num_quoted - len(text), 0)
+        self._code.add(text)
+        yield from self._words(text)
+
+    def _words(self, text: str) -> Reading[None]:
+        """Give words and the white space before them."""
+        text, self._space = self._space + text, ""
+        if text:
+            self._has_words |= not text.isspace()
+            self._is_behind_call = False
+            self._last_words = (self._last_words + text)[-MAX_LAST_WORDS:]
+            yield Content(text)
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def _beginning(self) -> Reading[Beginning | None]:
+        """Return the beginning of a call that comes, if any."""
+        for each in self._beginnings.get((yield from self._source.peek()), ()):
+            if self._may_be_here(each) and (yield from each.comes(self._source)):
+                return each
+        return None
+
+    def _may_be_here(self, beginning: Beginning) -> bool:
+        if beginning.where is Where.ANYWHERE:
+            return True
+        if not self._code.is_line_start or self._code.is_code:
+            return False
+        return beginning.where is Where.LINE or not (self._has_words or self._is_behind_call)
+
+    def _is_quoted(self) -> Reading[bool]:
+        """Whether the text that comes stands in code that ends."""
+        if self._num_quoted or not self._code.is_code:
+            return self._num_quoted > 0
+        source, code, at = self._source, copy(self._code), 0
+        is_block = code.is_block
+        while True:
+            end = yield from source.behind(_IN_LINE, at)
+            char = yield from source.char(end)
+            code.add(source.text(at, end) + char)
+            at = end + 1
+            if not char or (char == "\n" and not is_block):
+                break
+            if (yield from source.char(at)) not in ("`", "~") and not code.is_code:
+                self._num_quoted = at
+                return True
+        if is_block and source.is_cut:
+            return True
+        self._code = CodeState()
+        return False
+
+    def _call(self, beginning: Beginning) -> Reading[None]:
+        """Read calls as they come; text that is no call is given as words."""
+        source = self._source
+        call = CallState(source, self._offers, is_plain=beginning.is_plain)
+        source.keep()
+        try:
+            yield from followed(call, beginning.read)
+        except (Malformed, Cut):
+            kept = source.let_go()
+        else:
+            source.let_go()
+            kept = ""
+        if call.has_begun:
+            self._end_call()
+            self._take_space(kept[: len(kept) - len(kept.lstrip())])
+            kept = kept.lstrip()
+        if kept:
+            yield from self._no_call(kept)
+        elif call.has_begun:
+            yield from self._surplus_ends(beginning.ends)
+
+    def _end_call(self) -> None:
+        self._space, self._is_behind_call = "", True
+        self._code = CodeState()
+
+    def _no_call(self, kept: str) -> Reading[None]:
+        kept = kept or self._source.take(1)
+        self._code.add(kept)
+        yield from self._words(kept)
+
+    def _surplus_ends(self, ends: Sequence[str]) -> Reading[None]:
+        """Take marks that close nothing, and separators and brackets before them."""
+        while ends:
+            at = yield from self._source.behind_white()
+            if not (end := (yield from self._source.which(ends, at))):
+                at = yield from self._source.behind(_SEPARATORS, at)
+                if not (end := (yield from self._source.which(ends, at))):
+                    return
+            self._source.take(at + len(end))
+
+    def _held_calls(self, beginning: Beginning) -> Reading[None]:
+        """Read calls, and give them if it is certain that they are calls, else words."""
+        source = self._source
+        source.keep()
+        try:
+            events = yield from self._gathered(beginning)
+        except (Malformed, Cut):
+            yield from self._no_call(source.let_go())
+            return
+        source.let_go()
+        self._end_call()
+        yield from events
+
+    def _gathered(self, beginning: Beginning) -> Reading[list[Event]]:
+        """Return one call that no words are before, or calls that no words are behind.
+
+        Raises `Malformed` and `Cut` if there are none.
+        """
+        source, events, is_first = self._source, list[Event](), not self._has_words
+        if beginning.is_plain and _EXAMPLE.search(self._last_words.rstrip().rpartition("\n\n")[2]):
+            raise Malformed
+        while True:
+            call = CallState(
+                source, self._offers, is_plain=beginning.is_plain, is_held=True, is_first=is_first
+            )
+            found = yield from gathered(followed(call, beginning.read))
+            if beginning.is_plain and not self._fit(found):
+                raise Malformed
+            events += found
+            yield from self._surplus_ends(beginning.ends)
+            if is_first and not call.is_final:
+                return events
+            yield from source.white()
+            if not (char := (yield from source.peek())):
+                if source.is_cut:
+                    raise Malformed
+                return events
+            beginning = yield from self._next(char)
+
+    def _fit(self, events: Sequence[Event]) -> bool:
+        """Whether all calls are of tools that are offered, with arguments that these take."""
+        calls: list[list[str]] = []
+        for event in events:
+            if isinstance(event, CallBegin):
+                calls.append([event.name, ""])
+            elif isinstance(event, CallArguments):
+                calls[-1][1] += event.text
+        return all(self._offers.fit(name, text) for name, text in calls)
+
+    def _next(self, char: str) -> Reading[Beginning]:
+        """Return the beginning of a further call. Raises `Malformed` if none comes."""
+        for each in self._beginnings.get(char, ()):
+            if each.where is not Where.START and (yield from each.comes(self._source)):
+                return each
+        raise Malformed
+
+
+def read_words(source: Source, beginnings: Sequence[Beginning], offers: Offers) -> Reading[None]:
+    """Read words, and calls that begin with one of ``beginnings``."""
+    return AnswerReader(source, beginnings, offers).read()

@@ -1,0 +1,125 @@
+"""One call while it is read.
+
+A call begins when its name is known and its arguments begin. Before that, malformed text becomes
+content. After that, the call ends with a whole JSON object of what could be read, unless the text
+ends in the middle of a value: then it has no `CallEnd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..output_parser import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Cut,
+    Ended,
+    Event,
+    Malformed,
+    Reading,
+    Source,
+)
+from .json_text import JsonTail
+from .offers import Offers
+
+MAX_NAME_CHARS = 256
+
+
+@dataclass(slots=True)
+class CallState:
+    """State of the present call.
+
+    ``is_plain``: no mark identifies the call, so that it must name an offered tool. With a mark any
+    name is taken: the client can tell the model that there is no such tool. ``is_held``: the events
+    wait until it is certain that the text is a call. ``is_first``: no words are before it.
+    ``is_final``: set by a reader if the text is a call only if no words follow.
+    """
+
+    source: Source
+    offers: Offers
+    is_plain: bool = False
+    is_held: bool = False
+    is_first: bool = False
+    is_final: bool = False
+    is_open: bool = False  # begun and not ended
+    has_begun: bool = False  # this one or one before it
+    tail: JsonTail = field(default_factory=JsonTail)
+
+    def check(self, name: str) -> str:
+        """Return the name of the tool. Raises `Malformed` if it cannot be one."""
+        if name not in self.offers and (bare := name.removeprefix("functions.")) in self.offers:
+            name = bare
+        fits = 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
+        if not fits or (self.is_plain and name not in self.offers):
+            raise Malformed
+        return name
+
+    def begin(self, name: str) -> Reading[None]:
+        """Begin a call: its text cannot become content again."""
+        self.is_open = self.has_begun = True
+        self.tail = JsonTail()
+        if not self.is_held:
+            self.source.let_go()
+        yield CallBegin(name)
+
+    def end(self) -> Reading[None]:
+        """End a complete call; what follows may be words again."""
+        self.is_open = False
+        self.settle()
+        yield CallEnd()
+
+    def settle(self) -> None:
+        """Keep what was read so far out of the words, whatever follows."""
+        if not self.is_held:
+            self.source.keep()
+
+    def whole(self, name: str, arguments: str) -> Reading[None]:
+        """Give a complete call."""
+        yield from self.begin(name)
+        yield CallArguments(arguments)
+        yield from self.end()
+
+    def closed(self) -> Reading[None]:
+        """Complete the arguments of a call that breaks off, and end it."""
+        if closing := self.tail.closing():
+            yield CallArguments(closing)
+        yield from self.end()
+
+
+CallReader = Callable[[CallState], Reading[None]]
+
+
+def followed(call: CallState, read: CallReader) -> Reading[None]:
+    """Read calls, and complete one that breaks off.
+
+    It stays open where the text ends in the middle of a value, or is cut. Raises `Malformed` and
+    `Cut` as the reader does.
+    """
+    try:
+        for event in read(call):
+            if isinstance(event, CallArguments):
+                call.tail.add(event.text)
+            yield event
+    except Malformed:
+        if call.is_open:
+            yield from call.closed()
+        raise
+    except Cut as cut:
+        if call.is_open and isinstance(cut, Ended) and not call.source.is_cut:
+            yield from call.closed()
+        elif call.is_open and (rest := call.source.take_all()):
+            yield CallArguments(rest)  # which was looked at and not taken
+        raise
+
+
+def gathered(reading: Reading[None]) -> Reading[list[Event]]:
+    """Return the events, together."""
+    events: list[Event] = []
+    for event in reading:
+        if event is None:
+            yield None
+        else:
+            events.append(event)
+    return events

@@ -1,0 +1,60 @@
+"""Marks that end a value which is not whole, told from the same marks as text of a string."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..output_parser import Ended, Malformed, Reading, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Marks at which a value ends even if it is not whole; each begins with "<", "[" or "`".
+
+    A string may hold them as text. There a mark counts only before what may follow it, white space
+    aside: one of ``closing`` before the end of the text or before another mark that counts, one of
+    ``begins`` before one of its own followers.
+    """
+
+    closing: tuple[str, ...] = ()
+    begins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks."""
+        return (*self.closing, *self.begins)
+
+    def here(self, source: Source, at: int = 0) -> Reading[bool]:
+        """Whether a mark is ``at`` characters from here."""
+        return bool(self.marks and (yield from source.which(self.marks, at)))
+
+    def in_string(self, source: Source, at: int = 0) -> Reading[bool]:
+        """Whether a mark that ends a string is ``at`` characters from here."""
+        for _ in range(len(self.closing) + 1):  # no more of them close anything
+            mark = yield from source.which(self.marks, at)
+            if not mark:
+                return False
+            at = yield from source.behind_white(at + len(mark))
+            if mark in self.begins:
+                return bool((yield from source.which(self.begins[mark], at)))
+            if not (yield from source.char(at)):
+                return not source.is_cut
+        return False
+
+    def closes(self, source: Source, bracket: str) -> Reading[bool]:
+        """Take the bracket that closes a list; True also if it is left out before another one.
+
+        Raises `Malformed` at a mark and `Ended` at the end of the text.
+        """
+        if (yield from source.literal(bracket)):
+            return True
+        char = yield from source.peek()
+        if not char:
+            raise Ended
+        if (yield from self.here(source)):
+            raise Malformed
+        return char in (")", "]", "}")
+
+
+NO_ENDS = Ends()

@@ -1,0 +1,261 @@
+"""Reading calls that are JSON, ``{"name": ..., "arguments": {...}}``, as models vary them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from ..output_parser import Cut, Ended, Malformed, Reading, Source, collected
+from .call_state import CallState
+from .ends import NO_ENDS, Ends
+from .json_text import INVALID, json_string, object_of, object_text, scalar, whole_object
+
+NAME_KEYS = ("name", "tool_name", "tool")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
+FUNCTION = "function"  # the name, or an object with name and arguments
+WRAPPERS = (FUNCTION, "function_call", "tool_call")  # of such an object
+PLAIN_KEYS = {*NAME_KEYS, *ARGUMENT_KEYS, *WRAPPERS, "type", "id", "tool_call_id", "index"}
+FENCE = "```"
+_INFO = re.compile(r"[^\n`{\[]+")
+_BETWEEN = re.compile(r"[\s,;]+")
+_SCALAR = re.compile(r"[\w.+-]+")
+
+
+class JsonCall:
+    """Reads one call, its keys in any order.
+
+    ``ends``: marks at which its arguments end. A plain call must have arguments, and no key but
+    `PLAIN_KEYS`: other objects are answers. Of other calls the arguments may stand beside the name.
+    """
+
+    def __init__(self, call: CallState, ends: Ends = NO_ENDS) -> None:
+        self._call, self._source, self._ends = call, call.source, ends
+        self._name = ""
+        self._held = ""  # arguments that came before the name
+        self._beside: dict[str, str] = {}  # JSON texts of other members
+        self._is_done = False
+
+    def read(self) -> Reading[None]:
+        """Read it. Raises `Malformed` and `Cut`."""
+        call = self._call
+        try:
+            yield from self._members()
+        except Cut:
+            if self._name and not self._is_done and not call.is_open and not call.is_held:
+                yield from call.begin(self._name)
+            raise
+        if not self._is_done:
+            if call.is_plain or not self._name:
+                raise Malformed
+            names = call.offers.argument_names(self._name)
+            given = [f"{json.dumps(k)}: {v}" for k, v in self._beside.items() if k in names]
+            yield from call.whole(self._name, f"{{{', '.join(given)}}}")
+
+    def _members(self) -> Reading[None]:
+        source = self._source
+        yield from source.expect("{")
+        while (yield from source.literal("{")):  # doubled, as formatted strings escape braces
+            pass
+        yield from source.white()
+        while not (yield from source.literal("}")):
+            yield from self._member()
+            yield from source.white()
+            is_lax = not self._call.is_plain and not self._is_done
+            has_comma = yield from source.literal(",")
+            if not has_comma and not (is_lax and (yield from source.peek()) in ('"', "'")):
+                yield from self._last_brace()
+                return
+            yield from source.white()
+
+    def _last_brace(self) -> Reading[None]:
+        """Take the last brace, or see that the call is clear without it."""
+        if (yield from self._source.literal("}")) or self._is_done:
+            return
+        if not (yield from self._source.peek()):
+            raise Ended
+        if not (yield from self._ends.here(self._source)):
+            raise Malformed
+
+    def _member(self) -> Reading[None]:
+        key = yield from json_string(self._source)
+        if self._call.is_plain and key not in PLAIN_KEYS:
+            raise Malformed
+        yield from self._source.white()
+        yield from self._source.expect(":")
+        yield from self._source.white()
+        first = yield from self._source.peek()
+        if key in WRAPPERS and first == "{":
+            yield from self._members()
+        elif key in (*NAME_KEYS, FUNCTION) and not self._name:
+            self._name = self._call.check((yield from json_string(self._source)))
+            if self._held:
+                yield from self._whole(self._held)
+        elif key in ARGUMENT_KEYS and not self._held and not self._is_done:
+            yield from self._arguments()
+        else:
+            self._beside[key] = yield from self._other(first)
+
+    def _arguments(self) -> Reading[None]:
+        is_object = yield from self._source.ahead("{")
+        if is_object and self._name:
+            yield from self._call.begin(self._name)
+            yield from object_text(self._source, self._ends)
+            self._is_done = True
+            yield from self._call.end()
+            return
+        if is_object:
+            self._held = yield from whole_object(self._source, self._ends)
+        else:
+            self._held = yield from other_arguments(self._call, self._ends)
+        if self._name:
+            yield from self._whole(self._held)
+
+    def _whole(self, arguments: str) -> Reading[None]:
+        self._is_done = True
+        yield from self._call.whole(self._name, arguments)
+
+    def _other(self, first: str) -> Reading[str]:
+        if first in ("{", "["):
+            return (yield from collected(object_text(self._source, self._ends)))
+        if first in ('"', "'"):
+            return json.dumps((yield from json_string(self._source)), ensure_ascii=False)
+        word = yield from self._source.run(_SCALAR)
+        if not word:
+            raise Malformed if first else Cut
+        return scalar(word)
+
+
+def other_arguments(call: CallState, ends: Ends) -> Reading[str]:
+    """Return the object for arguments that are a string of one, or null, "" or [] for none.
+
+    Another string or list is kept in `INVALID`, except in a plain call. Raises `Malformed` for it
+    there, and for other arguments.
+    """
+    source = call.source
+    first = yield from source.peek()
+    if first == '"' and (yield from _is_bare_object(source)):
+        source.take(1)
+        text = yield from whole_object(source, ends)
+        yield from source.literal('"')
+    elif first in ('"', "'"):
+        text = yield from json_string(source)
+    elif first == "[":
+        text = yield from whole_object(source, ends)
+    elif first in (",", "}") and not call.is_plain:
+        text = ""
+    else:
+        yield from source.expect("null")
+        text = ""
+    found = object_of(text)
+    if call.is_plain and INVALID in found:
+        raise Malformed
+    return found
+
+
+def _is_bare_object(source: Source) -> Reading[bool]:
+    """Whether an object in a string has quotes without backslashes."""
+    if not (yield from source.ahead('"{')):
+        return False
+    behind = yield from source.behind_white(2)
+    if not (yield from source.ahead('"', behind)):
+        return False
+    return (yield from source.char(behind + 1)).isidentifier()
+
+
+def json_calls(call: CallState, ends: Ends = NO_ENDS) -> Reading[None]:
+    """Read calls, with commas, semicolons or white space between them, or in a list."""
+    source = call.source
+    yield from source.white()
+    is_list = yield from source.literal("[")
+    while True:
+        yield from source.white()
+        yield from JsonCall(call, ends).read()
+        yield from surplus(call, is_list=is_list)
+        call.settle()
+        if not (yield from _goes_on(call, is_list=is_list)):
+            return
+
+
+def json_block(call: CallState, ends: Ends = NO_ENDS) -> Reading[None]:
+    """Read calls as `json_calls` does, perhaps in a fence."""
+    source = call.source
+    is_fenced = yield from fence(source)
+    yield from json_calls(call, ends)
+    while (yield from _is_call(source, ends, (at := (yield from source.behind(_BETWEEN, 0))))):
+        source.take(at)
+        yield from json_calls(call, ends)
+    if is_fenced:
+        yield from source.close(FENCE)
+
+
+def _is_call(source: Source, ends: Ends, at: int) -> Reading[bool]:
+    """Whether another object or list of objects begins ``at`` characters from here."""
+    if (yield from ends.here(source, at)):
+        return False
+    if (yield from source.char(at)) == "[":
+        at = yield from source.behind_white(at + 1)
+    return (yield from source.char(at)) == "{"
+
+
+def named_call(call: CallState, name: str, ends: Ends = NO_ENDS) -> Reading[None]:
+    """Read the arguments of a call, perhaps in a fence; before a mark there are none."""
+    source = call.source
+    is_fenced = yield from fence(source)
+    yield from source.white()
+    first = yield from source.peek()
+    if first == "{":
+        yield from call.begin(name)
+        yield from object_text(source, ends)
+        yield from call.end()
+    elif not first:
+        yield from call.begin(name)
+        raise Cut
+    elif (yield from ends.here(source)):
+        yield from call.whole(name, "{}")
+    else:
+        yield from call.whole(name, (yield from other_arguments(call, ends)))
+    yield from surplus(call)
+    if is_fenced:
+        yield from source.close(FENCE)
+    call.settle()
+
+
+def fence(source: Source) -> Reading[bool]:
+    """Take the line that opens a fence, if one comes."""
+    at = yield from source.behind_white()
+    if not (yield from source.ahead(FENCE, at)):
+        return False
+    source.take(at + len(FENCE))
+    yield from source.run(_INFO)
+    return True
+
+
+def surplus(call: CallState, *, is_list: bool = False) -> Reading[None]:
+    """Take closing brackets that close nothing."""
+    source = call.source
+    at = yield from source.behind_white()
+    while (char := (yield from source.char(at))) == "}" or (char == "]" and not is_list):
+        source.take(at + 1)
+        at = yield from source.behind_white()
+
+
+def _goes_on(call: CallState, *, is_list: bool) -> Reading[bool]:
+    """Take what stands between two calls, or behind the last one of a list."""
+    source = call.source
+    at = yield from source.behind_white()
+    char = yield from source.char(at)
+    if is_list and char == "]":
+        source.take(at + 1)
+        return False
+    if char in (",", ";"):
+        behind = yield from source.behind_white(at + 1)
+        after = yield from source.char(behind)
+        if after == "{":
+            source.take(behind)
+            return True
+        if not after or (is_list and after == "]"):
+            source.take(behind + len(after))
+        return False
+    if char == "{":
+        source.take(at)
+    return char == "{"

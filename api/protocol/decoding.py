@@ -1,0 +1,96 @@
+"""Decode bodies of all APIs: decoding is validation, and an error has the path of its field.
+
+Two faults of a body are mended: 5.0 where an integer belongs, and entries of lists that clients
+extend. A struct that lists its ``known_kinds`` is such an entry: of one with another ``type`` no
+more than the type is decoded, since the same fields may have other forms there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct, inspect
+
+from ..serving.errors import bad_json
+from ..types.fields import settle
+
+T = TypeVar("T", bound=Struct)
+
+
+def decoder(body_type: type[T]) -> Callable[[bytes], T]:
+    """Return a function from bytes to the struct.
+
+    It raises `ApiError` 400, and `InvalidRequest` for a field that is marked as refused.
+    """
+    decode = msgspec.json.Decoder(body_type).decode
+
+    def checked(data: bytes) -> T:
+        try:
+            data.decode()  # msgspec does not look into the texts of fields that it passes over
+            body = decode(data)
+        except msgspec.ValidationError as error:
+            body = _decode_mended(data, body_type, error)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise bad_json(error) from None
+        settle(body)
+        return body
+
+    return checked
+
+
+def _decode_mended(data: bytes, body_type: type[T], error: msgspec.ValidationError) -> T:
+    """Decode a mended body. Raises `ApiError` 400 for other faults.
+
+    Most bodies need no mending, so only those that do not decode come here.
+    """
+    try:
+        plain = msgspec.json.decode(data)
+    except msgspec.MsgspecError:  # a number too large: the first error has its path
+        raise bad_json(error) from None
+    try:
+        value = _mended(plain, _type_info(body_type))
+        return msgspec.json.decode(msgspec.json.encode(value), type=body_type)
+    except msgspec.ValidationError as fault:
+        raise bad_json(fault) from None
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
+        raise bad_json(error) from None
+
+
+_type_info = cache(inspect.type_info)
+
+
+def _mended(value: Any, kind: inspect.Type) -> Any:  # noqa: ANN401 - JSON
+    """Return the value with integers where its type wants them, and unknown kinds as their type."""
+    match kind:
+        case inspect.IntType():
+            is_whole = isinstance(value, float) and value.is_integer()
+            return int(value) if is_whole else value
+        case inspect.Metadata():
+            return _mended(value, kind.type)
+        case inspect.UnionType(types=types):
+            if not any(isinstance(_bare(each), inspect.FloatType) for each in types):
+                for each in types:
+                    value = _mended(value, each)
+        case inspect.StructType(cls=struct, fields=fields) if isinstance(value, dict):
+            if is_unknown(value, struct):
+                return {"type": value["type"]}
+            kinds = {each.encode_name: each.type for each in fields}
+            return {k: _mended(v, kinds[k]) if k in kinds else v for k, v in value.items()}
+        case inspect.ListType(item_type=item) if isinstance(value, list):
+            return [_mended(each, item) for each in value]
+        case inspect.DictType(value_type=item) if isinstance(value, dict):
+            return {name: _mended(each, item) for name, each in value.items()}
+    return value
+
+
+def is_unknown(value: Mapping[str, Any], struct: type[Struct]) -> bool:
+    """Whether the value is an entry of a type that is none of the ``known_kinds`` of its struct."""
+    known, kind = getattr(struct, "known_kinds", None), value.get("type")
+    return known is not None and isinstance(kind, str) and kind not in known
+
+
+def _bare(kind: inspect.Type) -> inspect.Type:
+    return kind.type if isinstance(kind, inspect.Metadata) else kind

@@ -1,0 +1,260 @@
+"""Fit: a conversation in the form that a chat template writes completely.
+
+Clients send what a template refuses or leaves out: system messages in mid-conversation, several
+messages of one role in a row, results without calls, arguments that are no object. `fit` writes
+each of these in the nearest form that the template takes, in its place, so that a growing
+conversation keeps the beginning of its prompt. What the template takes stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from ...parsing.generic import RESULT_BEGIN, RESULT_END, as_text, needs_text
+from ...parsing.reading.json_text import INVALID
+from ...types.results import Tool
+from .call_text import with_call_text
+from .chat_input import is_splice_mark
+from .template_facts import TemplateFacts
+from .tools import json_text
+
+Message = Mapping[str, Any]
+
+LATER_SYSTEM = "<system_message>\n{}\n</system_message>"
+NO_RESULT = "This call has no result."
+NO_USER = "..."  # what the user said before an answer that has no question
+_INDEX = "foretoken_index"  # of a message, while its conversation becomes text
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message and its index in the conversation; None for a message that is not from there."""
+
+    message: Message
+    index: int | None
+
+    @property
+    def role(self) -> str:
+        """The role of the message."""
+        return str(self.message.get("role"))
+
+    @property
+    def text(self) -> str:
+        """The words of the message."""
+        content = self.message.get("content")
+        return content if isinstance(content, str) else ""
+
+    @property
+    def calls(self) -> Sequence[Message]:
+        """The tool calls of the message."""
+        return self.message.get("tool_calls") or ()
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the message is the result of a call."""
+        return self.role == "tool"
+
+    def saying(self, text: str) -> Turn:
+        """The same turn with other words."""
+        return Turn({**self.message, "content": text}, self.index)
+
+
+def fit(messages: Sequence[Message], facts: TemplateFacts, family: str) -> list[Turn]:
+    """The turns to write. ``family``: the format in which the model calls tools. O(messages)."""
+    turns = [Turn(message, index) for index, message in enumerate(messages)]
+    if any(turn.calls or turn.is_result for turn in turns):
+        turns = _with_calls(turns, facts, family)
+        turns = _with_results(turns, facts)
+    return _alternating(_with_systems(turns, facts), facts)
+
+
+def fit_as_text(
+    messages: Sequence[Message], tools: Sequence[Tool], facts: TemplateFacts
+) -> list[Turn]:
+    """The turns for a template that knows nothing of tools: tools, calls and results are text."""
+    turns = [Turn(message, index) for index, message in enumerate(messages)]
+    if needs_text(messages, tools):
+        turns = _as_text(turns, tools)
+    return _alternating(_with_systems(turns, facts), facts)
+
+
+def _as_text(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Turn]:
+    numbered = [{**turn.message, _INDEX: turn.index} for turn in turns]
+    found: list[Turn] = []
+    for each in as_text(numbered, tools, has_system_role=True):
+        message = dict(each)
+        index = message.pop(_INDEX, None)
+        if index is None and found and found[-1].index is not None:
+            index = found[-1].index + 1  # the first of the results that the message holds
+        found.append(Turn(message, index))
+    return found
+
+
+# -- calls and results ----------------------------------------------------------------------------
+
+
+def _with_calls(turns: Sequence[Turn], facts: TemplateFacts, family: str) -> list[Turn]:
+    """Calls in the form that the template writes, each message with its results behind it."""
+    found: list[Turn] = []
+    at = 0
+    while at < len(turns):
+        turn = turns[at]
+        at += 1
+        if not turn.calls:
+            found.append(turn)
+        elif not facts.calls:
+            found.append(Turn(with_call_text(turn.message, family), turn.index))
+        else:
+            results = [*takewhile(lambda each: each.is_result, turns[at:])]
+            at += len(results)
+            found += _calling(turn, results, facts, is_last=at == len(turns))
+    return found
+
+
+def _calling(
+    turn: Turn, results: Sequence[Turn], facts: TemplateFacts, *, is_last: bool
+) -> list[Turn]:
+    """A message with calls, and its results. ``is_last``: nothing stands behind them."""
+    calls = [_formed(call, facts) for call in turn.calls]
+    results = _identified(results, calls)
+    if len(results) < len(calls) and not (is_last or facts.unanswered_calls):
+        answered = {_id_of(result.message, "tool_call_id") for result in results}
+        missing = [call for call in calls if _id_of(call) not in answered]
+        results = [*results, *map(_no_result, missing)]
+    found: list[Turn] = []
+    message = {key: each for key, each in turn.message.items() if key != "tool_calls"}
+    if turn.text.strip() and not facts.calls_beside_words:
+        found.append(Turn(message, turn.index))
+        message = {"role": "assistant", **facts.no_words}
+    elif not turn.message.get("content") or not facts.calls_beside_words:
+        message.pop("content", None)
+        message |= facts.no_words
+    if len(calls) == 1 or facts.parallel_calls:
+        return [*found, Turn({**message, "tool_calls": calls}, turn.index), *results]
+    left = list(results)
+    for number, call in enumerate(calls):
+        message = message if number == 0 else {"role": "assistant", **facts.no_words}
+        found.append(Turn({**message, "tool_calls": [call]}, turn.index))
+        own = next((r for r in left if r.message["tool_call_id"] == _id_of(call)), None)
+        if own is not None:
+            left.remove(own)
+            found.append(own)
+    return [*found, *left]
+
+
+def _formed(call: Message, facts: TemplateFacts) -> dict[str, Any]:
+    """A call with its arguments as the template writes them."""
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str) and not (facts.cut_arguments or is_splice_mark(arguments)):
+        arguments = {INVALID: arguments}
+    if not isinstance(arguments, str) and facts.arguments == "text":
+        arguments = json_text(arguments)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _identified(results: Sequence[Turn], calls: Sequence[Message]) -> list[Turn]:
+    """Results with the id of a call: those that have none answer the calls in their order."""
+    if all(isinstance(each.message.get("tool_call_id"), str) for each in results):
+        return list(results)
+    given = {_id_of(each.message, "tool_call_id") for each in results}
+    ids = iter([_id_of(call) for call in calls if _id_of(call) not in given])
+    return [
+        each
+        if isinstance(each.message.get("tool_call_id"), str)
+        else Turn({**each.message, "tool_call_id": next(ids, "")}, each.index)
+        for each in results
+    ]
+
+
+def _id_of(message: Message, name: str = "id") -> str:
+    found = message.get(name)
+    return found if isinstance(found, str) else ""
+
+
+def _no_result(call: Message) -> Turn:
+    message = {"role": "tool", "tool_call_id": _id_of(call), "content": NO_RESULT}
+    return Turn({**message, "name": call["function"]["name"]}, None)
+
+
+def _with_results(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
+    """Results where the template takes them: others are what the user says."""
+    found: list[Turn] = []
+    for turn in turns:
+        follows = bool(found) and (found[-1].is_result or bool(found[-1].calls))
+        if turn.is_result and not follows and not facts.lone_results:
+            text = f"{RESULT_BEGIN}\n{turn.text}\n{RESULT_END}"
+            found.append(Turn({"role": "user", "content": text}, turn.index))
+        else:
+            found.append(turn)
+    return found
+
+
+# -- roles ----------------------------------------------------------------------------------------
+
+
+def _with_systems(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
+    """System messages where the template takes them: others are what the user says."""
+    front = [*takewhile(lambda turn: turn.role == "system", turns)]
+    rest = turns[len(front) :]
+    if not facts.later_system:
+        rest = [_as_user(turn) if turn.role == "system" else turn for turn in rest]
+        if len(front) > 1:
+            front = [front[0].saying("\n\n".join(turn.text for turn in front))]
+    if not front or (facts.system if rest else facts.system_alone):
+        return [*front, *rest]
+    text = "\n\n".join(turn.text for turn in front)
+    if rest and rest[0].role == "user":
+        return [rest[0].saying(f"{text}\n\n{rest[0].text}"), *rest[1:]]
+    return [Turn({"role": "user", "content": text}, front[0].index), *rest]
+
+
+def _as_user(turn: Turn) -> Turn:
+    return Turn({"role": "user", "content": LATER_SYSTEM.format(turn.text)}, turn.index)
+
+
+def _alternating(turns: Sequence[Turn], facts: TemplateFacts) -> list[Turn]:
+    """The turns without those in a row that the template refuses."""
+    found: list[Turn] = []
+    for turn in turns:
+        last = found[-1] if found else None
+        is_first = last is None or (last.role == "system" and len(found) == 1)
+        if is_first and turn.role == "assistant" and not facts.assistant_first:
+            found.append(Turn({"role": "user", "content": NO_USER}, None))
+        elif last is None:
+            pass
+        elif last.is_result and turn.role == "user" and not facts.user_behind_results:
+            found[-1] = last.saying(f"{last.text}\n\n{turn.text}")
+            continue
+        elif _clashes(last, turn, facts):
+            found[-1] = _joined(last, turn)
+            continue
+        found.append(turn)
+    return found
+
+
+def _clashes(last: Turn, turn: Turn, facts: TemplateFacts) -> bool:
+    """Whether the template refuses the second of two turns of one role."""
+    if last.role != turn.role:
+        return False
+    if turn.role == "user":
+        return not facts.repeated_user
+    has_calls = bool(last.calls or turn.calls)  # templates count these by themselves
+    return turn.role == "assistant" and not facts.repeated_assistant and not has_calls
+
+
+def _joined(first: Turn, second: Turn) -> Turn:
+    """Two turns of one role as one."""
+    texts = [turn.text for turn in (first, second) if turn.text]
+    message = {**first.message, **second.message}
+    thoughts = [
+        str(turn.message["reasoning_content"])
+        for turn in (first, second)
+        if turn.message.get("reasoning_content")
+    ]
+    if thoughts:
+        message["reasoning_content"] = "\n\n".join(thoughts)
+    message["content"] = "\n\n".join(texts)
+    return Turn(message, second.index if first.index is None else first.index)

@@ -1,0 +1,192 @@
+"""Shield: contents are text, marks come from the template only.
+
+What a user, a page in a tool's result or a description of a tool says may spell out a token of the
+model, such as the end of a turn, and would forge a turn. Such marks are broken before the template
+writes the conversation, and what is between the template's own marks becomes tokens by a tokenizer
+that reads none (`LiteralEncoder`). A conversation that spells out none is not touched.
+
+==========================================  =========================================
+contents                                    marks that are text there
+==========================================  =========================================
+of the user, of tools and of other roles    all
+of system messages, and of tool definitions all but the marks of answers that are not
+                                            special tokens: they tell how to answer
+of the assistant                            all but the marks of answers
+==========================================  =========================================
+
+Marks are the special tokens of the vocabulary and the other added tokens that the template writes;
+marks of answers are those of thoughts and calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....core.errors import InvalidRequest
+from ...parsing.families import FAMILIES
+from ...parsing.generic import RESULT_BEGIN, RESULT_END
+from ...parsing.output_format import THINKING, Syntax
+from ...text.chat_template import INLINE_CHARS
+from ...text.marks import Marks, escape, unused_char
+from ...text.tokenizer import Tokenizer
+from ...types.results import Tool
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentMarks:
+    """The marks of a model, by whose contents they are text in."""
+
+    user: Marks
+    system: Marks
+    assistant: Marks
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, syntax: Syntax, written: str) -> ContentMarks:
+        """The marks of a tokenizer and its template. ``written``: what the template writes."""
+        added = tokenizer.added_names
+        special = {name for name, is_special in added.items() if is_special}
+        other = added.keys() - special
+        family = FAMILIES.get(syntax.tool_parser)
+        own = set() if family is None or family.reads_thoughts else {*family.marks}
+        if syntax.thinking is not None:
+            own |= {syntax.thinking.begin, syntax.thinking.end}
+        known = {mark for each in FAMILIES.values() for mark in each.marks}
+        known |= {mark for each in THINKING.values() for mark in (each.begin, each.end)}
+        answer = (own & added.keys()) | (known & other)
+        template = f"{tokenizer.chat_template} {written} {RESULT_BEGIN} {RESULT_END}"
+        control = special | {name for name in other - answer if name in template}
+        found = cls(Marks(control | answer), Marks(control), Marks(control - answer))
+        for marks in (found.user, found.system, found.assistant):
+            marks.is_in("")  # what is made at the first look
+        return found
+
+    def shield(self, messages: Messages, tools: Sequence[Tool]) -> Shield:
+        """The shield of a conversation; `NO_SHIELD` if it spells out no mark. O(its texts)."""
+        is_spelled = any(
+            marks.is_in(text)
+            for marks, value in self._contents(messages, tools)
+            for text in texts_of(value)
+        )
+        if not is_spelled:
+            return NO_SHIELD
+        contents = (value for _, value in self._contents(messages, tools))
+        breaker = unused_char(text for value in contents for text in texts_of(value))
+        if breaker is None:
+            message = "messages: every private-use character of Unicode is used"
+            raise InvalidRequest(message, param="messages")
+        return Shield(breaker, self)
+
+    def of_role(self, role: object) -> Marks:
+        """The marks that are text in what a role says."""
+        if role in ("system", "developer"):
+            return self.system
+        return self.assistant if role == "assistant" else self.user
+
+    def _contents(
+        self, messages: Messages, tools: Sequence[Tool]
+    ) -> Iterator[tuple[Marks, object]]:
+        for message in messages:
+            yield self.of_role(message.get("role")), message
+        for tool in tools:
+            yield self.system, tool.body
+
+
+@dataclass(frozen=True, slots=True)
+class Shield:
+    """The broken marks of one conversation. ``breaker``: a character that it does not have."""
+
+    breaker: str = ""
+    marks: ContentMarks | None = None
+
+    def messages(self, messages: Messages) -> Messages:
+        """The messages with their marks broken."""
+        if self.marks is None:
+            return messages
+        return [self._broken(self.marks.of_role(each.get("role")), each) for each in messages]
+
+    def tools(self, tools: Sequence[Tool]) -> Sequence[Tool]:
+        """The tools with their marks broken."""
+        if self.marks is None:
+            return tools
+        system = self.marks.system
+        return [
+            replace(
+                tool,
+                name=self._broken(system, tool.name),
+                description=self._broken(system, tool.description),
+                parameters=self._broken(system, tool.parameters),
+            )
+            for tool in tools
+        ]
+
+    def _broken(self, marks: Marks, value: Any) -> Any:  # noqa: ANN401 - values of JSON
+        try:
+            return changed(value, lambda text: marks.broken(text, self.breaker))
+        except RecursionError:
+            message = "messages and tools are nested too deeply"
+            raise InvalidRequest(message, param="messages") from None
+
+    def written(self, text: str) -> str:
+        """Put the breaker in the places of its escape, which templates may write instead."""
+        return text.replace(escape(self.breaker), self.breaker) if self.breaker else text
+
+    def plain(self, text: str) -> str:
+        """A text without the breaker, as it was."""
+        return text.replace(self.breaker, "") if self.breaker else text
+
+    def head(self, text: str, num_chars: int) -> str:
+        """The beginning of a text that has so many characters beside the breaker."""
+        end = num_chars
+        while self.breaker and (missing := num_chars - len(self.plain(text[:end]))):
+            end += missing
+        return text[:end]
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of a text that takes as long as the first broken mark: more than is quick."""
+        return INLINE_CHARS + 1 if self.breaker else 0
+
+    async def encode_all(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        """Token ids of a conversation that a template wrote; raises as `Tokenizer.encode`."""
+        if self.marks is None:
+            return await tokenizer.encode(text, add_special_tokens=False)
+        names = self.marks.user.names
+        return await tokenizer.encode_marked(text, {self.breaker: ""}, names)
+
+    def encode(self, tokenizer: Tokenizer, text: str, *, is_first: bool) -> list[int]:
+        """Token ids of a part of it. ``is_first``: nothing stands before it."""
+        if self.marks is None or self.breaker not in text:
+            return tokenizer.encode_word(text) if is_first else tokenizer.encode_behind(text)
+        encoder = tokenizer.literal(self.marks.user.names)
+        return encoder.encode_with(text, {self.breaker: ""}, is_first=is_first)
+
+
+NO_SHIELD = Shield()
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """All texts in a value of JSON, keys of objects included."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, Sequence) and not isinstance(each, bytes):
+            left += each
+
+
+def changed(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - values of JSON
+    """A copy of a value of JSON with all texts changed, keys of objects included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {changed(name, change): changed(each, change) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [changed(each, change) for each in value]
+    return value

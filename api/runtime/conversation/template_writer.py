@@ -1,0 +1,131 @@
+"""TemplateWriter: the text of a conversation by a model's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...parsing.calls import with_numbered_ids, with_short_ids
+from ...parsing.generic import GENERIC
+from ...parsing.harmony import with_thinking
+from ...parsing.output_format import Syntax
+from ...text.chat_template import MESSAGE_CHARS, TemplateRefusal, check_messages
+from ...text.tokenizer import APART_BYTES, log_refusal
+from ..engine_client import EngineClient
+from .chat_input import ChatInput
+from .conversation_tokens import Write
+from .fit import Turn, fit, fit_as_text
+from .seen_images import NO_IMAGES, SeenImages
+from .shield import NO_SHIELD, ContentMarks, Shield
+from .template_facts import CONTENTS, PROBES, TemplateFacts, probe
+
+Messages = Sequence[Mapping[str, Any]]
+TOOL_CHARS = 512  # a tool takes about as long as so much text
+OWN_FORMS: Mapping[str, Callable[[Messages], Messages]] = {
+    "mistral": with_short_ids,
+    "kimi": with_numbered_ids,
+    "harmony": with_thinking,
+}
+"""Changes to messages that the templates of some families expect."""
+
+CanSplice = Callable[[Messages, Write], Awaitable[bool]]
+
+
+class TemplateWriter:
+    """Writes conversations by the chat template of a model, in a form that the template takes.
+
+    ``can_splice``: whether token ids can stand for the second of some messages.
+    """
+
+    def __init__(self, llm: EngineClient, syntax: Syntax, can_splice: CanSplice) -> None:
+        self._llm, self._syntax, self._can_splice = llm, syntax, can_splice
+        self._facts: TemplateFacts | None = None
+        self._marks: ContentMarks | None = None
+        self._finding = asyncio.Lock()
+
+    async def facts(self) -> TemplateFacts:
+        """Return the abilities of the template; the first call finds them out."""
+        async with self._finding:
+            if self._facts is None:
+                self._facts = await self._found()
+            return self._facts
+
+    async def _found(self) -> TemplateFacts:
+        tokenizer = self._llm.tokenizer
+        if not tokenizer.chat_template:
+            return TemplateFacts(no_words=CONTENTS[0])
+        facts = await probe(tokenizer.try_chat)
+        write = partial(self._written, facts=facts, seen=NO_IMAGES, shield=NO_SHIELD)
+        splices = {kind: await self._can_splice(PROBES[kind], write) for kind in PROBES}
+        return replace(facts, splices=splices)
+
+    async def shield(self, chat: ChatInput) -> Shield:
+        """The shield under which a conversation is to be written."""
+        if self._llm.config.special_tokens_in_text:
+            return NO_SHIELD
+        tokenizer = self._llm.tokenizer
+        if self._marks is None:
+            written = await tokenizer.try_chat(PROBES[False])
+            find = partial(ContentMarks.of, tokenizer, self._syntax, written)
+            self._marks = await tokenizer.apart(APART_BYTES + 1, find)  # many names take long
+        work = partial(self._marks.shield, chat.messages, chat.shown_tools)
+        return await tokenizer.apart(_size(chat), work)
+
+    async def write(
+        self, chat: ChatInput, seen: SeenImages = NO_IMAGES, shield: Shield = NO_SHIELD
+    ) -> str:
+        """The text of a conversation, with those of its images.
+
+        Where the template fails on it, it is written in plainer forms. Raises `InvalidRequest`
+        that names the message and the cause where the template fails on all of them.
+        """
+        check_messages(chat.messages)
+        facts = await self.facts()
+        failed: TemplateRefusal | None = None
+        for form in (facts, facts.strictest(), facts.strictest().without_calls()):
+            try:
+                return await self._written(chat, facts=form, seen=seen, shield=shield)
+            except TemplateRefusal as error:
+                failed = failed or error
+        assert failed is not None
+        log_refusal(failed)
+        raise failed
+
+    async def _written(
+        self, chat: ChatInput, *, facts: TemplateFacts, seen: SeenImages, shield: Shield
+    ) -> str:
+        work = partial(self._turns, chat, facts, shield)
+        turns, tools = await self._llm.tokenizer.apart(_size(chat), work)
+        messages = seen.messages([turn.message for turn in turns], in_parts=facts.parts_alone)
+        try:
+            text = await self._llm.render_text(messages, chat.template, tools=tools, is_try=True)
+        except TemplateRefusal as error:
+            index = None if error.index is None else turns[error.index].index
+            error.cause = shield.plain(error.cause)
+            error.name(None if index is None else chat.path(index))
+            raise
+        return seen.expanded(shield.written(text))
+
+    def _turns(
+        self, chat: ChatInput, facts: TemplateFacts, shield: Shield
+    ) -> tuple[list[Turn], list[Mapping[str, Any]]]:
+        """The turns of a conversation for the template, and the tools."""
+        parser = self._syntax.tool_parser
+        messages, tools = shield.messages(chat.messages), shield.tools(chat.shown_tools)
+        if parser == GENERIC:
+            return fit_as_text(messages, tools, facts), []
+        turns = fit(messages, facts, parser)
+        if parser in OWN_FORMS:
+            written = OWN_FORMS[parser]([turn.message for turn in turns])
+            turns = [Turn(each, turn.index) for turn, each in zip(turns, written, strict=True)]
+        return turns, [tool.body for tool in tools]
+
+
+def _size(chat: ChatInput) -> int:
+    """About how long it takes to go through a conversation, in characters."""
+    contents = (message.get("content") for message in chat.messages)
+    texts = sum(len(content) for content in contents if isinstance(content, str))
+    return texts + MESSAGE_CHARS * len(chat.messages) + TOOL_CHARS * len(chat.tools)

@@ -1,0 +1,88 @@
+"""Bodies of requests as they arrive, and the bound on all that arrive at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.requests import Request
+
+from ..types.request_context import header
+from .content_coding import TooLarge, decode_body
+from .errors import MIN_RETRY_SECONDS, ApiError, ClientGone
+from .limits import Limits
+
+
+async def chunks(request: Request, limits: Limits, name: str) -> AsyncGenerator[bytes]:
+    """Yield a body within the limit of this name. Raises `ApiError` 413 and `ClientGone`.
+
+    After a refusal the connection reads the rest that a client still sends.
+    """
+    limit, size = int(getattr(limits, name)), 0
+    if int(header(request.scope, b"content-length") or 0) > limit:
+        raise _too_large(limits, name)
+    has_more = True
+    while has_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk, has_more = message.get("body", b""), message.get("more_body", False)
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limits, name)
+        yield chunk
+
+
+def content_coding(request: Request) -> str:
+    """The Content-Encoding of a request's body, "" for none."""
+    return ",".join(request.headers.getlist("content-encoding"))
+
+
+class BodyReader:
+    """Reads bodies into memory, and bounds those that arrive on all connections together."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._num_held = 0  # bytes of bodies that have not arrived wholly
+
+    async def read(self, request: Request) -> bytes:
+        """Return a body, decoded where it has a Content-Encoding.
+
+        Raises `ClientGone`, and `ApiError`: 400 and 415 for what cannot be decoded, 413, and 503
+        where all bodies together are too large.
+        """
+        parts: list[bytes] = []
+        try:
+            async with aclosing(chunks(request, self._limits, "max_body_bytes")) as arriving:
+                async for chunk in arriving:
+                    parts.append(chunk)
+                    self._num_held += len(chunk)
+                    if self._num_held > self._limits.max_bodies_bytes:
+                        raise self._full()
+            return await self._decoded(b"".join(parts), content_coding(request))
+        finally:
+            self._num_held -= sum(map(len, parts))
+
+    async def _decoded(self, data: bytes, coding: str) -> bytes:
+        if not coding:
+            return data
+        try:
+            return await asyncio.to_thread(decode_body, data, coding, self._limits.max_body_bytes)
+        except TooLarge:
+            raise _too_large(self._limits, "max_body_bytes") from None
+
+    def _full(self) -> ApiError:
+        most = self._limits.named("max_bodies_bytes")
+        return ApiError(
+            503,
+            f"the bodies of all requests together are larger than {most} bytes",
+            kind="server_error",
+            code="too_many_bodies",
+            headers={"retry-after": str(MIN_RETRY_SECONDS)},
+        )
+
+
+def _too_large(limits: Limits, name: str) -> ApiError:
+    message = f"the body is larger than {limits.named(name)} bytes"
+    return ApiError(413, message, code="body_too_large")

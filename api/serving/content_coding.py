@@ -1,0 +1,131 @@
+"""Decode bodies that come with a Content-Encoding, within a bound on their size."""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any, Protocol
+
+from .errors import ApiError
+
+MAX_CODINGS = 2  # of one body, one around the other
+MAX_STREAMS = 16  # of one body, one behind the other
+ZSTD_MODULES = ("compression.zstd", "backports.zstd")  # the former from Python 3.14 on
+IDENTITY = "identity"
+
+
+class TooLarge(Exception):  # noqa: N818 - the answer to it is an error of another name
+    """Raised for a body that is larger than the bound once it is decoded."""
+
+
+class Inflater(Protocol):
+    """A decompressor of one stream, as `zlib` has it."""
+
+    @property
+    def eof(self) -> bool:
+        """Whether the stream has ended."""
+
+    @property
+    def unused_data(self) -> bytes:
+        """Data behind its end."""
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes:
+        """The next bytes, no more than ``max_length``."""
+
+
+def decode_body(data: bytes, coding: str, most: int) -> bytes:
+    """Return the body of a request with this Content-Encoding.
+
+    Raises `ApiError` 415 for a coding that is not known and 400 for data that is not of it, and
+    `TooLarge` where the body would have more than ``most`` bytes; no more than that is decoded.
+    """
+    names = _names(coding)
+    known = _codings()
+    if len(names) > MAX_CODINGS or any(name not in known for name in names):
+        raise _unknown(coding)
+    for name in reversed(names):
+        try:
+            data = known[name](data, most)
+        except (zlib.error, EOFError, ValueError) as error:
+            message = f"the body is not valid {name}, which Content-Encoding names: {error}"
+            raise ApiError(400, message, param="Content-Encoding") from None
+    return data
+
+
+def refuse_coding(coding: str) -> None:
+    """Raise `ApiError` 415 for any coding: of a body that is not decoded here."""
+    if _names(coding):
+        raise ApiError(
+            415, f"Content-Encoding: {coding} is not supported here", param="Content-Encoding"
+        )
+
+
+def _names(coding: str) -> list[str]:
+    names = [each.strip().lower() for each in coding.split(",")]
+    return [name for name in names if name not in ("", IDENTITY)]
+
+
+def _unknown(coding: str) -> ApiError:
+    accepted = ", ".join(name for name in _codings() if not name.startswith("x-"))
+    message = f"Content-Encoding: {coding} is not supported; send {accepted}, or no coding"
+    return ApiError(415, message, param="Content-Encoding", headers={"accept-encoding": accepted})
+
+
+Decode = Callable[[bytes, int], bytes]
+
+
+@cache
+def _codings() -> Mapping[str, Decode]:
+    """The codings that can be decoded here."""
+    found: dict[str, Decode] = {"gzip": _gunzip, "x-gzip": _gunzip, "deflate": _inflate}
+    for name in ZSTD_MODULES:
+        with suppress(ImportError):
+            found["zstd"] = partial(_unzstd, importlib.import_module(name))
+            break
+    return found
+
+
+def _gunzip(data: bytes, most: int) -> bytes:
+    return _read_streams(data, most, lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS))
+
+
+def _inflate(data: bytes, most: int) -> bytes:
+    """Decode zlib's format, which HTTP means by deflate, or the bare one that some clients send."""
+    has_header = (
+        len(data) >= 2 and data[0] & 0xF == zlib.DEFLATED and not ((data[0] << 8 | data[1]) % 31)
+    )
+    wbits = zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
+    return _read_streams(data, most, lambda: zlib.decompressobj(wbits=wbits))
+
+
+def _unzstd(zstd: Any, data: bytes, most: int) -> bytes:  # noqa: ANN401 - one of two modules
+    try:
+        return _read_streams(data, most, zstd.ZstdDecompressor)
+    except zstd.ZstdError as error:
+        raise ValueError(str(error)) from None
+
+
+def _read_streams(data: bytes, most: int, make: Callable[[], Inflater]) -> bytes:
+    """Decode all streams that stand one behind another.
+
+    Raises EOFError for one that is cut off, and ValueError for too many: each takes a copy of the
+    rest.
+    """
+    parts: list[bytes] = []
+    size = 0
+    while data or not parts:
+        if len(parts) == MAX_STREAMS:
+            raise ValueError(f"it has more than {MAX_STREAMS} parts")
+        inflater = make()
+        part = inflater.decompress(data, most - size + 1)
+        size += len(part)
+        if size > most:
+            raise TooLarge
+        if not inflater.eof:
+            raise EOFError("it is cut off")
+        parts.append(part)
+        data = inflater.unused_data
+    return b"".join(parts)

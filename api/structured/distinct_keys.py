@@ -1,0 +1,153 @@
+"""A matcher of JSON in which no object has a key twice.
+
+The grammar library counts properties as they are written. Where an object needs a number of
+properties whose names are free, equal keys would count twice, though they are one property for
+every reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .ends.protocols import Matcher
+
+QUOTE, ESCAPE, COMMA = b'"'[0], b"\\"[0], b","[0]
+OBJECT, LIST, CLOSING = b"{"[0], b"["[0], b"]}"
+
+
+class _Place(NamedTuple):
+    """A place in a JSON text.
+
+    ``open``: for each open bracket the keys so far, None for a list. ``key``: the key that is being
+    written; ``is_text``: inside a string; ``is_key_next``: the next string is a key.
+    """
+
+    open: tuple[frozenset[bytes] | None, ...] = ()
+    key: bytes | None = None
+    is_text: bool = False
+    is_escaped: bool = False
+    is_key_next: bool = False
+
+    def behind(self, text: bytes) -> _Place | None:
+        """Return the place behind a text, or None if the text repeats a key."""
+        place: _Place | None = self
+        for byte in text:
+            if place is not None:
+                place = place._in_text(byte) if place.is_text else place._between(byte)
+        return place
+
+    def _in_text(self, byte: int) -> _Place | None:
+        if byte == QUOTE and not self.is_escaped:
+            keys = self.open[-1] if self.open else None
+            if self.key is None or keys is None:
+                return self._replace(is_text=False)
+            if self.key in keys:
+                return None
+            known = (*self.open[:-1], keys | {self.key})
+            return self._replace(open=known, key=None, is_text=False)
+        is_escaped = byte == ESCAPE and not self.is_escaped
+        key = None if self.key is None else self.key + bytes([byte])
+        return self._replace(key=key, is_escaped=is_escaped)
+
+    def _between(self, byte: int) -> _Place:
+        if byte == QUOTE:
+            return self._replace(
+                key=b"" if self.is_key_next else None, is_text=True, is_key_next=False
+            )
+        if byte in (OBJECT, LIST):
+            is_object = byte == OBJECT
+            keys: frozenset[bytes] | None = frozenset() if is_object else None
+            return self._replace(open=(*self.open, keys), is_key_next=is_object)
+        if byte in CLOSING:
+            return self._replace(open=self.open[:-1], is_key_next=False)
+        if byte == COMMA:
+            return self._replace(is_key_next=bool(self.open) and self.open[-1] is not None)
+        return self
+
+
+class DistinctKeysMatcher:
+    """Wraps a matcher at its beginning; has those of its methods that are used here.
+
+    ``texts``: the bytes of each token.
+    """
+
+    def __init__(self, matcher: Matcher, texts: Sequence[bytes]) -> None:
+        self._matcher = matcher
+        self._texts = texts
+        self._places = [_Place()]  # behind each token
+        self._quoted = np.array([i for i, text in enumerate(texts) if QUOTE in text], dtype=int)
+
+    def deep_copy(self) -> DistinctKeysMatcher:
+        """Copy the matcher with its state."""
+        copy = object.__new__(DistinctKeysMatcher)
+        copy._matcher, copy._texts = self._matcher.deep_copy(), self._texts
+        copy._places, copy._quoted = [*self._places], self._quoted
+        return copy
+
+    def try_consume_tokens(self, tokens: list[int], /) -> int:
+        """Consume tokens as far as they are allowed; how many were."""
+        places = self._along(tokens)
+        count = self._matcher.try_consume_tokens(tokens[: len(places)])
+        self._places += places[:count]
+        return count
+
+    def rollback(self, num_tokens: int, /) -> bool:
+        """Go back over the last tokens."""
+        del self._places[len(self._places) - num_tokens :]
+        return self._matcher.rollback(num_tokens)
+
+    def validate_tokens(self, tokens: list[int], /) -> int:
+        """Count the leading tokens that are allowed."""
+        return self._matcher.validate_tokens(tokens[: len(self._along(tokens))])
+
+    def compute_bitmask(self) -> bytes:
+        """Compute the mask of the next token, one bit a token."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        here = self._places[-1]
+        if not any(here.open):
+            return bits.tobytes()
+        mask = np.unpackbits(bits, bitorder="little")
+        for token_id in self._quoted[mask[self._quoted] > 0].tolist():
+            mask[token_id] = here.behind(self._texts[token_id]) is not None
+        return np.packbits(mask, bitorder="little").tobytes()
+
+    def compute_ff_tokens(self) -> list[int]:
+        """Compute the tokens that are sure to follow."""
+        tokens = self._matcher.compute_ff_tokens()
+        return tokens[: len(self._along(tokens))]
+
+    def compute_ff_bytes(self) -> bytes:
+        """Compute the bytes that are sure to follow."""
+        return self._matcher.compute_ff_bytes()
+
+    def is_accepting(self) -> bool:
+        """Whether the answer may end here."""
+        return self._matcher.is_accepting()
+
+    def is_stopped(self) -> bool:
+        """Whether nothing may follow but the end."""
+        return self._matcher.is_stopped()
+
+    def is_error(self) -> bool:
+        """Whether the matcher has failed."""
+        return self._matcher.is_error()
+
+    def get_error(self) -> str:
+        """Why the matcher has failed."""
+        return self._matcher.get_error()
+
+    def _along(self, tokens: Sequence[int]) -> list[_Place]:
+        """The places behind each of the tokens, up to one that repeats a key."""
+        places: list[_Place] = []
+        place = self._places[-1]
+        for token_id in tokens:
+            text = self._texts[token_id] if token_id < len(self._texts) else b""
+            following = place.behind(text)
+            if following is None:
+                break
+            place = following
+            places.append(place)
+        return places

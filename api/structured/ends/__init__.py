@@ -1,0 +1,1 @@
+"""The shortest ends of structured output, and which tokens leave room for them."""

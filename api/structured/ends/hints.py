@@ -1,0 +1,173 @@
+"""Hints of a grammar's schemas about its ends: short values, and how long an end may become."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from ..grammar_text import guidance_text
+from ..rewinding import named_tokens
+from ..schemas.walk import schemas_of, walk
+from .pattern_sample import samples
+from .protocols import Tokens
+from .search import NARROW, WIDE, EndSearch, Hints
+from .spelling import text_of
+from .token_table import TokenTable
+
+Ids = Sequence[int]
+Schema = Mapping[str, object]
+MAX_LEAVES = 48  # schemas of one grammar of which a short value is looked for
+MAX_VALUES = 512  # short values and ends of them
+MAX_MARKS = 48
+MAX_SUFFIXES = 40  # of one value
+LEAF_NODES, WIDE_NODES = 500, 200
+NUM_KEPT = 2048  # short values of leaves that are kept: schemas share them
+MAX_NUMBER = 1e15
+MAX_SAMPLES = 4  # texts of one pattern
+OF_TEXT = ("pattern", "format", "minLength", "maxLength")
+OF_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LAZY = re.compile(r"^\w+\[lazy\]: /\(\?s:\.\*\)((?:\\.|[^\\/])+)/$", re.MULTILINE)
+
+
+class HintFinder:
+    """Finds hints for the grammars of one vocabulary."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        table: TokenTable,
+        tokenizer: LLTokenizer,
+        limits: Mapping[str, int | bool],
+    ) -> None:
+        self._tokens = tokens
+        self._table = table
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self.short_text = lru_cache(NUM_KEPT)(self._short_text)
+
+    def hints(self, field: str, source: str) -> Hints:
+        """Hints for a grammar by its source."""
+        leaves = (leaf for schema in schemas_of(field, source) for leaf in _leaves(schema))
+        texts: set[bytes] = set()
+        for leaf in islice(leaves, MAX_LEAVES):
+            texts.add(leaf if isinstance(leaf, bytes) else self.short_text(json.dumps(leaf)))
+            texts.update(_guesses(leaf))
+        found = {part for text in texts if text for part in _parts(text)}
+        by_length = sorted(found, key=lambda text: (len(text), text))
+        values = [ids for text in by_length[:MAX_VALUES] if (ids := self._spelt(text))]
+        return Hints(
+            [*self._marks(field, source)][:MAX_MARKS],
+            sorted(values, key=len),
+            [*self._named(field, source)],
+        )
+
+    def _named(self, field: str, source: str) -> Iterator[int]:
+        """The tokens that a grammar names though they have a text of their own."""
+        if field == "grammar":
+            for token_id in sorted(named_tokens(source)):
+                if token_id < self._tokens.size and self._tokens.texts[token_id]:
+                    yield token_id
+
+    def _spelt(self, text: bytes) -> list[int]:
+        ids = self._tokens.spell(text)
+        return ids if text_of(self._tokens, ids) == text else []
+
+    def _short_text(self, leaf: str) -> bytes:
+        """The shortest JSON that a small schema allows, as far as a short search shows; or b""."""
+        schema = json.loads(leaf)
+        parts = dict.fromkeys(part for text in _guesses(schema) for part in _parts(text))
+        values = [ids for text in parts if (ids := self._spelt(text))]
+        hints = Hints(self._text_ends(), sorted(values, key=len))
+        for each in _anchored(schema):
+            source = guidance_text("json_schema", json.dumps(each))
+            limits = LLParserLimits(**self._limits)  # type: ignore[arg-type]
+            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+            if matcher.is_error():
+                continue
+            search = EndSearch(matcher, self._tokens, self._table, hints)
+            end = search.find(LEAF_NODES, NARROW)
+            most = None if end is None else len(end) - 1
+            end = search.find(WIDE_NODES, WIDE, most) or end
+            if end is not None:
+                return text_of(self._tokens, end)
+        return b""
+
+    def _text_ends(self) -> list[Ids]:
+        quote = self._tokens.id_of(b'"')
+        return [] if quote is None else [[quote]]
+
+    def _marks(self, field: str, source: str) -> Iterator[Ids]:
+        """The ends of a free text: a quotation mark, and the marks of a grammar's text."""
+        yield from self._text_ends()
+        if field != "grammar":
+            return
+        yield from ([token_id] for token_id in sorted(named_tokens(source)))
+        for mark in dict.fromkeys(_LAZY.findall(source)):
+            if ids := self._tokens(re.sub(r"\\(.)", r"\1", mark)):
+                yield ids
+
+
+def _leaves(schema: object) -> Iterator[Schema | bytes]:
+    """Schemas of texts and numbers that are not free, and the shortest of listed values."""
+    for each in walk(schema):
+        values = each.get("enum")
+        if isinstance(values, list) and len(values) > 1:
+            yield min((_written(value) for value in values), key=len)
+        for type_name, keys in (("string", OF_TEXT), ("number", OF_NUMBER)):
+            found = {key: each[key] for key in keys if key in each}
+            types = each.get("type", type_name)
+            names = types if isinstance(types, list) else [types]
+            if found and (
+                type_name in names or (type_name, "integer") in [("number", n) for n in names]
+            ):
+                is_integer = type_name == "number" and "integer" in names
+                yield {"type": "integer" if is_integer else type_name, **found}
+
+
+def _near_bounds(leaf: Schema) -> list[bytes]:
+    """Numbers that a schema may allow, next to its bounds."""
+    multiple = leaf.get("multipleOf")
+    step = multiple if isinstance(multiple, int) and multiple > 0 else 1
+    found: list[float] = []
+    for key in OF_NUMBER[:4]:
+        if isinstance(bound := leaf.get(key), int | float) and abs(bound) < MAX_NUMBER:
+            whole = math.floor(bound / step) * step
+            found += [
+                bound,
+                *(whole + steps * step for steps in (-1, 0, 1, 2)),
+                math.floor(bound) + 0.5,
+            ]
+    return [_written(int(value) if value == int(value) else value) for value in found]
+
+
+def _written(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
+
+
+def _anchored(schema: Schema) -> Iterator[Schema]:
+    """The schema with its pattern for the whole of a text, which is found faster; then itself."""
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        yield {**schema, "pattern": f"^(?:{pattern})$"}
+    yield schema
+
+
+def _guesses(leaf: Schema | bytes) -> list[bytes]:
+    """Values that the schema may allow: numbers next to its bounds, texts of its pattern."""
+    if isinstance(leaf, bytes):
+        return []
+    if not isinstance(pattern := leaf.get("pattern"), str):
+        return _near_bounds(leaf)
+    return [_written(text) for text in samples(pattern)[:MAX_SAMPLES]]
+
+
+def _parts(text: bytes) -> Iterator[bytes]:
+    """A text and its last bytes."""
+    yield text
+    yield from (text[at:] for at in range(max(1, len(text) - MAX_SUFFIXES), len(text) - 1))

@@ -1,0 +1,367 @@
+"""The shortest end of an answer: a search over what the grammar allows.
+
+A node of the search is what was written since its beginning. Nodes are taken up by their length in
+tokens. Of nodes that look alike, some only are followed: those at the same place of the answer with
+the same tokens allowed behind them, for what is inside a value seldom matters for what may come
+behind it. So an object of a hundred required properties takes some hundred nodes, and a string of a
+pattern some tens. The work is bounded by a number of nodes and never by time: the same state has
+the same end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from .protocols import Matcher, Tokens
+from .spelling import Speller, text_of
+from .token_table import Allowed, TokenTable
+
+Ids = Sequence[int]
+NUM_ENDS = 3  # that are compared: fewer bytes are not always fewer tokens
+NUM_MORE = 24  # nodes that are taken up behind the first end
+OPENING, CLOSING, COMMA, QUOTE = b"[{(", b"]})", b","[0], b'"'[0]
+STRUCTURE = frozenset(b'[{(]}),"')
+ENDS_OF_VALUES, BETWEEN_VALUES = b'}])"<', b",\n"
+OF_NUMBERS = b"0123456789.eE+-"
+BEHIND_VALUES = frozenset(b",:]}) \n\r\t")  # one of these follows a value, or its key
+DIGITS, LETTERS, CAPITALS = range(0x30, 0x3A), range(0x61, 0x7B), range(0x41, 0x5B)
+KINDS = (DIGITS, LETTERS, CAPITALS)
+SAME = frozenset(b"0123456789anzANZ")  # stand for all of a kind where all are allowed
+HIGH = 0x80  # from here on a byte is a part of a character
+OTHERS = frozenset(range(HIGH)).difference(*KINDS)
+ESCAPE = b"\\"[0]
+OBJECT, WORD = b"{"[0], frozenset(b"w")
+WORDS = bytes(0x77 if chr(byte).isalnum() or byte >= HIGH else byte for byte in range(256))
+MOST_SHAPE = 8  # bytes of a shape that are told apart
+
+
+class Place(NamedTuple):
+    """The place of a node in the answer, seen from the beginning of the search.
+
+    ``stack``: open brackets, each with the commas behind it; the first stands for those that were
+    open before. ``forced``: the last text that was forced and had structure, the key of a property
+    for example. ``run``: tokens since then, or since the last bracket or comma; ``shape``: what is
+    written there, with one letter for each word.
+    """
+
+    stack: tuple[tuple[int, int], ...] = ((0, 0),)
+    num_closed: int = 0
+    forced: bytes = b""
+    run: int = 0
+    shape: bytes = b""
+
+    def behind(self, text: bytes, num_tokens: int, *, is_forced: bool = False) -> Place:
+        """The place behind a text of so many tokens."""
+        if STRUCTURE.isdisjoint(text):
+            return self._replace(run=self.run + num_tokens, shape=_shape(self.shape, text))
+        stack, num_closed = list(self.stack), self.num_closed
+        for byte in text:
+            if byte in OPENING:
+                stack.append((byte, 0))
+            elif byte in CLOSING:
+                stack.pop()
+                if not stack:
+                    stack, num_closed = [(0, 0)], num_closed + 1
+            elif byte == COMMA:
+                bracket, num_commas = stack[-1]
+                stack[-1] = (bracket, num_commas + 1)
+        if is_forced and not WORD.isdisjoint(text.translate(WORDS)) and stack[-1][0] == OBJECT:
+            stack[-1] = (OBJECT, 0)  # behind a key, properties before it do not matter
+        return Place(tuple(stack), num_closed, text if is_forced else self.forced)
+
+
+def _shape(shape: bytes, text: bytes) -> bytes:
+    for byte in text.translate(WORDS):
+        if not shape or byte != shape[-1]:
+            shape += bytes([byte])
+    return shape[-MOST_SHAPE:]
+
+
+class Node(NamedTuple):
+    """Tokens that were written, how many of them count, and where that leads.
+
+    ``parent``: the node before, and a number for what was allowed there; ``step``: the last tokens.
+    """
+
+    cost: int
+    path: tuple[int, ...]
+    place: Place
+    parent: int
+    allowed: int
+    step: tuple[int, ...]
+    shape: bytes
+
+
+class Hints(NamedTuple):
+    """Texts that are worth trying, though the tokens that are allowed do not show it.
+
+    ``marks``: what may end a free text, such as the end of a thought. ``values``: short values of
+    the schemas in the grammar, and ends of them, shortest first. ``named``: tokens with a text that
+    the grammar asks for by their numbers.
+    """
+
+    marks: Sequence[Ids] = ()
+    values: Sequence[Ids] = ()
+    named: Sequence[int] = ()
+
+
+class Width(NamedTuple):
+    """The number of nodes that look alike and are followed: of one shape, and of all shapes.
+
+    ``learns``: bytes that led to the same tokens once are taken for the same from then on.
+    """
+
+    one_shape: int
+    all_shapes: int
+    learns: bool
+
+
+NARROW = Width(2, 96, True)
+WIDE = Width(24, 192, False)
+
+
+class EndSearch:
+    """One search, on a matcher that is given away."""
+
+    def __init__(self, matcher: Matcher, tokens: Tokens, table: TokenTable, hints: Hints) -> None:
+        self._matcher = matcher
+        self._tokens = tokens
+        self._table = table
+        self._hints = hints
+        self._path: tuple[int, ...] = ()  # where the matcher is
+        self.num_nodes = 0  # taken up so far
+
+    def find(
+        self, most_nodes: int, width: Width = NARROW, most: int | None = None
+    ) -> list[int] | None:
+        """The shortest end that so many nodes show, of ``most`` tokens at most, where given.
+
+        None where they show none.
+        """
+        self._begin(width)
+        ends: list[list[int]] = []
+        last = self.num_nodes + most_nodes
+        while self._heap and len(ends) < NUM_ENDS and self.num_nodes < last:
+            _, order, node = heappop(self._heap)
+            if node.parent in self._closed or (most is not None and node.cost > most):
+                continue
+            self.num_nodes += 1
+            end = self._take_up(node, order)
+            if end is not None:
+                ends.append(end)
+                last = min(last, self.num_nodes + NUM_MORE)
+            if self._matcher.is_error():
+                break
+        return min(ends, key=self._length, default=None)
+
+    def _begin(self, width: Width) -> None:
+        self._width = width
+        self._heap: list[tuple[int, int, Node]] = []
+        self._alike: Counter[tuple[Place, int]] = Counter()
+        self._closed: set[int] = set()  # nodes with a child behind which the value may end
+        self._led: dict[int, dict[tuple[int, ...], int]] = {}  # by what was allowed: to what
+        self._num_pushed = 0
+        self._push(Node(0, (), Place(), -1, 0, (), b""))
+
+    def _length(self, ids: Ids) -> tuple[int, int]:
+        return len(ids), len(text_of(self._tokens, ids))
+
+    def _push(self, node: Node) -> None:
+        order = self._num_pushed
+        self._num_pushed += 1
+        heappush(self._heap, (node.cost + len(node.place.stack), order, node))
+
+    def _take_up(self, node: Node, order: int) -> list[int] | None:
+        """Push what may follow the node; the end, where it is one."""
+        if not self._goto(node.path) or (along := self._along(node)) is None:
+            return None
+        is_last = along.cost == node.cost
+        if self._matcher.is_accepting():
+            if is_last:
+                self._closed.add(node.parent)
+            return self._rewritten(along.path)
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            return None
+        number = zlib.crc32(bits)
+        led = zlib.crc32(text_of(self._tokens, along.path[len(node.path) :]), number)
+        self._led.setdefault(node.allowed, {})[node.step] = led
+        allowed, place = self._table.allowed(bits), along.place
+        if led == node.allowed:  # nothing has changed
+            place = place._replace(shape=node.shape)
+        if not self._is_new(place, led, node.parent):
+            return None
+        ends = [*self._value_ends(allowed)] or [*self._hinted(allowed)]
+        if ends and is_last:
+            self._closed.add(node.parent)
+        for ids in ends or self._unlike(number, self._choices(allowed)):
+            self._push(
+                Node(
+                    along.cost + len(ids),
+                    (*along.path, *ids),
+                    place.behind(text_of(self._tokens, ids), len(ids)),
+                    order,
+                    number,
+                    tuple(ids),
+                    place.shape,
+                )
+            )
+        return None
+
+    def _is_new(self, place: Place, number: int, parent: int) -> bool:
+        """Whether so few nodes like this one were met before that it is followed."""
+        kinds = (place, self._width.one_shape), (place._replace(shape=b"*"), self._width.all_shapes)
+        siblings = Place(run=parent, shape=b"siblings"), self._width.one_shape
+        is_new = True
+        for kind, most in (*kinds, siblings):
+            self._alike[kind, number] += 1
+            is_new &= self._alike[kind, number] <= most
+        return is_new
+
+    def _unlike(self, number: int, steps: Iterator[Ids]) -> Iterator[Ids]:
+        """Steps without those that led where others did when the same was allowed."""
+        known = self._led.get(number, {}) if self._width.learns else {}
+        counts: Counter[int] = Counter()
+        for ids in steps:
+            led = known.get(tuple(ids), -1)
+            counts[led] += 1
+            if (
+                led < 0
+                or counts[led] <= self._width.one_shape
+                or len(text_of(self._tokens, ids)) > 1
+            ):
+                yield ids
+
+    # -- the way ----------------------------------------------------------------------------------
+
+    def _goto(self, path: tuple[int, ...]) -> bool:
+        """Be behind these tokens; False where that is not possible."""
+        same = 0
+        for ours, theirs in zip(self._path, path, strict=False):
+            if ours != theirs:
+                break
+            same += 1
+        if same < len(self._path):
+            self._matcher.rollback(len(self._path) - same)
+        self._path = path[:same]
+        return self._consume(path[same:])
+
+    def _consume(self, ids: Ids) -> bool:
+        count = self._matcher.try_consume_tokens(list(ids)) if ids else 0
+        if self._matcher.is_error():
+            return False
+        self._path += tuple(ids[:count])
+        return count == len(ids)
+
+    def _along(self, node: Node) -> Node | None:
+        """Go on as far as the grammar leaves nothing to choose; None where that fails."""
+        while not self._matcher.is_accepting():
+            ids = self._forced()
+            if not ids:
+                break
+            if not self._consume(ids):
+                return None
+            place = node.place.behind(text_of(self._tokens, ids), len(ids), is_forced=True)
+            node = node._replace(cost=node.cost + len(ids), path=self._path, place=place)
+        return None if self._matcher.is_error() else node
+
+    def _forced(self) -> Ids:
+        """Tokens that are sure to follow, or that spell what is."""
+        ids: Ids = self._tokens.spell(self._matcher.compute_ff_bytes())
+        if ids and self._matcher.validate_tokens(list(ids)) == len(ids):
+            return ids
+        return list(self._matcher.compute_ff_tokens())
+
+    def _rewritten(self, path: tuple[int, ...]) -> list[int]:
+        self._goto(())
+        ids = Speller(self._matcher, self._tokens).rewritten(path)
+        is_whole = not self._matcher.is_error() and self._matcher.is_accepting()
+        self._path = tuple(ids)
+        return ids if is_whole else list(path)
+
+    # -- what may follow --------------------------------------------------------------------------
+
+    def _value_ends(self, allowed: Allowed) -> Iterator[Ids]:
+        """Tokens that end a text, a value or a list: nothing shorter comes of anything else."""
+        if allowed.is_free:
+            yield from (ids for ids in self._hints.marks if self._leads(ids, is_free=True))
+            return
+        found = allowed.by_byte
+        for byte in ENDS_OF_VALUES + BETWEEN_VALUES:
+            if byte in BETWEEN_VALUES and not found.keys().isdisjoint(ENDS_OF_VALUES):
+                return
+            if byte in found and self._leads([found[byte]], is_sure=byte != QUOTE):
+                yield [found[byte]]
+                yield from self._special(allowed)
+                return
+        if found and found.keys() <= set(OF_NUMBERS):
+            yield from self._special(allowed)
+
+    def _hinted(self, allowed: Allowed) -> Iterator[Ids]:
+        """The first hint that makes a whole value here, or the rest of one."""
+        firsts = allowed.by_byte
+        for ids in self._hints.values:
+            is_possible = self._table.firsts[ids[0]] in firsts
+            if is_possible and self._leads(ids):
+                yield ids
+                return
+
+    def _leads(self, ids: Ids, *, is_free: bool = False, is_sure: bool = False) -> bool:
+        """Whether these tokens end a free text, or a value."""
+        if self._matcher.validate_tokens(list(ids)) < len(ids):
+            return False
+        num = self._matcher.try_consume_tokens(list(ids))
+        try:
+            if num < len(ids) or self._matcher.is_error():
+                return False
+            if self._matcher.is_accepting():
+                return True
+            return self._is_behind(is_free=is_free, is_sure=is_sure)
+        finally:
+            if not self._matcher.is_error():
+                self._matcher.rollback(num)
+
+    def _is_behind(self, *, is_free: bool, is_sure: bool) -> bool:
+        """Whether a free text, or a value, has ended here; ``is_sure``: if anything is forced."""
+        forced = self._matcher.compute_ff_bytes()
+        if forced:
+            return is_free or is_sure or forced[0] in BEHIND_VALUES
+        allowed = self._table.allowed(self._matcher.compute_bitmask())
+        if self._matcher.is_error():
+            return False
+        if is_free:
+            return not allowed.is_free
+        return bool(allowed.by_byte) and BEHIND_VALUES.issuperset(allowed.by_byte)
+
+    def _choices(self, allowed: Allowed) -> Iterator[Ids]:
+        """One token for every kind of text that may follow."""
+        found = allowed.by_byte
+        yield from self._special(allowed)
+        kinds = {kind: [byte for byte in kind if byte in found] for kind in KINDS}
+        for kind, runs in ((LETTERS, self._table.letters), (DIGITS, self._table.digits)):
+            if len(kinds[kind]) == len(kind):
+                yield from ([token_id] for token_id in self._parts(allowed, runs))
+        for kind, some in kinds.items():
+            yield from ([found[b]] for b in some if len(some) < len(kind) or b in SAME)
+        others = [byte for byte in found if byte in OTHERS]
+        if self._width.learns and any(kinds.values()) and ESCAPE in others:
+            others.remove(ESCAPE)  # which makes one character of several
+        yield from ([found[byte]] for byte in others)
+        high = [token_id for byte, token_id in found.items() if byte >= HIGH]
+        if high and len(high) == len(found):
+            yield from ([token_id] for token_id in {high[0], high[len(high) // 2], high[-1]})
+
+    def _special(self, allowed: Allowed) -> Iterator[Ids]:
+        named = (token_id for token_id in self._hints.named if allowed.has(token_id))
+        for token_id in (*allowed.special, *named):
+            if self._matcher.validate_tokens([token_id]) == 1:
+                yield [token_id]
+
+    def _parts(self, allowed: Allowed, runs: Ids) -> list[int]:
+        """Long tokens of letters or digits, for texts that have to be long."""
+        long = [token_id for token_id in runs if allowed.has(token_id)]
+        return [long[index] for index in sorted({0, len(long) // 2, len(long) - 1})] if long else []

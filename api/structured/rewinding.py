@@ -1,0 +1,90 @@
+"""A matcher that goes back over any token.
+
+The grammar library counts the bytes of a token to go back over it. Where a grammar names a token by
+its number, and that token has a text of its own, the count is wrong. `RewindingMatcher` begins
+anew there, and goes the way again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+
+from llguidance import LLMatcher
+
+_NAMED = re.compile(r"<\[([0-9,]+)\]>")
+
+
+def named_tokens(source: str) -> frozenset[int]:
+    """The tokens that the text of a grammar names by their numbers."""
+    lists = (found.split(",") for found in _NAMED.findall(source))
+    return frozenset(int(number) for each in lists for number in each if number)
+
+
+class RewindingMatcher:
+    """Wraps a matcher at its beginning; has those of its methods that are used here.
+
+    ``uncounted``: tokens that the matcher cannot go back over.
+    """
+
+    def __init__(self, matcher: LLMatcher, uncounted: Set[int]) -> None:
+        self._beginning = matcher
+        self._matcher = matcher.deep_copy()
+        self._uncounted = uncounted
+        self._path: list[int] = []
+
+    def deep_copy(self) -> RewindingMatcher:
+        """Copy the matcher with its state."""
+        copy = RewindingMatcher(self._beginning, self._uncounted)
+        copy._matcher = self._matcher.deep_copy()
+        copy._path = [*self._path]
+        return copy
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        """Consume tokens as far as they are allowed; how many were."""
+        count = self._matcher.try_consume_tokens(tokens)
+        self._path += tokens[:count]
+        return count
+
+    def rollback(self, num_tokens: int) -> bool:
+        """Go back over the last tokens."""
+        if not num_tokens:
+            return True
+        kept, dropped = self._path[:-num_tokens], self._path[-num_tokens:]
+        self._path = kept
+        if self._uncounted.isdisjoint(dropped):
+            return self._matcher.rollback(num_tokens)
+        self._matcher = self._beginning.deep_copy()
+        return self._matcher.try_consume_tokens(kept) == len(kept)
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """Count the leading tokens that are allowed."""
+        return self._matcher.validate_tokens(tokens)
+
+    def compute_bitmask(self) -> bytes:
+        """Compute the mask of the next token, one bit a token."""
+        return self._matcher.compute_bitmask()
+
+    def compute_ff_tokens(self) -> list[int]:
+        """Compute the tokens that are sure to follow."""
+        return self._matcher.compute_ff_tokens()
+
+    def compute_ff_bytes(self) -> bytes:
+        """Compute the bytes that are sure to follow."""
+        return self._matcher.compute_ff_bytes()
+
+    def is_accepting(self) -> bool:
+        """Whether the answer may end here."""
+        return self._matcher.is_accepting()
+
+    def is_stopped(self) -> bool:
+        """Whether nothing may follow but the end."""
+        return self._matcher.is_stopped()
+
+    def is_error(self) -> bool:
+        """Whether the matcher has failed."""
+        return self._matcher.is_error()
+
+    def get_error(self) -> str:
+        """Why the matcher has failed."""
+        return self._matcher.get_error()

@@ -1,0 +1,1 @@
+"""JSON schemas as others write them, as the grammar library takes them."""

@@ -1,0 +1,132 @@
+"""A caller's JSON schema as it is followed: with all that can be, and with what cannot be told.
+
+How strictly is said in the schema itself, under `OPTIONS`, as the grammar library does it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ....core.errors import InvalidRequest
+from .mending import Mender
+from .rewriting import Loss, Rewriter
+from .walk import Compiles, json_blocks
+
+logger = logging.getLogger(__name__)
+OPTIONS = "x-foretoken"
+MAX_TOLD = 4  # losses that are told in one line
+Strictness = Literal["strict", "exact", "loose"]
+"""The treatment of a keyword that cannot be followed.
+
+``strict``: it is refused. ``exact``: it is refused unless it is an annotation for every validator,
+as an unknown format is. ``loose``: it is left out, as narrowly as possible, and told in the log.
+"""
+
+
+def with_options(
+    schema: Mapping[str, object], strictness: Strictness, *, param: str, name: str = ""
+) -> dict[str, object]:
+    """A schema with how it is to be followed.
+
+    ``param``: the field that it came from, and ``name`` the part of it, for errors.
+    """
+    return {OPTIONS: {"strictness": strictness, "param": param, "name": name}, **schema}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A schema as it is followed, and whether equal keys must not count twice in it."""
+
+    schema: object
+    counts_keys: bool = False
+
+
+class Preparer:
+    """Prepares schemas. ``form``: options of the grammar library, which each gets."""
+
+    def __init__(self, compiles: Compiles, form: Callable[[str], Mapping[str, object]]) -> None:
+        self._compiles = compiles
+        self._form = form
+
+    def prepare(self, schema: object, param: str) -> Prepared:
+        """Raises `InvalidRequest` for what may not be left out, and for what is no schema."""
+        options = _Options.of(schema, param)
+        rewriter = Rewriter(schema, self._compiles)
+        try:
+            document = rewriter.document()
+            losses = [*rewriter.losses]
+            if self._compiles(document) is not None:
+                mender = Mender(self._compiles, rewriter.references)
+                document = mender.mend(document)
+                losses += mender.losses
+        except RecursionError:
+            raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+        except OverflowError:
+            raise InvalidRequest(f"{param} has a number that is too large", param=param) from None
+        _settle([*dict.fromkeys(losses)], options)
+        return Prepared(document, rewriter.counts_keys)
+
+    def grammar(self, text: str, param: str) -> tuple[str, bool]:
+        """The text of a grammar with its schemas prepared, those that have options.
+
+        Also whether equal keys must not count twice in any of them.
+        """
+        parts, counts_keys, end = [], False, 0
+        for schema, begin, after in json_blocks(text):
+            if isinstance(schema, Mapping) and OPTIONS in schema:
+                prepared = self.prepare(schema, param)
+                counts_keys |= prepared.counts_keys
+                parts += [text[end:begin], self.block(prepared.schema)]
+                end = after
+        return "".join([*parts, text[end:]]), counts_keys
+
+    def block(self, schema: object) -> str:
+        """A prepared schema as it stands inside a grammar."""
+        whole = schema if isinstance(schema, Mapping) else {"anyOf": [schema]}
+        return json.dumps({**whole, "x-guidance": self._form(json.dumps(whole))})
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The options by which one schema is followed."""
+
+    strictness: Strictness
+    param: str
+    name: str
+
+    @classmethod
+    def of(cls, schema: object, param: str) -> _Options:
+        given = schema.get(OPTIONS) if isinstance(schema, Mapping) else None
+        told = given if isinstance(given, Mapping) else {}
+        strictness = told.get("strictness")
+        return cls(
+            strictness if strictness in ("strict", "exact", "loose") else "exact",
+            str(told.get("param") or param),
+            str(told.get("name") or ""),
+        )
+
+
+def _settle(losses: list[Loss], options: _Options) -> None:
+    """Refuse what may not be left out; tell the rest in one line."""
+    for loss in losses:
+        is_refused = not loss.is_annotation or options.strictness == "strict"
+        if options.strictness != "loose" and is_refused:
+            where = ": ".join(filter(None, (options.name, loss.where)))
+            message = f"{options.param}: {loss.reason} ({where})"
+            raise InvalidRequest(message, param=options.param)
+    if losses and options.strictness == "loose":
+        logger.warning(
+            "%s: not all of the schema is followed: %s",
+            ": ".join(filter(None, (options.param, options.name))),
+            "; ".join(_told(losses)),
+        )
+
+
+def _told(losses: list[Loss]) -> Iterator[str]:
+    yield from (f"{loss.where} ({loss.reason})" for loss in losses[:MAX_TOLD])
+    if len(losses) > MAX_TOLD:
+        yield f"and {len(losses) - MAX_TOLD} more"

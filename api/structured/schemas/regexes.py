@@ -1,0 +1,159 @@
+"""Patterns of JSON schemas, which are ECMAScript's, as the grammar library reads them.
+
+It takes Rust's syntax without look-around. What has the same meaning in both is written anew; a
+look-ahead at the beginning of a pattern becomes a pattern of its own, beside the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+MAX_PATTERN = 10_000  # characters
+_SURROGATES = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_PART = re.compile(
+    r"(?P<code>\\[xupP]\{[^}]*\})|\\c(?P<control>[A-Za-z])|\\(?P<edge>[AzZ])|(?P<any>\[\^\])|(?P<set>\[)"
+    r"|(?P<count>\{[0-9]+(?:,[0-9]*)?\})|(?P<upto>\{,[0-9]+\})|(?P<brace>[{}])"
+    r"|\(\?(?P<look><?[=!])|\((?P<named>\?P?<)|(?P<other>\\.|.)",
+    re.DOTALL,
+)
+_IN_SET = re.compile(r"\\[xupP]\{[^}]*\}|\\.|\[:\^?\w+:\]|.", re.DOTALL)
+_DOUBLE = "&-~"  # twice in a set, one of these is an operator in Rust
+_META = frozenset(r"\.+*?()|[]{}^$")
+_NOT_BLANK = frozenset((r"\s*$", r"^\s*$", r"\s*\Z"))
+_NOT_EMPTY = frozenset(("$", "^$"))
+
+
+class NotRegularError(ValueError):
+    """A pattern that no automaton can follow: it looks around, or refers back."""
+
+
+def translated(pattern: str) -> str:
+    """The same pattern in Rust's syntax; raises `NotRegularError` where there is none."""
+    if len(pattern) > MAX_PATTERN:
+        raise NotRegularError(f"it has more than {MAX_PATTERN} characters")
+    return "".join(_parts(_SURROGATES.sub(_joined, pattern)))
+
+
+def _joined(found: re.Match[str]) -> str:
+    high, low = int(found[1], 16), int(found[2], 16)
+    return f"\\x{{{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:X}}}"
+
+
+def _parts(pattern: str) -> Iterator[str]:
+    at = 0
+    while at < len(pattern):
+        found = _PART.match(pattern, at)
+        assert found is not None
+        at = found.end()
+        if found["look"]:
+            raise NotRegularError("look-around is not supported")
+        if found["code"]:
+            yield found["code"]
+        elif found["set"]:
+            text, at = _set(pattern, at)
+            yield text
+        elif found["control"]:
+            yield f"\\x{ord(found['control'].upper()) - 64:02X}"
+        elif found["edge"]:
+            yield "^" if found["edge"] == "A" else "$"
+        elif found["any"]:
+            yield r"[\s\S]"
+        elif found["upto"]:
+            yield "{0" + found["upto"][1:]
+        elif found["brace"]:
+            yield f"\\{found['brace']}"
+        else:
+            yield _checked(found[0])
+
+
+def _checked(part: str) -> str:
+    if part in (r"\b", r"\B"):
+        raise NotRegularError("the edge of a word is not supported")
+    if part[0] == "\\" and part[1:].isdigit() and part != r"\0":
+        raise NotRegularError("a reference back is not supported")
+    return r"\x00" if part == r"\0" else part
+
+
+def _set(pattern: str, at: int) -> tuple[str, int]:
+    """A set of characters from behind its bracket, and where it ends."""
+    text = "[^" if pattern.startswith("^", at) else "["
+    at += len(text) - 1
+    last = ""
+    while not pattern.startswith("]", at) or text in ("[", "[^"):
+        found = _IN_SET.match(pattern, at)
+        if found is None:
+            raise NotRegularError("a bracket [ is not closed")
+        part = found[0]
+        if part == r"\b":
+            part = r"\x08"
+        elif part == "[" or (part in _DOUBLE and part == last):
+            part = f"\\{part}"
+        last = found[0]
+        text, at = text + part, found.end()
+    return f"{text}]", at + 1
+
+
+def split_looks(pattern: str) -> tuple[list[str], list[str]]:
+    """Patterns that together mean the same, and what is lost of it, by looking ahead.
+
+    Only where a pattern begins with ``^`` and then looks ahead.
+    """
+    patterns: list[str] = []
+    lost: list[str] = []
+    rest = pattern.removeprefix("^")
+    has_begin = rest != pattern
+    while (has_begin or not patterns) and rest.startswith(("(?=", "(?!")) and has_begin:
+        end = _group_end(rest)
+        inner, is_positive = rest[3:end], rest[2] == "="
+        rest = rest[end + 1 :]
+        if is_positive:
+            patterns.append(f"^(?:{inner})" if not inner.startswith("^") else inner)
+        elif inner in _NOT_BLANK:
+            patterns.append(r"\S")
+        elif inner in _NOT_EMPTY:
+            patterns.append(r"[\s\S]")
+        else:
+            lost.append(inner)
+    return [*patterns, f"^{rest}" if has_begin else rest], lost
+
+
+def _group_end(text: str) -> int:
+    """Index of the bracket that closes the group at the beginning; of the end where none does."""
+    depth, at = 0, 0
+    while at < len(text):
+        if text[at] == "\\":
+            at += 1
+        elif text[at] == "[":
+            at = _set(text, at + 1)[1] - 1
+        elif text[at] in "()":
+            depth += 1 if text[at] == "(" else -1
+            if depth == 0:
+                return at
+        at += 1
+    raise NotRegularError("a bracket ( is not closed")
+
+
+def none_of(texts: Sequence[str]) -> str:
+    """A pattern for all texts but these."""
+    return f"^(?:{_others(sorted(set(texts)))})$"
+
+
+def _others(texts: list[str]) -> str:
+    """All texts but these, of which the first characters may be the same: a tree of them."""
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            by_first.setdefault(text[0], []).append(text[1:])
+    branches = [] if "" in texts else [""]
+    if by_first:
+        firsts = "".join(map(_escaped, by_first))
+        branches.append(rf"[^{firsts}][\s\S]*")
+        branches += (f"{_escaped(first)}(?:{_others(rest)})" for first, rest in by_first.items())
+    else:
+        branches.append(r"[\s\S]+")
+    return "|".join(branches)
+
+
+def _escaped(char: str) -> str:
+    return f"\\x{{{ord(char):X}}}"

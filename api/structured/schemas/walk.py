@@ -1,0 +1,80 @@
+"""The schemas within a JSON schema, and within the text of a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+
+Compiles = Callable[[object], "str | None"]  # why a document does not compile; None: it does
+Path = tuple[str | int, ...]
+IN_MAPPINGS = (
+    "properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies",
+)  # fmt: skip
+IN_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+ALONE = (
+    "items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not", "if",
+    "then", "else", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+JSON_BLOCK = "%json "
+_DECODER = json.JSONDecoder()
+
+
+def subschemas(schema: Mapping[str, object]) -> Iterator[tuple[Path, object]]:
+    """The schemas right inside of one, each with its path there."""
+    for key in IN_MAPPINGS:
+        if isinstance(found := schema.get(key), Mapping):
+            for name, each in found.items():
+                if isinstance(each, Mapping | bool):
+                    yield (key, name), each
+    for key in IN_LISTS:
+        if isinstance(found := schema.get(key), list):
+            yield from (((key, index), each) for index, each in enumerate(found))
+    for key in ALONE:
+        if isinstance(found := schema.get(key), Mapping | bool):
+            yield (key,), found
+
+
+def walk(schema: object) -> Iterator[Mapping[str, object]]:
+    """A schema and all within it, each object once."""
+    left, seen = [schema], set()
+    while left:
+        each = left.pop()
+        if isinstance(each, Mapping) and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            left += [inner for _, inner in subschemas(each)]
+
+
+def schemas_of(field: str, source: str) -> list[object]:
+    """The JSON schemas of a source: itself, or those that a grammar has in it."""
+    if field == "json_schema":
+        return [json.loads(source)]
+    return [schema for schema, _, _ in json_blocks(source)] if field == "grammar" else []
+
+
+def json_blocks(text: str) -> Iterator[tuple[object, int, int]]:
+    """The schemas in the text of a grammar, each with where its JSON begins and ends."""
+    end = 0
+    while (at := text.find(JSON_BLOCK, end)) >= 0:
+        begin = end = at + len(JSON_BLOCK)
+        try:
+            schema, end = _DECODER.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            continue
+        yield schema, begin, end
+
+
+def resolve(root: object, reference: object) -> object:
+    """The target of a reference into the same document; None where there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(key)
+        elif isinstance(found, list) and key.isdigit() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found

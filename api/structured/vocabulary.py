@@ -1,0 +1,96 @@
+"""The model's tokens for llguidance, and tokenisation of texts inside an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from ..text.tokenizer import Tokenizer
+
+NUM_FORCED_TEXTS = 4096  # whose tokens are kept: requests of one schema share them
+FORCED_CHARS = 256  # of a forced text that are tokenised as the model would; more is never needed
+
+
+class Vocabulary:
+    """The model's tokens for llguidance, and tokenisation of texts inside an answer.
+
+    It adds one more token, ``end``, behind the model's own: it stands for the end of the answer.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = None  # let llguidance add it
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self.size = self.end = vocab_size
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        # A token that ends the answer is never a part of its text, however it is spelt.
+        special = {i for i in tokenizer.special_ids | eos_ids if 0 <= i < vocab_size}
+        self.special_token_ids = np.array(sorted(special), dtype=np.int64)
+        self.texts = [b"" if i in special else each for i, each in enumerate(self.tokens)]
+        self._ids = {text: i for i, text in reversed([*enumerate(self.texts)]) if text}
+        self._byte_ids = [self._ids.get(bytes([value])) for value in range(256)]
+        self._lengths = [0] * 256  # of the longest token, by its first byte
+        for text in self._ids:
+            self._lengths[text[0]] = max(self._lengths[text[0]], len(text))
+        self._encode = tokenizer.encode_word
+        self._forced = lru_cache(NUM_FORCED_TEXTS)(self._tokenize)
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids of a text that stands inside a longer one; they spell exactly these bytes.
+
+        Of a long one the end is spelt byte by byte: by then it will have been asked for anew.
+        """
+        ids = list(self._forced(text[:FORCED_CHARS]))
+        if len(text) > FORCED_CHARS and self._spells(ids, text[:FORCED_CHARS]):
+            rest = [self._byte_ids[value] for value in text[FORCED_CHARS:].encode()]
+            ids += rest[: rest.index(None)] if None in rest else rest  # type: ignore[arg-type]
+        return ids
+
+    def id_of(self, text: bytes) -> int | None:
+        """The token that is exactly this."""
+        return self._ids.get(text)
+
+    def _spells(self, ids: Sequence[int], text: str) -> bool:
+        return b"".join(self.texts[token_id] for token_id in ids) == text.encode()
+
+    def _tokenize(self, text: str) -> tuple[int, ...]:
+        """The tokenizer's own ids, if need be behind a line break, else the longest ones.
+
+        Some tokenizers put a space before a text's first word.
+        """
+        data = text.encode()
+        for before in ("", "\n"):
+            ids = self._ending(self._encode(before + text), data)
+            if ids is not None:
+                return ids
+        return tuple(self.spell(data))
+
+    def _ending(self, ids: Sequence[int], data: bytes) -> tuple[int, ...] | None:
+        """The last of ``ids`` if they spell ``data``, nothing more and nothing less."""
+        length = 0
+        for index in range(len(ids), -1, -1):
+            if length == len(data):
+                found = tuple(ids[index:])
+                return found if b"".join(self.texts[i] for i in found) == data else None
+            if index == 0 or not (0 <= ids[index - 1] < self.size):
+                return None
+            length += len(self.texts[ids[index - 1]])
+        return None
+
+    def spell(self, data: bytes) -> list[int]:
+        """The longest token that fits, over and over; stops at a byte that no token begins with."""
+        ids: list[int] = []
+        while data and (token_id := self.longest(data)) is not None:
+            ids.append(token_id)
+            data = data[len(self.texts[token_id]) :]
+        return ids
+
+    def longest(self, data: bytes) -> int | None:
+        """The longest token that these bytes begin with."""
+        for length in range(min(self._lengths[data[0]], len(data)), 0, -1):
+            if (token_id := self._ids.get(data[:length])) is not None:
+                return token_id
+        return None

@@ -1,0 +1,119 @@
+"""LiteralEncoder: token ids of texts in which what spells out a mark stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ...core.errors import InvalidRequest
+from .marks import Marks
+
+ANCHOR = "\ue000"  # private use: no vocabulary joins it to what follows
+
+
+class _Segment(NamedTuple):
+    """A part of a text between two marks, and the ids that it has in the whole text.
+
+    ``mark``: the id of the mark behind it, None at the end.
+    """
+
+    text: str
+    ids: list[int]
+    mark: int | None
+
+
+class Encoder:
+    """Encodes texts by a tokenizer of the library tokenizers, whole or behind others."""
+
+    def __init__(self, backend: Any) -> None:  # noqa: ANN401 - tokenizers is untyped
+        self.backend = backend
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text."""
+        # The batch call gives the interpreter lock back while it works; `encode` keeps it.
+        try:
+            batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:
+            text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
+            raise
+        return list(batch[0].ids)
+
+    def encode_behind(self, text: str) -> list[int]:
+        """Token ids of a text that stands behind others: no space is added in front of it."""
+        if not self._adds_prefix:
+            return self.encode(text)
+        anchor, ids = self.encode(ANCHOR), self.encode(ANCHOR + text)
+        if ids[: len(anchor)] != anchor:
+            raise InvalidRequest("the prompt cannot be tokenised in parts", param="prompt")
+        return ids[len(anchor) :]
+
+    @cached_property
+    def _adds_prefix(self) -> bool:
+        """Whether the beginning of a text gets a space, as SentencePiece has it."""
+        alone, anchor, both = (self.encode(each) for each in ("a", ANCHOR, f"{ANCHOR}a"))
+        return both != [*anchor, *alone]
+
+
+class LiteralEncoder(Encoder):
+    """A copy of a tokenizer that reads none of the ``names`` in a text as a token of its own."""
+
+    def __init__(self, plain: Encoder, names: frozenset[str]) -> None:
+        made = json.loads(plain.backend.to_str())
+        for token in made["added_tokens"]:
+            token["special"] = token["content"] in names
+        backend = type(plain.backend).from_str(json.dumps(made))
+        backend.encode_special_tokens = True
+        super().__init__(backend)
+        self._plain, self._names, self._marks = plain, names, Marks(names)
+        self._ids = frozenset(backend.token_to_id(name) for name in names)
+
+    def encode_with(
+        self, text: str, replaced: Mapping[str, str], *, is_first: bool = True
+    ) -> list[int]:
+        """Token ids of a text; names are tokens, but for those in what ``replaced`` brings in.
+
+        ``replaced``: pieces of the text, and what stands in their places. A part between two names
+        without any has the ids of the plain tokenizer. ``is_first``: nothing stands before it.
+        """
+        pieces = re.compile("|".join(map(re.escape, replaced)))
+        ids: list[int] = []
+        for number, segment in enumerate(self._segments(text)):
+            begins = is_first if number == 0 else self._begins_anew
+            if pieces.search(segment.text) is not None:
+                literal = pieces.sub(lambda found: replaced[found[0]], segment.text)
+                ids += self._literal_ids(literal, begins=begins)
+            elif number or is_first:
+                ids += segment.ids
+            else:
+                ids += self._plain.encode_behind(segment.text)
+            if segment.mark is not None:
+                ids.append(segment.mark)
+        return ids
+
+    def _segments(self, text: str) -> Iterator[_Segment]:
+        """The parts between names, each of which every tokenizer encodes by itself."""
+        (whole,) = self._plain.backend.encode_batch([text], add_special_tokens=False)
+        ids, at, first = list(whole.ids), 0, 0
+        for number, (token_id, (start, end)) in enumerate(zip(ids, whole.offsets, strict=True)):
+            # The token of an unknown character may have a name, too.
+            if token_id in self._ids and text[start:end].strip() in self._names:
+                yield _Segment(text[at:start], ids[first:number], token_id)
+                at, first = end, number + 1
+        yield _Segment(text[at:], ids[first:], None)
+
+    def _literal_ids(self, text: str, *, begins: bool) -> list[int]:
+        encode = self.encode if begins else self.encode_behind
+        ids = encode(text)
+        if self._ids.isdisjoint(ids):
+            return ids
+        # The model has a name in its own vocabulary. No token may reach over a place inside one.
+        first, *rest = self._marks.parts(text)
+        return [*encode(first), *(each for part in rest for each in self.encode_behind(part))]
+
+    @cached_property
+    def _begins_anew(self) -> bool:
+        """Whether a text behind a token of a name is encoded like one that stands alone."""
+        return self._plain.encode(f"{min(self._names)}a")[1:] == self._plain.encode("a")

@@ -1,0 +1,158 @@
+"""Marks: texts that a tokenizer reads as tokens of their own, wherever they stand.
+
+A text that spells one out forges what only a template should write, such as the end of a turn. A
+mark is broken by a character behind its first one: no tokenizer finds it then, a template writes
+the text as it is, and the character is taken out again before the text becomes tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+MIN_CHARS = 2  # of a mark: a shorter one cannot be broken
+MIN_EDGE = 2  # characters of a part of a mark at an end of a text that count as one
+_PRIVATE = (range(0xE0F0, 0xF900), range(0xF0000, 0xFFFFE))  # characters that mean nothing
+
+
+class Marks:
+    """Finds and breaks the marks in texts. A part of a mark at an end of a text counts as one: the
+    text beside it may have the rest.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(name for name in names if is_mark(name))
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def is_in(self, text: str) -> bool:
+        """Whether a text has a mark, or a part of one at an end. O(text), for many marks too."""
+        if self._pattern.search(text) is not None:
+            return True
+        return self._may_have_edges(text) and any(self._edges(text))
+
+    def found(self, text: str) -> list[str]:
+        """The marks in a text, in order."""
+        return self._pattern.findall(text)
+
+    def broken(self, text: str, breaker: str) -> str:
+        """The text with ``breaker`` inside each mark and at an end that has a part of one."""
+        cuts = sorted({*self._inside(text), *self._edges(text)})
+        pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
+        return breaker.join(text[start:end] for start, end in pieces)
+
+    def parts(self, text: str) -> list[str]:
+        """The text cut inside each mark."""
+        cuts = self._inside(text)
+        pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
+        return [text[start:end] for start, end in pieces]
+
+    def _inside(self, text: str) -> list[int]:
+        """A place inside each mark."""
+        return [found.start() + 1 for found in self._starts.finditer(text)]
+
+    def _may_have_edges(self, text: str) -> bool:
+        return text[-MIN_EDGE:] in self._tail_ends or text[:MIN_EDGE] in self._head_starts
+
+    def _edges(self, text: str) -> Iterator[int]:
+        """A place inside each part of a mark that stands at an end of the text."""
+        if text[-MIN_EDGE:] in self._tail_ends:
+            first = max(0, len(text) - self._most_chars + 1)
+            for start in range(first, len(text) - MIN_EDGE + 1):
+                if text[start:] in self._beginnings:
+                    yield start + 1
+        if text[:MIN_EDGE] in self._head_starts:
+            for end in range(MIN_EDGE, min(len(text), self._most_chars - 1) + 1):
+                if text[:end] in self._endings:
+                    yield end - 1
+
+    @cached_property
+    def _most_chars(self) -> int:
+        return max(map(len, self.names), default=0)
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(name[:n] for name in self.names for n in range(MIN_EDGE, len(name)))
+
+    @cached_property
+    def _endings(self) -> frozenset[str]:
+        return frozenset(name[-n:] for name in self.names for n in range(MIN_EDGE, len(name)))
+
+    @cached_property
+    def _tail_ends(self) -> frozenset[str]:
+        return frozenset(each[-MIN_EDGE:] for each in self._beginnings)
+
+    @cached_property
+    def _head_starts(self) -> frozenset[str]:
+        return frozenset(each[:MIN_EDGE] for each in self._endings)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(any_of(self.names))
+
+    @cached_property
+    def _starts(self) -> re.Pattern[str]:
+        """Finds every mark, also those that begin inside another one."""
+        return re.compile(f"(?={any_of(self.names)})")
+
+
+def is_mark(name: str) -> bool:
+    """Whether a token is a mark: not if it is a word, a number or white space, as text has them."""
+    return len(name) >= MIN_CHARS and not name.isalnum() and not name.isspace()
+
+
+def unused_char(texts: Iterable[str]) -> str | None:
+    """A private character that none of these texts has, nor its escape; None where all are used."""
+    known = list(texts)
+    return next(
+        (
+            char
+            for char in map(chr, _private())
+            if not any(char in text or escape(char) in text for text in known)
+        ),
+        None,
+    )
+
+
+def escape(char: str) -> str:
+    """The way in which JSON and Python write a private character as ASCII."""
+    return char.encode("unicode_escape").decode()
+
+
+def _private() -> Iterator[int]:
+    for codes in _PRIVATE:
+        yield from codes
+
+
+def any_of(words: Iterable[str]) -> str:
+    """A regular expression that matches one of the words; it takes no longer for many of them.
+
+    Beginnings that words share are tried once, and so are their ends.
+    """
+    tree: dict[str, dict[str, object]] = {}
+    for word in words:
+        at: dict[str, object] = tree  # type: ignore[assignment]
+        for char in word:
+            at = at.setdefault(char, {})  # type: ignore[assignment]
+        at[""] = {}
+    return _expression(tree) if tree else "(?!)"  # type: ignore[arg-type]
+
+
+def _expression(tree: dict[str, object]) -> str:
+    by_rest: defaultdict[str, list[str]] = defaultdict(list)
+    for char, rest in tree.items():
+        if char:
+            by_rest[_expression(rest)].append(char)  # type: ignore[arg-type]
+    options = [_char_class(chars) + rest for rest, chars in by_rest.items()]
+    if "" in tree:
+        options.append("")  # the longest word first
+    return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
+
+
+def _char_class(chars: list[str]) -> str:
+    if len(chars) == 1:
+        return re.escape(chars[0])
+    return f"[{''.join(map(re.escape, sorted(chars)))}]"

@@ -1,0 +1,343 @@
+"""The head of a GGUF file: its metadata, and the names and places of its tensors.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Each count, length and place in
+the file is compared with the size of the file before it is used. So time and memory are bounded by
+that size, whatever a damaged or hostile file says.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as GgmlType
+from gguf import GGUFValueType as ValueType
+from numpy.typing import NDArray
+
+from ...errors import ModelLoadError
+from .files import shown_names
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_LFS = b"version https://git-lfs"
+_MOST_NUMBERS = 4096  # of an array that is read: as many as a model may have layers
+_MOST_DIMENSIONS = 4
+_MOST_NAME_BYTES = 1024
+_LEAST_FIELD = 8 + 4 + 1  # bytes: the length of a name, a type, a value
+_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # the length of a name, their number, one dimension, type, place
+_NUMBERS = {
+    ValueType.UINT8: "B",
+    ValueType.INT8: "b",
+    ValueType.UINT16: "H",
+    ValueType.INT16: "h",
+    ValueType.UINT32: "I",
+    ValueType.INT32: "i",
+    ValueType.FLOAT32: "f",
+    ValueType.BOOL: "?",
+    ValueType.UINT64: "Q",
+    ValueType.INT64: "q",
+    ValueType.FLOAT64: "d",
+}
+_WHOLE: dict[GgmlType, type[np.generic]] = {  # types of one number each; others have blocks
+    GgmlType.F32: np.float32,
+    GgmlType.F16: np.float16,
+    GgmlType.F64: np.float64,
+    GgmlType.I8: np.int8,
+    GgmlType.I16: np.int16,
+    GgmlType.I32: np.int32,
+    GgmlType.I64: np.int64,
+}
+_REMOVED = {
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+}  # fmt: skip
+"""Types that llama.cpp has dropped, by number."""
+
+
+class _DamagedError(Exception):
+    """The bytes of a file contradict each other; the message says where."""
+
+
+class SkippedArray(NamedTuple):
+    """An array of texts or of many numbers, whose items are not read: a vocabulary, say."""
+
+    num_items: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a GGUF file; ``shape`` as the file has it, the innermost dimension first."""
+
+    name: str
+    tensor_type: GgmlType
+    shape: tuple[int, ...]
+    stored: NDArray[np.uint8]  # its bytes, which are memory-mapped
+
+    @property
+    def data(self) -> NDArray[Any]:
+        """The numbers, or for types of blocks their bytes, the outermost dimension first."""
+        shape = self.shape[::-1]
+        if (kind := _WHOLE.get(self.tensor_type)) is not None:
+            return self.stored.view(kind).reshape(shape)
+        return self.stored.reshape(gguf.quant_shape_to_byte_shape(shape, self.tensor_type))
+
+
+class _Place(NamedTuple):
+    """A tensor before its bytes are looked for."""
+
+    name: str
+    kind: int
+    shape: tuple[int, ...]
+    offset: int  # behind the head
+
+
+class GgufReader:
+    """A memory-mapped GGUF file. Raises `ModelLoadError` for one that is damaged or no such file.
+
+    ``values``: the metadata by name, texts as bytes. ``head``: the bytes before the tensors.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            self._data = _mapped(file)
+            cursor = _Cursor(self._data.data)
+            num_tensors = _read_start(cursor)
+            num_values = cursor.count("key/value pairs", _LEAST_FIELD)
+            self.values = dict(_read_values(cursor, num_values))
+            places = _read_places(cursor, num_tensors)
+            start = _aligned(cursor.at, self._alignment())
+            self.head = self._data[:start].tobytes()
+            self.tensors = self._find(places, start)
+        except _DamagedError as error:
+            raise ModelLoadError(f"{file} is damaged: {error}") from None
+        except OSError as error:
+            raise ModelLoadError(f"{file} cannot be read: {error.strerror or error}") from None
+
+    def get(self, name: str) -> Any:  # noqa: ANN401 - whatever the file has
+        """A value of the metadata; None if there is none, or for a `SkippedArray`."""
+        value = self.values.get(name)
+        if isinstance(value, SkippedArray):
+            return None
+        if not isinstance(value, bytes):
+            return value
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise ModelLoadError(f"{self.file} is damaged: {name} is not valid UTF-8") from None
+
+    def release(self) -> None:
+        """Unmap the pages that were read; they are mapped again where a tensor is still in use."""
+        pages = getattr(self._data, "_mmap", None)
+        if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED)
+
+    def _alignment(self) -> int:
+        """Bytes at whose multiples tensors begin."""
+        given = self.values.get("general.alignment", 32)
+        if not isinstance(given, int) or given < 1 or given & (given - 1):
+            raise _DamagedError(f"general.alignment must be a power of two, not {given!r}")
+        return given
+
+    def _find(self, places: list[_Place], start: int) -> list[GgufTensor]:
+        """Cut the tensors out of the file. Raises `ModelLoadError` for unknown types."""
+        known = {int(kind) for kind in GgmlType}
+        for kind in {place.kind for place in places} - known:
+            names = [place.name for place in places if place.kind == kind]
+            called = _REMOVED.get(kind, f"number {kind}")
+            raise unsupported_type(self.file, called, names)
+        return [self._cut(place, start) for place in places]
+
+    def _cut(self, place: _Place, start: int) -> GgufTensor:
+        kind = GgmlType(place.kind)
+        block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if place.shape[0] % block:
+            shown = f"rows of {place.shape[0]:,} numbers"
+            raise _DamagedError(f"{place.name} has {shown}, but {kind.name} has blocks of {block}")
+        begin = start + place.offset
+        end = begin + math.prod(place.shape) // block * num_bytes
+        if end > len(self._data):
+            size = f"the file has {len(self._data):,} bytes"
+            raise _DamagedError(f"{place.name} ends at byte {end:,}, but {size}: is it cut off?")
+        return GgufTensor(place.name, kind, place.shape, self._data[begin:end])
+
+
+def open_gguf(file: Path) -> GgufReader:
+    """Open a file, or take the reader of the last call if it was the same file, unchanged.
+
+    To pass over a vocabulary takes a quarter of a second, and a load asks several times. Raises
+    `ModelLoadError`.
+    """
+    try:
+        status = file.stat()
+    except OSError:
+        return GgufReader(file)  # raises what it is
+    return _opened(file, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=1)
+def _opened(file: Path, mtime_ns: int, size: int) -> GgufReader:  # noqa: ARG001 - of the key
+    return GgufReader(file)
+
+
+def unsupported_type(file: Path, kind: str, names: Iterable[str]) -> ModelLoadError:
+    """The error to raise about tensors of a type that is not supported."""
+    return ModelLoadError(
+        f"{file}: the quantisation {kind} of {shown_names(list(names))} is not supported; take "
+        "another file of the model"
+    )
+
+
+class _Cursor:
+    """A place in the bytes of a file. Raises `_DamagedError` for what is behind their end."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.at = data, 0
+
+    @property
+    def left(self) -> int:
+        """Bytes from here to the end."""
+        return len(self.data) - self.at
+
+    def take(self, num_bytes: int, what: str) -> memoryview:
+        """Return the next bytes, and step behind them."""
+        if num_bytes > self.left:
+            raise _DamagedError(
+                f"{what} takes {num_bytes:,} bytes at byte {self.at:,}, but {self.left:,} are left"
+            )
+        begin, self.at = self.at, self.at + num_bytes
+        return self.data[begin : self.at]
+
+    def numbers(self, form: str, what: str) -> tuple[Any, ...]:
+        """Read numbers of a form of `struct`."""
+        whole = f"<{form}"
+        return struct.unpack(whole, self.take(struct.calcsize(whole), what))
+
+    def number(self, form: str, what: str) -> Any:  # noqa: ANN401 - as the form says
+        """Read one number."""
+        return self.numbers(form, what)[0]
+
+    def count(self, what: str, least: int) -> int:
+        """Read a number of things that take at least so many bytes each."""
+        found: int = self.number("Q", f"the number of {what}")
+        if found * least > self.left:
+            raise _DamagedError(f"it names {found:,} {what}, but {self.left:,} bytes are left")
+        return found
+
+    def text(self, what: str) -> bytes:
+        """Read a length and as many bytes."""
+        return bytes(self.take(self.number("Q", f"the length of {what}"), what))
+
+    def skip_texts(self, count: int, what: str) -> None:
+        """Step behind so many texts. A loop of its own: a vocabulary has 200,000."""
+        data, at, end = self.data, self.at, len(self.data)
+        for _ in range(count):
+            at += 8 + int.from_bytes(data[at : at + 8], "little")
+            if at > end:
+                raise _DamagedError(f"a text of {what} ends at byte {at:,} of {end:,}")
+        self.at = at
+
+    def name(self, what: str) -> str:
+        """Read a name, which errors may show."""
+        length: int = self.number("Q", f"the length of {what}")
+        if length > _MOST_NAME_BYTES:
+            raise _DamagedError(f"{what} has {length:,} bytes, more than {_MOST_NAME_BYTES}")
+        found = str(self.take(length, what), "utf-8", "replace")
+        if not found.isprintable() or "\ufffd" in found:
+            raise _DamagedError(f"{what} is not a printable text in UTF-8")
+        return found
+
+
+def _mapped(file: Path) -> NDArray[np.uint8]:
+    """Map a file into memory. Raises `ModelLoadError` for one that is not there or empty."""
+    if not file.exists():
+        raise ModelLoadError(f"{file}: no such file")
+    if not file.is_file():
+        raise ModelLoadError(f"{file} is not a file")
+    if not file.stat().st_size:
+        raise ModelLoadError(f"{file} is empty")
+    return np.memmap(file, mode="r")
+
+
+def _read_start(cursor: _Cursor) -> int:
+    """Read what begins a file; returns the number of its tensors."""
+    begin = bytes(cursor.data[: len(_LFS)])
+    if begin == _LFS:
+        raise _DamagedError("it is a pointer of Git LFS, in place of the file: fetch that")
+    if begin[:4] != _MAGIC:
+        raise _DamagedError(f"it is no GGUF file: it begins with {begin[:4]!r}")
+    cursor.at = 4
+    version: int = cursor.number("I", "the version")
+    if version & 0xFFFF == 0:
+        raise _DamagedError("it is of a big-endian machine, or its version is 0")
+    if version not in _VERSIONS:
+        raise _DamagedError(f"version {version} of the format is not supported, 2 and 3 are")
+    return cursor.count("tensors", _LEAST_TENSOR)
+
+
+def _read_values(cursor: _Cursor, count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for number in range(count):
+        name = cursor.name(f"the name of value {number}")
+        if name in found:
+            raise _DamagedError(f"{name} is there twice")
+        found[name] = _read_value(cursor, name, cursor.number("I", f"the type of {name}"))
+    return found
+
+
+def _read_value(cursor: _Cursor, name: str, kind: int) -> Any:  # noqa: ANN401
+    if kind == ValueType.STRING:
+        return cursor.text(name)
+    if kind == ValueType.ARRAY:
+        return _read_array(cursor, name)
+    return cursor.number(_form(name, kind), name)
+
+
+def _read_array(cursor: _Cursor, name: str) -> list[Any] | SkippedArray:
+    kind: int = cursor.number("I", f"the type of items of {name}")
+    if kind == ValueType.STRING:
+        num_items = cursor.count(f"texts of {name}", 8)
+        cursor.skip_texts(num_items, name)
+        return SkippedArray(num_items)
+    form = _form(name, kind)
+    size = struct.calcsize(form)
+    num_items = cursor.count(f"items of {name}", size)
+    if num_items > _MOST_NUMBERS:
+        cursor.take(num_items * size, name)
+        return SkippedArray(num_items)
+    return list(cursor.numbers(f"{num_items}{form}", name))
+
+
+def _form(name: str, kind: int) -> str:
+    """The form of `struct` of a number's type."""
+    if kind not in _NUMBERS:
+        raise _DamagedError(f"{name} has the unknown type {kind}")
+    return _NUMBERS[ValueType(kind)]
+
+
+def _read_places(cursor: _Cursor, count: int) -> list[_Place]:
+    found: dict[str, _Place] = {}
+    for number in range(count):
+        name = cursor.name(f"the name of tensor {number}")
+        if name in found:
+            raise _DamagedError(f"the tensor {name} is there twice")
+        num_dimensions: int = cursor.number("I", f"the dimensions of {name}")
+        if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
+            raise _DamagedError(f"{name} has {num_dimensions} dimensions, not 1 to 4")
+        shape = cursor.numbers(f"{num_dimensions}Q", f"the shape of {name}")
+        if 0 in shape:
+            raise _DamagedError(f"{name} has the empty shape {list(shape)}")
+        kind, offset = cursor.numbers("IQ", f"the type and place of {name}")
+        found[name] = _Place(name, kind, shape, offset)
+    return list(found.values())
+
+
+def _aligned(at: int, alignment: int) -> int:
+    return -(-at // alignment) * alignment
