@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .ends.protocols import Matcher
 
 QUOTE, ESCAPE, COMMA = b'"'[0], b"\\"[0], b","[0]
+MOST_DEPTH = 32  # tokens that are looked ahead
 OBJECT, LIST, CLOSING = b"{"[0], b"["[0], b"]}"
 
 
@@ -38,6 +40,19 @@ class _Place(NamedTuple):
             if place is not None:
                 place = place._in_text(byte) if place.is_text else place._between(byte)
         return place
+
+    @property
+    def may_be_stuck(self) -> bool:
+        """Whether all keys that can be written from here might be there: see `DistinctKeysMatcher`.
+
+        So it is before a key, and inside one that is the beginning of another.
+        """
+        keys = self.open[-1] if self.open else None
+        if not keys:
+            return False
+        if not self.is_text:
+            return self.is_key_next
+        return self.key is not None and any(each.startswith(self.key) for each in keys)
 
     def _in_text(self, byte: int) -> _Place | None:
         if byte == QUOTE and not self.is_escaped:
@@ -71,20 +86,25 @@ class _Place(NamedTuple):
 class DistinctKeysMatcher:
     """Wraps a matcher at its beginning; has those of its methods that are used here.
 
-    ``texts``: the bytes of each token.
+    A token is not allowed either behind which only keys that are there could be written, such as
+    a comma where the schema names all keys. ``texts``: the bytes of each token.
     """
 
     def __init__(self, matcher: Matcher, texts: Sequence[bytes]) -> None:
         self._matcher = matcher
         self._texts = texts
         self._places = [_Place()]  # behind each token
-        self._quoted = np.array([i for i, text in enumerate(texts) if QUOTE in text], dtype=int)
+        marks = [i for i, text in enumerate(texts) if QUOTE in text or COMMA in text]
+        self._marks = np.array(marks, dtype=int)
+        self._ids: dict[bytes, list[int]] = {}
+        for token_id, text in enumerate(texts):
+            self._ids.setdefault(text, []).append(token_id)
 
     def deep_copy(self) -> DistinctKeysMatcher:
         """Copy the matcher with its state."""
         copy = object.__new__(DistinctKeysMatcher)
         copy._matcher, copy._texts = self._matcher.deep_copy(), self._texts
-        copy._places, copy._quoted = [*self._places], self._quoted
+        copy._places, copy._marks, copy._ids = [*self._places], self._marks, self._ids
         return copy
 
     def try_consume_tokens(self, tokens: list[int], /) -> int:
@@ -105,14 +125,43 @@ class DistinctKeysMatcher:
 
     def compute_bitmask(self) -> bytes:
         """Compute the mask of the next token, one bit a token."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         here = self._places[-1]
+        bits = self._matcher.compute_bitmask()
         if not any(here.open):
-            return bits.tobytes()
-        mask = np.unpackbits(bits, bitorder="little")
-        for token_id in self._quoted[mask[self._quoted] > 0].tolist():
-            mask[token_id] = here.behind(self._texts[token_id]) is not None
+            return bits
+        mask = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")
+        for token_id in self._watched(here, mask):
+            mask[token_id] = self._leads_on(self._matcher, here, token_id, MOST_DEPTH)
         return np.packbits(mask, bitorder="little").tobytes()
+
+    def _watched(self, here: _Place, mask: NDArray[np.uint8]) -> list[int]:
+        """Allowed tokens that may repeat a key, or lead to where nothing else can be written."""
+        found: list[int] = self._marks[mask[self._marks] > 0].tolist()
+        keys = here.open[-1]
+        if here.key is None or not keys:
+            return found
+        size = len(here.key)
+        rests = {each[size:] for each in keys if each.startswith(here.key)}
+        parts = {rest[:end] for rest in rests for end in range(1, len(rest) + 1)}
+        return [*found, *(i for part in parts for i in self._ids.get(part, ()) if mask[i])]
+
+    def _leads_on(self, matcher: Matcher, place: _Place, token_id: int, depth: int) -> bool:
+        """Whether a token repeats no key, and something can be written behind it."""
+        following = place.behind(self._texts[token_id])
+        if following is None or not following.may_be_stuck or not depth:
+            return following is not None
+        matcher = matcher.deep_copy()
+        if matcher.try_consume_tokens([token_id]) != 1:
+            return False
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: len(self._texts)])
+        later: list[int] = []
+        for each in allowed.tolist():
+            behind = following.behind(self._texts[each])
+            if behind is not None and not behind.may_be_stuck:
+                return True
+            later += [each] if behind is not None else []
+        return any(self._leads_on(matcher, following, each, depth - 1) for each in later)
 
     def compute_ff_tokens(self) -> list[int]:
         """Compute the tokens that are sure to follow."""

@@ -153,6 +153,16 @@ def test_equal_keys_do_not_count_twice(model: Model, keys: dict[str, Any]) -> No
         assert len(names) == len(set(names)) >= 2, text
 
 
+def test_where_no_other_key_is_left_the_object_ends(model: Model) -> None:
+    few = {"^k[ab]$": {"enum": [1]}}
+    schema = {"type": "object", "minProperties": 2, "patternProperties": few}
+    grammar = compiled(model, {**schema, "additionalProperties": False})
+    assert grammar.least is not None
+    for seed, spare in enumerate((1, 40, 90)):
+        text = answer(model, grammar, grammar.least + spare, seed)
+        assert sorted(json.loads(text, object_pairs_hook=list)) == [("ka", 1), ("kb", 1)], text
+
+
 BAD = {
     "look-ahead": {"type": "string", "pattern": "^(?!x)[a-z]+$"},
     "word boundary": {"type": "string", "pattern": r"\bword\b"},
