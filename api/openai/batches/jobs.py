@@ -71,7 +71,7 @@ class BatchJobs:
         """Stop a batch; what is answered is kept. Raises `ApiError` 404, and 400 after its end."""
         batch = await self._store.find(BatchBody, caller(), batch_id)
         if batch.is_ended:
-            raise ApiError(400, f"batch {batch_id} is {batch.status}")
+            raise ApiError(400, f"batch {batch_id} is {batch.status}", param="batch_id")
         job = self._jobs.get(batch_id)
         for kept in [] if job else await self._store.under_way(batch_id):
             job = self._begin(kept)  # its end could not be written before
