@@ -107,8 +107,7 @@ async def _healthy(server: Server) -> None:
         while True:
             if server.process.poll() is not None:
                 raise SystemExit(f"{server.name}: the server ended at its start")
-            http = Http(server.url)
-            with contextlib.suppress(Failure):
+            with contextlib.suppress(Failure), contextlib.closing(Http(server.url)) as http:
                 if (await http.get("/health"))[0] == 200:
                     return
             await asyncio.sleep(0.02)
@@ -122,9 +121,9 @@ async def ask(server: Server, path: str, body: dict[str, object]) -> Record:
     record = Record(server.name, due=time.perf_counter())
     answer = Answer(record)
     options = {"stream": True, "stream_options": {"include_usage": True}, "model": "any"}
-    http = Http(server.url)
     try:
-        status = await http.post(path, msgspec.json.encode(options | body), answer.feed)
+        with contextlib.closing(Http(server.url)) as http:
+            status = await http.post(path, msgspec.json.encode(options | body), answer.feed)
         if status != 200:
             raise Failure(f"HTTP {status}", answer.raw.decode("utf-8", "replace")[:200])
         answer.finish()
