@@ -70,7 +70,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     threads, file = str(args.threads), str(args.file)
     own = [sys.executable, "-m", "foretoken", "serve", file, "--max-model-len", str(CONTEXT)]
     own += ["--threads", threads, "--log-level", "error"]
-    made = {"foretoken": own, "plain": [*own, "--draft", "off"]}
+    made = {"foretoken": own, "plain": [*own, "--speculation", "off"]}
     if args.draft is not None:
         made["foretoken, draft"] = [*own, "--draft", f"auto,{args.draft}"]
     if args.llama_server is not None:
