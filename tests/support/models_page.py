@@ -14,7 +14,7 @@ from pathlib import Path
 from foretoken.api.build.memory import PROGRAM_BYTES, USUAL_TOKENS, room_for
 from foretoken.core.config import EngineConfig
 from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, REFUSED
-from foretoken.core.model.families.registry import MODEL_FAMILIES, OWN_ONLY, TEXT_FAMILIES
+from foretoken.core.model.families.registry import MODEL_FAMILIES, TEXT_FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
 from foretoken.core.ops.quantize import Quantize
@@ -39,6 +39,7 @@ def page() -> str:
         "FAMILIES": _families(),
         "TYPES": _names(TYPES),
         "NUM_TYPES": str(len(TYPES)),
+        "NUM_OWN": str(len(MODEL_FAMILIES.keys() & set(TYPES))),
         "RECURRENT": _names(RECURRENT),
         "NUM_RECURRENT": str(len(RECURRENT)),
         "GGUF": _names(ARCHITECTURES),
@@ -73,8 +74,8 @@ def _families() -> str:
 
 
 def _backends(model_type: str) -> str:
-    """Triton's kernels take no heads of several sizes, no latents and no states."""
-    is_torchs = model_type in ("gemma4_text", "gemma4_unified_text", *OWN_ONLY, *_LATENT)
+    """Triton's kernels take no heads of several sizes and no latents."""
+    is_torchs = model_type in ("gemma4_text", "gemma4_unified_text", *_LATENT)
     return "torch, native" if is_torchs else "torch, native, Triton"
 
 
