@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from .protocols import Matcher, Tokens
 
 Ids = Sequence[int]
+AT_ONCE = 128  # bytes of a forced text: only the first 256 are in the tokenizer's own tokens
 
 
 class Speller:
@@ -43,11 +44,23 @@ class Speller:
         yield text
 
     def _next(self, text: bytes) -> Ids:
-        forced: Ids = self._matcher.compute_ff_tokens()
-        if forced and text.startswith(self._tokens.texts[forced[0]]):
-            return forced[:1]
-        token_id = self._tokens.longest(text)
-        return () if token_id is None else (token_id,)
+        """Tokens that the text begins with: at least one, where there is one.
+
+        Of a long forced text many are taken at once, for each question about it costs its length.
+        """
+        begun: list[int] = []
+        length = 0
+        for token_id in self._matcher.compute_ff_tokens():
+            step = self._tokens.texts[token_id]
+            is_enough = begun and (not step or length + len(step) > AT_ONCE)
+            if is_enough or not text.startswith(step, length):
+                break
+            begun.append(token_id)
+            length += len(step)
+        if begun:
+            return begun
+        longest = self._tokens.longest(text)
+        return () if longest is None else (longest,)
 
 
 def text_of(tokens: Tokens, ids: Iterable[int]) -> bytes:

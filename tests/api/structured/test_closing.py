@@ -17,7 +17,9 @@ from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.parsing.output_format import Syntax
 from foretoken.api.runtime.preprocess import closing_limit
 from foretoken.api.structured.compiler import Grammars
+from foretoken.api.structured.ends.spelling import Speller, text_of
 from foretoken.api.structured.matcher import Grammar, GrammarMatcher
+from foretoken.api.structured.vocabulary import Vocabulary
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.results import Tool, ToolChoice
 
@@ -125,6 +127,29 @@ def test_the_shortest_end_fits_and_one_token_less_is_cut_as_it_was(bench: Bench)
     assert (len(exact), exact[-1]) == (grammar.least + 1, bench.eos)
     cut, free = bench.matcher(grammar, grammar.least), bench.matcher(grammar, None)
     assert bench.allowed(cut, array("q")) == bench.allowed(free, array("q"))
+
+
+def test_a_long_forced_text_is_not_asked_for_token_by_token(bench: Bench) -> None:
+    text = "\n".join(f"a{number}: a{number + 1}" for number in range(1000))
+    vocabulary = Vocabulary(bench.tokenizer, bench.size, frozenset({bench.eos}))
+    asked: list[int] = []
+
+    class Watched:
+        """A matcher that counts how often it is asked for what is forced."""
+
+        def __init__(self) -> None:
+            self._matcher = bench.compile(choice=[text]).anew()
+
+        def try_consume_tokens(self, ids: list[int]) -> int:
+            return self._matcher.try_consume_tokens(ids)
+
+        def compute_ff_tokens(self) -> list[int]:
+            asked.append(1)
+            return self._matcher.compute_ff_tokens()
+
+    ids = Speller(Watched(), vocabulary).rewritten(bench.tokenizer.encode_word(text))
+    assert text_of(vocabulary, ids) == text.encode()
+    assert len(asked) < len(text) / 64
 
 
 def test_with_room_nothing_is_narrowed(bench: Bench) -> None:
