@@ -120,7 +120,7 @@ async def ask(server: Server, path: str, body: dict[str, object]) -> Record:
     """Stream one answer. Raises SystemExit where it fails."""
     record = Record(server.name, due=time.perf_counter())
     answer = Answer(record)
-    options = {"stream": True, "stream_options": {"include_usage": True}, "model": "any"}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
     try:
         with contextlib.closing(Http(server.url)) as http:
             status = await http.post(path, msgspec.json.encode(options | body), answer.feed)

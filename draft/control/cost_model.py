@@ -86,9 +86,13 @@ class CostCurve:
 
 
 def _with_tail(measured: Mapping[int, float]) -> tuple[FloatArray, FloatArray]:
-    """Knots and their seconds: the measured ones made monotone, then powers of two beyond."""
+    """Knots and their seconds: the measured ones made monotone, then powers of two beyond.
+
+    A disturbance only makes a pass slower, so the fewer rows of two take the time of the more.
+    """
     knots = np.array(sorted(measured), dtype=np.float64)
-    base = np.maximum.accumulate(np.array([measured[int(knot)] for knot in knots]))
+    found = np.array([measured[int(knot)] for knot in knots])
+    base = np.minimum.accumulate(found[::-1])[::-1]
     if len(knots) > 1:
         # the mean slope of the upper half: one noisy step at the end must not rule the tail
         half = (len(knots) - 1) // 2

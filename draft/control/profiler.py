@@ -40,6 +40,7 @@ TRIED_ROWS, TRIED_REQUESTS = (
     (1, 4, 16),
 )  # where whole passes must be computed for a guess
 SAMPLED_BYTES = 48 << 20  # of matrices: more than caches hold
+SAMPLED_TURNS = 4  # of which the best counts: a start has a machine to itself only in part
 OTHERS_GROWTH = 0.05  # that one more row adds to what a pass of one takes besides its matrices
 ATTENTION_SHARE = 0.5  # of the rate of matrix products, that attention reaches
 TRIED_SAMPLING = SamplingMetadata(params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1)
@@ -89,7 +90,7 @@ def guess_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], float]
     if not linears:
         return profile_pass(decoder, pool, TRIED_ROWS, repeats=1)
     assert isinstance(decoder, OwnDecoder)
-    whole, _ = profile_pass(decoder, pool, (1,), repeats=2)
+    whole, _ = profile_pass(decoder, pool, (1,), repeats=SAMPLED_TURNS)
     sampled = _linear_seconds(decoder, linears)
     weights = [each for layer in decoder.weights.layers for each in layer.linears]
     all_bytes = sum(each.num_bytes for each in (*weights, decoder.weights.lm_head))
@@ -133,13 +134,13 @@ def _sampled_linears(decoder: Decoder) -> list[tuple[PackedLinear, int]]:
 def _linear_seconds(
     decoder: OwnDecoder, linears: Sequence[tuple[PackedLinear, int]]
 ) -> dict[int, float]:
-    """Seconds of all these matrices once, by rows: the better of two turns."""
+    """Seconds of all these matrices once, by rows: the best of some turns."""
     ops, widths = decoder.ops, {columns for _, columns in linears}
     timed = [rows for rows in rows_to_time(decoder) if rows <= MOST_GUESSED]
     inputs = {width: torch.randn((max(timed), width), dtype=decoder.dtype) for width in widths}
     watch = make_stopwatch(decoder.device)
     best: dict[int, float] = {}
-    for _ in range(2):
+    for _ in range(SAMPLED_TURNS):
         for rows in timed:
             watch.start()
             for weight, columns in linears:
