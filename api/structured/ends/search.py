@@ -28,6 +28,10 @@ STRUCTURE = frozenset(b'[{(]}),"')
 ENDS_OF_VALUES, BETWEEN_VALUES = b'}])"<', b",\n"
 OF_NUMBERS = b"0123456789.eE+-"
 BEHIND_VALUES = frozenset(b",:]}) \n\r\t")  # one of these follows a value, or its key
+BEGINNINGS = frozenset(b'"{[-0123456789tfn \n\r\t')  # of values and keys, with blanks before them
+SPACE, LINE_BREAK, BLANKS = b" "[0], b"\n"[0], frozenset(b" \n\r\t")
+LAYOUT = BEGINNINGS | BEHIND_VALUES  # where no more is allowed, blanks are layout
+BLANK_COST = 64  # tokens that a needless blank counts for, in the order
 DIGITS, LETTERS, CAPITALS = range(0x30, 0x3A), range(0x61, 0x7B), range(0x41, 0x5B)
 KINDS = (DIGITS, LETTERS, CAPITALS)
 SAME = frozenset(b"0123456789anzANZ")  # stand for all of a kind where all are allowed
@@ -85,6 +89,7 @@ class Node(NamedTuple):
     """Tokens that were written, how many of them count, and where that leads.
 
     ``parent``: the node before, and a number for what was allowed there; ``step``: the last tokens.
+    ``num_blanks``: blanks that were chosen though something else was allowed.
     """
 
     cost: int
@@ -94,6 +99,7 @@ class Node(NamedTuple):
     allowed: int
     step: tuple[int, ...]
     shape: bytes
+    num_blanks: int = 0
 
 
 class Hints(NamedTuple):
@@ -173,7 +179,8 @@ class EndSearch:
     def _push(self, node: Node) -> None:
         order = self._num_pushed
         self._num_pushed += 1
-        heappush(self._heap, (node.cost + len(node.place.stack), order, node))
+        price = node.cost + len(node.place.stack) + BLANK_COST * node.num_blanks
+        heappush(self._heap, (price, order, node))
 
     def _take_up(self, node: Node, order: int) -> list[int] | None:
         """Push what may follow the node; the end, where it is one."""
@@ -198,16 +205,20 @@ class EndSearch:
         ends = [*self._value_ends(allowed)] or [*self._hinted(allowed)]
         if ends and is_last:
             self._closed.add(node.parent)
+        is_choice = SPACE in allowed.by_byte and not BLANKS.issuperset(allowed.by_byte)
         for ids in ends or self._unlike(number, self._choices(allowed)):
+            text = text_of(self._tokens, ids)
+            is_blank = is_choice and bool(text) and BLANKS.issuperset(text)
             self._push(
                 Node(
                     along.cost + len(ids),
                     (*along.path, *ids),
-                    place.behind(text_of(self._tokens, ids), len(ids)),
+                    place.behind(text, len(ids)),
                     order,
                     number,
                     tuple(ids),
                     place.shape,
+                    along.num_blanks + is_blank,
                 )
             )
         return None
@@ -294,6 +305,8 @@ class EndSearch:
         for byte in ENDS_OF_VALUES + BETWEEN_VALUES:
             if byte in BETWEEN_VALUES and not found.keys().isdisjoint(ENDS_OF_VALUES):
                 return
+            if byte == LINE_BREAK and SPACE in found and LAYOUT.issuperset(found):
+                return
             if byte in found and self._leads([found[byte]], is_sure=byte != QUOTE):
                 yield [found[byte]]
                 yield from self._special(allowed)
@@ -335,7 +348,10 @@ class EndSearch:
             return False
         if is_free:
             return not allowed.is_free
-        return bool(allowed.by_byte) and BEHIND_VALUES.issuperset(allowed.by_byte)
+        found = allowed.by_byte
+        if is_sure and not BLANKS.isdisjoint(found) and BEGINNINGS.issuperset(found):
+            return True
+        return bool(found) and BEHIND_VALUES.issuperset(found)
 
     def _choices(self, allowed: Allowed) -> Iterator[Ids]:
         """One token for every kind of text that may follow."""

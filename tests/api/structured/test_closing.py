@@ -59,6 +59,29 @@ SCHEMAS = {
     },
     "tree": TREE,
     "kinds": {"anyOf": [ITEM, {"type": "null"}, {"enum": ["Celsius", "Fahrenheit"]}]},
+    "keys left free": {
+        "type": "object",
+        "properties": {
+            "folder": {"type": "string"},
+            "id": {"type": "number"},
+            "info": {"type": "object"},
+            "target": ITEM,
+            "root": {"type": "string"},
+        },
+        "required": ["folder", "id", "info", "root"],
+    },
+    "numbers among free keys": {
+        "properties": {
+            "shape": {"type": "string"},
+            "sizes": {
+                "type": "object",
+                "properties": {name: {"type": "number"} for name in ("base", "height", "radius")},
+                "required": ["base", "height", "radius"],
+            },
+        },
+        "required": ["shape", "sizes"],
+        "type": "object",
+    },
     "lengths": {"type": "array", "items": {"type": "string", "minLength": 12}, "minItems": 2},
 }
 
