@@ -46,8 +46,8 @@ MOST_SHAPE = 8  # bytes of a shape that are told apart
 class Place(NamedTuple):
     """The place of a node in the answer, seen from the beginning of the search.
 
-    ``stack``: open brackets, each with the commas behind it; the first stands for those that were
-    open before. ``forced``: the last text that was forced and had structure, the key of a property
+    ``stack``: open brackets, each with the commas behind it, or a number for the key behind it; the
+    first stands for those that were open before. ``forced``: the last text that was forced and had structure, the key of a property
     for example. ``run``: tokens since then, or since the last bracket or comma; ``shape``: what is
     written there, with one letter for each word.
     """
@@ -74,7 +74,8 @@ class Place(NamedTuple):
                 bracket, num_commas = stack[-1]
                 stack[-1] = (bracket, num_commas + 1)
         if is_forced and not WORD.isdisjoint(text.translate(WORDS)) and stack[-1][0] == OBJECT:
-            stack[-1] = (OBJECT, 0)  # behind a key, properties before it do not matter
+            # Behind a key, properties before it do not matter; inside its value, the key does.
+            stack[-1] = (OBJECT, zlib.crc32(text))
         return Place(tuple(stack), num_closed, text if is_forced else self.forced)
 
 
