@@ -23,7 +23,8 @@ from .token_table import Allowed, TokenTable
 Ids = Sequence[int]
 NUM_ENDS = 3  # that are compared: fewer bytes are not always fewer tokens
 NUM_MORE = 24  # nodes that are taken up behind the first end
-OPENING, CLOSING, COMMA, QUOTE = b"[{(", b"]})", b","[0], b'"'[0]
+OPENING, CLOSING = b"[{(", b"]})"
+COMMA, COLON, QUOTE = b',:"'
 STRUCTURE = frozenset(b'[{(]}),"')
 ENDS_OF_VALUES, BETWEEN_VALUES = b'}])"<', b",\n"
 OF_NUMBERS = b"0123456789.eE+-"
@@ -60,9 +61,12 @@ class Place(NamedTuple):
 
     def behind(self, text: bytes, num_tokens: int, *, is_forced: bool = False) -> Place:
         """The place behind a text of so many tokens."""
-        if STRUCTURE.isdisjoint(text):
-            return self._replace(run=self.run + num_tokens, shape=_shape(self.shape, text))
         stack, num_closed = list(self.stack), self.num_closed
+        if STRUCTURE.isdisjoint(text):
+            if COLON in text and stack[-1][0] == OBJECT:
+                stack[-1] = (OBJECT, zlib.crc32(self.forced))
+            shape = _shape(self.shape, text)
+            return self._replace(stack=tuple(stack), run=self.run + num_tokens, shape=shape)
         for byte in text:
             if byte in OPENING:
                 stack.append((byte, 0))
@@ -73,7 +77,7 @@ class Place(NamedTuple):
             elif byte == COMMA:
                 bracket, num_commas = stack[-1]
                 stack[-1] = (bracket, num_commas + 1)
-        if is_forced and not WORD.isdisjoint(text.translate(WORDS)) and stack[-1][0] == OBJECT:
+        if is_forced and COLON in text and stack[-1][0] == OBJECT:
             # Behind a key, properties before it do not matter; inside its value, the key does.
             stack[-1] = (OBJECT, zlib.crc32(text))
         return Place(tuple(stack), num_closed, text if is_forced else self.forced)
