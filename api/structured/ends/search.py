@@ -48,9 +48,9 @@ class Place(NamedTuple):
     """The place of a node in the answer, seen from the beginning of the search.
 
     ``stack``: open brackets, each with the commas behind it, or a number for the key behind it; the
-    first stands for those that were open before. ``forced``: the last text that was forced and had structure, the key of a property
-    for example. ``run``: tokens since then, or since the last bracket or comma; ``shape``: what is
-    written there, with one letter for each word.
+    first stands for those that were open before. ``forced``: the last text that was forced and had
+    structure, the key of a property for example. ``run``: tokens since then, or since the last
+    bracket or comma; ``shape``: what is written there, with one letter for each word.
     """
 
     stack: tuple[tuple[int, int], ...] = ((0, 0),)
