@@ -210,10 +210,14 @@ class EndSearch:
         ends = [*self._value_ends(allowed)] or [*self._hinted(allowed)]
         if ends and is_last:
             self._closed.add(node.parent)
-        is_choice = SPACE in allowed.by_byte and not BLANKS.issuperset(allowed.by_byte)
+        found = allowed.by_byte.keys()
+        is_choice = SPACE in found and not BLANKS.issuperset(found)
+        is_layout = self._width.learns and LAYOUT.issuperset(found)
         for ids in ends or self._unlike(number, self._choices(allowed)):
             text = text_of(self._tokens, ids)
             is_blank = is_choice and bool(text) and BLANKS.issuperset(text)
+            if is_blank and is_layout:
+                continue  # no end is shorter for it
             self._push(
                 Node(
                     along.cost + len(ids),
