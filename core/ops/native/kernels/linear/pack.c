@@ -54,10 +54,11 @@ static uint16_t half_at(const uint8_t *at) { return (uint16_t)(at[0] | at[1] << 
 
 static uint32_t word_at(const uint8_t *at) { return half_at(at) | (uint32_t)half_at(at + 2) << 16; }
 
-/* The low halves of 16 bytes, then the high ones. */
+/* The low halves of 16 bytes, then the high ones: in words, for put_group reads words, which would
+ * wait for bytes that were just written one by one. */
 FT_INLINE void take_nibbles(const uint8_t *from, uint8_t *values) {
     const uint64_t mask = 0x0f0f0f0f0f0f0f0full;
-    for (int i = 0; i < FT_GROUP / 2; i += 8) { /* in words, which put_group reads: bytes just written would wait */
+    for (int i = 0; i < FT_GROUP / 2; i += 8) {
         uint64_t bytes, low, high;
         memcpy(&bytes, from + i, 8);
         low = bytes & mask;
