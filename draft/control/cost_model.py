@@ -88,7 +88,8 @@ class CostCurve:
 def _with_tail(measured: Mapping[int, float]) -> tuple[FloatArray, FloatArray]:
     """Knots and their seconds: the measured ones made monotone, then powers of two beyond.
 
-    A disturbance only makes a pass slower, so the fewer rows of two take the time of the more.
+    A disturbance only makes a pass slower. So where fewer rows took longer than more rows did, they
+    get the time of the more.
     """
     knots = np.array(sorted(measured), dtype=np.float64)
     found = np.array([measured[int(knot)] for knot in knots])

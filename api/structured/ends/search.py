@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -30,8 +30,9 @@ ENDS_OF_VALUES, BETWEEN_VALUES = b'}])"<', b",\n"
 OF_NUMBERS = b"0123456789.eE+-"
 BEHIND_VALUES = frozenset(b",:]}) \n\r\t")  # one of these follows a value, or its key
 BEGINNINGS = frozenset(b'"{[-0123456789tfn \n\r\t')  # of values and keys, with blanks before them
-SPACE, LINE_BREAK, BLANKS = b" "[0], b"\n"[0], frozenset(b" \n\r\t")
-LAYOUT = BEGINNINGS | BEHIND_VALUES  # where no more is allowed, blanks are layout
+LINE_BREAK, BLANKS = b"\n"[0], frozenset(b" \n\r\t")
+BOTH_BLANKS = frozenset(b" \n")  # allowed where JSON has layout, and never inside a string
+LAYOUT = BEGINNINGS | BEHIND_VALUES  # what else may be allowed there
 BLANK_COST = 1024  # tokens that a needless blank counts for, in the order
 DIGITS, LETTERS, CAPITALS = range(0x30, 0x3A), range(0x61, 0x7B), range(0x41, 0x5B)
 KINDS = (DIGITS, LETTERS, CAPITALS)
@@ -210,13 +211,11 @@ class EndSearch:
         ends = [*self._value_ends(allowed)] or [*self._hinted(allowed)]
         if ends and is_last:
             self._closed.add(node.parent)
-        found = allowed.by_byte.keys()
-        is_choice = SPACE in found and not BLANKS.issuperset(found)
-        is_layout = self._width.learns and LAYOUT.issuperset(found)
+        has_layout = _has_layout(allowed.by_byte) and not BLANKS.issuperset(allowed.by_byte)
         for ids in ends or self._unlike(number, self._choices(allowed)):
             text = text_of(self._tokens, ids)
-            is_blank = is_choice and bool(text) and BLANKS.issuperset(text)
-            if is_blank and is_layout:
+            is_blank = has_layout and bool(text) and BLANKS.issuperset(text)
+            if is_blank and self._width.learns:
                 continue  # no end is shorter for it
             self._push(
                 Node(
@@ -314,7 +313,7 @@ class EndSearch:
         for byte in ENDS_OF_VALUES + BETWEEN_VALUES:
             if byte in BETWEEN_VALUES and not found.keys().isdisjoint(ENDS_OF_VALUES):
                 return
-            if byte == LINE_BREAK and SPACE in found and LAYOUT.issuperset(found):
+            if byte == LINE_BREAK and _has_layout(found):
                 return
             if byte in found and self._leads([found[byte]], is_sure=byte != QUOTE):
                 yield [found[byte]]
@@ -358,7 +357,7 @@ class EndSearch:
         if is_free:
             return not allowed.is_free
         found = allowed.by_byte
-        if is_sure and not BLANKS.isdisjoint(found) and BEGINNINGS.issuperset(found):
+        if is_sure and _has_layout(found) and BEGINNINGS.issuperset(found):
             return True
         return bool(found) and BEHIND_VALUES.issuperset(found)
 
@@ -390,3 +389,8 @@ class EndSearch:
         """Long tokens of letters or digits, for texts that have to be long."""
         long = [token_id for token_id in runs if allowed.has(token_id)]
         return [long[index] for index in sorted({0, len(long) // 2, len(long) - 1})] if long else []
+
+
+def _has_layout(found: Collection[int]) -> bool:
+    """Whether these bytes are what JSON allows between two of its parts, blanks among them."""
+    return BOTH_BLANKS.issubset(found) and LAYOUT.issuperset(found)

@@ -70,6 +70,15 @@ SCHEMAS = {
         },
         "required": ["folder", "id", "info", "root"],
     },
+    "blanks inside a string": {
+        "type": "object",
+        "properties": {
+            "size": {"type": "string", "pattern": "^\\d+ (px|em)$"},
+            "list": {"type": "string", "pattern": "^(\\d+,)+ [a-z]$"},
+            "more": {"type": "object"},
+        },
+        "required": ["size", "list", "more"],
+    },
     "numbers among free keys": {
         "properties": {
             "shape": {"type": "string"},

@@ -58,6 +58,11 @@ def test_a_curve_runs_through_what_was_measured_straight_between_and_on_beyond()
     assert curve.at(1 << 16) > 1.0
 
 
+def test_a_disturbed_pass_is_no_dearer_than_one_of_more_rows() -> None:
+    curve = CostCurve({1: 0.167, 2: 0.061, 4: 0.089})
+    assert curve.at(np.array([1, 2, 4])).tolist() == [0.061, 0.061, 0.089]
+
+
 def test_a_curve_never_falls_whatever_was_measured_or_seen() -> None:
     curve = CostCurve({1: 0.010, 2: 0.008, 4: 0.012, 8: 0.011})
     rng = np.random.default_rng(0)
