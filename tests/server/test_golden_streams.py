@@ -1,8 +1,9 @@
 """The exact bytes of answers and streams of every dialect, from the scripted model.
 
 Each case is a file of `golden/`: the request line, the status, the content type and the body. Ids
-are numbered in their order, moments and durations are zeros, long fractions are halves.
-`GOLDEN=write` in the environment writes the files anew, for a change that is meant.
+are numbered in their order, moments, durations and a model's digest are zeros, long
+fractions are halves. `GOLDEN=write` in the environment writes the files anew, for a change that
+is meant.
 """
 
 from __future__ import annotations
@@ -162,6 +163,8 @@ def _cases() -> Iterator[tuple[str, str, str, dict[str, Any] | None]]:
 
 CASES = {name: asked for name, *asked in _cases()}
 IDS = re.compile(r'"((?:[a-z]{2,9}[-_])+)([0-9a-f]{8,}|[A-Za-z0-9]{24,})"')
+# Ollama's digest of a model covers when its file was written.
+DIGESTS = re.compile(r'(?<="digest":")[0-9a-f]{64}')
 ROUNDED = re.compile(r"-?\d\.\d{4,}(?:e-?\d+)?|-?\d(?:\.\d+)?e-\d+")  # by the kernels of this CPU
 MOMENTS = re.compile(
     r'("(?:created|created_at|completed_at|expires_at|modified_at|\w+_duration|started_at)":)'
@@ -176,7 +179,8 @@ def _steady(text: str) -> str:
     numbered = IDS.sub(
         lambda found: known.setdefault(found[0], f'"{found[1]}{len(known) + 1}"'), text
     )
-    return ROUNDED.sub("0.5", MOMENTS.sub(r"\g<1>0", numbered))
+    undated = DIGESTS.sub("0" * 64, MOMENTS.sub(r"\g<1>0", numbered))
+    return ROUNDED.sub("0.5", undated)
 
 
 @pytest.fixture(scope="module")
