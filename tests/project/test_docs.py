@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -60,7 +60,7 @@ def headings(page: Path) -> set[str]:
 
 @functools.cache
 def ignored() -> frozenset[str]:
-    """Files of the root that a clone lacks, because git ignores them; none where there is no git."""
+    """Files that a clone lacks because git ignores them; none where there is no git."""
     listed = ("git", "ls-files", "--others", "--ignored", "--exclude-standard", "--", *ROOMS)
     found = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False)
     return frozenset(found.stdout.split("\n"))
