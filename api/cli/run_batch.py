@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 KINDS = (Chosen, EngineConfig)
 FAILED = 1  # exit code
 TOLD_ERRORS = 10
-NO_LIMIT_SECONDS = 1e6  # for a request, which nobody waits for
 
 
 def add_flags(parser: Parser) -> None:
@@ -69,7 +68,6 @@ async def _run(
     from ..runtime.interrupts import ending_at_once
     from ..sdk.async_llm import AsyncLLM
     from ..server.app import BATCH_PATHS, batch_dialects
-    from ..serving.limits import Limits
     from ..serving.serving_context import Service
     from ..serving.settings import Settings
 
@@ -99,8 +97,7 @@ async def _run(
         with ending_at_once():
             await llm.start()
         async with llm:
-            settings = Settings(limits=Limits(max_request_seconds=NO_LIMIT_SECONDS))
-            service = Service(llm, settings)
+            service = Service(llm, Settings())
             runner = LineRunner(
                 service,
                 batch_dialects(service, ResponseStore()),

@@ -85,11 +85,12 @@ class EngineClient:
         self._num_calls = 0  # that are open
         self._no_calls = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first `start`
-        self.max_request_seconds: float | None = None  # a deadline for those without an earlier one
+        # `for_server` sets both
+        self.max_request_seconds: float | None = None
+        self._counts_causes = False
         self.prompts = PromptLog()  # of late, to tell why later ones miss the cache
         # prompts that were computed, by why they missed the cache
         self.causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
-        self.counts_causes = False  # which costs a comparison with earlier prompts for each
         self._counting: set[asyncio.Task[None]] = set()
         # a thread of its own: the texts of requests wait for no comparison
         self._comparing = Worker("foretoken-causes")
@@ -104,6 +105,15 @@ class EngineClient:
         llm = cls()
         llm._built = built
         return llm
+
+    def for_server(self, max_request_seconds: float) -> None:
+        """Bound the time of each request, and count why prompts miss the cache.
+
+        A request may have an earlier deadline. Each prompt that misses is compared with earlier
+        ones, on a thread of its own.
+        """
+        self.max_request_seconds = max_request_seconds
+        self._counts_causes = True
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -496,7 +506,7 @@ class EngineClient:
 
     def _count_cause(self, answer: Answer) -> None:
         """Count why the prompt missed the cache; a comparison runs behind the answer."""
-        prompt = self.prompts.find(answer.request_id) if self.counts_causes else None
+        prompt = self.prompts.find(answer.request_id) if self._counts_causes else None
         if prompt is None or not prompt.usage.completion_tokens or self._closed:
             return
         known = self._explainer.known_cause(prompt)

@@ -285,6 +285,7 @@ def create_app(
 ) -> ASGIApp:
     """The application over a started AsyncLLM."""
     settings, observing = settings or Settings(), observing or Observing()
+    llm.for_server(settings.limits.max_request_seconds)
     service = Service(llm, settings, observing.metrics)
     _refuse_clash(llm, settings)
     app = Starlette(

@@ -63,9 +63,8 @@ class Service:
         self, llm: EngineClient, settings: Settings, metrics: ServerMetrics | None = None
     ) -> None:
         self.llm = llm
-        llm.max_request_seconds = settings.limits.max_request_seconds
         self.metrics = metrics or ServerMetrics()
-        llm.counts_causes, self.metrics.causes = True, llm.causes
+        self.metrics.causes = llm.causes
         self.metrics.adapters = lambda: llm.adapters
         self.chat = chat_client(llm, settings)
         self.settings = settings

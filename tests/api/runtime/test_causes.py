@@ -54,7 +54,7 @@ def test_what_needs_no_comparison_is_counted_without_one(run, engine, comparison
         return [7, 7]
 
     async def body(llm):
-        llm.counts_causes = True
+        llm.for_server(600)
         engine.answers = answers
         await ask(llm, [5, 6, 6])
         await ask(llm, [6])
@@ -73,7 +73,7 @@ def test_a_comparison_with_much_leaves_the_event_loop(run, comparisons, is_earli
     async def body(llm):
         prompts = [[5] * NUM_LONG, [6, 6]] if is_earlier_long else [[6, 6], [5] * NUM_LONG]
         await ask(llm, prompts[0])
-        llm.counts_causes = True
+        llm.for_server(600)
         await ask(llm, prompts[1])
         assert await counted(llm) == {"first_seen": 1}
         assert comparisons == {"foretoken-causes": 1}
@@ -94,7 +94,7 @@ def test_few_comparisons_wait_and_no_text_waits_for_them(run, monkeypatch):
 
     async def body(llm):
         await ask(llm, [5] * NUM_LONG)
-        llm.counts_causes = True
+        llm.for_server(600)
         try:
             await ask(llm, [6, 6])
             assert await asyncio.to_thread(begun.wait, 60)
