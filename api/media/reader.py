@@ -51,6 +51,7 @@ class ImageReader:
 
     def __init__(self, path: Path, config: EngineConfig) -> None:
         self.path, self._config = path, config
+        self.max_images = config.max_images  # of a request
         self._media_dir = None if config.media_dir is None else Path(config.media_dir).expanduser()
         self._cache_bytes = parse_size(config.image_cache)
         self._worker = Worker("foretoken-images")
@@ -68,8 +69,7 @@ class ImageReader:
 
         Raises `InvalidRequest` that names the first image that is not served, and `QueueFull`.
         """
-        if len(sources) > self._config.max_images:
-            most = self._config.max_images
+        if len(sources) > (most := self.max_images):
             raise sources[most].refusal(f"more than {most} images (the server's --max-images)")
         found: dict[str, ReadImage] = {}
         for source in sources:  # one after another: others' come between

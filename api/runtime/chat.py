@@ -386,14 +386,16 @@ class ChatClient:
         All prompts of conversations come from here. Raises `InvalidRequest`.
         """
         chat, names = self.normalized(chat)
-        chat = with_results_seen(chat, self._llm.images)
+        images, tokenizer = self._llm.images, self._llm.tokenizer
+        if chat.images:
+            chat = await with_results_seen(chat, images, tokenizer)
         try:
-            seen = await see(chat, self._llm.images, self._llm.tokenizer)
+            seen = await see(chat, images, tokenizer)
             shield = await self._writer.shield(chat)
             write = partial(self._writer.write, seen=seen, shield=shield)
             prompt = await self._renderer.render(chat, write, shield)
-            images = seen.placed(prompt.token_ids, chat.params.cache_salt)
-            return dataclasses.replace(prompt, normalized=names, images=images)
+            placed = seen.placed(prompt.token_ids, chat.params.cache_salt)
+            return dataclasses.replace(prompt, normalized=names, images=placed)
         except InvalidRequest as error:
             if error.param == "prompt":
                 error.param = "messages"

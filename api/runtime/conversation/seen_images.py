@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from ....core.errors import InvalidRequest
 from ....core.interface.images import PromptImage, image_key
+from ...media.placeholders import ImageTokens
 from ...media.reader import ImageReader, ReadImage
 from ...media.sources import ImageSource, join_parts, split_marks, template_parts
 from ...text.tokenizer import Tokenizer
@@ -15,6 +17,7 @@ from .chat_input import ChatInput
 from .left_out import tell_left_out
 
 Messages = Sequence[Mapping[str, Any]]
+Parts = list[str | ImageSource]  # of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,37 +90,81 @@ NO_IMAGES = SeenImages()
 UNSEEN = "[an image that this model cannot see]"
 
 
-def with_results_seen(chat: ChatInput, reader: ImageReader | None) -> ChatInput:
+async def with_results_seen(
+    chat: ChatInput, reader: ImageReader | None, tokenizer: Tokenizer
+) -> ChatInput:
     """The conversation with a text for each image that cannot be served, but for those of the user.
 
     An agent goes on with what a tool or a model returned: an error here would come back with each
-    request.
+    request. Of more images than a request may have the oldest are left out. Raises `QueueFull`.
     """
-    if all(_may_be_served(image, reader) for image in chat.images):
-        return chat
     sources = {source.digest: source for source in chat.images}
-    messages, images, left = [], [], iter(chat.images)
-    for message in chat.messages:
-        content = message.get("content")
-        if isinstance(content, str):
-            parts = [
-                each if isinstance(each, str) else next(left)
-                for each in split_marks(content, sources)
-            ]
-            if message.get("role") in ("tool", "assistant"):
+    left = iter(chat.images)
+    all_parts: dict[int, Parts] = {}  # by the message's number
+    for at, message in enumerate(chat.messages):
+        if isinstance(content := message.get("content"), str):
+            split = split_marks(content, sources)
+            parts = [each if isinstance(each, str) else next(left) for each in split]
+            if _is_returned(message):
+                parts = [await _served(each, reader, tokenizer) for each in parts]
+            all_parts[at] = parts
+    num_images = sum(isinstance(part, ImageSource) for part in chain(*all_parts.values()))
+    num_left_out = 0 if reader is None else _num_beyond(num_images, reader.max_images)
+    messages, images = [*chat.messages], []
+    for at, parts in all_parts.items():
+        if _is_returned(messages[at]):
+            num_left_out = _leave_out(parts, num_left_out)
+            if UNSEEN in parts:
                 tell_left_out("images in results of tools and in answers")
-                parts = [
-                    each if isinstance(each, str) or _may_be_served(each, reader) else UNSEEN
-                    for each in parts
-                ]
-                message = {**message, "content": join_parts(parts).text}
-            images += [each for each in parts if isinstance(each, ImageSource)]
-        messages.append(message)
+            messages[at] = {**messages[at], "content": join_parts(parts).text}
+        images += [part for part in parts if isinstance(part, ImageSource)]
     return replace(chat, messages=messages, images=images)
 
 
-def _may_be_served(image: ImageSource, reader: ImageReader | None) -> bool:
-    return reader is not None and not image.url.startswith(("http:", "https:"))
+def _num_beyond(num_images: int, most: int) -> int:
+    """How many of the oldest returned images to leave out.
+
+    In steps of half of ``most``: for some turns a conversation's beginning stays as it is, and with
+    it its cached prefix.
+    """
+    step = max(1, most // 2)
+    return -(-max(0, num_images - most) // step) * step
+
+
+def _leave_out(parts: Parts, most: int) -> int:
+    """Replace up to ``most`` images of a message; returns how many are left to replace."""
+    for at, part in enumerate(parts):
+        if most > 0 and isinstance(part, ImageSource):
+            parts[at], most = UNSEEN, most - 1
+    return most
+
+
+def _is_returned(message: Mapping[str, Any]) -> bool:
+    """Whether a message is of a tool or of a model."""
+    return message.get("role") in ("tool", "assistant")
+
+
+async def _served(
+    part: str | ImageSource, reader: ImageReader | None, tokenizer: Tokenizer
+) -> str | ImageSource:
+    """The part, or a text for an image that cannot be served."""
+    if isinstance(part, str):
+        return part
+    tokens = None if reader is None else _tokens(reader, tokenizer)
+    if reader is None or tokens is None:
+        return UNSEEN
+    try:
+        await reader.read([part], tokens)
+    except InvalidRequest:
+        return UNSEEN
+    return part
+
+
+def _tokens(reader: ImageReader, tokenizer: Tokenizer) -> ImageTokens | None:
+    """The texts of the model's tokens for images; None where its files name none."""
+    if reader.token_id is None:
+        return None
+    return reader.tokens(lambda each: tokenizer.decode([each], skip_special_tokens=False))
 
 
 async def see(
@@ -132,9 +179,8 @@ async def see(
         return NO_IMAGES
     if reader is None:
         raise chat.images[0].refusal(reason or "the model takes no images")
-    token_id = reader.token_id
-    tokens = reader.tokens(lambda each: tokenizer.decode([each], skip_special_tokens=False))
-    if token_id is None or tokens is None:
+    tokens = _tokens(reader, tokenizer)
+    if reader.token_id is None or tokens is None:
         raise chat.images[0].refusal("the model's files name no image token")
     sources = {source.digest: source for source in chat.images}
     order = [
@@ -146,7 +192,7 @@ async def see(
     ]
     read = await reader.read(chat.images, tokens)
     images = [read[each.digest] for each in order]
-    return SeenImages(images, sources, tokens.place, token_id)
+    return SeenImages(images, sources, tokens.place, reader.token_id)
 
 
 def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -24,6 +24,7 @@ from foretoken.api.build.built import Built
 from foretoken.api.build.engine_builder import build
 from foretoken.api.media.placeholders import ImageTokens
 from foretoken.api.media.reader import ImageReader
+from foretoken.api.runtime.conversation.seen_images import _num_beyond
 from foretoken.core.config import EngineConfig
 from foretoken.core.engine.engine import Engine
 from foretoken.core.model.loader import load_decoder
@@ -318,7 +319,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("url", "said"), BAD, ids=range(len(BAD)))
-def test_a_bad_image_fails_its_request_alone_and_is_named(server: Any, url: str, said: str) -> None:
+def test_a_bad_image_fails_its_request_alone_and_is_named(
+    server: Any, smolvlm: Seeing, url: str, said: str
+) -> None:
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "hi"},
@@ -328,8 +331,40 @@ def test_a_bad_image_fails_its_request_alone_and_is_named(server: Any, url: str,
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "messages[2].content[0]")
     assert said in error["message"]
+    seen = "[an image that this model cannot see]"
+    messages[2] = {"role": "tool", "tool_call_id": "c1", "content": messages[2]["content"]}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages[1] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    found = httpx.post(f"{server.url}/v1/chat/completions/render", json={"messages": messages})
+    assert seen in smolvlm.tokenizer.decode(found.raise_for_status().json()["token_ids"])
     good = {"messages": user(*ASK), "max_tokens": 1}
     httpx.post(f"{server.url}/v1/chat/completions", json=good).raise_for_status()
+
+
+def test_of_too_many_screenshots_of_tools_the_oldest_are_left_out(smolvlm: Seeing) -> None:
+    options: dict[str, Any] = {"threads": 1, "kv_tokens": 4096, "page_size": 4, "max_images": 2}
+    with LLM(smolvlm.folder, **options) as llm:
+        used = [llm.chat(_shots(number), GREEDY).usage for number in range(1, 4)]
+        assert [usage.image_tokens // 20 for usage in used] == [2, 2, 2]
+        with pytest.raises(InvalidRequest, match="more than 2 images"):
+            llm.chat(user(*[image_part(picture(each)) for each in range(3)]), GREEDY)
+
+
+def test_images_are_left_out_by_halves_of_the_limit_so_that_turns_between_hit_the_cache() -> None:
+    assert [_num_beyond(number, 8) for number in range(7, 18)] == [0, 0, *[4] * 4, *[8] * 4, 12]
+    assert [_num_beyond(number, 1) for number in range(4)] == [0, 0, 1, 2]
+
+
+def _shots(number: int) -> list[dict[str, Any]]:
+    """A question with a picture, and so many results of tools with one each."""
+    shots = [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": f"c{at}", "type": "function",
+         "function": {"name": "look", "arguments": "{}"}}]}
+        if is_call
+        else {"role": "tool", "tool_call_id": f"c{at}", "content": [image_part(picture(at))]}
+        for at in range(number) for is_call in (True, False)
+    ]  # fmt: skip
+    return [*user(*ASK[:2]), *shots]
 
 
 @pytest.mark.parametrize("kind", ["input_audio", "video_url", "file"])
