@@ -37,7 +37,6 @@ from .protocol import (
     MessageBody,
 )
 from .schema import (
-    AnyRequest,
     ChatRequest,
     Reasoning,
     check_logprobs,
@@ -188,9 +187,9 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
     whole_kind, whole_type = "chat.completion", ChatBody
     chunk_kind, chunk_type = "chat.completion.chunk", ChunkBody
 
-    def __init__(self, service: Service, head: Head, body: AnyRequest) -> None:
+    def __init__(self, service: Service, head: Head, body: ChatRequest) -> None:
         super().__init__(service, head, body)
-        self._tells_sources = bool(getattr(body, "token_sources", None))
+        self._tells_sources = bool(body.token_sources)
         self._returns_ids = bool(body.return_token_ids)
         self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # by choice
             lambda: TokenPieces(service.llm.tokenizer, service.chat.syntax.thinking)

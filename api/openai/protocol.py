@@ -179,13 +179,6 @@ class TextChoiceBody(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for; when streamed once
 
 
-class BranchBody(ChatChoiceBody, kw_only=True):
-    """One branch with its usage."""
-
-    usage: UsageBody
-    prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for
-
-
 class PooledPromptDetails(Struct, kw_only=True):
     """``usage.prompt_tokens_details`` of prompts without an answer."""
 
@@ -267,13 +260,6 @@ class AnswerHead(Struct, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
-
-
-class BranchesBody(AnswerHead, kw_only=True):
-    """Answer of /v1/branches."""
-
-    usage: UsageBody
-    branches: list[BranchBody]
 
 
 class ChatBody(AnswerHead, kw_only=True):

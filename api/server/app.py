@@ -25,7 +25,6 @@ from ..ollama.embed import OllamaEmbed, OllamaEmbeddings
 from ..ollama.models import OllamaModels
 from ..ollama.route import OllamaChat, OllamaGenerate
 from ..openai.batches.route import Batches
-from ..openai.branches import BranchesRoute
 from ..openai.chat import ChatRender, ChatRoute
 from ..openai.completions import CompletionsRender, CompletionsRoute
 from ..openai.embeddings import EmbeddingsRoute
@@ -375,7 +374,6 @@ def _routes(service: Service) -> list[Route]:
     dialects: dict[str, Dialect[Any]] = in_batches | {
         "/v1/chat/completions/render": ChatRender(service),
         "/v1/completions/render": CompletionsRender(service),
-        "/v1/branches": BranchesRoute(service),
         "/rerank": RerankRoute(service),
         "/v2/rerank": RerankRoute(service),
         "/score": ScoreRoute(service),

@@ -90,17 +90,6 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"prompt": "hi", "max_tokens": 3, "grammar": 'start: "a"'},
         {"prompt": "hi", "max_tokens": 3, "choice": ["a", "b"]},
     ],
-    "/v1/branches": [
-        {
-            "prompt": "hi",
-            "max_tokens": 2,
-            "branches": [
-                {"prompt": "a", "seed": 1, "temperature": 0.5},
-                {"prompt": "b", "stop": ["zzz"], "max_tokens": 2},
-            ],
-        },
-        {"messages": HI, "max_tokens": 2, "branches": [{"messages": HI}, {}]},
-    ],
     "/v1/embeddings": [
         {
             "input": ["a", "b"],

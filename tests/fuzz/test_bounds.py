@@ -13,7 +13,6 @@ HI = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI, "max_tokens": 2},
     "/v1/completions": {"prompt": "hi", "max_tokens": 2},
-    "/v1/branches": {"messages": HI, "branches": [{}], "max_tokens": 2},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
     "/v1/messages": {"messages": HI, "max_tokens": 2},
 }

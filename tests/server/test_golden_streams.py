@@ -127,12 +127,6 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "render-chat": ("POST", "/v1/chat/completions/render", said("Hello", tools=[TOOL])),
     "render-messages": ("POST", "/v1/messages/render", said("Hello")),
     "render-responses": ("POST", "/v1/responses/render", asked("Hello")),
-    "branches": (
-        "POST",
-        "/v1/branches",
-        {"prompt": "Hi ", "branches": [{"prompt": "[[a]]"}, {"prompt": "[[b]]"}], "max_tokens": 9},
-    ),
-    "branches-error": ("POST", "/v1/branches", {"prompt": "Hi", "branches": []}),
     "embeddings": ("POST", "/v1/embeddings", {"input": "hi"}),
     "rerank": ("POST", "/v1/rerank", {"query": "a", "documents": ["b"]}),
     "embed": ("POST", "/api/embed", {"model": MODEL, "input": "hi"}),

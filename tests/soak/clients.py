@@ -186,7 +186,6 @@ async def operator(world: World, rng: random.Random) -> None:
         ("POST", "/v1/responses/input_tokens", {"input": text}),
         ("POST", "/cache/flush", {"cache_salt": rng.choice(TENANTS)}),
         ("POST", "/cache/flush", {"prefix": text, "cache_salt": rng.choice(TENANTS)}),
-        ("POST", "/v1/branches", {"prompt": text, "max_tokens": 6, "branches": [{}, {"seed": 1}]}),
     ]
     if rng.random() < 0.1:
         requests.append(("POST", "/cache/flush", None))

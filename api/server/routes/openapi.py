@@ -11,10 +11,10 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -34,7 +34,6 @@ from ...ollama.schema import (
 )
 from ...openai import protocol as openai
 from ...openai.batches import protocol as batches
-from ...openai.branches import MAX_BRANCHES, Branch, Text
 from ...openai.responses import protocol as responses
 from ...openai.responses.route import MAX_PAGE
 from ...openai.responses.schema import ResponsesRequest
@@ -43,13 +42,11 @@ from ...openai.schema import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
-    Message,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
 )
 from ...protocol.render import Rendered
-from ...protocol.sampling import One
 from ...serving.errors import ErrorBody
 from ...types.fields import marks_of, structs_in
 from ...types.results import Body
@@ -69,7 +66,6 @@ _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 Schema = dict[str, Any]
 ONE_OF: Mapping[str, tuple[str, str]] = {
     "TokenizeRequest": ("prompt", "messages"),
-    "BranchesRequest": ("prompt", "messages"),
 }
 """Bodies that take one of two fields and never both; null is as good as nothing."""
 
@@ -139,15 +135,6 @@ class UploadForm(Struct, kw_only=True):
     expires_after: batches.ExpiresAfter | None = None
 
 
-class BranchesRequest(ChatRequest, kw_only=True):
-    """Body of /v1/branches: fields of a chat or of a text completion, and what branches add."""
-
-    branches: Annotated[list[Branch], Meta(min_length=1, max_length=MAX_BRANCHES)]
-    n: One | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None  # type: ignore[assignment] # this, or a prompt
-    prompt: Text | None = None
-
-
 STORED = ("cache_salt",)
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
@@ -161,9 +148,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/completions/render"): Operation(
         body=CompletionRequest, answer=list[Rendered], errors=READS
-    ),
-    ("POST", "/v1/branches"): Operation(
-        body=BranchesRequest, answer=openai.BranchesBody, events=openai.ChunkBody, errors=GENERATES
     ),
     ("POST", "/v1/embeddings"): Operation(
         body=EmbeddingsRequest, answer=openai.EmbeddingsBody, errors=GENERATES

@@ -112,17 +112,14 @@ def test_a_list_of_prompts_is_prewarmed_one_by_one(http, engine):
     assert last["usage"]["completion_tokens"] == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [("/v1/messages", {"max_tokens": 5}), ("/v1/branches", {"branches": [{}]})],
-)
-def test_where_nothing_is_prewarmed_the_field_is_refused(http, engine, path, fields):
-    answer = http.post(path, json={"messages": TALK, **fields, **WARM})
+def test_where_nothing_is_prewarmed_the_field_is_refused(http, engine):
+    path = "/v1/messages"
+    answer = http.post(path, json={"messages": TALK, "max_tokens": 5, **WARM})
     assert answer.status_code == 400
     assert "prompt_cache_options.prewarm" in answer.json()["error"]["message"]
     assert engine.requests == []
     off = {"prompt_cache_options": {"prewarm": False}}
-    assert http.post(path, json={"messages": TALK, "max_tokens": 1, **fields, **off}).is_success
+    assert http.post(path, json={"messages": TALK, "max_tokens": 1, **off}).is_success
 
 
 def test_a_prewarmed_response_that_is_to_be_kept_is_kept_and_can_go_on(http, say, engine):

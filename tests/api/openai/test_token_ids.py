@@ -117,13 +117,6 @@ def test_completions_return_them_with_each_choice(caller, odd_ids, tokenizer, pr
         assert told == [choices[index]["prompt_token_ids"]]
 
 
-def test_branches_return_them_each_with_its_prompt(caller, odd_ids):
-    fields = {"messages": [HI], "branches": [{"seed": 1}, {"seed": 2}], "return_token_ids": True}
-    for branch in caller.ask("/v1/branches", **fields)["branches"]:
-        assert branch["prompt_token_ids"] == caller.prompt
-        assert branch["message"]["token_ids"] == odd_ids
-
-
 def test_a_message_that_a_stop_string_cut_has_no_ids(caller, odd_ids):
     body = caller.ask(return_token_ids=True, stop=["lo w"])
     assert body["choices"][0]["token_ids"]
@@ -245,13 +238,6 @@ def test_wrong_ids_are_an_error_that_names_them(caller, odd_ids, path):
     refused("assistant", WORDS, [*odd_ids, -1])
     refused("assistant", WORDS, [])
     refused("user", WORDS, odd_ids)
-
-
-def test_branches_name_the_ids_of_their_own_messages(caller, odd_ids):
-    wrong = {"role": "assistant", "content": "other", "token_ids": odd_ids}
-    fields = {"messages": [HI], "branches": [{"messages": [wrong, ON]}]}
-    answer = caller.send("/v1/branches", **fields)
-    assert answer.json()["error"]["param"] == "branches[0].messages[0].token_ids"
 
 
 def test_tokenize_counts_the_ids(caller, odd_ids):

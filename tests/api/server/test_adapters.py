@@ -86,7 +86,6 @@ def test_every_route_takes_the_name_of_an_adapter(
         "/v1/responses": {"input": "hi", "max_output_tokens": 4, "temperature": 0},
         "/v1/embeddings": {"input": "hi"},
         "/v1/rerank": {"query": "hi", "documents": ["a"]},
-        "/v1/branches": {**chat, "branches": [{"seed": 1}, {"seed": 2}]},
     }
     for path, body in bodies.items():
         own, base = (client.post(path, json={**body, "model": model}) for model in ("sql", "base"))

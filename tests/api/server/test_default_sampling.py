@@ -24,7 +24,6 @@ OWN = {
 ROUTES = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 2},
     "/v1/chat/completions": {"messages": TALK, "max_tokens": 2},
-    "/v1/branches": {"messages": TALK, "max_tokens": 2, "branches": [{}]},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
     "/v1/messages": {"messages": TALK, "max_tokens": 2},
 }
@@ -81,15 +80,6 @@ def test_a_model_without_values_has_those_of_openai(serve, built, used, path):
     built.sampling_defaults = NO_DEFAULTS
     post(serve(), path)
     assert used() == PLAIN
-
-
-def test_a_branch_has_its_own_values_then_the_bodys_then_the_models(server, used, engine):
-    post(server, "/v1/branches", top_p=0.75, branches=[{"temperature": 1.0}, {}])
-    asked = [request.sampling.params for request in engine.requests]
-    assert [(each.temperature, each.top_p, each.top_k) for each in asked] == [
-        (1.0, 0.75, 7),
-        (0.25, 0.75, 7),
-    ]
 
 
 def test_all_choices_of_a_request_have_them(server, engine):

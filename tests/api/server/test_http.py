@@ -629,7 +629,6 @@ def test_a_finished_request_is_freed_without_a_collection_of_garbage():
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, 2),
         ("/v1/completions", {"prompt": "hi"}, 2),
         ("/v1/responses", {"input": "hi"}, 2),
-        ("/v1/branches", {"prompt": "hi", "branches": [{}]}, 2),
         ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}, 1),
     ],
 )

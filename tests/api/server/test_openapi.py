@@ -113,7 +113,6 @@ def test_it_is_served_and_behind_the_key(serve):
         ("/v1/messages", {"messages": HI}, messages.MessageError),
         ("/v1/messages/count_tokens", {"messages": HI}, messages.TokenCount),
         ("/v1/responses/input_tokens", {"input": "hi"}, responses.InputTokens),
-        ("/v1/branches", {"messages": HI, "branches": [{}], "max_tokens": 2}, openai.BranchesBody),
     ],
 )
 def test_answers_hold_what_is_described_and_no_more(server, path, body, struct):

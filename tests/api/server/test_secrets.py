@@ -18,7 +18,6 @@ BODIES = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 3},
     "/v1/responses": {"input": "hi", "max_output_tokens": 3},
     "/v1/messages": CHAT,
-    "/v1/branches": {"prompt": "hi", "max_tokens": 3, "branches": [{}, {}]},
 }
 OTHERS = [
     ("GET", "/v1/models"), ("GET", "/v1/models/x"), ("POST", "/tokenize"), ("POST", "/detokenize"),

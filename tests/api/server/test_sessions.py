@@ -14,7 +14,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 1},
     "/v1/messages": {"messages": TALK, "max_tokens": 1},
     "/v1/responses": {"input": "hi", "max_output_tokens": 1},
-    "/v1/branches": {"messages": TALK, "max_tokens": 1, "branches": [{"seed": 1}]},
 }
 Session = Callable[..., str | None]
 

@@ -18,7 +18,6 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "prewarm": ("/v1/chat/completions", {"messages": TALK, **WARM}),
     "several prompts": ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}),
     "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 1}),
-    "branches": ("/v1/branches", {"prompt": "hi", "branches": [{}, {}], "max_tokens": 1}),
 }
 
 

@@ -21,7 +21,6 @@ TALK = {"messages": [{"role": "user", "content": LONG}]}
 BODIES = {
     "/v1/chat/completions": TALK,
     "/v1/completions": {"prompt": LONG},
-    "/v1/branches": {"prompt": LONG, "branches": [{}, {"seed": 1}]},
     "/v1/responses": {"input": LONG},
     "/v1/responses/input_tokens": {"input": LONG},
     "/v1/messages": {**TALK, "max_tokens": 4},
@@ -85,7 +84,7 @@ def test_the_wait_is_part_of_what_a_request_may_take(server, engine, busy, path,
     assert not engine.requests
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/branches"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_deadline_of_the_caller_counts_while_it_waits(server, engine, busy, path):
     body = {**BODIES[path], "deadline_ms": 50}
     answer = httpx.post(server.url + path, json=body, timeout=SECONDS)
@@ -105,7 +104,6 @@ def test_more_than_may_wait_is_refused(server, busy):
 LARGE = "x" * APART_BYTES
 LARGE_BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": LARGE}]},
-    "/v1/branches": {"messages": [{"role": "user", "content": LARGE}], "branches": [{}]},
     "/v1/responses": {"input": LARGE},
     "/v1/messages": {"messages": [{"role": "user", "content": LARGE}], "max_tokens": 4},
     "/tokenize": {"messages": [{"role": "user", "content": LARGE}]},
