@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
 from ...core.interface.request import Usage
-from ..protocol.answers import Free, refuse_aborted, speculation_body
+from ..serving.answers import Free, refuse_aborted, speculation_body
 from ..runtime.cache_diagnostics import anthropic_diagnostics
 from ..runtime.chat import ChatAnswer
 from ..serving.errors import ApiError

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from ..protocol.answers import Free, SpeculationUsage
+from ..serving.answers import Free, SpeculationUsage
 
 # -- blocks -------------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ from functools import partial
 from typing import TypeVar
 
 from ...core.errors import InvalidRequest, PromptTooLong
-from ..protocol.answers import prewarm
-from ..protocol.decoding import decoder
-from ..protocol.render import render_chat
-from ..protocol.sampling import cache_options, is_prewarm, sampling_params
+from ..serving.answers import prewarm
+from ..serving.decoding import decoder
+from ..serving.render import render_chat
+from ..serving.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.conversation.chat_input import ChatInput
 from ..serving.errors import ApiError
 from ..serving.serve import Dialect

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
-from ..protocol.peers import Absent, Empty, Off, Zero
-from ..protocol.sampling import Count, Guess, One, Prediction, Sampling, Stop, StopTexts, TokenIds
+from ..serving.peers import Absent, Empty, Off, Zero
+from ..serving.sampling import Count, Guess, One, Prediction, Sampling, Stop, StopTexts, TokenIds
 from ..types.fields import SameAs
 
 

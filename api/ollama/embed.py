@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ..protocol.decoding import decoder
-from ..protocol.pooled import PooledReply
+from ..serving.decoding import decoder
+from ..serving.pooled import PooledReply
 from ..runtime.pooled.embedder import Embedder, unit_vector
 from ..runtime.pooled.pooled_prompts import Pooled, PooledPrompts, entry_names, pool_params
 from ..serving.errors import ApiError

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..._version import __version__
-from ..protocol.decoding import decoder
+from ..serving.decoding import decoder
 from ..serving.errors import JsonResponse
 from ..serving.serving_context import Service
 from . import protocol

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from ...core.errors import InvalidRequest, PromptTooLong
-from ..protocol.decoding import decoder
+from ..serving.decoding import decoder
 from ..runtime.conversation.prompt_history import PromptNote, text_parts
 from ..serving.errors import ApiError
 from ..serving.serve import Dialect

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..protocol.peers import Empty, Off, RefusedSampling, Zero
-from ..protocol.sampling import (
+from ..serving.peers import Empty, Off, RefusedSampling, Zero
+from ..serving.sampling import (
     Milliseconds,
     Penalty,
     Positive,

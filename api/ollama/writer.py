@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from ...core.errors import ForetokenError
 from ...core.interface.request import Usage
-from ..protocol.answers import refuse_aborted
+from ..serving.answers import refuse_aborted
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply, encode
 from ..types.results import CallDelta, TextDelta, ToolCall

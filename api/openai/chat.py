@@ -12,10 +12,10 @@ from msgspec import UNSET, Struct
 from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Request
-from ..protocol.answers import prewarm
-from ..protocol.decoding import decoder
-from ..protocol.render import render_chat
-from ..protocol.sampling import cache_options, is_prewarm, sampling_params
+from ..serving.answers import prewarm
+from ..serving.decoding import decoder
+from ..serving.render import render_chat
+from ..serving.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.chat import ChatAnswer
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.conversation.tools import format_schema, read_choice, read_tools

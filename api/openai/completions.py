@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Request
-from ..protocol.answers import warm_usage
-from ..protocol.decoding import decoder
-from ..protocol.render import rendered
-from ..protocol.sampling import cache_options, is_prewarm, sampling_params
+from ..serving.answers import warm_usage
+from ..serving.decoding import decoder
+from ..serving.render import rendered
+from ..serving.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.conversation.prompt_history import PromptNote, text_parts
 from ..runtime.conversation.tools import format_schema
 from ..runtime.generation import Answer, each_of, merge

@@ -12,8 +12,8 @@ from msgspec import Raw
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidRequest
-from ..protocol.decoding import decoder
-from ..protocol.pooled import PooledReply
+from ..serving.decoding import decoder
+from ..serving.pooled import PooledReply
 from ..runtime.pooled.embedder import Embedder, unit_vector
 from ..runtime.pooled.pooled_prompts import Pooled, entry_names
 from ..runtime.preprocess import Prompt

@@ -16,7 +16,7 @@ from ...core.errors import (
     Unavailable,
 )
 from ...core.interface.request import Request
-from ..protocol.sampling import is_prewarm
+from ..serving.sampling import is_prewarm
 from ..serving.errors import ApiError, unavailable
 from ..serving.serving_context import Service
 from ..serving.sse import Reply

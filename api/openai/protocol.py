@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from ..protocol.answers import Free, SpeculationUsage
+from ..serving.answers import Free, SpeculationUsage
 
 Channel = Literal["reasoning", "content", "tool"]
 TokenPiece = tuple[str, str | None, Channel]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
-from ..protocol.decoding import decoder
-from ..protocol.pooled import PooledReply
+from ..serving.decoding import decoder
+from ..serving.pooled import PooledReply
 from ..runtime.pooled.pooled_prompts import Pooled, entry_names
 from ..runtime.pooled.reranker import Reranker, ranked, score_of
 from ..serving.serving_context import Service

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's routes, as `api.protocol.sampling` has it: decoding is validation."""
+"""Bodies of OpenAI's routes, as `api.serving.sampling` has it: decoding is validation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..media.sources import (
     join_parts,
     unread_file,
 )
-from ..protocol.peers import Absent, Empty, Off, On
-from ..protocol.sampling import (
+from ..serving.peers import Absent, Empty, Off, On
+from ..serving.sampling import (
     Count,
     Guess,
     Milliseconds,

@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_fields
 from ..._version import __version__
 from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Usage
-from ..protocol.answers import refuse_aborted, speculation_body
+from ..serving.answers import refuse_aborted, speculation_body
 from ..serving.serving_context import Service
 from ..serving.sse import DONE, ReadyReply, Reply, event
 from ..text.tokenizer import Tokenizer

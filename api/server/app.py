@@ -37,7 +37,7 @@ from ..openai.responses.route import (
 )
 from ..openai.responses.store import ResponseStore
 from ..openai.schema import DetokenizeRequest, TokenizeRequest, tokenized_chat
-from ..protocol.decoding import decoder
+from ..serving.decoding import decoder
 from ..runtime.adapters import ServedAdapter
 from ..runtime.engine_client import EngineClient
 from ..serving.errors import (

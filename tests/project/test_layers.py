@@ -81,7 +81,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("parsing",),
         ("runtime",),
         ("sdk", "serving"),
-        ("protocol", "certify"),
+        ("certify",),
         ("openai", "anthropic", "ollama"),
         ("server",),
         ("cluster",),

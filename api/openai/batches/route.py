@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ....core.errors import InvalidRequest, Unavailable
-from ...protocol.decoding import decoder
+from ...serving.decoding import decoder
 from ...serving.errors import JsonResponse
 from ...serving.serve import Dialect
 from ...serving.serving_context import Service

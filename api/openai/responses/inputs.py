@@ -10,7 +10,7 @@ import msgspec
 
 from ....core.errors import InvalidRequest
 from ...media.sources import UNHEARD, file_text, unread_file
-from ...protocol.decoding import is_unknown
+from ...serving.decoding import is_unknown
 from ...runtime.conversation.left_out import tell_left_out
 from ...runtime.conversation.seen_images import UNSEEN
 from ..schema import ContentPart, KeptMessage, Message, NamedImage, NamedMessage

@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from ...protocol.answers import Free, SpeculationUsage
+from ...serving.answers import Free, SpeculationUsage
 from ..protocol import CompletionDetails, PromptDetails, TokenInfo
 from .schema import FlatChoice, FlatTool, Item, Metadata, ReasoningOptions, TextOptions
 

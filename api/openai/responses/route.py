@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
-from ...protocol.answers import prewarm
-from ...protocol.decoding import decoder
-from ...protocol.render import render_chat
-from ...protocol.sampling import is_prewarm
+from ...serving.answers import prewarm
+from ...serving.decoding import decoder
+from ...serving.render import render_chat
+from ...serving.sampling import is_prewarm
 from ...runtime.conversation.chat_input import ChatInput
 from ...serving.errors import ApiError, JsonResponse
 from ...serving.serve import Dialect

@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses. As in `api.protocol.sampling`, decoding is validation."""
+"""Bodies of /v1/responses. As in `api.serving.sampling`, decoding is validation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...media.sources import Detail
-from ...protocol.peers import Absent, Empty, Off
-from ...protocol.sampling import Guess, NumTop, One, Positive, Prediction
+from ...serving.peers import Absent, Empty, Off
+from ...serving.sampling import Guess, NumTop, One, Positive, Prediction
 from ...types.fields import SameAs
 from ..schema import OpenAISampling, StreamOptions
 

@@ -11,7 +11,7 @@ from msgspec.structs import asdict, replace
 
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
-from ...protocol.answers import refuse_aborted
+from ...serving.answers import refuse_aborted
 from ...runtime.cache_diagnostics import openai_diagnostics
 from ...runtime.chat import ChatAnswer
 from ...serving.serving_context import Service

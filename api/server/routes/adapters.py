@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ....core.errors import InvalidRequest, ModelLoadError
 from ....core.model.adapter_files import leads_over_link
 from ...build.adapter_loader import AdapterFolder
-from ...protocol.decoding import decoder
+from ...serving.decoding import decoder
 from ...runtime.adapters import UnknownAdapter
 from ...serving.errors import ApiError, JsonResponse, unknown_model
 from ...serving.serving_context import Service

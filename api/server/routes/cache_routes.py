@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
 from ...openai.schema import Message, plain_chat
-from ...protocol.decoding import decoder
+from ...serving.decoding import decoder
 from ...runtime.cache_diagnostics import Explanation
 from ...serving.errors import ApiError, JsonResponse
 from ...serving.serving_context import Service

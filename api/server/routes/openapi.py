@@ -46,7 +46,7 @@ from ...openai.schema import (
     ScoreRequest,
     TokenizeRequest,
 )
-from ...protocol.render import Rendered
+from ...serving.render import Rendered
 from ...serving.errors import ErrorBody
 from ...types.fields import marks_of, structs_in
 from ...types.results import Body

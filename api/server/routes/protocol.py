@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ....core.errors import InvalidRequest
-from ...protocol.answers import Free
+from ...serving.answers import Free
 
 MAX_MODELS = 1000  # of a page
 

@@ -31,7 +31,7 @@ from foretoken.api.openai.schema import (
     PooledRequest,
     ScoreRequest,
 )
-from foretoken.api.protocol.peers import RefusedFields
+from foretoken.api.serving.peers import RefusedFields
 from foretoken.api.serving.errors import ApiError
 from foretoken.api.types.fields import marks_of
 

@@ -20,7 +20,7 @@ from foretoken import (
     PromptTooLong,
     QueueFull,
 )
-from foretoken.api.protocol.pooled import PooledReply
+from foretoken.api.serving.pooled import PooledReply
 from foretoken.api.runtime.pooled.embedder import unit_vector
 from foretoken.api.runtime.pooled.pooled_prompts import Pooled, PooledPrompts, pool_params
 from foretoken.api.runtime.pooled.reranker import Reranker, ranked, score_of

@@ -14,7 +14,7 @@ from foretoken.api.anthropic import protocol as messages
 from foretoken.api.openai import protocol as openai
 from foretoken.api.openai.responses import protocol as responses
 from foretoken.api.openai.schema import ChatRequest
-from foretoken.api.protocol.render import Rendered
+from foretoken.api.serving.render import Rendered
 from foretoken.api.server import app
 from foretoken.api.server.routes import protocol
 from foretoken.api.server.routes.openapi import JSON, OPERATIONS, describe, template

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct, inspect
 
-from ..serving.errors import bad_json
+from .errors import bad_json
 from ..types.fields import settle
 
 T = TypeVar("T", bound=Struct)

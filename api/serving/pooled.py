@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ..runtime.pooled.pooled_prompts import Pooled, PooledPrompts
-from ..serving.sse import Reply
+from .sse import Reply
 
 Encode = Callable[[Sequence[Pooled]], object]
 """Makes the body of an answer."""

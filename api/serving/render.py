@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.preprocess import warm_params
-from ..serving.serving_context import Service
+from .serving_context import Service
 from ..structured.schemas.preparing import OPTIONS
 from ..types.sampling_params import LeftOutFloat, LeftOutInt, SamplingParams
 from .answers import Free

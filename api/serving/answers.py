@@ -9,8 +9,8 @@ from msgspec import Struct
 from ...core.interface.request import Usage
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.conversation.conversation_tokens import PromptTokens
-from ..serving.errors import deadline_exceeded, unavailable
-from ..serving.serving_context import SHUTTING_DOWN, Service
+from .errors import deadline_exceeded, unavailable
+from .serving_context import SHUTTING_DOWN, Service
 from ..types.results import Completion
 
 Free = dict[str, Any]

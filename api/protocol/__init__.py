@@ -1,1 +1,0 @@
-"""Fields of bodies and parts of answers that every API has."""
