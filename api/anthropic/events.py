@@ -14,13 +14,11 @@ from ...core.interface.request import Usage
 from ..serving.answers import Free, refuse_aborted, speculation_body
 from ..runtime.cache_diagnostics import anthropic_diagnostics
 from ..runtime.chat import ChatAnswer
-from ..serving.errors import ApiError
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply, named_event
 from ..types.results import TextDelta
 from .blocks import Blocks
 from .breakpoints import TTL, Breakpoints
-from .errors import error_body
 from .protocol import (
     ContentBlock,
     Ending,
@@ -44,11 +42,6 @@ PING = named_event(Ping())
 def new_id() -> str:
     """Id of a new message, and of its request inside the engine."""
     return f"msg_{uuid4().hex[:24]}"
-
-
-def error_event(error: ApiError, request_id: str | None) -> bytes:
-    """An error inside a stream, after the HTTP status was sent."""
-    return named_event(error_body(error, request_id))
 
 
 @dataclass(slots=True, kw_only=True)

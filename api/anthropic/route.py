@@ -7,63 +7,42 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from ...core.errors import InvalidRequest, PromptTooLong
+from ...core.errors import InvalidRequest
 from ..serving.answers import prewarm
-from ..serving.decoding import decoder
-from ..serving.render import render_chat
+from ..serving.render import Rendered, render_chat
 from ..serving.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.conversation.chat_input import ChatInput
-from ..serving.errors import ApiError
-from ..serving.serve import Dialect
+from ..serving.dialect import READS, Dialect
 from ..serving.serving_context import ANTHROPIC_TEMPERATURE, Service
 from ..serving.sse import ReadyReply, Reply
-from ..types.request_context import CONTEXT
 from ..types.sampling_params import SamplingParams
 from .breakpoint_locator import BreakpointLocator
 from .breakpoints import Breakpoints, Mark, read_marks
 from .conversation import read_conversation
-from .errors import error_body
-from .events import PING, MessageReply, MessageWriter, error_event, new_id
-from .protocol import TokenCount
+from .errors import ERRORS
+from .events import PING, MessageReply, MessageWriter, new_id
+from .protocol import MessageAnswer, StreamEvent, TokenCount
 from .schema import CountRequest, MessagesRequest
 
 C = TypeVar("C", bound=CountRequest)
-decode = decoder(MessagesRequest)
-decode_count = decoder(CountRequest)
 NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format", "prompt": "messages"}
 
 
 class MessagesDialect(Dialect[C]):
-    """Decoding, checks and the form of errors, shared by the routes."""
+    """Names of fields and the form of errors, shared by the routes."""
 
+    names = NAMES
+    error_form = ERRORS
     most_temperature = ANTHROPIC_TEMPERATURE
     ping = PING
-
-    def error_event(self, error: ApiError) -> bytes:
-        """An error inside a stream."""
-        context = CONTEXT.get()
-        return error_event(error, None if context is None else context.request_id)
-
-    def error_body(self, error: ApiError) -> object:
-        """An error in place of an answer."""
-        return error_body(error, None)
-
-    def rename(self, error: InvalidRequest, _body: C) -> None:
-        """The name of a field in the bodies of this API."""
-        name = error.param or ""
-        if name in NAMES and not isinstance(error, PromptTooLong):
-            error.args = (str(error).replace(name, NAMES[name], 1),)
-            error.param = NAMES[name]
 
 
 class MessagesCount(MessagesDialect[CountRequest]):
     """Count the tokens of a conversation."""
 
-    can_stream = False
-
-    def decode(self, data: bytes) -> CountRequest:
-        """A body; raises `ApiError` 400."""
-        return decode_count(data)
+    path = "/v1/messages/count_tokens"
+    body, answer = CountRequest, TokenCount
+    statuses = READS
 
     def check(self, body: CountRequest) -> None:
         """Check the model only: sampling parameters do not matter for a count."""
@@ -79,13 +58,13 @@ class MessagesCount(MessagesDialect[CountRequest]):
 class MessagesRoute(MessagesDialect[MessagesRequest]):
     """Answer one conversation, whole or as a stream."""
 
+    path = "/v1/messages"
+    body, answer, event = MessagesRequest, MessageAnswer, StreamEvent
+    in_batches = True
+
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._locator = BreakpointLocator(service.chat)
-
-    def decode(self, data: bytes) -> MessagesRequest:
-        """A body; raises `ApiError` 400."""
-        return decode(data)
 
     async def open(self, body: MessagesRequest) -> Reply:
         """Render, find the breakpoints and submit; with ``max_tokens`` 0 only cache the prompt."""
@@ -133,7 +112,10 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
 class MessagesRender(MessagesRoute):
     """Render one conversation: the token ids of its prompt, which is checked and not computed."""
 
-    can_stream = False
+    path = "/v1/messages/render"
+    answer, event = Rendered, None
+    statuses = READS
+    in_batches = False
 
     async def open(self, body: MessagesRequest) -> Reply:
         """Render and check, and submit nothing."""

@@ -57,6 +57,7 @@ async def _run(
     model: str | None,
     options: Mapping[str, Any],
 ) -> int:
+    from ..dialects import BATCH_PATHS, open_dialects
     from ..openai.batches.lines import (
         LineCheck,
         LineRunner,
@@ -64,10 +65,8 @@ async def _run(
         numbered_lines,
         write_line,
     )
-    from ..openai.responses.store import ResponseStore
     from ..runtime.interrupts import ending_at_once
     from ..sdk.async_llm import AsyncLLM
-    from ..server.app import BATCH_PATHS, batch_dialects
     from ..serving.serving_context import Service
     from ..serving.settings import Settings
 
@@ -98,9 +97,10 @@ async def _run(
             await llm.start()
         async with llm:
             service = Service(llm, Settings())
+            opened = open_dialects(service)
             runner = LineRunner(
                 service,
-                batch_dialects(service, ResponseStore()),
+                {path: opened[path] for path in BATCH_PATHS},
                 num_places=lambda: llm.engine.limits.max_running,
             )
             await runner.run(wanted(), put)

@@ -6,30 +6,26 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ..serving.decoding import decoder
 from ..serving.pooled import PooledReply
 from ..runtime.pooled.embedder import Embedder, unit_vector
 from ..runtime.pooled.pooled_prompts import Pooled, PooledPrompts, entry_names, pool_params
-from ..serving.errors import ApiError
-from ..serving.serve import Dialect
+from ..serving.dialect import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply
 from ..types.results import batch_usage
-from .errors import error_body
+from .errors import ERRORS
 from .models import own_name
 from .protocol import Embedded, EmbeddedOne
 from .schema import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaPooledBody
 from .writer import NANO
 
 B = TypeVar("B", bound=OllamaPooledBody)
-decode_embed = decoder(OllamaEmbedBody)
-decode_embeddings = decoder(OllamaEmbeddingsBody)
 
 
 class OllamaPooled(Dialect[B]):
     """Checks and the form of errors, shared by both routes."""
 
-    can_stream = False
+    error_form = ERRORS
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -38,10 +34,6 @@ class OllamaPooled(Dialect[B]):
     def check(self, body: B) -> None:
         """Check the model, which may have the tag "latest"."""
         self.service.check_model(own_name(self.service, body.model))
-
-    def error_body(self, error: ApiError) -> object:
-        """An error in place of an answer."""
-        return error_body(error)
 
     def prompts(
         self, texts: Sequence[str], body: B, *, name: str, is_cut: bool, dimensions: int | None
@@ -58,9 +50,8 @@ class OllamaPooled(Dialect[B]):
 class OllamaEmbed(OllamaPooled[OllamaEmbedBody]):
     """Return a vector of each text."""
 
-    def decode(self, data: bytes) -> OllamaEmbedBody:
-        """A body; raises `ApiError` 400."""
-        return decode_embed(data)
+    path = "/api/embed"
+    body, answer = OllamaEmbedBody, Embedded
 
     async def open(self, body: OllamaEmbedBody) -> Reply:
         """Open all texts; they are tokenised and computed when the answer is read."""
@@ -85,9 +76,8 @@ class OllamaEmbed(OllamaPooled[OllamaEmbedBody]):
 class OllamaEmbeddings(OllamaPooled[OllamaEmbeddingsBody]):
     """Return a vector of one text."""
 
-    def decode(self, data: bytes) -> OllamaEmbeddingsBody:
-        """A body; raises `ApiError` 400."""
-        return decode_embeddings(data)
+    path = "/api/embeddings"
+    body, answer = OllamaEmbeddingsBody, EmbeddedOne
 
     async def open(self, body: OllamaEmbeddingsBody) -> Reply:
         """Open the text; it is tokenised and computed when the answer is read."""

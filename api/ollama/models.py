@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from ..._version import __version__
 from ..serving.decoding import decoder
+from ..serving.dialect import READS, Endpoints, get, post
 from ..serving.errors import JsonResponse
 from ..serving.serving_context import Service
 from . import protocol
@@ -34,19 +35,21 @@ def own_name(service: Service, name: str | None) -> str | None:
     return name.removesuffix(LATEST)
 
 
-class OllamaModels:
+class OllamaModels(Endpoints):
     """The routes that describe the model. What its files say is read once, in a thread."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
+        super().__init__(service)
         self._report: ModelReport | None = None
         self._files = 0, ""  # bytes of the weights, time of the newest file
 
+    @get("/api/tags", protocol.TagList)
     async def tags(self, _request: Request) -> Response:
         """The model, once by each of its names."""
         await self._read()
         return JsonResponse(protocol.TagList(models=[self._tag(n) for n in self.service.names]))
 
+    @get("/api/ps", protocol.TagList)
     async def running(self, _request: Request) -> Response:
         """The same: it is always loaded."""
         await self._read()
@@ -55,10 +58,12 @@ class OllamaModels:
             tag.expires_at, tag.size_vram = "0001-01-01T00:00:00Z", tag.size
         return JsonResponse(protocol.TagList(models=tags))
 
+    @get("/api/version", protocol.OllamaVersion)
     async def version(self, _request: Request) -> Response:
         """The version of Ollama whose API this is, and that of foretoken."""
         return JsonResponse(protocol.OllamaVersion(version=API_VERSION, foretoken=__version__))
 
+    @post("/api/show", protocol.Shown, body=OllamaShowBody, errors=READS)
     async def show(self, request: Request) -> Response:
         """Format, size, template and capabilities of the model."""
         body = await self.service.read(request, decode_show)

@@ -5,22 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TypeVar
 
-from ...core.errors import InvalidRequest, PromptTooLong
-from ..serving.decoding import decoder
+from ...core.errors import InvalidRequest
 from ..runtime.conversation.prompt_history import PromptNote, text_parts
-from ..serving.errors import ApiError
-from ..serving.serve import Dialect
+from ..serving.dialect import Dialect
 from ..serving.sse import Reply
 from ..types.request_context import random_id
 from .conversation import read_chat, read_params, read_prompt
-from .errors import error_body, error_line
+from .errors import ERRORS
 from .models import own_name
+from .protocol import ChatPart, GeneratePart
 from .schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from .writer import AnswerWriter, OllamaReply
 
 B = TypeVar("B", bound=OllamaBody)
-decode_chat = decoder(OllamaChatBody)
-decode_generate = decoder(OllamaGenerateBody)
 NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
@@ -31,6 +28,8 @@ NAMES = {
 class OllamaDialect(Dialect[B]):
     """Checks, streams as lines of JSON and the form of errors, shared by the routes."""
 
+    names = NAMES
+    error_form = ERRORS
     media_type = "application/x-ndjson"
     ping = b" "  # white space before the next line: there are no comments
     can_resume = False
@@ -45,28 +44,19 @@ class OllamaDialect(Dialect[B]):
             name = body.model or self.service.model
             raise InvalidRequest(f'"{name}" does not support thinking', param="think")
 
-    def rename(self, error: InvalidRequest, body: B) -> None:  # noqa: ARG002
-        """The name of a field in the bodies of this API."""
-        name = error.param or ""
-        if name in NAMES and not isinstance(error, PromptTooLong):
-            error.args = (str(error).replace(name, NAMES[name], 1),)
-            error.param = NAMES[name]
-
-    def error_body(self, error: ApiError) -> object:
-        """An error in place of an answer."""
-        return error_body(error)
-
-    def error_event(self, error: ApiError) -> bytes:
-        """An error inside a stream."""
-        return error_line(error)
+    def decode(self, data: bytes) -> B:
+        """A body, streamed where null or nothing says otherwise; raises `ApiError` 400."""
+        body = super().decode(data)
+        if body.stream is None:
+            body.stream = True
+        return body
 
 
 class OllamaChat(OllamaDialect[OllamaChatBody]):
     """Answer one conversation, as lines of JSON unless ``stream`` is false."""
 
-    def decode(self, data: bytes) -> OllamaChatBody:
-        """A body; raises `ApiError` 400."""
-        return _streaming(decode_chat(data))
+    path = "/api/chat"
+    body, answer, event = OllamaChatBody, ChatPart, ChatPart
 
     async def open(self, body: OllamaChatBody) -> Reply:
         """Render and submit; without messages only confirm that the model is loaded."""
@@ -81,9 +71,8 @@ class OllamaChat(OllamaDialect[OllamaChatBody]):
 class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
     """Answer one prompt, as lines of JSON unless ``stream`` is false."""
 
-    def decode(self, data: bytes) -> OllamaGenerateBody:
-        """A body; raises `ApiError` 400."""
-        return _streaming(decode_generate(data))
+    path = "/api/generate"
+    body, answer, event = OllamaGenerateBody, GeneratePart, GeneratePart
 
     async def open(self, body: OllamaGenerateBody) -> Reply:
         """Render with the chat template, unless ``raw`` or there is none, and submit."""
@@ -103,10 +92,3 @@ class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
         note = PromptNote(parts=text_parts(body.prompt))
         answer = await llm.open(body.prompt, read_params(body), request_id=request_id, note=note)
         return OllamaReply(writer, answer, partial(llm.forget, answer))
-
-
-def _streaming(body: B) -> B:
-    """The body, streamed where null or nothing says otherwise."""
-    if body.stream is None:
-        body.stream = True
-    return body

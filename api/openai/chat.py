@@ -13,13 +13,12 @@ from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Request
 from ..serving.answers import prewarm
-from ..serving.decoding import decoder
-from ..serving.render import render_chat
+from ..serving.render import Rendered, render_chat
 from ..serving.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.chat import ChatAnswer
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.conversation.tools import format_schema, read_choice, read_tools
-from ..serving.serve import Dialect
+from ..serving.dialect import READS, Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply
 from ..types.results import CallDelta, Choice, TextDelta, ToolCall
@@ -49,16 +48,15 @@ from .schema import (
 from .token_pieces import TokenPieces
 from .writer import Head, Writer, reason_body, token_infos
 
-decode = decoder(ChatRequest)
 OPENING = DeltaBody(role="assistant", content="")
 
 
 class ChatRoute(Dialect[ChatRequest]):
     """Answer one conversation, whole or as a stream."""
 
-    def decode(self, data: bytes) -> ChatRequest:
-        """A body; raises `ApiError` 400."""
-        return decode(data)
+    path = "/v1/chat/completions"
+    body, answer, event = ChatRequest, ChatBody, ChunkBody
+    in_batches = True
 
     async def open(self, body: ChatRequest) -> Reply:
         """Render and submit."""
@@ -96,7 +94,10 @@ class ChatRoute(Dialect[ChatRequest]):
 class ChatRender(ChatRoute):
     """Render one conversation: the token ids of its prompt, which is checked and not computed."""
 
-    can_stream = False
+    path = "/v1/chat/completions/render"
+    answer, event = Rendered, None
+    statuses = READS
+    in_batches = False
 
     async def open(self, body: ChatRequest) -> Reply:
         """Render and check, and submit nothing."""

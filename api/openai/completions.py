@@ -14,14 +14,13 @@ from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Request
 from ..serving.answers import warm_usage
-from ..serving.decoding import decoder
-from ..serving.render import rendered
+from ..serving.render import Rendered, rendered
 from ..serving.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.conversation.prompt_history import PromptNote, text_parts
 from ..runtime.conversation.tools import format_schema
 from ..runtime.generation import Answer, each_of, merge
 from ..runtime.preprocess import Prompt, warm_params
-from ..serving.serve import Dialect
+from ..serving.dialect import READS, Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply
 from ..text.tokenizer import Tokenizer
@@ -31,8 +30,6 @@ from .prefill import RequestReply, handing_over, transfer_of
 from .protocol import TextBody, TextChoiceBody, TextLogprobs
 from .schema import COMPLETION_TOKENS, CompletionRequest
 from .writer import Head, Writer, finite, reason_body, token_name
-
-decode = decoder(CompletionRequest)
 
 
 def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence[int]) -> str:
@@ -255,9 +252,9 @@ async def _shifted(answer: Answer, first_index: int) -> AsyncGenerator[TextDelta
 class CompletionsRoute(Dialect[CompletionRequest]):
     """Answer one prompt or a list of them, whole or as a stream."""
 
-    def decode(self, data: bytes) -> CompletionRequest:
-        """A body; raises `ApiError` 400."""
-        return decode(data)
+    path = "/v1/completions"
+    body, answer, event = CompletionRequest, TextBody, TextBody
+    in_batches = True
 
     async def open(self, body: CompletionRequest) -> Reply:
         """Tokenise and submit all prompts."""
@@ -323,7 +320,10 @@ class CompletionsRoute(Dialect[CompletionRequest]):
 class CompletionsRender(CompletionsRoute):
     """Render prompts: the token ids of each, which is checked and not computed."""
 
-    can_stream = False
+    path = "/v1/completions/render"
+    answer, event = list[Rendered], None
+    statuses = READS
+    in_batches = False
 
     async def open(self, body: CompletionRequest) -> Reply:
         """Tokenise and check, and submit nothing."""

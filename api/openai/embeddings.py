@@ -12,31 +12,29 @@ from msgspec import Raw
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidRequest
-from ..serving.decoding import decoder
 from ..serving.pooled import PooledReply
 from ..runtime.pooled.embedder import Embedder, unit_vector
 from ..runtime.pooled.pooled_prompts import Pooled, entry_names
 from ..runtime.preprocess import Prompt
+from ..serving.dialect import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from .completions import read_prompts
-from .pooled import PooledRoute, cache_of, params_of, usage_body
+from .pooled import cache_of, params_of, usage_body
 from .protocol import EmbeddingBody, EmbeddingsBody
 from .schema import MAX_INPUTS, EmbeddingsRequest
 
-decode = decoder(EmbeddingsRequest)
 
-
-class EmbeddingsRoute(PooledRoute[EmbeddingsRequest]):
+class EmbeddingsRoute(Dialect[EmbeddingsRequest]):
     """Return a vector of each text, or of each list of token ids."""
+
+    path = "/v1/embeddings"
+    body, answer = EmbeddingsRequest, EmbeddingsBody
+    in_batches = True
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._embedder = Embedder(service.llm)
-
-    def decode(self, data: bytes) -> EmbeddingsRequest:
-        """A body; raises `ApiError` 400."""
-        return decode(data)
 
     async def open(self, body: EmbeddingsRequest) -> Reply:
         """Open all inputs; they are tokenised and computed when the answer is read."""

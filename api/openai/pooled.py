@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from ...core.interface.request import CacheOptions
 from ..runtime.conversation.tools import read_cache
 from ..runtime.pooled.pooled_prompts import Pooled, pool_params
-from ..serving.serve import Dialect
 from ..types.results import batch_usage
 from ..types.sampling_params import SamplingParams
 from .protocol import PooledPromptDetails, PooledUsage
 from .schema import PooledRequest
-
-B = TypeVar("B", bound=PooledRequest)
-
-
-class PooledRoute(Dialect[B]):
-    """A route whose answer is no text."""
-
-    can_stream = False
-
 
 def params_of(body: PooledRequest) -> SamplingParams:
     """Parameters of each prompt of a body; raises `InvalidRequest`."""

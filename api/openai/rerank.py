@@ -10,31 +10,28 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
-from ..serving.decoding import decoder
 from ..serving.pooled import PooledReply
 from ..runtime.pooled.pooled_prompts import Pooled, entry_names
 from ..runtime.pooled.reranker import Reranker, ranked, score_of
+from ..serving.dialect import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..types.request_context import random_id
-from .pooled import PooledRoute, cache_of, params_of, usage_body
+from .pooled import cache_of, params_of, usage_body
 from .protocol import DocumentBody, RankBody, RerankBody, ScoreBody, ScoresBody
 from .schema import MAX_INPUTS, RerankRequest, ScoreRequest
 
-decode_rerank = decoder(RerankRequest)
-decode_score = decoder(ScoreRequest)
 
-
-class RerankRoute(PooledRoute[RerankRequest]):
+class RerankRoute(Dialect[RerankRequest]):
     """Return documents with their scores for a query, the best first."""
+
+    path, aliases = "/v1/rerank", ("/rerank", "/v2/rerank")
+    body, answer = RerankRequest, RerankBody
+    in_batches = True
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._reranker = Reranker(service.chat, service.llm)
-
-    def decode(self, data: bytes) -> RerankRequest:
-        """A body; raises `ApiError` 400."""
-        return decode_rerank(data)
 
     async def open(self, body: RerankRequest) -> Reply:
         """Open all documents; their prompts are written and computed when it is read.
@@ -75,16 +72,16 @@ class RerankRoute(PooledRoute[RerankRequest]):
         )
 
 
-class ScoreRoute(PooledRoute[ScoreRequest]):
+class ScoreRoute(Dialect[ScoreRequest]):
     """Return the scores of pairs of a query and a document, in their order."""
+
+    path, aliases = "/v1/score", ("/score",)
+    body, answer = ScoreRequest, ScoresBody
+    in_batches = True
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._reranker = Reranker(service.chat, service.llm)
-
-    def decode(self, data: bytes) -> ScoreRequest:
-        """A body; raises `ApiError` 400."""
-        return decode_score(data)
 
     async def open(self, body: ScoreRequest) -> Reply:
         """Open all pairs; their prompts are written and computed when it is read."""

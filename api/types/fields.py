@@ -69,6 +69,12 @@ def marks_of(struct: type[Struct]) -> Marks:
     return Marks(tuple(_marked(hints, Refused)), tuple(_marked(hints, SameAs)), tuple(inner))
 
 
+def written_name(struct: type[Struct], name: str) -> str:
+    """The name of a field in JSON."""
+    names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
+    return dict(names)[name]
+
+
 def _has_marks(struct: type[Struct]) -> bool:
     """Whether a struct, or one inside of it, has a marked field. A struct may contain its kind."""
     seen, left = {struct}, [struct]
@@ -104,7 +110,8 @@ def settle(body: Struct, path: str = "") -> None:
     for name, refused in marks.refused:
         value = getattr(body, name)
         if value is not None and not refused.accepts(value, body):
-            raise InvalidRequest(_refusal(f"{path}{name}", refused), param=f"{path}{name}")
+            place = f"{path}{written_name(type(body), name)}"
+            raise InvalidRequest(_refusal(place, refused), param=place)
     for name, other in marks.same:
         value = getattr(body, name)
         if value is None or any(_is_same(value, each) for each in other.unset):
@@ -114,13 +121,13 @@ def settle(body: Struct, path: str = "") -> None:
             raise InvalidRequest(message, param=f"{path}{name}")
         setattr(body, other.name, value)
     for name in marks.inner:
-        inner = getattr(body, name)
+        inner, place = getattr(body, name), f"{path}{written_name(type(body), name)}"
         if isinstance(inner, Struct):
-            settle(inner, f"{path}{name}.")
+            settle(inner, f"{place}.")
         elif isinstance(inner, list):
             for index, each in enumerate(inner):
                 if isinstance(each, Struct):
-                    settle(each, f"{path}{name}[{index}].")
+                    settle(each, f"{place}[{index}].")
 
 
 def name_as_given(error: InvalidRequest, body: object) -> None:

@@ -21,7 +21,9 @@ from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode, checks
 
 from foretoken.api.openai.schema import ChatRequest
-from foretoken.api.server.routes.openapi import EVENTS, FORM, LINES, OPERATIONS
+from foretoken.api.openai.batches.route import FORM
+from foretoken.api.server.app import operations
+from foretoken.api.server.routes.openapi import template
 from foretoken.api.serving.settings import Settings
 from foretoken.api.types.fields import marks_of
 from foretoken.api.types.sampling_params import STRUCTURED_FIELDS
@@ -52,6 +54,8 @@ ADMIN_ALONE = (  # the application of these tests has no admin key
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
 )
+OPERATIONS = {(each.method, template(each.path)): each for each in operations()}
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 WITHOUT_DATA = [
     (method, path)
     for (method, path), known in OPERATIONS.items()

@@ -83,6 +83,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("sdk", "serving"),
         ("certify",),
         ("openai", "anthropic", "ollama"),
+        ("dialects",),
         ("server",),
         ("cluster",),
         ("cli",),

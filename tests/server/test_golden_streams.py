@@ -49,6 +49,10 @@ def ollama(content: str, /, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": content}]} | fields
 
 
+def gemini(text: str, /, **fields: Any) -> dict[str, Any]:
+    return {"contents": [{"role": "user", "parts": [{"text": text}]}]} | fields
+
+
 CHAT: dict[str, dict[str, Any]] = {
     "text": said("[[Hello, you.]]"),
     "length": said("[[One two three four five six]]", max_tokens=3),
@@ -146,11 +150,32 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any] | None]] = {
 }
 
 
+GEMINI_URL = f"/v1beta/models/{MODEL}"
+GEMINI: dict[str, dict[str, Any]] = {
+    "text": gemini("[[Hello, you.]]"),
+    "thought": gemini(THOUGHT, generationConfig={"thinkingConfig": {"includeThoughts": True}}),
+    "calls": gemini(TWO_CALLS, tools=[{"functionDeclarations": [ABOUT | {"parameters": WEATHER}]}]),
+    "length": gemini("[[One two three four five]]", generationConfig={"maxOutputTokens": 3}),
+    "two": gemini("[[Hello.]]", generationConfig={"candidateCount": 2, "temperature": 0}),
+    "error": gemini("hi", generationConfig={"temperature": 900}),
+}
+WHOLE |= {
+    "gemini-models": ("GET", "/v1beta/models", None),
+    "gemini-model": ("GET", "/v1beta/models/none", None),
+    "gemini-count": ("POST", f"{GEMINI_URL}:countTokens", gemini("hi")),
+    "gemini-stream-error": ("POST", f"{GEMINI_URL}:streamGenerateContent", gemini("hi")),
+}
+
+
 def _cases() -> Iterator[tuple[str, str, str, dict[str, Any] | None]]:
     for dialect, (path, bodies, stream) in STREAMED.items():
         for name, body in bodies.items():
             yield f"{dialect}-{name}", "POST", path, body | {"stream": False}
             yield f"{dialect}-{name}-stream", "POST", path, body | stream
+    for name, body in GEMINI.items():
+        yield f"gemini-{name}", "POST", f"{GEMINI_URL}:generateContent", body
+        streamed = f"{GEMINI_URL}:streamGenerateContent?alt=sse"
+        yield f"gemini-{name}-stream", "POST", streamed, body
     for name, (method, path, body) in WHOLE.items():
         yield name, method, path, body
 

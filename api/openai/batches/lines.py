@@ -25,7 +25,7 @@ import msgspec
 
 from ....core.errors import DeadlineExceeded, EngineDead, QueueFull, Unavailable
 from ...serving.errors import to_api_error
-from ...serving.serve import Dialect
+from ...serving.dialect import Dialect
 from ...serving.serving_context import SHUTTING_DOWN, Service
 from ...types.request_context import CONTEXT, NOBODY, RequestContext, random_id
 from .protocol import InputLine, LineError, LineResponse, OutputLine
@@ -244,4 +244,4 @@ def _failed(dialect: Dialect[Any], error: Exception) -> tuple[int, Any]:
     answer = to_api_error(error)
     if answer.status == 500:
         logger.error("a request of a batch failed", exc_info=error)
-    return answer.status, dialect.error_body(answer)
+    return answer.status, dialect.error_form.body(answer, None)

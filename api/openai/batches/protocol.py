@@ -23,6 +23,14 @@ class ExpiresAfter(Struct, kw_only=True):
     seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
 
 
+class UploadForm(Struct, kw_only=True):
+    """Form of POST /v1/files."""
+
+    file: bytes
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+
+
 class FileBody(Struct, kw_only=True):
     """A file. Times are seconds since 1970."""
 

@@ -3,85 +3,87 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from ....core.errors import InvalidRequest, Unavailable
 from ...serving.decoding import decoder
 from ...serving.errors import JsonResponse
-from ...serving.serve import Dialect
+from ...serving.dialect import GENERATES, Endpoints, delete, get, post
 from ...serving.serving_context import Service
 from ...types.request_context import caller, random_id
 from .database import Database
 from .jobs import BatchJobs
 from .lines import LineRunner
-from .protocol import BatchBody, BatchList, CreateBatch, FileBody, FileDeleted, FileList
+from .protocol import (
+    BatchBody,
+    BatchList,
+    CreateBatch,
+    FileBody,
+    FileDeleted,
+    FileList,
+    UploadForm,
+)
 from .store import BatchStore, Page, now
 from .upload import reading
 
 logger = logging.getLogger(__name__)
 PAGE, MAX_PAGE = 20, 100
+BINARY, FORM = "application/octet-stream", "multipart/form-data"
+KEPT = (404, 503)  # of a folder that another server may have still
 SHARE = 8  # one of so many requests that run may be of a batch
 decode_batch = decoder(CreateBatch)
 
 
 class Batches:
-    """Files and batches of a server: their routes, and what is under way."""
+    """What is under way in a server: a context for as long as it serves."""
 
-    def __init__(self, service: Service, dialects: Mapping[str, Dialect[Any]]) -> None:
+    def __init__(self, service: Service) -> None:
         """Raises `InvalidRequest` for a folder that cannot be used."""
         folder = service.settings.batch_dir
         database = Database(None if folder is None else Path(folder))
-        store = BatchStore(database, service.settings.limits)
+        self.store = BatchStore(database, service.settings.limits)
 
         def num_places() -> int:
             most = service.llm.engine.limits.max_running
             return service.settings.batch_running or max(1, most // SHARE)
 
+        dialects = {path: each for path, each in service.dialects.items() if each.in_batches}
         runner = LineRunner(service, dialects, num_places=num_places)
-        self._jobs, self._is_kept = BatchJobs(store, dialects, runner), folder is not None
-        files = FileRoutes(service, store)
-        batches = BatchRoutes(service, store, self._jobs)
-        self.routes = [
-            Route("/v1/files", files.upload, methods=["POST"]),
-            Route("/v1/files", files.index, methods=["GET"]),
-            Route("/v1/files/{id}", files.retrieve, methods=["GET"]),
-            Route("/v1/files/{id}", files.delete, methods=["DELETE"]),
-            Route("/v1/files/{id}/content", files.content, methods=["GET"]),
-            Route("/v1/batches", batches.create, methods=["POST"]),
-            Route("/v1/batches", batches.index, methods=["GET"]),
-            Route("/v1/batches/{id}", batches.retrieve, methods=["GET"]),
-            Route("/v1/batches/{id}/cancel", batches.cancel, methods=["POST"]),
-        ]
+        self.jobs, self._is_kept = BatchJobs(self.store, dialects, runner), folder is not None
+
+    @classmethod
+    def of(cls, service: Service) -> Batches:
+        """The batches that all routes of a server share."""
+        return service.shared(cls, lambda: cls(service))
 
     async def __aenter__(self) -> None:
         """Go on with the batches of an earlier server; while that lives, the next request does."""
         if self._is_kept:
             try:
-                await self._jobs.resume()
+                await self.jobs.resume()
             except Unavailable as error:
                 logger.warning("batches wait: %s", error)
 
     async def __aexit__(self, *_error: object) -> None:
         """Leave batches to the next server."""
-        await self._jobs.close()
+        await self.jobs.close()
 
 
-class FileRoutes:
+class FileRoutes(Endpoints):
     """Upload, list, read and delete files."""
 
-    def __init__(self, service: Service, store: BatchStore) -> None:
-        self._service, self._store = service, store
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._store = Batches.of(service).store
 
+    @post("/v1/files", FileBody, body=UploadForm, body_media=FORM, errors=(408, 413, 503, 507))
     async def upload(self, request: Request) -> Response:
         """Upload a file of requests, with the purpose batch."""
-        self._service.check_ready()
-        async with reading(request, self._service.settings.limits, self._store) as upload:
+        self.service.check_ready()
+        async with reading(request, self.service.settings.limits, self._store) as upload:
             created, after = now(), upload.expires_after
             file = FileBody(
                 id=f"file-{random_id()}",
@@ -94,6 +96,7 @@ class FileRoutes:
             await self._store.add_file(file, caller(), upload.content)
         return JsonResponse(file)
 
+    @get("/v1/files", FileList, query=("limit", "after", "purpose"), errors=(503,))
     async def index(self, request: Request) -> Response:
         """Files of the caller, the newest first; those of a ``purpose`` where one is named."""
         purpose = request.query_params.get("purpose")
@@ -103,10 +106,12 @@ class FileRoutes:
         first, last = (data[0].id, data[-1].id) if data else (None, None)
         return JsonResponse(FileList(data=data, has_more=has_more, first_id=first, last_id=last))
 
+    @get("/v1/files/{id}", FileBody, errors=KEPT)
     async def retrieve(self, request: Request) -> Response:
         """A file, without its content."""
         return JsonResponse(await self._store.find(FileBody, caller(), request.path_params["id"]))
 
+    @get("/v1/files/{id}/content", media=BINARY, errors=KEPT)
     async def content(self, request: Request) -> Response:
         """The content of a file."""
         file = await self._store.find(FileBody, caller(), request.path_params["id"])
@@ -116,6 +121,7 @@ class FileRoutes:
             media_type="application/octet-stream",
         )
 
+    @delete("/v1/files/{id}", FileDeleted, errors=(*KEPT, 507))
     async def delete(self, request: Request) -> Response:
         """Delete a file."""
         file_id = request.path_params["id"]
@@ -123,18 +129,22 @@ class FileRoutes:
         return JsonResponse(FileDeleted(id=file_id))
 
 
-class BatchRoutes:
+class BatchRoutes(Endpoints):
     """Begin, list, read and cancel batches."""
 
-    def __init__(self, service: Service, store: BatchStore, jobs: BatchJobs) -> None:
-        self._service, self._store, self._jobs = service, store, jobs
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        batches = Batches.of(service)
+        self._store, self._jobs = batches.store, batches.jobs
 
+    @post("/v1/batches", BatchBody, body=CreateBatch, errors=(*GENERATES, 507))
     async def create(self, request: Request) -> Response:
         """Answer the requests of a file in the background."""
-        body = await self._service.read(request, decode_batch)
+        body = await self.service.read(request, decode_batch)
         await self._jobs.resume()
         return JsonResponse(await self._jobs.create(body))
 
+    @get("/v1/batches", BatchList, query=("limit", "after"), errors=(503,))
     async def index(self, request: Request) -> Response:
         """Batches of the caller, the newest first."""
         page = _page(request)
@@ -143,11 +153,13 @@ class BatchRoutes:
         first, last = (data[0].id, data[-1].id) if data else (None, None)
         return JsonResponse(BatchList(data=data, has_more=has_more, first_id=first, last_id=last))
 
+    @get("/v1/batches/{id}", BatchBody, errors=KEPT)
     async def retrieve(self, request: Request) -> Response:
         """A batch: its state and how many of its requests are answered."""
         await self._jobs.resume()
         return JsonResponse(await self._store.find(BatchBody, caller(), request.path_params["id"]))
 
+    @post("/v1/batches/{id}/cancel", BatchBody, errors=KEPT)
     async def cancel(self, request: Request) -> Response:
         """Stop a batch; what is answered is kept."""
         await self._jobs.resume()

@@ -10,19 +10,18 @@ from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
 from ...serving.answers import prewarm
-from ...serving.decoding import decoder
-from ...serving.render import render_chat
+from ...serving.render import Rendered, render_chat
 from ...serving.sampling import is_prewarm
 from ...runtime.conversation.chat_input import ChatInput
 from ...serving.errors import ApiError, JsonResponse
-from ...serving.serve import Dialect
+from ...serving.dialect import READS, Dialect, Endpoints, delete, get
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import Owner, owner_of
 from .chat_input import check_n, make_chat_input, rename
 from .events import ResponseReply, ready_reply
 from .inputs import kept_items, read_items
-from .protocol import Deleted, InputTokens, ItemList, ResponseBody
+from .protocol import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from .schema import Item, ResponsesRequest
 from .store import ResponseStore
 from .tools import ServedTool
@@ -30,19 +29,23 @@ from .writer import ResponseWriter, new_id
 
 MAX_PAGE = 100
 PAGE = 20  # items, as OpenAI has it
-decode = decoder(ResponsesRequest)
+STORED = ("cache_salt",)  # the parameters that name the owner of a response
+
+
+def response_store(service: Service) -> ResponseStore:
+    """The responses that all routes of a server share."""
+    seconds = service.settings.limits.store_seconds
+    return service.shared(ResponseStore, lambda: ResponseStore(max_seconds=seconds))
 
 
 class ResponsesDialect(Dialect[ResponsesRequest]):
     """Decoding, checks and names of fields, shared by the routes."""
 
-    def __init__(self, service: Service, store: ResponseStore) -> None:
-        super().__init__(service)
-        self.store = store
+    body = ResponsesRequest
 
-    def decode(self, data: bytes) -> ResponsesRequest:
-        """A body; raises `ApiError` 400."""
-        return decode(data)
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.store = response_store(service)
 
     def check(self, body: ResponsesRequest) -> None:
         """Check the model and the number of answers."""
@@ -71,7 +74,9 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
 class ResponsesCount(ResponsesDialect):
     """Count the tokens of an input."""
 
-    can_stream = False
+    path = "/v1/responses/input_tokens"
+    answer = InputTokens
+    statuses = READS
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Count the tokens of an input."""
@@ -83,7 +88,9 @@ class ResponsesCount(ResponsesDialect):
 class ResponsesRender(ResponsesDialect):
     """Render an input: the token ids of its prompt, which is checked and not computed."""
 
-    can_stream = False
+    path = "/v1/responses/render"
+    answer = Rendered
+    statuses = READS
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render and check; nothing is submitted and nothing stored."""
@@ -97,6 +104,10 @@ class ResponsesRender(ResponsesDialect):
 
 class ResponsesRoute(ResponsesDialect):
     """Answer the input, whole or as a stream."""
+
+    path = "/v1/responses"
+    answer, event = ResponseBody, StreamEvent
+    in_batches = True
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render and submit."""
@@ -119,12 +130,14 @@ class ResponsesRoute(ResponsesDialect):
         return ResponseReply(writer, answer, keep)
 
 
-class KeptResponses:
+class KeptResponses(Endpoints):
     """GET and DELETE of stored responses."""
 
-    def __init__(self, store: ResponseStore) -> None:
-        self.store = store
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.store = response_store(service)
 
+    @get("/v1/responses/{id}", ResponseBody, query=STORED, errors=(404,))
     async def retrieve(self, request: Request) -> Response:
         """A stored response."""
         if request.query_params.get("stream") == "true":
@@ -135,6 +148,7 @@ class KeptResponses:
             raise _unknown(response_id)
         return JsonResponse(found)
 
+    @delete("/v1/responses/{id}", Deleted, query=STORED, errors=(404,))
     async def delete(self, request: Request) -> Response:
         """Delete a stored response."""
         owner, response_id = _named(request)
@@ -142,6 +156,12 @@ class KeptResponses:
             raise _unknown(response_id)
         return JsonResponse(Deleted(id=response_id))
 
+    @get(
+        "/v1/responses/{id}/input_items",
+        ItemList,
+        query=("limit", "after", "order", *STORED),
+        errors=(404,),
+    )
     async def input_items(self, request: Request) -> Response:
         """The input items of a stored response, page by page; newest first by default."""
         owner, response_id = _named(request)

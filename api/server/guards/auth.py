@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...dialects import api_of
 from ...serving.errors import ApiError
 from ...serving.settings import Settings
 from ...types.request_context import CONTEXT, NOBODY, caller_of, header
@@ -15,7 +17,6 @@ from .foreign_pages import PAGE_PATHS, foreign_page
 
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
 IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
-OPERATOR_PATHS = frozenset({"/cache", "/replicas", "/ui/events"})
 OPERATOR_PREFIX = "/debug/"
 VERSIONS = ("1.1", "1.0")
 JSON, FORM = "application/json", "multipart/form-data"
@@ -31,8 +32,9 @@ class AuthMiddleware:
     is the one of the scope, because a Host header can be forged.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, settings: Settings, operator_paths: Collection[str]) -> None:
+        """``operator_paths``: those that need an admin key, beside all of `OPERATOR_PREFIX`."""
+        self.app, self._operator_paths = app, operator_paths
         self._settings = settings
         self._limits = settings.limits
         self._needs_key = bool(settings.api_keys)
@@ -84,7 +86,7 @@ class AuthMiddleware:
         refusal = foreign_page(scope, self._settings)
         if refusal is not None or (path in PAGE_PATHS and self._has_page):
             return refusal  # a page holds nothing but itself, and asks for the key
-        is_operators = path in OPERATOR_PATHS or path.startswith(OPERATOR_PREFIX)
+        is_operators = path in self._operator_paths or path.startswith(OPERATOR_PREFIX)
         needs_admin = is_operators and not self._all_are_admins
         if known is None and (self._needs_key or needs_admin):
             return ApiError(
@@ -140,7 +142,12 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
 def _offered(scope: Scope) -> list[bytes]:
     """Digests of the keys in a request, all of one length."""
     scheme, _, token = header(scope, b"authorization").partition(" ")
-    shown = [token.strip() if scheme.lower() == "bearer" else "", header(scope, b"x-api-key")]
+    api = api_of(scope)
+    shown = [token.strip() if scheme.lower() == "bearer" else ""]
+    shown += [header(scope, name) for name in api.key_headers]
+    if api.key_parameter is not None:
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        shown += query.get(api.key_parameter, ())
     return [caller_of(key) for key in shown if key]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 
-from ...anthropic.errors import is_for_anthropic
+from ...dialects import api_of
 from ...types.request_context import CONTEXT, RequestContext, header, random_id
 from ..error_forms import error_response
 
@@ -123,6 +123,6 @@ def _names(scope: Scope) -> list[tuple[bytes, bytes]]:
     """Header fields of the answer that carry the request's id."""
     request_id = identify(scope).encode("latin-1")
     fields = [(b"x-request-id", request_id)]
-    if is_for_anthropic(scope):  # whose clients know it by another name
-        fields.append((b"request-id", request_id))
+    if (name := api_of(scope).id_header) is not None:
+        fields.append((name, request_id))
     return fields

@@ -16,8 +16,9 @@ from ....core.model.adapter_files import leads_over_link
 from ...build.adapter_loader import AdapterFolder
 from ...serving.decoding import decoder
 from ...runtime.adapters import UnknownAdapter
+from ...serving.dialect import Endpoints, post
 from ...serving.errors import ApiError, JsonResponse, unknown_model
-from ...serving.serving_context import Service
+from ...serving.settings import Settings
 from ..guards.auth import needs_admin_key
 
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -53,12 +54,15 @@ class AdapterUnloaded(Struct, kw_only=True):
 decode_load, decode_unload = decoder(LoadAdapter), decoder(UnloadAdapter)
 
 
-class AdapterRoutes:
+class AdapterRoutes(Endpoints):
     """Routes that load and unload adapters; they exist where there is an admin key."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    @classmethod
+    def is_served(cls, settings: Settings) -> bool:
+        """Whether there is an admin key."""
+        return bool(settings.admin_keys)
 
+    @post("/v1/load_lora_adapter", AdapterLoaded, body=LoadAdapter, errors=(403, 408, 413, 503))
     async def load(self, request: Request) -> Response:
         """Load a LoRA adapter, in the place of one that has the name."""
         body = decode_load(await self._read(request, "loading an adapter"))
@@ -77,6 +81,12 @@ class AdapterRoutes:
             AdapterLoaded(lora_name=adapter.name, rank=loaded.rank, num_bytes=loaded.num_bytes)
         )
 
+    @post(
+        "/v1/unload_lora_adapter",
+        AdapterUnloaded,
+        body=UnloadAdapter,
+        errors=(403, 404, 408, 413, 503),
+    )
     async def unload(self, request: Request) -> Response:
         """Unload a LoRA adapter: new requests get 404, and the answer waits for those it has."""
         body = decode_unload(await self._read(request, "unloading an adapter"))

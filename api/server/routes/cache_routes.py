@@ -14,11 +14,11 @@ from ....core.errors import InvalidRequest
 from ...openai.schema import Message, plain_chat
 from ...serving.decoding import decoder
 from ...runtime.cache_diagnostics import Explanation
+from ...serving.dialect import Endpoints, get, post
 from ...serving.errors import ApiError, JsonResponse
-from ...serving.serving_context import Service
 from ...types.request_context import owner_of
 from ..guards.auth import needs_admin_key
-from .protocol import Flushed
+from .protocol import CacheBody, Flushed
 
 
 class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -31,15 +31,14 @@ class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     prefix: str | list[int | Message] | None = None
 
 
+SALTED = ("cache_salt",)
 decode_flush = decoder(FlushRequest)
 
 
-class CacheRoutes:
+class CacheRoutes(Endpoints):
     """Routes of the cache for operators and tenants."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
+    @get("/cache", CacheBody, query=SALTED, errors=(403,), is_operators=True)
     async def show(self, request: Request) -> Response:
         """Occupancy, why prompts missed, and the pins of ``cache_salt`` or of the default."""
         salt = request.query_params.get("cache_salt")
@@ -47,6 +46,13 @@ class CacheRoutes:
         llm = self.service.llm
         return JsonResponse({**await llm.engine.cache_info(salt), "causes": llm.causes})
 
+    @post(
+        "/cache/flush",
+        Flushed,
+        body=FlushRequest,
+        is_body_needed=False,
+        errors=(403, 408, 413, 503),
+    )
     async def flush(self, request: Request) -> Response:
         """Drop cached prefixes: of one salt, below one prefix, or all."""
         data = await self.service.read_bytes(request)
@@ -92,6 +98,7 @@ class CacheRoutes:
         chat = await self.service.apart(partial(plain_chat, messages, opens=False, cache_salt=salt))
         return [*(await self.service.chat.render(chat)).cached_ids]
 
+    @get("/cache/explain", query=("response_id!", "previous_id", *SALTED), errors=(404,))
     async def explain(self, request: Request) -> Response:
         """Explain a cache miss; needs the API key and ``cache_salt`` of the request.
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....core.interface.output import StepOutput
 from ....core.interface.plan import StepPlan
@@ -23,11 +22,13 @@ from ....core.telemetry.observers import EngineObserver
 from ....core.telemetry.overview import MAX_REQUESTS, RecentRequest
 from ....draft.sources.names import DRAFTERS
 from ...runtime.cache_diagnostics import LOSSES
+from ...serving.dialect import Endpoints, get
 from ...serving.serving_context import Service
 from ...serving.sse import EventStream, event
 from ...types.results import Body
 from .static_page import FOLDER, StaticPage
 
+HTML, EVENTS = "text/html", "text/event-stream"
 PAGE = FOLDER / "index.html"
 PERIOD_SECONDS = 1.0
 STEPS_SECONDS = 0.25  # between two events with the steps since the last one
@@ -88,30 +89,27 @@ class Watched(EngineObserver):
         return True
 
 
-class Dashboard:
+class Dashboard(Endpoints):
     """The page and its events. One snapshot a period serves all who watch."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
+        super().__init__(service)
         self._watched: Watched | None = None  # while somebody watches
         self._num_watchers = 0
         self._latest: tuple[float, bytes] = (float("-inf"), b"")
         self._page = StaticPage(PAGE, {"drafters": DRAFTERS, "losses": LOSSES})
 
-    @property
-    def routes(self) -> list[Route]:
-        """Routes of the page; empty with ``--no-ui``."""
-        if not self.service.settings.ui:
-            return []
-        return [
-            Route("/", self.page, methods=["GET"]),
-            Route("/ui/events", self.events, methods=["GET"]),
-        ]
+    @classmethod
+    def is_served(cls, settings: Settings) -> bool:
+        """Not with ``--no-ui``."""
+        return settings.ui
 
+    @get("/", media=HTML)
     async def page(self, _request: Request) -> Response:
         """The live page, one file."""
         return self._page.answer()
 
+    @get("/ui/events", media=EVENTS, errors=(403,), is_operators=True)
     async def events(self, _request: Request) -> Response:
         """The state of the engine, once a second, and its steps four times a second."""
         limits = self.service.settings.limits

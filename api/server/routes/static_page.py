@@ -12,7 +12,10 @@ from pathlib import Path
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+
+from ...serving.dialect import Endpoints, get
+from ...serving.serving_context import Service
+from ...serving.settings import Settings
 
 FOLDER = Path(__file__).parent / "ui"
 DOCS = FOLDER / "docs.html"
@@ -60,17 +63,19 @@ class StaticPage:
         return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-class ApiViewer:
+class ApiViewer(Endpoints):
     """GET /docs: a page that shows /openapi.json, for which it asks for the key if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
         self._page = StaticPage(DOCS)
 
-    @property
-    def routes(self) -> list[Route]:
-        """The route of the page."""
-        return [Route("/docs", self.show, methods=["GET"])]
+    @classmethod
+    def is_served(cls, settings: Settings) -> bool:
+        """Not with ``--no-ui``."""
+        return settings.ui
 
+    @get("/docs", media="text/html")
     async def show(self, _request: Request) -> Response:
         """A page with all routes, their fields and an example of each."""
         return self._page.answer()

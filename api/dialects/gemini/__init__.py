@@ -1,0 +1,1 @@
+"""Google's Gemini API: contents of parts, answers of candidates."""

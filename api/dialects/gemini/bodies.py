@@ -1,0 +1,214 @@
+"""Bodies of Gemini's routes: decoding is validation. Unknown fields are ignored.
+
+Names are those of Google's JSON, in camel case; as there, names in snake case are read, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct, inspect
+
+from ...serving.decoding import decoder
+from ...serving.peers import Empty, Zero
+from ...serving.sampling import (
+    Count,
+    Milliseconds,
+    NumChoices,
+    NumTop,
+    Penalty,
+    Positive,
+    Probability,
+    Salt,
+    Seed,
+    Speculation,
+    StopTexts,
+    Temperature,
+)
+from ...types.fields import Refused
+
+T = TypeVar("T", bound=Struct)
+Schema = dict[str, Any]
+
+
+class GeminiStruct(Struct, kw_only=True, rename="camel"):
+    """A part of a body; its fields are written in camel case."""
+
+
+class Blob(GeminiStruct, kw_only=True):
+    """Bytes in base64."""
+
+    mime_type: str = ""
+    data: str = ""
+
+
+class FileData(GeminiStruct, kw_only=True):
+    """A file by its URI."""
+
+    mime_type: str = ""
+    file_uri: str = ""
+
+
+class FunctionCall(GeminiStruct, kw_only=True):
+    """A call of the model; its arguments are what a model wrote."""
+
+    name: str
+    id: str | None = None
+    args: Any = None
+
+
+class FunctionResponse(GeminiStruct, kw_only=True):
+    """The result of a call."""
+
+    name: str | None = None
+    id: str | None = None
+    response: Any = None
+
+
+class Part(GeminiStruct, kw_only=True):
+    """A part of a content. A part of another kind has none of these fields."""
+
+    text: str | None = None
+    thought: bool | None = None
+    inline_data: Blob | None = None
+    file_data: FileData | None = None
+    function_call: FunctionCall | None = None
+    function_response: FunctionResponse | None = None
+
+
+class Content(GeminiStruct, kw_only=True):
+    """One turn of a conversation. ``role``: user, model, function or system."""
+
+    parts: list[Part] = []
+    role: str | None = None
+
+
+class FunctionDeclaration(GeminiStruct, kw_only=True):
+    """A function that the model may call; ``parameters`` has types in upper case."""
+
+    name: str
+    description: str | None = None
+    parameters: Schema | None = None
+    parameters_json_schema: Schema | None = None
+
+
+class ToolSpec(GeminiStruct, kw_only=True):
+    """Functions; tools that Google runs, such as a search, are left out."""
+
+    function_declarations: list[FunctionDeclaration] | None = None
+
+
+class FunctionCallingConfig(GeminiStruct, kw_only=True):
+    """``mode``: AUTO, ANY, NONE or VALIDATED."""
+
+    mode: str | None = None
+    allowed_function_names: list[str] | None = None
+
+
+class ToolConfig(GeminiStruct, kw_only=True):
+    """Which functions may or must be called."""
+
+    function_calling_config: FunctionCallingConfig | None = None
+
+
+class ThinkingConfig(GeminiStruct, kw_only=True):
+    """``thinking_budget``: 0 for no thoughts; other numbers only turn them on."""
+
+    include_thoughts: bool | None = None
+    thinking_budget: int | None = None
+    thinking_level: str | None = None
+
+
+class GenerationConfig(GeminiStruct, kw_only=True):
+    """Sampling, and the form of the answer."""
+
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: Count | None = None
+    candidate_count: NumChoices | None = None
+    max_output_tokens: Positive | None = None
+    stop_sequences: StopTexts | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    response_logprobs: bool | None = None
+    logprobs: NumTop | None = None
+    response_mime_type: str | None = None
+    response_schema: Schema | None = None
+    response_json_schema: Schema | None = None
+    thinking_config: ThinkingConfig | None = None
+    # known and refused
+    response_modalities: Annotated[Any, Refused([], ["TEXT"])] = None
+    speech_config: Empty = None
+    image_config: Empty = None
+
+
+class CountBody(GeminiStruct, kw_only=True):
+    """The conversation of a body."""
+
+    contents: Annotated[list[Content], Meta(min_length=1)]
+    system_instruction: Content | None = None
+    tools: list[ToolSpec] | None = None
+    tool_config: ToolConfig | None = None
+    generation_config: GenerationConfig | None = None
+    cached_content: Empty = None  # a resource of Google's; prefixes are cached without one
+    # extensions
+    cache_salt: Salt | None = None
+    speculation: Speculation | None = None
+    deadline_ms: Milliseconds | None = None
+    # what the path says
+    model: str | None = None
+    stream: bool | None = None
+
+
+class GenerateBody(CountBody, kw_only=True):
+    """Body of generateContent and streamGenerateContent."""
+
+
+class CountRequest(GeminiStruct, kw_only=True):
+    """Body of countTokens: contents, or a whole request."""
+
+    contents: list[Content] | None = None
+    generate_content_request: CountBody | None = None
+    model: str | None = None
+    stream: bool | None = None
+    deadline_ms: Zero = None
+
+
+def gemini_decoder(body_type: type[T]) -> Callable[[bytes], T]:
+    """Return a function from bytes to the struct, which raises as that of `decoder`."""
+    decode, kind = decoder(body_type), inspect.type_info(body_type)
+
+    def read(data: bytes) -> T:
+        try:
+            plain = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+            return decode(data)  # for its error
+        return decode(msgspec.json.encode(_camel(plain, kind)))
+
+    return read
+
+
+def _camel(value: Any, kind: inspect.Type) -> Any:  # noqa: ANN401 - JSON
+    """Return the value with the names of its type's fields in camel case."""
+    match kind:
+        case inspect.Metadata():
+            return _camel(value, kind.type)
+        case inspect.UnionType(types=types):
+            for each in types:
+                value = _camel(value, each)
+        case inspect.StructType(fields=fields) if isinstance(value, dict):
+            names = {each.name: each.encode_name for each in fields}
+            kinds = {each.encode_name: each.type for each in fields}
+            renamed = {names.get(name, name): each for name, each in value.items()}
+            return {
+                name: _camel(each, kinds[name]) if name in kinds else each
+                for name, each in renamed.items()
+            }
+        case inspect.ListType(item_type=item):
+            # A single content or part may stand for a list of one.
+            listed = [value] if isinstance(value, dict) else value
+            return [_camel(each, item) for each in listed] if isinstance(listed, list) else value
+    return value

@@ -1,0 +1,304 @@
+"""Convert Gemini's bodies to the chats that `ChatClient` takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....core.errors import InvalidRequest
+from ...media.sources import ImageSource, file_text, join_parts, unread_file
+from ...runtime.conversation.chat_input import ChatInput
+from ...runtime.conversation.left_out import tell_left_out
+from ...runtime.conversation.tools import (
+    ANY_OBJECT,
+    allowed_choice,
+    as_strict_as,
+    json_text,
+    plain_arguments,
+)
+from ...types.results import Tool, ToolChoice
+from ...types.sampling_params import SamplingParams
+from .bodies import (
+    Content,
+    CountBody,
+    FunctionCallingConfig,
+    FunctionDeclaration,
+    FunctionResponse,
+    GenerationConfig,
+    Part,
+    Schema,
+    ThinkingConfig,
+    ToolSpec,
+)
+
+Plain = dict[str, Any]
+SAME_NAME = (
+    "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+RESULT = ("result", "output")  # the only field of many results
+EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high"}
+JSON, ENUM, TEXT = "application/json", "text/x.enum", "text/plain"
+COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+
+
+def read_chat(body: CountBody) -> ChatInput:
+    """The chat request of a body; raises `InvalidRequest`."""
+    config = body.generation_config or GenerationConfig()
+    tools = read_tools(body.tools or ())
+    messages, images, paths = plain_messages(body)
+    return ChatInput(
+        messages=messages,
+        images=images,
+        paths=paths,
+        params=read_params(body, config),
+        tools=tools,
+        tool_choice=read_choice(body, tools),
+        template=template_options(config.thinking_config),
+    )
+
+
+def read_params(body: CountBody, config: GenerationConfig) -> SamplingParams:
+    """Sampling parameters; raises `InvalidRequest`."""
+    given: dict[str, Any] = {name: getattr(config, name) for name in SAME_NAME}
+    given |= {"cache_salt": body.cache_salt, "speculation": body.speculation}
+    given |= {"n": config.candidate_count, "max_tokens": config.max_output_tokens}
+    given["stop"] = config.stop_sequences
+    if config.response_logprobs:
+        given["logprobs"] = config.logprobs or 0
+    given |= answer_form(config)
+    return SamplingParams(
+        **{name: value for name, value in given.items() if value is not None},
+        deadline=None if body.deadline_ms is None else body.deadline_ms / 1000,
+    )
+
+
+def answer_form(config: GenerationConfig) -> Mapping[str, Any]:
+    """The fields of `SamplingParams` for the form of an answer; raises `InvalidRequest`."""
+    kind, schema = config.response_mime_type or "", config.response_json_schema
+    if schema is None and config.response_schema is not None:
+        schema = json_schema(config.response_schema)
+    if kind == ENUM:
+        choices = (schema or {}).get("enum")
+        if not isinstance(choices, list) or not choices:
+            name = "generationConfig.responseSchema"
+            raise InvalidRequest(f"{name} must have an enum for {ENUM}", param=name)
+        return {"choice": [str(each) for each in choices]}
+    if kind not in ("", TEXT, JSON):
+        name = "generationConfig.responseMimeType"
+        raise InvalidRequest(f"{name} must be one of {TEXT}, {JSON}, {ENUM}", param=name)
+    if schema is not None:
+        return {"json_schema": as_strict_as(None, schema)}
+    return {"json_schema": ANY_OBJECT} if kind == JSON else {}
+
+
+def template_options(config: ThinkingConfig | None) -> Mapping[str, object]:
+    """Options of the chat template: whether to think, and how hard."""
+    options: dict[str, object] = {}
+    if config is not None and config.thinking_budget is not None:
+        options["enable_thinking"] = config.thinking_budget != 0
+    if config is not None and config.thinking_level is not None:
+        options["reasoning_effort"] = EFFORTS.get(config.thinking_level.lower(), "medium")
+    return options
+
+
+# -- tools -----------------------------------------------------------------------------------------
+
+
+def read_tools(specs: Sequence[ToolSpec]) -> list[Tool]:
+    """The functions among the tools of a body; tools that Google runs are left out."""
+    if any(spec.function_declarations is None for spec in specs):
+        tell_left_out("tools that are no functions")
+    return [
+        Tool(name=each.name, description=each.description, parameters=_parameters(each))
+        for spec in specs
+        for each in spec.function_declarations or ()
+    ]
+
+
+def _parameters(function: FunctionDeclaration) -> Schema | None:
+    if function.parameters_json_schema is not None:
+        return function.parameters_json_schema
+    return None if function.parameters is None else json_schema(function.parameters)
+
+
+def read_choice(body: CountBody, tools: Sequence[Tool]) -> ToolChoice:
+    """Which functions may or must be called; raises `InvalidRequest`."""
+    config = body.tool_config and body.tool_config.function_calling_config
+    config = config or FunctionCallingConfig()
+    field = "toolConfig.functionCallingConfig"
+    match (config.mode or "AUTO").upper():
+        case "NONE":
+            return ToolChoice(mode="none")
+        case "ANY":
+            mode = "required"
+            if not tools:
+                raise InvalidRequest(f"{field}.mode: ANY needs tools", param=f"{field}.mode")
+        case "AUTO" | "VALIDATED" | "MODE_UNSPECIFIED":
+            mode = "auto"
+        case _:
+            message = f"{field}.mode must be AUTO, ANY, NONE or VALIDATED"
+            raise InvalidRequest(message, param=f"{field}.mode")
+    names = config.allowed_function_names
+    if not names:
+        return ToolChoice(mode="required" if mode == "required" else "auto")
+    return allowed_choice(
+        names, tools, mode="required" if mode == "required" else "auto", parallel=True
+    )
+
+
+def json_schema(schema: Schema) -> Schema:
+    """A JSON schema of one in Google's form.
+
+    That has types in upper case, ``nullable``, counts as texts, and an order of its properties.
+    """
+    made = {
+        key: value for key, value in schema.items() if key not in ("nullable", "propertyOrdering")
+    }
+    kind = made.get("type")
+    if isinstance(kind, str):
+        made["type"] = kind.lower()
+        if kind == "TYPE_UNSPECIFIED":
+            del made["type"]
+        elif schema.get("nullable"):
+            made["type"] = [kind.lower(), "null"]
+    for name in COUNTS:
+        if isinstance(count := made.get(name), str) and count.isascii() and count.isdigit():
+            made[name] = int(count)
+    if isinstance(made.get("items"), dict):
+        made["items"] = json_schema(made["items"])
+    if isinstance(made.get("anyOf"), list):
+        made["anyOf"] = [json_schema(each) for each in made["anyOf"] if isinstance(each, dict)]
+    properties = made.get("properties")
+    if isinstance(properties, dict):
+        order = schema.get("propertyOrdering") or ()
+        names = [*(name for name in order if name in properties), *properties]
+        made["properties"] = {
+            name: json_schema(properties[name])
+            if isinstance(properties[name], dict)
+            else properties[name]
+            for name in dict.fromkeys(names)
+        }
+    if made.get("format") == "enum":
+        del made["format"]
+    return made
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def plain_messages(body: CountBody) -> tuple[list[Plain], list[ImageSource], list[str]]:
+    """Messages for the chat template, their images, and their places in the body.
+
+    Raises `InvalidRequest` naming a part that cannot be served.
+    """
+    plains: list[Plain] = []
+    images: list[ImageSource] = []
+    paths: list[str] = []
+    calls = _Calls()
+    contents = [(f"contents[{at}]", content) for at, content in enumerate(body.contents)]
+    if body.system_instruction is not None:
+        system = body.system_instruction
+        contents.insert(0, ("systemInstruction", Content(parts=system.parts, role="system")))
+    for path, content in contents:
+        for plain, found in _messages(content, path, calls):
+            plains.append(plain)
+            images += found
+            paths.append(path)
+    return plains, images, paths
+
+
+class _Calls:
+    """Ids of calls, which some templates need: a client may leave them out."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[str, str]] = deque()  # names and ids without a result
+        self._number = 0
+
+    def begin(self, name: str, call_id: str | None) -> str:
+        """Return the id of a call."""
+        if call_id is None:
+            call_id = f"call_{self._number:08}"
+            self._number += 1
+        self._waiting.append((name, call_id))
+        return call_id
+
+    def end(self, result: FunctionResponse) -> Plain:
+        """Return name and id of the call that a result belongs to."""
+        for name, call_id in self._waiting:
+            if call_id == result.id or (result.id is None and result.name in (None, name)):
+                self._waiting.remove((name, call_id))
+                return {"name": name, "tool_call_id": call_id}
+        return {"name": result.name or "", "tool_call_id": result.id or ""}
+
+
+def _messages(
+    content: Content, path: str, calls: _Calls
+) -> list[tuple[Plain, Sequence[ImageSource]]]:
+    """The messages of a content: results of functions come first, each one by itself."""
+    role = (content.role or "user").lower()
+    if role not in ("user", "model", "function", "system"):
+        raise InvalidRequest(f"{path}.role must be user or model", param=f"{path}.role")
+    made: list[tuple[Plain, Sequence[ImageSource]]] = []
+    shown: list[str | ImageSource] = []
+    thoughts: list[str] = []
+    said: list[Plain] = []
+    for index, part in enumerate(content.parts):
+        if part.function_response is not None:
+            result = part.function_response
+            text = _result_text(result.response)
+            made.append(({"role": "tool", "content": text, **calls.end(result)}, ()))
+        elif part.function_call is not None:
+            called = part.function_call
+            function = {"name": called.name, "arguments": plain_arguments(called.args)}
+            call_id = calls.begin(called.name, called.id)
+            said.append({"id": call_id, "type": "function", "function": function})
+        elif part.thought:
+            thoughts.append(part.text or "")
+        else:
+            shown += _shown(part, f"{path}.parts[{index}]", is_users=role == "user")
+    if role == "model":
+        text, images = join_parts(shown)
+        plain: Plain = {"role": "assistant", "content": text}
+        if any(thoughts):
+            plain["reasoning_content"] = "".join(thoughts)
+        if said:
+            plain["tool_calls"] = said
+        made.append((plain, images))
+    elif shown or not made:
+        text, images = join_parts(shown)
+        made.append(({"role": "system" if role == "system" else "user", "content": text}, images))
+    return made
+
+
+def _shown(part: Part, path: str, *, is_users: bool) -> list[str | ImageSource]:
+    """What a part shows. Raises `InvalidRequest` for a file of the user that cannot be read."""
+    if part.text is not None:
+        return [part.text]
+    if part.inline_data is not None:
+        blob, where = part.inline_data, f"{path}.inlineData"
+        url = f"data:{blob.mime_type};base64,{blob.data}"
+        if blob.mime_type.startswith("image/"):
+            return [ImageSource(url, where)]
+        text = file_text(url, None)
+        if text is None and is_users:
+            message = f"{where}: {blob.mime_type[:64] or 'a file without a type'} cannot be read"
+            raise InvalidRequest(message, param=where)
+        return [unread_file(None) if text is None else text]
+    if part.file_data is not None:
+        if is_users:
+            where = f"{path}.fileData"
+            message = f"{where}: files are not fetched; send inlineData"
+            raise InvalidRequest(message, param=where)
+        return [unread_file(None)]
+    tell_left_out("parts of contents that are no text, image or function")
+    return []
+
+
+def _result_text(response: object) -> str:
+    """The result of a function as a text: that of its only field, else JSON."""
+    if isinstance(response, dict) and len(response) == 1:
+        [(name, value)] = response.items()
+        if name in RESULT and isinstance(value, str):
+            return value
+    return json_text({} if response is None else response)

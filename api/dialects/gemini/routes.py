@@ -1,0 +1,132 @@
+"""The routes of Gemini's API: generateContent, streamGenerateContent, countTokens, models."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....core.errors import InvalidRequest
+from ...serving.dialect import READS, Dialect, Endpoints, get
+from ...serving.errors import JsonResponse
+from ...serving.sse import ReadyReply, Reply
+from ...types.request_context import random_id
+from .answers import ERRORS, GeminiModel, GeminiModels, GenerateAnswer, TokenCount
+from .bodies import CountBody, CountRequest, GenerateBody, gemini_decoder
+from .reading import read_chat
+from .writing import GeminiReply
+
+B = TypeVar("B", GenerateBody, CountRequest)
+MODELS = "/v1beta/models"
+_CONFIG = "generationConfig"
+NAMES = {
+    "max_tokens": f"{_CONFIG}.maxOutputTokens",
+    "n": f"{_CONFIG}.candidateCount",
+    "stop": f"{_CONFIG}.stopSequences",
+    "logprobs": f"{_CONFIG}.logprobs",
+    "json_schema": f"{_CONFIG}.responseSchema",
+    "choice": f"{_CONFIG}.responseSchema",
+    "tool_choice": "toolConfig.functionCallingConfig",
+    "messages": "contents",
+}
+
+
+class GeminiDialect(Dialect[B]):
+    """Decoding, names of fields and the form of errors, shared by the routes."""
+
+    names = NAMES
+    error_form = ERRORS
+
+    @cached_property
+    def _decode(self) -> Any:  # noqa: ANN401 - as that of every dialect
+        return gemini_decoder(self.body)
+
+    def read(self, request: Request, data: bytes) -> B:
+        """A body with the model of the path; raises `ApiError` 400."""
+        body = self.decode(data)
+        body.model = request.path_params["model"]
+        return body
+
+
+class GenerateContent(GeminiDialect[GenerateBody]):
+    """Answer one conversation."""
+
+    path = MODELS + "/{model:path}:generateContent"
+    body, answer = GenerateBody, GenerateAnswer
+
+    async def open(self, body: GenerateBody) -> Reply:
+        """Render and submit."""
+        chat = await self.service.apart(partial(read_chat, body))
+        self.service.check_room(1, chat.params.n)
+        name = f"gemini-{random_id()}"
+        answer = await self.service.chat.open(chat, request_id=name)
+        thinking = body.generation_config and body.generation_config.thinking_config
+        shows = bool(thinking and thinking.include_thoughts)
+        return GeminiReply(self.service, answer, name, shows_thoughts=shows)
+
+
+class StreamGenerateContent(GenerateContent):
+    """Answer one conversation as server-sent events."""
+
+    path = MODELS + "/{model:path}:streamGenerateContent"
+    event = GenerateAnswer
+    query = ("alt!",)
+
+    def read(self, request: Request, data: bytes) -> GenerateBody:
+        """A body that is streamed; raises `ApiError` 400 for another form of stream."""
+        if request.query_params.get("alt") != "sse":
+            raise InvalidRequest("alt must be sse: a stream has server-sent events", param="alt")
+        body = super().read(request, data)
+        body.stream = True
+        return body
+
+
+class CountTokens(GeminiDialect[CountRequest]):
+    """Count the tokens of a conversation."""
+
+    path = MODELS + "/{model:path}:countTokens"
+    body, answer = CountRequest, TokenCount
+    statuses = READS
+
+    def check(self, body: CountRequest) -> None:
+        """Check the model only: sampling parameters do not matter for a count."""
+        self.service.check_model(body.model)
+
+    async def open(self, body: CountRequest) -> Reply:
+        """Count the tokens of a conversation."""
+        request = body.generate_content_request
+        if request is None and not body.contents:
+            raise InvalidRequest("contents must not be empty", param="contents")
+        counted = request or CountBody(contents=body.contents or [])
+        chat = await self.service.apart(partial(read_chat, counted))
+        prompt = await self.service.chat.render(chat)
+        return ReadyReply(TokenCount(total_tokens=len(prompt.token_ids)))
+
+
+class GeminiModelRoutes(Endpoints):
+    """The served model, by each of its names."""
+
+    @get(MODELS, GeminiModels)
+    async def index(self, _request: Request) -> Response:
+        """The model, once by each of its names, and its adapters."""
+        adapters = [each.name for each in self.service.llm.adapters.served]
+        names = dict.fromkeys([*self.service.names, *adapters])
+        return JsonResponse(GeminiModels(models=[self._model(name) for name in names]))
+
+    @get(MODELS + "/{name:path}", GeminiModel, errors=(404,))
+    async def retrieve(self, request: Request) -> Response:
+        """The model or an adapter, by any name that requests may use."""
+        name = request.path_params["name"]
+        self.service.check_model(name)
+        return JsonResponse(self._model(name))
+
+    def _model(self, name: str) -> GeminiModel:
+        most = self.service.llm.built.max_model_len
+        return GeminiModel(
+            name=f"models/{name}",
+            display_name=name,
+            input_token_limit=most,
+            output_token_limit=most,
+        )

@@ -1,0 +1,155 @@
+"""Encode answers as Gemini has them, whole and as server-sent events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from msgspec import UNSET
+
+from ....core.errors import ForetokenError
+from ....core.interface.output import TokenLogprob
+from ....core.interface.request import Usage
+from ...runtime.chat import ChatAnswer
+from ...serving.answers import refuse_aborted, speculation_body
+from ...serving.serving_context import Service
+from ...serving.sse import Reply, event
+from ...types.results import CallDelta, Choice, TextDelta, ToolCall
+from .answers import (
+    AnsweredCall,
+    AnsweredContent,
+    AnsweredPart,
+    Candidate,
+    ChosenToken,
+    GenerateAnswer,
+    LogprobsResult,
+    ModalityTokens,
+    TopTokens,
+    UsageMetadata,
+)
+
+REASONS = {"length": "MAX_TOKENS", "abort": "MAX_TOKENS"}  # others are STOP
+LOWEST = -1e9  # for a log-probability that is not finite: JSON has no infinity
+
+
+class GeminiReply(Reply):
+    """A running answer; ``shows_thoughts``: whether it has parts that are thoughts."""
+
+    def __init__(
+        self, service: Service, answer: ChatAnswer, answer_id: str, *, shows_thoughts: bool
+    ) -> None:
+        self._service, self._answer, self._id = service, answer, answer_id
+        self._shows_thoughts = shows_thoughts
+        self._calls: defaultdict[int, dict[int, ToolCall]] = defaultdict(dict)  # not complete
+
+    async def whole(self) -> object:
+        """All candidates in one body."""
+        choices = await self._answer.collect()
+        candidates = [self._candidate(each) for each in choices]
+        return self._body(candidates, self._usage(self._answer.usage))
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """An event for each step that adds something; the last of a candidate has a reason."""
+        async with aclosing(self._answer.deltas()) as deltas:
+            async for delta in deltas:
+                candidate = self._step(delta)
+                is_last = delta.finish_reason is not None
+                if candidate.content.parts or is_last:
+                    usage = self._usage(self._answer.usage) if is_last else None
+                    yield event(self._body([candidate], usage))
+
+    def close(self) -> None:
+        """Abort what still runs; may be called twice."""
+        self._answer.close()
+
+    def _body(self, candidates: list[Candidate], usage: UsageMetadata | None) -> GenerateAnswer:
+        return GenerateAnswer(
+            candidates=candidates,
+            usage_metadata=UNSET if usage is None else usage,
+            model_version=self._service.model,
+            response_id=self._id,
+        )
+
+    def _candidate(self, choice: Choice) -> Candidate:
+        self._refuse_aborted(choice.finish_reason, len(choice.token_ids))
+        calls = [each for each in map(_answered, choice.tool_calls) if each is not None]
+        made = self._made(choice.index, choice.reasoning, choice.text, calls)
+        made.finish_reason = REASONS.get(choice.finish_reason, "STOP")
+        if choice.logprobs is not None:
+            made.logprobs_result = self._logprobs(choice.logprobs)
+        return made
+
+    def _step(self, delta: TextDelta) -> Candidate:
+        calls = self._complete_calls(self._calls[delta.index], delta.tool_calls)
+        made = self._made(delta.index, delta.reasoning, delta.text, calls)
+        if delta.finish_reason is not None:
+            self._refuse_aborted(delta.finish_reason, self._answer.num_tokens(delta.index))
+            made.finish_reason = REASONS.get(delta.finish_reason, "STOP")
+        if delta.logprobs:
+            made.logprobs_result = self._logprobs(delta.logprobs)
+        return made
+
+    def _made(
+        self, index: int, thoughts: str, text: str, calls: Sequence[AnsweredCall]
+    ) -> Candidate:
+        parts = []
+        if thoughts and self._shows_thoughts:
+            parts.append(AnsweredPart(text=thoughts, thought=True))
+        if text:
+            parts.append(AnsweredPart(text=text))
+        parts += [AnsweredPart(function_call=call) for call in calls]
+        return Candidate(content=AnsweredContent(parts=parts), index=index)
+
+    def _complete_calls(
+        self, open_calls: dict[int, ToolCall], deltas: Sequence[CallDelta]
+    ) -> list[AnsweredCall]:
+        """The calls that these deltas complete: an event has a call whole."""
+        done = []
+        for delta in deltas:
+            call = open_calls.setdefault(
+                delta.index, ToolCall(id=delta.id, name=delta.name, arguments="")
+            )
+            call.arguments += delta.arguments
+            if delta.is_done and (answered := _answered(open_calls.pop(delta.index))) is not None:
+                done.append(answered)
+        return done
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> LogprobsResult:
+        return LogprobsResult(
+            chosen_candidates=[self._token(each.token_id, each.logprob) for each in logprobs],
+            top_candidates=[
+                TopTokens(candidates=[self._token(*top) for top in each.top]) for each in logprobs
+            ],
+        )
+
+    def _token(self, token_id: int, logprob: float) -> ChosenToken:
+        text = self._service.llm.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        number = max(logprob, LOWEST)
+        return ChosenToken(token=text, token_id=token_id, log_probability=number)
+
+    def _usage(self, usage: Usage) -> UsageMetadata:
+        tokens = {"TEXT": usage.prompt_tokens - usage.image_tokens, "IMAGE": usage.image_tokens}
+        return UsageMetadata(
+            prompt_tokens_details=[
+                ModalityTokens(modality=name, token_count=count)
+                for name, count in tokens.items()
+                if count
+            ],
+            prompt_token_count=usage.prompt_tokens,
+            candidates_token_count=usage.completion_tokens,
+            total_token_count=usage.prompt_tokens + usage.completion_tokens,
+            cached_content_token_count=usage.cached_tokens,
+            speculation=speculation_body(usage),
+        )
+
+    def _refuse_aborted(self, reason: str, num_tokens: int) -> None:
+        refuse_aborted(self._service, reason, num_tokens)
+
+
+def _answered(call: ToolCall) -> AnsweredCall | None:
+    """A call; None for arguments that are no object, because the answer was cut."""
+    try:
+        return AnsweredCall(id=call.id, name=call.name, args=call.parsed())
+    except ForetokenError:
+        return None

@@ -1,0 +1,17 @@
+"""OLLAMA: the routes of Ollama's API. Some clients take a server that has them for Ollama itself."""
+
+from __future__ import annotations
+
+from ..serving.dialect import Api
+from .embed import OllamaEmbed, OllamaEmbeddings
+from .errors import ERRORS
+from .models import OllamaModels
+from .route import OllamaChat, OllamaGenerate
+
+OLLAMA = Api(
+    prefix="/api",
+    dialects=(OllamaChat, OllamaGenerate, OllamaEmbed, OllamaEmbeddings),
+    endpoints=(OllamaModels,),
+    error_form=ERRORS,
+    is_served=lambda settings: settings.ollama,
+)

@@ -1,0 +1,147 @@
+"""Routes for whoever runs the server, and for the probes and routers around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...._version import __version__
+from ....core.errors import ForetokenError, InvalidRequest
+from ....core.telemetry.vllm_names import render_vllm
+from ...serving.decoding import decoder
+from ...serving.dialect import Endpoints, get, post
+from ...serving.errors import JsonResponse, UpdateUnderWay, unavailable
+from ...serving.serving_context import Service
+from ..guards.auth import needs_admin_key
+from . import protocol
+from .models import default_sampling
+
+PATHS = (
+    "dump_dir",
+    "chat_template",
+    "kv_disk",
+    "lora",
+)  # options that are names of files of this machine
+decode_change = decoder(protocol.ReplicaChange)
+
+
+class OperatorRoutes(Endpoints):
+    """Health, metrics and audits."""
+
+    @get("/health", protocol.Status, errors=(503,), outage=protocol.Status)
+    async def health(self, _request: Request) -> Response:
+        """200 while the engine lives, however long a step takes."""
+        alive = self.service.llm.engine.alive
+        return JsonResponse(
+            protocol.Status(status="ok" if alive else "dead"), 200 if alive else 503
+        )
+
+    @get("/ready", protocol.Status, errors=(503,))
+    async def ready(self, _request: Request) -> Response:
+        """200 while the server should receive new requests, else 503."""
+        reason = self.service.unready
+        if reason is not None:
+            raise unavailable(reason)
+        return JsonResponse(protocol.Status(status="ready"))
+
+    @post("/debug/audit", protocol.Audit, errors=(403, 503), is_operators=True)
+    async def audit(self, _request: Request) -> Response:
+        """Owners of all KV pages, and the violated rule, if any; 200 in either case."""
+        return JsonResponse(await self.service.llm.engine.audit())
+
+    @get("/replicas", protocol.ReplicaList, errors=(403,), is_operators=True)
+    async def replicas(self, _request: Request) -> Response:
+        """The replicas that serve, each with its load; none where this process computes."""
+        return JsonResponse(self.service.llm.replicas())
+
+    @post(
+        "/replicas",
+        protocol.ReplicaList,
+        body=protocol.ReplicaChange,
+        errors=(403, 408, 409, 413, 503),
+        is_operators=True,
+    )
+    async def change_replicas(self, request: Request) -> Response:
+        """Change how many replicas there are, or replace them by some with other options."""
+        if not request.state.is_admin:
+            raise needs_admin_key("changing replicas")
+        body = decode_change(await self.service.read_bytes(request))
+        try:
+            await self.service.llm.change_replicas(body.bounds, body.options)
+        except (InvalidRequest, UpdateUnderWay):
+            raise
+        except ForetokenError as error:
+            raise unavailable(str(error)) from error
+        return await self.replicas(request)
+
+    @get("/version", protocol.Version)
+    async def version(self, _request: Request) -> Response:
+        """The version of foretoken."""
+        return JsonResponse(protocol.Version(version=__version__))
+
+    @get("/server_info", protocol.ServerInfo)
+    async def server_info(self, _request: Request) -> Response:
+        """The model, its default sampling parameters, and the settings in force."""
+        built = self.service.llm.built
+        info = protocol.ServerInfo(
+            **_model_facts(self.service),
+            default_sampling_params=default_sampling(self.service),
+            default_sampling_origin=self.service.llm.built.sampling_defaults.origin,
+            settings=_without_paths(built.settings),
+            limits=asdict(self.service.settings.limits),
+        )
+        return JsonResponse(info)
+
+    @get("/model_info", protocol.ModelInfo)
+    async def model_info(self, _request: Request) -> Response:
+        """The model and its KV pool, for routers."""
+        built, limits = self.service.llm.built, self.service.llm.engine.limits
+        info = protocol.ModelInfo(
+            **_model_facts(self.service),
+            names=list(self.service.names),
+            vocab_size=built.vocab_size,
+            eos_token_ids=sorted(built.eos_token_ids),
+            max_running=limits.max_running,
+            max_queued=limits.max_queued,
+            drafters=list(built.drafters),
+        )
+        return JsonResponse(info)
+
+    @get("/metrics", media="text/plain")
+    async def metrics(self, _request: Request) -> Response:
+        """Prometheus text."""
+        ours = self.service.llm.engine.metrics
+        await ours.refresh()
+        body, content_type = ours.render()
+        body += self.service.metrics.render()
+        if self.service.settings.metric_names == "vllm":
+            body += render_vllm(ours.registry, self.service.model)
+        return Response(body, headers={"content-type": content_type})
+
+
+def _model_facts(service: Service) -> dict[str, Any]:
+    """Fields of `protocol.ModelFacts`."""
+    llm = service.llm
+    fingerprint = llm.built.fingerprint
+    return {
+        "version": __version__,
+        "model": service.model,
+        "model_path": llm.built.model_path,
+        "max_model_len": llm.built.max_model_len,
+        "exact": llm.built.exact,
+        "page_size": llm.page_size,
+        "total_pages": llm.num_pages,
+        "fingerprint": None if fingerprint is None else fingerprint.hex(),
+    }
+
+
+def _without_paths(settings: Mapping[str, object]) -> dict[str, object]:
+    """The engine's options for callers, to whom folders of the server's machine are of no use."""
+    known = {name: value for name, value in settings.items() if name not in PATHS}
+    if isinstance(draft := known.get("draft"), str):
+        known["draft"] = ",".join(each.rpartition("/")[2] for each in draft.split(","))
+    return known
