@@ -11,9 +11,9 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
 from ...core.interface.request import Usage
-from ..serving.answers import Free, refuse_aborted, speculation_body
 from ..runtime.cache_diagnostics import anthropic_diagnostics
 from ..runtime.chat import ChatAnswer
+from ..serving.answers import Free, refuse_aborted, speculation_body
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply, named_event
 from ..types.results import TextDelta

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ...core.errors import InvalidRequest
+from ..runtime.conversation.chat_input import ChatInput
 from ..serving.answers import prewarm
+from ..serving.dialect import READS, Dialect
 from ..serving.render import Rendered, render_chat
 from ..serving.sampling import cache_options, is_prewarm, sampling_params
-from ..runtime.conversation.chat_input import ChatInput
-from ..serving.dialect import READS, Dialect
 from ..serving.serving_context import ANTHROPIC_TEMPERATURE, Service
 from ..serving.sse import ReadyReply, Reply
 from ..types.sampling_params import SamplingParams
@@ -41,7 +41,8 @@ class MessagesCount(MessagesDialect[CountRequest]):
     """Count the tokens of a conversation."""
 
     path = "/v1/messages/count_tokens"
-    body, answer = CountRequest, TokenCount
+    body = CountRequest
+    answer = TokenCount
     statuses = READS
 
     def check(self, body: CountRequest) -> None:
@@ -59,7 +60,9 @@ class MessagesRoute(MessagesDialect[MessagesRequest]):
     """Answer one conversation, whole or as a stream."""
 
     path = "/v1/messages"
-    body, answer, event = MessagesRequest, MessageAnswer, StreamEvent
+    body = MessagesRequest
+    answer: ClassVar[Any] = MessageAnswer
+    event: ClassVar[Any] = StreamEvent
     in_batches = True
 
     def __init__(self, service: Service) -> None:
@@ -113,7 +116,8 @@ class MessagesRender(MessagesRoute):
     """Render one conversation: the token ids of its prompt, which is checked and not computed."""
 
     path = "/v1/messages/render"
-    answer, event = Rendered, None
+    answer = Rendered
+    event = None
     statuses = READS
     in_batches = False
 

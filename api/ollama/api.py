@@ -1,4 +1,7 @@
-"""OLLAMA: the routes of Ollama's API. Some clients take a server that has them for Ollama itself."""
+"""OLLAMA: the routes of Ollama's API.
+
+Some clients take a server that has them for Ollama itself.
+"""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ..serving.pooled import PooledReply
 from ..runtime.pooled.embedder import Embedder, unit_vector
 from ..runtime.pooled.pooled_prompts import Pooled, PooledPrompts, entry_names, pool_params
 from ..serving.dialect import Dialect
+from ..serving.pooled import PooledReply
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply
 from ..types.results import batch_usage
@@ -51,7 +51,8 @@ class OllamaEmbed(OllamaPooled[OllamaEmbedBody]):
     """Return a vector of each text."""
 
     path = "/api/embed"
-    body, answer = OllamaEmbedBody, Embedded
+    body = OllamaEmbedBody
+    answer = Embedded
 
     async def open(self, body: OllamaEmbedBody) -> Reply:
         """Open all texts; they are tokenised and computed when the answer is read."""
@@ -77,7 +78,8 @@ class OllamaEmbeddings(OllamaPooled[OllamaEmbeddingsBody]):
     """Return a vector of one text."""
 
     path = "/api/embeddings"
-    body, answer = OllamaEmbeddingsBody, EmbeddedOne
+    body = OllamaEmbeddingsBody
+    answer = EmbeddedOne
 
     async def open(self, body: OllamaEmbeddingsBody) -> Reply:
         """Open the text; it is tokenised and computed when the answer is read."""

@@ -56,7 +56,9 @@ class OllamaChat(OllamaDialect[OllamaChatBody]):
     """Answer one conversation, as lines of JSON unless ``stream`` is false."""
 
     path = "/api/chat"
-    body, answer, event = OllamaChatBody, ChatPart, ChatPart
+    body = OllamaChatBody
+    answer = ChatPart
+    event = ChatPart
 
     async def open(self, body: OllamaChatBody) -> Reply:
         """Render and submit; without messages only confirm that the model is loaded."""
@@ -72,7 +74,9 @@ class OllamaGenerate(OllamaDialect[OllamaGenerateBody]):
     """Answer one prompt, as lines of JSON unless ``stream`` is false."""
 
     path = "/api/generate"
-    body, answer, event = OllamaGenerateBody, GeneratePart, GeneratePart
+    body = OllamaGenerateBody
+    answer = GeneratePart
+    event = GeneratePart
 
     async def open(self, body: OllamaGenerateBody) -> Reply:
         """Render with the chat template, unless ``raw`` or there is none, and submit."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from ..runtime.conversation.tools import Tools
 from ..serving.peers import Empty, Off, RefusedSampling, Zero
 from ..serving.sampling import (
     Milliseconds,
@@ -24,7 +25,6 @@ from ..serving.sampling import (
     TopK,
     TopP,
 )
-from ..runtime.conversation.tools import Tools
 from ..types.fields import SameAs
 
 Format = Literal["", "json"] | dict[str, Any]

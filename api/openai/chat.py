@@ -6,19 +6,20 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import Any, ClassVar
 
 from msgspec import UNSET, Struct
 
 from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Request
-from ..serving.answers import prewarm
-from ..serving.render import Rendered, render_chat
-from ..serving.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.chat import ChatAnswer
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.conversation.tools import format_schema, read_choice, read_tools
+from ..serving.answers import prewarm
 from ..serving.dialect import READS, Dialect
+from ..serving.render import Rendered, render_chat
+from ..serving.sampling import cache_options, is_prewarm, sampling_params
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply
 from ..types.results import CallDelta, Choice, TextDelta, ToolCall
@@ -55,7 +56,9 @@ class ChatRoute(Dialect[ChatRequest]):
     """Answer one conversation, whole or as a stream."""
 
     path = "/v1/chat/completions"
-    body, answer, event = ChatRequest, ChatBody, ChunkBody
+    body = ChatRequest
+    answer: ClassVar[Any] = ChatBody
+    event: ClassVar[Any] = ChunkBody
     in_batches = True
 
     async def open(self, body: ChatRequest) -> Reply:
@@ -95,7 +98,8 @@ class ChatRender(ChatRoute):
     """Render one conversation: the token ids of its prompt, which is checked and not computed."""
 
     path = "/v1/chat/completions/render"
-    answer, event = Rendered, None
+    answer = Rendered
+    event = None
     statuses = READS
     in_batches = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from ...core.errors import InvalidRequest
 from ...core.interface.output import TokenLogprob
 from ...core.interface.request import Request
-from ..serving.answers import warm_usage
-from ..serving.render import Rendered, rendered
-from ..serving.sampling import cache_options, is_prewarm, sampling_params
 from ..runtime.conversation.prompt_history import PromptNote, text_parts
 from ..runtime.conversation.tools import format_schema
 from ..runtime.generation import Answer, each_of, merge
 from ..runtime.preprocess import Prompt, warm_params
+from ..serving.answers import warm_usage
 from ..serving.dialect import READS, Dialect
+from ..serving.render import Rendered, rendered
+from ..serving.sampling import cache_options, is_prewarm, sampling_params
 from ..serving.serving_context import Service
 from ..serving.sse import ReadyReply, Reply
 from ..text.tokenizer import Tokenizer
@@ -253,7 +253,9 @@ class CompletionsRoute(Dialect[CompletionRequest]):
     """Answer one prompt or a list of them, whole or as a stream."""
 
     path = "/v1/completions"
-    body, answer, event = CompletionRequest, TextBody, TextBody
+    body = CompletionRequest
+    answer: ClassVar[Any] = TextBody
+    event: ClassVar[Any] = TextBody
     in_batches = True
 
     async def open(self, body: CompletionRequest) -> Reply:
@@ -321,7 +323,8 @@ class CompletionsRender(CompletionsRoute):
     """Render prompts: the token ids of each, which is checked and not computed."""
 
     path = "/v1/completions/render"
-    answer, event = list[Rendered], None
+    answer = list[Rendered]
+    event = None
     statuses = READS
     in_batches = False
 

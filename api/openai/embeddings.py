@@ -12,11 +12,11 @@ from msgspec import Raw
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidRequest
-from ..serving.pooled import PooledReply
 from ..runtime.pooled.embedder import Embedder, unit_vector
 from ..runtime.pooled.pooled_prompts import Pooled, entry_names
 from ..runtime.preprocess import Prompt
 from ..serving.dialect import Dialect
+from ..serving.pooled import PooledReply
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from .completions import read_prompts
@@ -29,7 +29,8 @@ class EmbeddingsRoute(Dialect[EmbeddingsRequest]):
     """Return a vector of each text, or of each list of token ids."""
 
     path = "/v1/embeddings"
-    body, answer = EmbeddingsRequest, EmbeddingsBody
+    body = EmbeddingsRequest
+    answer = EmbeddingsBody
     in_batches = True
 
     def __init__(self, service: Service) -> None:

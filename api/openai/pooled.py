@@ -12,6 +12,7 @@ from ..types.sampling_params import SamplingParams
 from .protocol import PooledPromptDetails, PooledUsage
 from .schema import PooledRequest
 
+
 def params_of(body: PooledRequest) -> SamplingParams:
     """Parameters of each prompt of a body; raises `InvalidRequest`."""
     seconds = None if body.deadline_ms is None else body.deadline_ms / 1000

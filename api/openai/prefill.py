@@ -16,8 +16,8 @@ from ...core.errors import (
     Unavailable,
 )
 from ...core.interface.request import Request
-from ..serving.sampling import is_prewarm
 from ..serving.errors import ApiError, unavailable
+from ..serving.sampling import is_prewarm
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from .schema import OpenAISampling

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
-from ..serving.pooled import PooledReply
 from ..runtime.pooled.pooled_prompts import Pooled, entry_names
 from ..runtime.pooled.reranker import Reranker, ranked, score_of
 from ..serving.dialect import Dialect
+from ..serving.pooled import PooledReply
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..types.request_context import random_id
@@ -25,8 +25,10 @@ from .schema import MAX_INPUTS, RerankRequest, ScoreRequest
 class RerankRoute(Dialect[RerankRequest]):
     """Return documents with their scores for a query, the best first."""
 
-    path, aliases = "/v1/rerank", ("/rerank", "/v2/rerank")
-    body, answer = RerankRequest, RerankBody
+    path = "/v1/rerank"
+    aliases = ("/rerank", "/v2/rerank")
+    body = RerankRequest
+    answer = RerankBody
     in_batches = True
 
     def __init__(self, service: Service) -> None:
@@ -75,8 +77,10 @@ class RerankRoute(Dialect[RerankRequest]):
 class ScoreRoute(Dialect[ScoreRequest]):
     """Return the scores of pairs of a query and a document, in their order."""
 
-    path, aliases = "/v1/score", ("/score",)
-    body, answer = ScoreRequest, ScoresBody
+    path = "/v1/score"
+    aliases = ("/score",)
+    body = ScoreRequest
+    answer = ScoresBody
     in_batches = True
 
     def __init__(self, service: Service) -> None:

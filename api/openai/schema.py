@@ -17,6 +17,17 @@ from ..media.sources import (
     join_parts,
     unread_file,
 )
+from ..runtime.conversation.chat_input import ChatInput, Handle
+from ..runtime.conversation.left_out import tell_left_out
+from ..runtime.conversation.messages import ROLES, num_system, one_system
+from ..runtime.conversation.tools import (
+    CacheSpec,
+    NamedChoice,
+    ResponseFormat,
+    Tools,
+    plain_call,
+    read_tools,
+)
 from ..serving.peers import Absent, Empty, Off, On
 from ..serving.sampling import (
     Count,
@@ -31,17 +42,6 @@ from ..serving.sampling import (
     Sampling,
     Stop,
     TokenIds,
-)
-from ..runtime.conversation.chat_input import ChatInput, Handle
-from ..runtime.conversation.left_out import tell_left_out
-from ..runtime.conversation.messages import ROLES, num_system, one_system
-from ..runtime.conversation.tools import (
-    CacheSpec,
-    NamedChoice,
-    ResponseFormat,
-    Tools,
-    plain_call,
-    read_tools,
 )
 from ..types.fields import Refused, SameAs
 from ..types.results import Tool

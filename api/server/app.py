@@ -46,8 +46,10 @@ ENDPOINTS: Sequence[type[Endpoints]] = (
 
 def operations() -> Iterator[Operation]:
     """All that is declared, also what a server with some settings does not have."""
-    for each in (*APIS, *ENDPOINTS):
-        yield from each.operations()
+    for api in APIS:
+        yield from api.operations()
+    for kind in ENDPOINTS:
+        yield from kind.operations()
 
 
 OPERATOR_PATHS = frozenset(each.path for each in operations() if each.is_operators)
@@ -120,12 +122,7 @@ def routes(service: Service) -> list[Route]:
             for each in service.dialects.values()
             for path in (each.path, *each.aliases)
         ],
-        *(
-            route
-            for kind in kinds
-            if kind.is_served(settings)
-            for route in kind(service).routes
-        ),
+        *(route for kind in kinds if kind.is_served(settings) for route in kind(service).routes),
     ]
 
 

@@ -9,9 +9,9 @@ from msgspec import Struct
 from ...core.interface.request import Usage
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.conversation.conversation_tokens import PromptTokens
+from ..types.results import Completion
 from .errors import deadline_exceeded, unavailable
 from .serving_context import SHUTTING_DOWN, Service
-from ..types.results import Completion
 
 Free = dict[str, Any]
 """An object whose fields are not fixed."""

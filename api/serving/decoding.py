@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct, inspect
 
-from .errors import bad_json
 from ..types.fields import settle
+from .errors import bad_json
 
 T = TypeVar("T", bound=Struct)
 

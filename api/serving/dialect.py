@@ -130,7 +130,7 @@ class Dialect(Generic[B]):
         body: B = self._decode(data)
         return body
 
-    def read(self, request: Request, data: bytes) -> B:  # noqa: ARG002
+    def read_request(self, request: Request, data: bytes) -> B:  # noqa: ARG002
         """A body, with what the path and the query say; raises `ApiError` 400."""
         return self.decode(data)
 
@@ -248,5 +248,7 @@ class Api:
 
     def operations(self) -> Iterator[Operation]:
         """What /openapi.json says of its paths."""
-        for each in (*self.dialects, *self.endpoints):
-            yield from each.operations()
+        for dialect in self.dialects:
+            yield from dialect.operations()
+        for endpoints in self.endpoints:
+            yield from endpoints.operations()

@@ -13,11 +13,11 @@ from msgspec import Struct
 
 from ..runtime.conversation.chat_input import ChatInput
 from ..runtime.preprocess import warm_params
-from .serving_context import Service
 from ..structured.schemas.preparing import OPTIONS
 from ..types.sampling_params import LeftOutFloat, LeftOutInt, SamplingParams
 from .answers import Free
 from .sampling import Sampling
+from .serving_context import Service
 
 SHOWN = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",

@@ -27,7 +27,7 @@ class Serve(Generic[B]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whole or as a stream; aborted when the client leaves."""
         request = Request(scope, receive)
-        body = await self._service.read(request, partial(self._dialect.read, request))
+        body = await self._service.read(request, partial(self._dialect.read_request, request))
         is_stream = bool(body.stream) and self._dialect.event is not None
         has_begun, submit = False, self._dialect.submit
         try:

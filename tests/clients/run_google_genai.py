@@ -172,9 +172,7 @@ def images() -> None:
     def look(picture: str, text: str) -> tuple[str, int, int]:
         image = types.Part.from_bytes(data=base64.b64decode(picture), mime_type="image/png")
         config = types.GenerateContentConfig(temperature=0, max_output_tokens=4)
-        found = seeing.models.generate_content(
-            model=SEEING, contents=[image, text], config=config
-        )
+        found = seeing.models.generate_content(model=SEEING, contents=[image, text], config=config)
         usage = found.usage_metadata
         rows = {each.modality.value: each.token_count for each in usage.prompt_tokens_details or ()}
         return found.text or "", rows.get("IMAGE", 0), usage.cached_content_token_count or 0

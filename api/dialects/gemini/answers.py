@@ -19,10 +19,11 @@ STATUSES = {
     429: "RESOURCE_EXHAUSTED",
     503: "UNAVAILABLE",
 }
+METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 BAD_REQUEST = "type.googleapis.com/google.rpc.BadRequest"
 
 
-class AnsweredCall(Struct, kw_only=True, rename="camel"):
+class CallPart(Struct, kw_only=True, rename="camel"):
     """A function that the model calls."""
 
     id: str
@@ -35,7 +36,7 @@ class AnsweredPart(Struct, kw_only=True, rename="camel"):
 
     text: str | Unset = UNSET
     thought: bool | Unset = UNSET
-    function_call: AnsweredCall | Unset = UNSET
+    function_call: CallPart | Unset = UNSET
 
 
 class AnsweredContent(Struct, kw_only=True, rename="camel"):
@@ -102,7 +103,7 @@ class GenerateAnswer(Struct, kw_only=True, rename="camel"):
     response_id: str
 
 
-class TokenCount(Struct, kw_only=True, rename="camel"):
+class TokensCounted(Struct, kw_only=True, rename="camel"):
     """Answer of countTokens."""
 
     total_tokens: int
@@ -116,9 +117,7 @@ class GeminiModel(Struct, kw_only=True, rename="camel"):
     version: str = "001"
     input_token_limit: int
     output_token_limit: int
-    supported_generation_methods: list[str] = [
-        "generateContent", "streamGenerateContent", "countTokens",
-    ]  # fmt: skip
+    supported_generation_methods: tuple[str, ...] = METHODS
 
 
 class GeminiModels(Struct, kw_only=True, rename="camel"):

@@ -51,7 +51,7 @@ class FileData(GeminiStruct, kw_only=True):
     file_uri: str = ""
 
 
-class FunctionCall(GeminiStruct, kw_only=True):
+class CalledFunction(GeminiStruct, kw_only=True):
     """A call of the model; its arguments are what a model wrote."""
 
     name: str
@@ -74,7 +74,7 @@ class Part(GeminiStruct, kw_only=True):
     thought: bool | None = None
     inline_data: Blob | None = None
     file_data: FileData | None = None
-    function_call: FunctionCall | None = None
+    function_call: CalledFunction | None = None
     function_response: FunctionResponse | None = None
 
 
@@ -94,7 +94,7 @@ class FunctionDeclaration(GeminiStruct, kw_only=True):
     parameters_json_schema: Schema | None = None
 
 
-class ToolSpec(GeminiStruct, kw_only=True):
+class ToolGroup(GeminiStruct, kw_only=True):
     """Functions; tools that Google runs, such as a search, are left out."""
 
     function_declarations: list[FunctionDeclaration] | None = None
@@ -150,7 +150,7 @@ class CountBody(GeminiStruct, kw_only=True):
 
     contents: Annotated[list[Content], Meta(min_length=1)]
     system_instruction: Content | None = None
-    tools: list[ToolSpec] | None = None
+    tools: list[ToolGroup] | None = None
     tool_config: ToolConfig | None = None
     generation_config: GenerationConfig | None = None
     cached_content: Empty = None  # a resource of Google's; prefixes are cached without one
@@ -167,7 +167,7 @@ class GenerateBody(CountBody, kw_only=True):
     """Body of generateContent and streamGenerateContent."""
 
 
-class CountRequest(GeminiStruct, kw_only=True):
+class CountTokensBody(GeminiStruct, kw_only=True):
     """Body of countTokens: contents, or a whole request."""
 
     contents: list[Content] | None = None

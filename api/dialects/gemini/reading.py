@@ -29,7 +29,7 @@ from .bodies import (
     Part,
     Schema,
     ThinkingConfig,
-    ToolSpec,
+    ToolGroup,
 )
 
 Plain = dict[str, Any]
@@ -105,7 +105,7 @@ def template_options(config: ThinkingConfig | None) -> Mapping[str, object]:
 # -- tools -----------------------------------------------------------------------------------------
 
 
-def read_tools(specs: Sequence[ToolSpec]) -> list[Tool]:
+def read_tools(specs: Sequence[ToolGroup]) -> list[Tool]:
     """The functions among the tools of a body; tools that Google runs are left out."""
     if any(spec.function_declarations is None for spec in specs):
         tell_left_out("tools that are no functions")

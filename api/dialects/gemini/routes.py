@@ -13,12 +13,12 @@ from ...serving.dialect import READS, Dialect, Endpoints, get
 from ...serving.errors import JsonResponse
 from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import random_id
-from .answers import ERRORS, GeminiModel, GeminiModels, GenerateAnswer, TokenCount
-from .bodies import CountBody, CountRequest, GenerateBody, gemini_decoder
+from .answers import ERRORS, GeminiModel, GeminiModels, GenerateAnswer, TokensCounted
+from .bodies import CountBody, CountTokensBody, GenerateBody, gemini_decoder
 from .reading import read_chat
 from .writing import GeminiReply
 
-B = TypeVar("B", GenerateBody, CountRequest)
+B = TypeVar("B", GenerateBody, CountTokensBody)
 MODELS = "/v1beta/models"
 _CONFIG = "generationConfig"
 NAMES = {
@@ -43,7 +43,7 @@ class GeminiDialect(Dialect[B]):
     def _decode(self) -> Any:  # noqa: ANN401 - as that of every dialect
         return gemini_decoder(self.body)
 
-    def read(self, request: Request, data: bytes) -> B:
+    def read_request(self, request: Request, data: bytes) -> B:
         """A body with the model of the path; raises `ApiError` 400."""
         body = self.decode(data)
         body.model = request.path_params["model"]
@@ -54,7 +54,8 @@ class GenerateContent(GeminiDialect[GenerateBody]):
     """Answer one conversation."""
 
     path = MODELS + "/{model:path}:generateContent"
-    body, answer = GenerateBody, GenerateAnswer
+    body = GenerateBody
+    answer = GenerateAnswer
 
     async def open(self, body: GenerateBody) -> Reply:
         """Render and submit."""
@@ -74,27 +75,28 @@ class StreamGenerateContent(GenerateContent):
     event = GenerateAnswer
     query = ("alt!",)
 
-    def read(self, request: Request, data: bytes) -> GenerateBody:
+    def read_request(self, request: Request, data: bytes) -> GenerateBody:
         """A body that is streamed; raises `ApiError` 400 for another form of stream."""
         if request.query_params.get("alt") != "sse":
             raise InvalidRequest("alt must be sse: a stream has server-sent events", param="alt")
-        body = super().read(request, data)
+        body = super().read_request(request, data)
         body.stream = True
         return body
 
 
-class CountTokens(GeminiDialect[CountRequest]):
+class CountTokens(GeminiDialect[CountTokensBody]):
     """Count the tokens of a conversation."""
 
     path = MODELS + "/{model:path}:countTokens"
-    body, answer = CountRequest, TokenCount
+    body = CountTokensBody
+    answer = TokensCounted
     statuses = READS
 
-    def check(self, body: CountRequest) -> None:
+    def check(self, body: CountTokensBody) -> None:
         """Check the model only: sampling parameters do not matter for a count."""
         self.service.check_model(body.model)
 
-    async def open(self, body: CountRequest) -> Reply:
+    async def open(self, body: CountTokensBody) -> Reply:
         """Count the tokens of a conversation."""
         request = body.generate_content_request
         if request is None and not body.contents:
@@ -102,7 +104,7 @@ class CountTokens(GeminiDialect[CountRequest]):
         counted = request or CountBody(contents=body.contents or [])
         chat = await self.service.apart(partial(read_chat, counted))
         prompt = await self.service.chat.render(chat)
-        return ReadyReply(TokenCount(total_tokens=len(prompt.token_ids)))
+        return ReadyReply(TokensCounted(total_tokens=len(prompt.token_ids)))
 
 
 class GeminiModelRoutes(Endpoints):

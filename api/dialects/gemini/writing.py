@@ -17,9 +17,9 @@ from ...serving.serving_context import Service
 from ...serving.sse import Reply, event
 from ...types.results import CallDelta, Choice, TextDelta, ToolCall
 from .answers import (
-    AnsweredCall,
     AnsweredContent,
     AnsweredPart,
+    CallPart,
     Candidate,
     ChosenToken,
     GenerateAnswer,
@@ -90,9 +90,7 @@ class GeminiReply(Reply):
             made.logprobs_result = self._logprobs(delta.logprobs)
         return made
 
-    def _made(
-        self, index: int, thoughts: str, text: str, calls: Sequence[AnsweredCall]
-    ) -> Candidate:
+    def _made(self, index: int, thoughts: str, text: str, calls: Sequence[CallPart]) -> Candidate:
         parts = []
         if thoughts and self._shows_thoughts:
             parts.append(AnsweredPart(text=thoughts, thought=True))
@@ -103,7 +101,7 @@ class GeminiReply(Reply):
 
     def _complete_calls(
         self, open_calls: dict[int, ToolCall], deltas: Sequence[CallDelta]
-    ) -> list[AnsweredCall]:
+    ) -> list[CallPart]:
         """The calls that these deltas complete: an event has a call whole."""
         done = []
         for delta in deltas:
@@ -147,9 +145,9 @@ class GeminiReply(Reply):
         refuse_aborted(self._service, reason, num_tokens)
 
 
-def _answered(call: ToolCall) -> AnsweredCall | None:
+def _answered(call: ToolCall) -> CallPart | None:
     """A call; None for arguments that are no object, because the answer was cut."""
     try:
-        return AnsweredCall(id=call.id, name=call.name, args=call.parsed())
+        return CallPart(id=call.id, name=call.name, args=call.parsed())
     except ForetokenError:
         return None

@@ -24,8 +24,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from ....core.errors import DeadlineExceeded, EngineDead, QueueFull, Unavailable
-from ...serving.errors import to_api_error
 from ...serving.dialect import Dialect
+from ...serving.errors import to_api_error
 from ...serving.serving_context import SHUTTING_DOWN, Service
 from ...types.request_context import CONTEXT, NOBODY, RequestContext, random_id
 from .protocol import InputLine, LineError, LineResponse, OutputLine

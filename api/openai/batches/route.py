@@ -10,8 +10,8 @@ from starlette.responses import Response, StreamingResponse
 
 from ....core.errors import InvalidRequest, Unavailable
 from ...serving.decoding import decoder
-from ...serving.errors import JsonResponse
 from ...serving.dialect import GENERATES, Endpoints, delete, get, post
+from ...serving.errors import JsonResponse
 from ...serving.serving_context import Service
 from ...types.request_context import caller, random_id
 from .database import Database

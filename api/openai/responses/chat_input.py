@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ....core.errors import InvalidRequest
-from ...serving.sampling import cache_options, sampling_params
 from ...runtime.conversation.chat_input import ChatInput
 from ...runtime.conversation.tools import ANY_OBJECT, as_strict_as
+from ...serving.sampling import cache_options, sampling_params
 from ...types.sampling_params import SamplingParams
 from ..schema import (
     Message,

@@ -10,9 +10,9 @@ import msgspec
 
 from ....core.errors import InvalidRequest
 from ...media.sources import UNHEARD, file_text, unread_file
-from ...serving.decoding import is_unknown
 from ...runtime.conversation.left_out import tell_left_out
 from ...runtime.conversation.seen_images import UNSEEN
+from ...serving.decoding import is_unknown
 from ..schema import ContentPart, KeptMessage, Message, NamedImage, NamedMessage
 from .schema import ROLES, TEXT_PARTS, AnswerItem, Item, ItemPart
 from .tools import flat_name, found_text

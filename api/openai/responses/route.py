@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
+from ...runtime.conversation.chat_input import ChatInput
 from ...serving.answers import prewarm
+from ...serving.dialect import READS, Dialect, Endpoints, delete, get
+from ...serving.errors import ApiError, JsonResponse
 from ...serving.render import Rendered, render_chat
 from ...serving.sampling import is_prewarm
-from ...runtime.conversation.chat_input import ChatInput
-from ...serving.errors import ApiError, JsonResponse
-from ...serving.dialect import READS, Dialect, Endpoints, delete, get
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import Owner, owner_of
@@ -106,7 +106,8 @@ class ResponsesRoute(ResponsesDialect):
     """Answer the input, whole or as a stream."""
 
     path = "/v1/responses"
-    answer, event = ResponseBody, StreamEvent
+    answer = ResponseBody
+    event = StreamEvent
     in_batches = True
 
     async def open(self, body: ResponsesRequest) -> Reply:

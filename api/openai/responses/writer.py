@@ -11,9 +11,9 @@ from msgspec.structs import asdict, replace
 
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
-from ...serving.answers import refuse_aborted
 from ...runtime.cache_diagnostics import openai_diagnostics
 from ...runtime.chat import ChatAnswer
+from ...serving.answers import refuse_aborted
 from ...serving.serving_context import Service
 from ...types.results import TextDelta
 from ...types.sampling_params import SamplingParams

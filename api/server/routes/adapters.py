@@ -14,8 +14,8 @@ from starlette.responses import Response
 from ....core.errors import InvalidRequest, ModelLoadError
 from ....core.model.adapter_files import leads_over_link
 from ...build.adapter_loader import AdapterFolder
-from ...serving.decoding import decoder
 from ...runtime.adapters import UnknownAdapter
+from ...serving.decoding import decoder
 from ...serving.dialect import Endpoints, post
 from ...serving.errors import ApiError, JsonResponse, unknown_model
 from ...serving.settings import Settings

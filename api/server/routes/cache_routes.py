@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
 from ...openai.schema import Message, plain_chat
-from ...serving.decoding import decoder
 from ...runtime.cache_diagnostics import Explanation
+from ...serving.decoding import decoder
 from ...serving.dialect import Endpoints, get, post
 from ...serving.errors import ApiError, JsonResponse
 from ...types.request_context import owner_of

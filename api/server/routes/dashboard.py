@@ -24,6 +24,7 @@ from ....draft.sources.names import DRAFTERS
 from ...runtime.cache_diagnostics import LOSSES
 from ...serving.dialect import Endpoints, get
 from ...serving.serving_context import Service
+from ...serving.settings import Settings
 from ...serving.sse import EventStream, event
 from ...types.results import Body
 from .static_page import FOLDER, StaticPage

@@ -127,7 +127,8 @@ def describe(routes: Sequence[BaseRoute]) -> Body:
 
 def operation_of(route: Route) -> Operation:
     """What a route declares."""
-    declared: Operation | Mapping[str, Operation] = route.endpoint.operation
+    endpoint: Any = route.endpoint
+    declared: Operation | Mapping[str, Operation] = endpoint.operation
     return declared if isinstance(declared, Operation) else declared[route.path]
 
 

@@ -31,8 +31,8 @@ from foretoken.api.openai.schema import (
     PooledRequest,
     ScoreRequest,
 )
-from foretoken.api.serving.peers import RefusedFields
 from foretoken.api.serving.errors import ApiError
+from foretoken.api.serving.peers import RefusedFields
 from foretoken.api.types.fields import marks_of
 
 HI = [{"role": "user", "content": "hi"}]

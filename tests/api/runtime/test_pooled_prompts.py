@@ -20,11 +20,11 @@ from foretoken import (
     PromptTooLong,
     QueueFull,
 )
-from foretoken.api.serving.pooled import PooledReply
 from foretoken.api.runtime.pooled.embedder import unit_vector
 from foretoken.api.runtime.pooled.pooled_prompts import Pooled, PooledPrompts, pool_params
 from foretoken.api.runtime.pooled.reranker import Reranker, ranked, score_of
 from foretoken.api.serving.errors import JsonResponse
+from foretoken.api.serving.pooled import PooledReply
 from foretoken.api.types.request_context import CONTEXT, EndedAnswer, RequestContext
 from foretoken.core.interface.request import Delta, FinishReason, Request, Usage
 from foretoken.core.interface.sampling import Pooling

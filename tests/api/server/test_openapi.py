@@ -14,11 +14,11 @@ from foretoken.api.anthropic import protocol as messages
 from foretoken.api.openai import protocol as openai
 from foretoken.api.openai.responses import protocol as responses
 from foretoken.api.openai.schema import ChatRequest
-from foretoken.api.serving.render import Rendered
 from foretoken.api.server import app
 from foretoken.api.server.routes import protocol
 from foretoken.api.server.routes.openapi import JSON, describe, template
 from foretoken.api.serving.errors import ErrorBody
+from foretoken.api.serving.render import Rendered
 from foretoken.api.serving.serving_context import Service
 from foretoken.api.serving.settings import Settings
 from foretoken.api.types.fields import marks_of
