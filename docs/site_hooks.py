@@ -40,13 +40,13 @@ def openapi() -> bytes:
     """`/openapi.json` of a server that has an admin key; it needs no engine."""
     import msgspec
 
-    from foretoken.api.server.app import _routes
+    from foretoken.api.server.app import routes
     from foretoken.api.server.routes.openapi import describe
     from foretoken.api.serving.serving_context import Service
     from foretoken.api.serving.settings import Settings
 
     engine: Any = SimpleNamespace(causes={})
-    return msgspec.json.encode(describe(_routes(Service(engine, Settings(admin_keys=("any",))))))
+    return msgspec.json.encode(describe(routes(Service(engine, Settings(admin_keys=("any",))))))
 
 
 def on_config(config: Any) -> Any:  # noqa: ANN401 - mkdocs is not installed beside the tests

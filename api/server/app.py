@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...core.errors import ForetokenError, InvalidRequest
-from ..dialects import APIS, open_dialects
+from ..dialects import APIS, BATCH_PATHS, open_dialects
 from ..openai.batches.route import Batches
 from ..runtime.engine_client import EngineClient
 from ..serving.dialect import Endpoints, Operation
@@ -64,7 +64,6 @@ def create_app(
     service = Service(llm, settings, observing.metrics)
     _refuse_clash(llm, settings)
     served = routes(service)
-    service.background = Batches.of(service)
     app = Starlette(
         routes=served,
         lifespan=partial(_lifespan, service),
@@ -114,12 +113,14 @@ def routes(service: Service) -> list[Route]:
     """The routes of all APIs, and those of the server."""
     settings = service.settings
     apis = [api for api in APIS if api.is_served(settings)]
-    service.dialects = open_dialects(service, apis)
+    dialects = open_dialects(service, apis)
+    in_batches = {path: dialects[path] for path in BATCH_PATHS}
+    service.background = service.shared[Batches] = Batches(service, in_batches)
     kinds = [*(kind for api in apis for kind in api.endpoints), *ENDPOINTS]
     return [
         *[
             Route(path, Serve(each), methods=["POST"])
-            for each in service.dialects.values()
+            for each in dialects.values()
             for path in (each.path, *each.aliases)
         ],
         *(route for kind in kinds if kind.is_served(settings) for route in kind(service).routes),

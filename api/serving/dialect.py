@@ -1,4 +1,4 @@
-"""What an API of the server declares about itself: its routes, their bodies, its errors.
+"""Declarations by which an API of the server says what its routes, bodies and errors are.
 
 A route that generates is a `Dialect`, the others are methods of an `Endpoints` that `get`, `post`
 and `delete` mark. The application, /openapi.json, the forms of errors, batches and the check of
@@ -72,7 +72,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorForm:
-    """How an API writes its errors; each function also takes the id of the request."""
+    """Functions that write the errors of an API; each function also takes the id of the request."""
 
     struct: type[Struct]
     body: Callable[[ApiError, str | None], object]
@@ -109,7 +109,7 @@ class Dialect(Generic[B]):
 
     @classmethod
     def operations(cls) -> Iterator[Operation]:
-        """What /openapi.json says of its paths."""
+        """Describe its paths for /openapi.json."""
         for path in (cls.path, *cls.aliases):
             yield Operation(
                 path=path,
@@ -186,7 +186,7 @@ class Endpoints:
 
     @classmethod
     def operations(cls) -> Iterator[Operation]:
-        """What /openapi.json says of its paths."""
+        """Describe its paths for /openapi.json."""
         for _, operation in cls.handlers():
             yield operation
 
@@ -247,7 +247,7 @@ class Api:
         return path == self.prefix or path.startswith(f"{self.prefix.rstrip('/')}/")
 
     def operations(self) -> Iterator[Operation]:
-        """What /openapi.json says of its paths."""
+        """Describe its paths for /openapi.json."""
         for dialect in self.dialects:
             yield from dialect.operations()
         for endpoints in self.endpoints:

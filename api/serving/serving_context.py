@@ -7,7 +7,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -32,9 +32,6 @@ from .metrics import ServerMetrics
 from .resume import ResumableStreams
 from .settings import Settings
 from .sse import UnlessGone
-
-if TYPE_CHECKING:
-    from .dialect import Dialect
 
 T = TypeVar("T")
 OPENAI_TEMPERATURE, ANTHROPIC_TEMPERATURE = 2.0, 1.0  # the largest that their own APIs take
@@ -76,15 +73,7 @@ class Service:
         self.background: AbstractAsyncContextManager[None] = nullcontext()
         seconds = settings.limits.resume_seconds
         self.streams = ResumableStreams(seconds) if seconds else None
-        self.dialects: dict[str, Dialect[Any]] = {}  # by path, set by the application
-        self._shared: dict[type, Any] = {}
-
-    def shared(self, kind: type[T], make: Callable[[], T]) -> T:
-        """The one object of a class that routes share, made when it is first asked for."""
-        if kind not in self._shared:
-            self._shared[kind] = make()
-        found: T = self._shared[kind]
-        return found
+        self.shared: dict[type, Any] = {}  # what several routes share, by its class
 
     @property
     def model(self) -> str:

@@ -30,7 +30,10 @@ def check_refusal(response: httpx.Response) -> None:
         return
     assert isinstance(error["message"], str)
     assert 0 < len(error["message"]) <= MAX_MESSAGE_CHARS, len(error["message"])
-    if response.request.url.path.startswith("/v1/messages"):
+    if response.request.url.path.startswith("/v1beta"):
+        assert error["code"] == response.status_code
+        assert set(error) - {"details"} == {"code", "message", "status"}
+    elif response.request.url.path.startswith("/v1/messages"):
         assert body["type"] == "error"
         assert set(error) == {"type", "message"}
         assert body["request_id"] == response.headers["request-id"]

@@ -78,7 +78,8 @@ def schema(document: dict[str, Any]) -> Any:
 def known(app: App, path: str) -> dict[str, str]:
     """Values of the path's parameters that lead somewhere."""
     kept = app.post("/v1/responses", {"input": "hi", "store": True, "max_output_tokens": 2})
-    known = {"response_id": kept.json()["id"], "name": "foretoken-builtin"}
+    model = "foretoken-builtin"
+    known = {"response_id": kept.json()["id"], "name": model, "model": model}
     if "/files/" in path:
         return known | {"id": _upload(app)}
     if "/batches" in path:

@@ -134,7 +134,7 @@ class FieldViolation(Struct, kw_only=True, rename="camel"):
 
 
 class ErrorDetail(Struct, kw_only=True, rename={"kind": "@type", "violations": "fieldViolations"}):
-    """What is wrong with a body."""
+    """Faults of a body."""
 
     kind: str = BAD_REQUEST
     violations: list[FieldViolation]

@@ -108,7 +108,7 @@ class FunctionCallingConfig(GeminiStruct, kw_only=True):
 
 
 class ToolConfig(GeminiStruct, kw_only=True):
-    """Which functions may or must be called."""
+    """Functions that may or must be called."""
 
     function_calling_config: FunctionCallingConfig | None = None
 

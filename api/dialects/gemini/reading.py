@@ -123,7 +123,7 @@ def _parameters(function: FunctionDeclaration) -> Schema | None:
 
 
 def read_choice(body: CountBody, tools: Sequence[Tool]) -> ToolChoice:
-    """Which functions may or must be called; raises `InvalidRequest`."""
+    """Read which functions may or must be called; raises `InvalidRequest`."""
     config = body.tool_config and body.tool_config.function_calling_config
     config = config or FunctionCallingConfig()
     field = "toolConfig.functionCallingConfig"
@@ -272,7 +272,7 @@ def _messages(
 
 
 def _shown(part: Part, path: str, *, is_users: bool) -> list[str | ImageSource]:
-    """What a part shows. Raises `InvalidRequest` for a file of the user that cannot be read."""
+    """Read what a part shows; raises `InvalidRequest` for an unreadable file of the user."""
     if part.text is not None:
         return [part.text]
     if part.inline_data is not None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ....core.errors import InvalidRequest, Unavailable
 from ...serving.decoding import decoder
-from ...serving.dialect import GENERATES, Endpoints, delete, get, post
+from ...serving.dialect import GENERATES, Dialect, Endpoints, delete, get, post
 from ...serving.errors import JsonResponse
 from ...serving.serving_context import Service
 from ...types.request_context import caller, random_id
@@ -38,10 +40,13 @@ decode_batch = decoder(CreateBatch)
 
 
 class Batches:
-    """What is under way in a server: a context for as long as it serves."""
+    """The batches of a server: a context for as long as it serves."""
 
-    def __init__(self, service: Service) -> None:
-        """Raises `InvalidRequest` for a folder that cannot be used."""
+    def __init__(self, service: Service, dialects: Mapping[str, Dialect[Any]]) -> None:
+        """``dialects``: by the path of a batch's requests.
+
+        Raises `InvalidRequest` for a folder that cannot be used.
+        """
         folder = service.settings.batch_dir
         database = Database(None if folder is None else Path(folder))
         self.store = BatchStore(database, service.settings.limits)
@@ -50,14 +55,8 @@ class Batches:
             most = service.llm.engine.limits.max_running
             return service.settings.batch_running or max(1, most // SHARE)
 
-        dialects = {path: each for path, each in service.dialects.items() if each.in_batches}
         runner = LineRunner(service, dialects, num_places=num_places)
         self.jobs, self._is_kept = BatchJobs(self.store, dialects, runner), folder is not None
-
-    @classmethod
-    def of(cls, service: Service) -> Batches:
-        """The batches that all routes of a server share."""
-        return service.shared(cls, lambda: cls(service))
 
     async def __aenter__(self) -> None:
         """Go on with the batches of an earlier server; while that lives, the next request does."""
@@ -77,7 +76,7 @@ class FileRoutes(Endpoints):
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        self._store = Batches.of(service).store
+        self._store = service.shared[Batches].store
 
     @post("/v1/files", FileBody, body=UploadForm, body_media=FORM, errors=(408, 413, 503, 507))
     async def upload(self, request: Request) -> Response:
@@ -134,7 +133,7 @@ class BatchRoutes(Endpoints):
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        batches = Batches.of(service)
+        batches: Batches = service.shared[Batches]
         self._store, self._jobs = batches.store, batches.jobs
 
     @post("/v1/batches", BatchBody, body=CreateBatch, errors=(*GENERATES, 507))

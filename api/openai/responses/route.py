@@ -34,8 +34,9 @@ STORED = ("cache_salt",)  # the parameters that name the owner of a response
 
 def response_store(service: Service) -> ResponseStore:
     """The responses that all routes of a server share."""
-    seconds = service.settings.limits.store_seconds
-    return service.shared(ResponseStore, lambda: ResponseStore(max_seconds=seconds))
+    store = ResponseStore(max_seconds=service.settings.limits.store_seconds)
+    found: ResponseStore = service.shared.setdefault(ResponseStore, store)
+    return found
 
 
 class ResponsesDialect(Dialect[ResponsesRequest]):

@@ -122,7 +122,7 @@ async def with_results_seen(
 
 
 def _num_beyond(num_images: int, most: int) -> int:
-    """How many of the oldest returned images to leave out.
+    """Return how many of the oldest returned images to leave out.
 
     In steps of half of ``most``: for some turns a conversation's beginning stays as it is, and with
     it its cached prefix.

@@ -102,7 +102,7 @@ class Dashboard(Endpoints):
 
     @classmethod
     def is_served(cls, settings: Settings) -> bool:
-        """Not with ``--no-ui``."""
+        """Return False with ``--no-ui``."""
         return settings.ui
 
     @get("/", media=HTML)

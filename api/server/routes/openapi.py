@@ -126,7 +126,7 @@ def describe(routes: Sequence[BaseRoute]) -> Body:
 
 
 def operation_of(route: Route) -> Operation:
-    """What a route declares."""
+    """Return what a route declares."""
     endpoint: Any = route.endpoint
     declared: Operation | Mapping[str, Operation] = endpoint.operation
     return declared if isinstance(declared, Operation) else declared[route.path]

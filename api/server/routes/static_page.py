@@ -72,7 +72,7 @@ class ApiViewer(Endpoints):
 
     @classmethod
     def is_served(cls, settings: Settings) -> bool:
-        """Not with ``--no-ui``."""
+        """Return False with ``--no-ui``."""
         return settings.ui
 
     @get("/docs", media="text/html")
