@@ -38,3 +38,11 @@ def api_of(scope: Scope) -> Api:
         return found
     named = (api for api in APIS if api.header is not None and header(scope, api.header))
     return next(named, OPENAI)
+
+
+def at_home(scope: Scope) -> Scope:
+    """The scope of a request with the path under which its API has the route."""
+    moved, path = api_of(scope).moved, scope["path"]
+    if moved is None or not (path == moved[0] or path.startswith(f"{moved[0]}/")):
+        return scope
+    return {**scope, "path": moved[1] + path[len(moved[0]) :]}

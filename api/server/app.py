@@ -12,10 +12,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import ForetokenError, InvalidRequest
-from ..dialects import APIS, BATCH_PATHS, open_dialects
+from ..dialects import APIS, BATCH_PATHS, at_home, open_dialects
 from ..openai.batches.route import Batches
 from ..runtime.engine_client import EngineClient
 from ..serving.dialect import Endpoints, Operation
@@ -77,7 +77,11 @@ def create_app(
     )
     # A redirect would be built from the Host header.
     app.router.redirect_slashes = False
-    guarded = AuthMiddleware(app, settings, OPERATOR_PATHS)
+
+    async def at_its_path(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(at_home(scope) if scope["type"] == "http" else scope, receive, send)
+
+    guarded = AuthMiddleware(at_its_path, settings, OPERATOR_PATHS)
     outermost = _with_cors(guarded, settings.cors_origins) if settings.cors_origins else guarded
     observed = observing.around(outermost, service)
     root_path = settings.root_path

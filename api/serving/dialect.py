@@ -227,9 +227,10 @@ class Api:
     """One API of the server.
 
     ``prefix``: its paths are this one and those below. ``header``: one that its clients send with
-    each request, whatever the path. ``id_header``: another name of ``x-request-id``, for them.
-    ``key_headers``: headers that may have a key, beside ``Authorization``; ``key_parameter``: a
-    parameter of the query that may have it.
+    each request, whatever the path. ``moved``: a prefix that its clients use, and the one that it
+    stands for, in requests with this header. ``id_header``: another name of ``x-request-id``, for
+    them. ``key_headers``: headers that may have a key, beside ``Authorization``;
+    ``key_parameter``: a parameter of the query that may have it.
     """
 
     prefix: str
@@ -237,6 +238,7 @@ class Api:
     endpoints: Sequence[type[Endpoints]] = ()
     error_form: ErrorForm = OPENAI_ERRORS
     header: bytes | None = None
+    moved: tuple[str, str] | None = None
     id_header: bytes | None = None
     key_headers: Sequence[bytes] = (b"x-api-key",)
     key_parameter: str | None = None

@@ -115,7 +115,9 @@ def automatic_function_calls() -> None:
         asked.append(city)
         return say(f"Sunny in {city}.")
 
-    expect(ask(say(PARIS), tools=[get_weather]).text, "Sunny in Paris.")
+    config = types.GenerateContentConfig(tools=[get_weather])
+    session = client.chats.create(model=MODEL, config=config)
+    expect(session.send_message(say(PARIS)).text, "Sunny in Paris.")
     expect(asked, ["Paris"])
 
 
@@ -177,7 +179,7 @@ def images() -> None:
         rows = {each.modality.value: each.token_count for each in usage.prompt_tokens_details or ()}
         return found.text or "", rows.get("IMAGE", 0), usage.cached_content_token_count or 0
 
-    check_sight(look)
+    check_sight(look, num_tokens=20)
 
 
 @features.feature("count tokens")

@@ -6,11 +6,14 @@ from ...serving.dialect import Api
 from .answers import ERRORS
 from .routes import CountTokens, GeminiModelRoutes, GenerateContent, StreamGenerateContent
 
+KEY = b"x-goog-api-key"
 GEMINI = Api(
     prefix="/v1beta",
     dialects=(GenerateContent, StreamGenerateContent, CountTokens),
     endpoints=(GeminiModelRoutes,),
     error_form=ERRORS,
-    key_headers=(b"x-goog-api-key",),
+    header=KEY,
+    moved=("/v1/models", "/v1beta/models"),  # newer clients name the version v1
+    key_headers=(KEY,),
     key_parameter="key",
 )

@@ -277,7 +277,7 @@ def _shown(part: Part, path: str, *, is_users: bool) -> list[str | ImageSource]:
         return [part.text]
     if part.inline_data is not None:
         blob, where = part.inline_data, f"{path}.inlineData"
-        url = f"data:{blob.mime_type};base64,{blob.data}"
+        url = f"data:{blob.mime_type};base64,{_standard(blob.data)}"
         if blob.mime_type.startswith("image/"):
             return [ImageSource(url, where)]
         text = file_text(url, None)
@@ -293,6 +293,12 @@ def _shown(part: Part, path: str, *, is_users: bool) -> list[str | ImageSource]:
         return [unread_file(None)]
     tell_left_out("parts of contents that are no text, image or function")
     return []
+
+
+def _standard(data: str) -> str:
+    """Return base64 with the alphabet of data URLs; Google's clients send that of file names."""
+    data = data.translate({ord("-"): "+", ord("_"): "/"})
+    return data + "=" * (-len(data) % 4)
 
 
 def _result_text(response: object) -> str:

@@ -210,6 +210,8 @@ def test_files_of_the_model_and_texts_of_the_user_end_no_session():
         "a,b", "[a file that this model cannot read]\ndone",
     ]  # fmt: skip
     image = {"inlineData": {"mimeType": "image/png", "data": PNG}}
+    odd = {"inlineData": {"mimeType": "text/plain", "data": "w7_DvsO-"}}
+    assert chat(contents=[{"parts": [odd]}]).messages[0]["content"] == "\u00ff\u00fe\u00fe"
     assert chat(contents=[{"parts": [image]}]).images[0].url == f"data:image/png;base64,{PNG}"
 
 
@@ -300,6 +302,19 @@ def test_keys(serve, say):
         assert (refused.status_code, refused.json()["error"]["status"]) == (401, "UNAUTHENTICATED")
     other = httpx.post(f"{server.url}/v1/chat/completions?key=k", json={"messages": []})
     assert other.status_code == 401, "a key in the query is Google's way alone"
+
+
+def test_requests_with_googles_header_may_name_the_version_v1(server, say):
+    say("Yes.")
+    google = {"x-goog-api-key": "any"}
+    url = f"{server.url}/v1/models"
+    answer = httpx.post(f"{url}/{NAME}:generateContent", json={"contents": HI}, headers=google)
+    assert answer.raise_for_status().json()["candidates"][0]["finishReason"] == "STOP"
+    listed = httpx.get(url, headers=google).raise_for_status().json()
+    assert [each["name"] for each in listed["models"]] == [f"models/{NAME}"]
+    assert httpx.get(url).raise_for_status().json()["object"] == "list", "OpenAI's without it"
+    missing = httpx.post(f"{url}/x:generateContent", json={"contents": HI}, headers=google)
+    assert (missing.status_code, missing.json()["error"]["status"]) == (404, "NOT_FOUND")
 
 
 def test_an_unknown_model_is_not_found(server):
