@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,17 +14,9 @@ from msgspec import Struct
 
 import foretoken
 from foretoken import InvalidRequest
-from foretoken.api.anthropic.route import decode as decode_message
-from foretoken.api.anthropic.route import decode_count
-from foretoken.api.ollama.route import decode_chat as decode_ollama_chat
-from foretoken.api.ollama.route import decode_generate as decode_ollama_generate
+from foretoken.api.dialects import APIS
 from foretoken.api.ollama.schema import Options
-from foretoken.api.openai.chat import decode as decode_chat
 from foretoken.api.openai.chat import read_chat
-from foretoken.api.openai.completions import decode as decode_completion
-from foretoken.api.openai.embeddings import decode as decode_embeddings
-from foretoken.api.openai.rerank import decode_rerank, decode_score
-from foretoken.api.openai.responses.route import decode as decode_response
 from foretoken.api.openai.responses.schema import ResponsesRequest
 from foretoken.api.openai.schema import (
     ChatRequest,
@@ -31,6 +24,7 @@ from foretoken.api.openai.schema import (
     PooledRequest,
     ScoreRequest,
 )
+from foretoken.api.serving.decoding import decoder
 from foretoken.api.serving.errors import ApiError
 from foretoken.api.serving.peers import RefusedFields
 from foretoken.api.types.fields import marks_of
@@ -39,17 +33,16 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 class Route(NamedTuple):
-    """A route: how it decodes a body, a valid body, and the object with its sampling fields."""
+    """A route: a valid body, and the object with its sampling fields."""
 
     path: str
-    decode: Callable[[bytes], Struct]
     body: dict[str, Any]
     inside: str = ""
 
     def read(self, fields: dict[str, Any]) -> Any:
         """Decode the body with more fields, and return what has them."""
         body = self.body | ({self.inside: fields} if self.inside else fields)
-        read = self.decode(msgspec.json.encode(body))
+        read = decode_of(self.path)(msgspec.json.encode(body))
         return getattr(read, self.inside) if self.inside else read
 
     def named(self, field: str) -> str:
@@ -57,22 +50,29 @@ class Route(NamedTuple):
         return f"{self.inside}.{field}" if self.inside else field
 
 
+@cache
+def decode_of(path: str) -> Callable[[bytes], Struct]:
+    """The decoder of a route."""
+    [body] = [each.body for api in APIS for each in api.dialects if each.path == path]
+    return decoder(body)
+
+
 OPENAI = [
-    Route("/v1/chat/completions", decode_chat, {"messages": HI}),
-    Route("/v1/completions", decode_completion, {"prompt": "hi"}),
-    Route("/v1/responses", decode_response, {"input": "hi"}),
+    Route("/v1/chat/completions", {"messages": HI}),
+    Route("/v1/completions", {"prompt": "hi"}),
+    Route("/v1/responses", {"input": "hi"}),
 ]
-SAMPLED = [*OPENAI, Route("/v1/messages", decode_message, {"messages": HI, "max_tokens": 3})]
+SAMPLED = [*OPENAI, Route("/v1/messages", {"messages": HI, "max_tokens": 3})]
 OLLAMA = [
-    Route("/api/chat", decode_ollama_chat, {"messages": HI}, "options"),
-    Route("/api/generate", decode_ollama_generate, {"prompt": "hi"}, "options"),
+    Route("/api/chat", {"messages": HI}, "options"),
+    Route("/api/generate", {"prompt": "hi"}, "options"),
 ]
 POOLED = [
-    Route("/v1/embeddings", decode_embeddings, {"input": "hi"}),
-    Route("/v1/rerank", decode_rerank, {"query": "hi", "documents": ["a"]}),
-    Route("/v1/score", decode_score, {"query": "hi", "documents": ["a"]}),
+    Route("/v1/embeddings", {"input": "hi"}),
+    Route("/v1/rerank", {"query": "hi", "documents": ["a"]}),
+    Route("/v1/score", {"query": "hi", "documents": ["a"]}),
 ]
-COUNT = Route("/v1/messages/count_tokens", decode_count, {"messages": HI})
+COUNT = Route("/v1/messages/count_tokens", {"messages": HI})
 SAMPLERS: dict[str, tuple[object, tuple[object, ...]]] = {
     "typical_p": (0.9, (1, 1.0)), "tfs_z": (0.5, (1,)), "top_a": (0.1, (0,)),
     "top_n_sigma": (1.5, (-1, 0)), "xtc_probability": (0.5, (0, 0.0)), "mirostat": (2, (0,)),
@@ -257,9 +257,9 @@ def test_whole_floats_are_integers_in_options(route: Route) -> None:
 
 
 def test_whole_floats_are_token_ids_of_a_prompt() -> None:
-    assert decode_completion(b'{"prompt": [[5.0, 6], [7]]}').prompt == [[5, 6], [7]]
+    assert decode_of("/v1/completions")(b'{"prompt": [[5.0, 6], [7]]}').prompt == [[5, 6], [7]]
     with pytest.raises(ApiError) as caught:
-        decode_completion(b'{"prompt": [5.5]}')
+        decode_of("/v1/completions")(b'{"prompt": [5.5]}')
     assert caught.value.param == "prompt[0]"
 
 
@@ -281,9 +281,9 @@ def test_fields_of_vectors_and_scores(route: Route) -> None:
 
 
 def test_vllms_names_of_what_is_scored() -> None:
-    read = decode_score(b'{"queries": "a", "items": ["b"]}')
+    read = decode_of("/v1/score")(b'{"queries": "a", "items": ["b"]}')
     assert (read.query, read.documents) == ("a", ["b"])
-    read = decode_score(b'{"data_1": "a", "data_2": ["b"]}')
+    read = decode_of("/v1/score")(b'{"data_1": "a", "data_2": ["b"]}')
     assert (read.text_1, read.text_2) == ("a", ["b"])
 
 
