@@ -16,7 +16,7 @@ from .config import Chosen, given_options
 from .flags import Parser
 
 if TYPE_CHECKING:
-    from ..openai.batches.protocol import OutputLine
+    from ..dialects.batches.bodies import OutputLine
 
 KINDS = (Chosen, EngineConfig)
 FAILED = 1  # exit code
@@ -58,7 +58,7 @@ async def _run(
     options: Mapping[str, Any],
 ) -> int:
     from ..dialects import BATCH_PATHS, open_dialects
-    from ..openai.batches.lines import (
+    from ..dialects.batches.lines import (
         LineCheck,
         LineRunner,
         decode_line,
@@ -127,7 +127,7 @@ def _done(target: Path) -> dict[str, bool]:
         return {}
     import msgspec
 
-    from ..openai.batches.protocol import OutputLine
+    from ..dialects.batches.bodies import OutputLine
 
     lines = target.read_bytes().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith(b"\n")]

@@ -7,13 +7,13 @@ from typing import Any
 
 from starlette.types import Scope
 
-from ..anthropic.api import ANTHROPIC
-from ..ollama.api import OLLAMA
-from ..openai.api import OPENAI
 from ..serving.dialect import Api, Dialect
 from ..serving.serving_context import Service
 from ..types.request_context import header
+from .anthropic.api import ANTHROPIC
 from .gemini.api import GEMINI
+from .ollama.api import OLLAMA
+from .openai.api import OPENAI
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, GEMINI)
 BATCH_PATHS = tuple(each.path for api in APIS for each in api.dialects if each.in_batches)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import ForetokenError, InvalidRequest
 from ..dialects import APIS, BATCH_PATHS, at_home, open_dialects
-from ..openai.batches.route import Batches
+from ..dialects.batches.routes import Batches
 from ..runtime.engine_client import EngineClient
 from ..serving.dialect import Endpoints, Operation
 from ..serving.errors import ApiError, ClientGone, logged_api_error

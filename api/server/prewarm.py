@@ -17,7 +17,8 @@ from msgspec import Meta, Struct
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import MAX_TTL, CacheOptions, Pin
-from ..openai.schema import Message, plain_chat
+from ..dialects.openai.bodies import Message
+from ..dialects.openai.reading import plain_chat
 from ..runtime.chat import ChatClient
 from ..runtime.conversation.tools import WHOLE, Tools, read_tools
 from ..runtime.engine_client import EngineClient

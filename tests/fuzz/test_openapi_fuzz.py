@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode, checks
 
-from foretoken.api.openai.batches.route import FORM
-from foretoken.api.openai.schema import ChatRequest
+from foretoken.api.dialects.batches.routes import FORM
+from foretoken.api.dialects.openai.bodies import ChatRequest
 from foretoken.api.server.app import operations
 from foretoken.api.server.routes.openapi import template
 from foretoken.api.serving.settings import Settings

@@ -71,7 +71,7 @@ def test_every_import_is_declared(package: str) -> None:
             assert DISTRIBUTIONS.get(module, module).lower() in names, module
 
 
-SERVER_ROOMS = {"serving", "dialects", "openai", "anthropic", "ollama", "server", "cluster"}
+SERVER_ROOMS = {"serving", "dialects", "server", "cluster"}
 SPEAK_HTTP = {"remote", "reference"}  # modules of the command line
 
 

@@ -82,7 +82,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime",),
         ("sdk", "serving"),
         ("certify",),
-        ("openai", "anthropic", "ollama"),
         ("dialects",),
         ("server",),
         ("cluster",),

@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
-from ...openai.schema import Message, plain_chat
+from ...dialects.openai.bodies import Message
+from ...dialects.openai.reading import plain_chat
 from ...runtime.cache_diagnostics import Explanation
 from ...serving.decoding import decoder
 from ...serving.dialect import Endpoints, get, post

@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from ...._version import __version__
 from ...dialects import APIS, api_of_path
-from ...openai.responses.route import MAX_PAGE
+from ...dialects.responses.routes import MAX_PAGE
 from ...serving.dialect import Endpoints, Operation, get
 from ...serving.serving_context import Service
 from ...types.fields import marks_of, structs_in, written_name

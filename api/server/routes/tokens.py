@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
-from ...openai.schema import DetokenizeRequest, TokenizeRequest, tokenized_chat
+from ...dialects.openai.bodies import DetokenizeRequest, TokenizeRequest
+from ...dialects.openai.reading import tokenized_chat
 from ...serving.decoding import decoder
 from ...serving.dialect import READS, Endpoints, post
 from ...serving.errors import JsonResponse

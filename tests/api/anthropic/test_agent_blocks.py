@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from foretoken.api.anthropic.conversation import read_conversation
-from foretoken.api.anthropic.schema import CountRequest
+from foretoken.api.dialects.anthropic.bodies import CountRequest
+from foretoken.api.dialects.anthropic.reading import read_conversation
 from foretoken.api.runtime.conversation import left_out
 from foretoken.api.runtime.conversation.seen_images import UNSEEN
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from foretoken.api.anthropic.blocks import INVALID, SIGNATURE, Blocks, read_arguments
+from foretoken.api.dialects.anthropic.blocks import INVALID, SIGNATURE, Blocks, read_arguments
 from foretoken.api.types.results import CallDelta, TextDelta
 
 TALK = [

@@ -7,7 +7,7 @@ from array import array
 import httpx
 import pytest
 
-from foretoken.api.anthropic.breakpoints import Breakpoints
+from foretoken.api.dialects.anthropic.breakpoints import Breakpoints
 from foretoken.api.runtime.conversation.prompt_history import common_len
 from foretoken.core.interface.request import Pin
 

@@ -10,8 +10,7 @@ import msgspec
 import ollama
 import pytest
 
-from foretoken.api.ollama.conversation import plain_messages, read_params
-from foretoken.api.ollama.schema import (
+from foretoken.api.dialects.ollama.bodies import (
     Call,
     ChatMessage,
     FunctionCall,
@@ -19,6 +18,7 @@ from foretoken.api.ollama.schema import (
     OllamaGenerateBody,
     Options,
 )
+from foretoken.api.dialects.ollama.reading import plain_messages, read_params
 from foretoken.core.errors import InvalidRequest
 
 NAME = "tiny/model"

@@ -20,10 +20,10 @@ import pytest
 
 from foretoken import AsyncLLM, DeadlineExceeded, EngineDead, InvalidRequest, Unavailable
 from foretoken.api.cli import commands
-from foretoken.api.openai.batches import database, lines, store
-from foretoken.api.openai.batches.lines import SHARE_BESIDE_PEOPLE
-from foretoken.api.openai.batches.protocol import BatchBody, Counts, FileBody, OutputLine
-from foretoken.api.openai.batches.route import SHARE
+from foretoken.api.dialects.batches import database, lines, store
+from foretoken.api.dialects.batches.bodies import BatchBody, Counts, FileBody, OutputLine
+from foretoken.api.dialects.batches.lines import SHARE_BESIDE_PEOPLE
+from foretoken.api.dialects.batches.routes import SHARE
 from foretoken.api.server.app import create_app
 from foretoken.api.serving.errors import ApiError
 from foretoken.api.serving.limits import Limits

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from foretoken import InvalidRequest
-from foretoken.api.openai.schema import Message, plain_messages
+from foretoken.api.dialects.openai.bodies import Message
+from foretoken.api.dialects.openai.reading import plain_messages
 from foretoken.api.runtime.conversation import left_out
 from foretoken.api.runtime.conversation.seen_images import UNSEEN
 

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from foretoken import EngineDead, PromptTooLong, QueueFull, Unavailable
-from foretoken.api.openai.completions import echo_ids, echo_offsets
-from foretoken.api.openai.writer import LOWEST_LOGPROB, finite
+from foretoken.api.dialects.openai.text_writing import echo_ids, echo_offsets
+from foretoken.api.dialects.openai.writing import LOWEST_LOGPROB, finite
 
 TALK = [{"role": "user", "content": "hi"}]
 SPECULATION = {

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from foretoken.api.openai.prefill import RequestReply, handing_over, transfer_of
-from foretoken.api.openai.schema import CompletionRequest
+from foretoken.api.dialects.openai.bodies import CompletionRequest
+from foretoken.api.dialects.openai.prefill import RequestReply, handing_over, transfer_of
 from foretoken.api.serving.errors import ApiError
 from foretoken.core.errors import (
     DeadlineExceeded,

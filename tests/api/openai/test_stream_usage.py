@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from foretoken.api.openai.writer import metrics_body
+from foretoken.api.dialects.openai.writing import metrics_body
 from foretoken.core.interface.request import Usage
 
 HI = [{"role": "user", "content": "hi"}]

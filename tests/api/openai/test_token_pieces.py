@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.api.openai.token_pieces import TokenPieces
+from foretoken.api.dialects.openai.token_pieces import TokenPieces
 from foretoken.api.parsing.reasoning import THINK, Thinking
 from foretoken.api.types.results import CallDelta, TextDelta
 

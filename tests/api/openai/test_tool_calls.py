@@ -8,7 +8,8 @@ import json
 import openai
 import pytest
 
-from foretoken.api.openai.schema import ContentPart, Message, plain_messages
+from foretoken.api.dialects.openai.bodies import ContentPart, Message
+from foretoken.api.dialects.openai.reading import plain_messages
 from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd, Content
 from foretoken.api.runtime.chat import ChoiceReader
 from foretoken.api.text import chat_template

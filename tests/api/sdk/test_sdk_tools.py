@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from foretoken import Choice, ForetokenError, InvalidRequest, SamplingParams, ToolCall
-from foretoken.api.openai.schema import Message, plain_messages
+from foretoken.api.dialects.openai.bodies import Message
+from foretoken.api.dialects.openai.reading import plain_messages
 from foretoken.api.parsing.output_parser import (
     CallArguments,
     CallBegin,

@@ -10,10 +10,10 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
-from foretoken.api.anthropic import protocol as messages
-from foretoken.api.openai import protocol as openai
-from foretoken.api.openai.responses import protocol as responses
-from foretoken.api.openai.schema import ChatRequest
+from foretoken.api.dialects.anthropic import answers as messages
+from foretoken.api.dialects.openai import answers as openai
+from foretoken.api.dialects.openai.bodies import ChatRequest
+from foretoken.api.dialects.responses import answers as responses
 from foretoken.api.server import app
 from foretoken.api.server.routes import protocol
 from foretoken.api.server.routes.openapi import JSON, describe, template

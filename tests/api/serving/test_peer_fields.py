@@ -15,15 +15,11 @@ from msgspec import Struct
 import foretoken
 from foretoken import InvalidRequest
 from foretoken.api.dialects import APIS
-from foretoken.api.ollama.schema import Options
-from foretoken.api.openai.chat import read_chat
-from foretoken.api.openai.responses.schema import ResponsesRequest
-from foretoken.api.openai.schema import (
-    ChatRequest,
-    CompletionRequest,
-    PooledRequest,
-    ScoreRequest,
-)
+from foretoken.api.dialects.ollama.bodies import Options
+from foretoken.api.dialects.openai.bodies import ChatRequest, CompletionRequest
+from foretoken.api.dialects.openai.reading import read_chat
+from foretoken.api.dialects.pooled.bodies import PooledRequest, ScoreRequest
+from foretoken.api.dialects.responses.bodies import ResponsesRequest
 from foretoken.api.serving.decoding import decoder
 from foretoken.api.serving.errors import ApiError
 from foretoken.api.serving.peers import RefusedFields

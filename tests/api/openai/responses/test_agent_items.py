@@ -9,10 +9,10 @@ import httpx
 import msgspec
 import pytest
 
-from foretoken.api.openai.responses.inputs import read_items, to_messages
-from foretoken.api.openai.responses.schema import FlatTool, Item, ResponsesRequest
-from foretoken.api.openai.responses.tools import flat_name, read_tools
-from foretoken.api.openai.schema import plain_messages
+from foretoken.api.dialects.openai.reading import plain_messages
+from foretoken.api.dialects.responses.bodies import FlatTool, Item, ResponsesRequest
+from foretoken.api.dialects.responses.items import read_items, to_messages
+from foretoken.api.dialects.responses.tools import flat_name, read_tools
 from foretoken.api.runtime.conversation import left_out
 
 USER = {"role": "user", "content": "hi"}

@@ -6,9 +6,9 @@ import msgspec
 import openai
 import pytest
 
-from foretoken.api.openai.responses.inputs import read_items, to_messages
-from foretoken.api.openai.responses.schema import Item
-from foretoken.api.openai.schema import plain_messages
+from foretoken.api.dialects.openai.reading import plain_messages
+from foretoken.api.dialects.responses.bodies import Item
+from foretoken.api.dialects.responses.items import read_items, to_messages
 
 USER = {"role": "user", "content": "hi"}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": []}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from foretoken.api.openai.responses.events import response_error
-from foretoken.api.openai.responses.output import Output
+from foretoken.api.dialects.responses.output import Output
+from foretoken.api.dialects.responses.replies import response_error
 from foretoken.api.types.results import CallDelta, TextDelta
 from foretoken.core.errors import ForetokenError, InvalidRequest, QueueFull
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import openai
 import pytest
 
-from foretoken.api.openai.responses.protocol import MessageItem, OutputText, ResponseBody
-from foretoken.api.openai.responses.schema import Item, ItemPart
-from foretoken.api.openai.responses.store import ResponseStore
+from foretoken.api.dialects.responses.answers import MessageItem, OutputText, ResponseBody
+from foretoken.api.dialects.responses.bodies import Item, ItemPart
+from foretoken.api.dialects.responses.store import ResponseStore
 from foretoken.api.serving.errors import ApiError
 
 USER = Item(

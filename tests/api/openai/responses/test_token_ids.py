@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.api.openai.responses.inputs import to_messages
-from foretoken.api.openai.responses.protocol import MessageItem, OutputText, ResponseBody
-from foretoken.api.openai.responses.schema import AnswerItem, Item
-from foretoken.api.openai.responses.store import ResponseStore
-from foretoken.api.openai.schema import read_handles
+from foretoken.api.dialects.openai.reading import read_handles
+from foretoken.api.dialects.responses.answers import MessageItem, OutputText, ResponseBody
+from foretoken.api.dialects.responses.bodies import AnswerItem, Item
+from foretoken.api.dialects.responses.items import to_messages
+from foretoken.api.dialects.responses.store import ResponseStore
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}

@@ -1,0 +1,213 @@
+"""Answers and events of the Messages API: the server encodes them, /openapi.json describes them.
+
+An `UNSET` field is left out; None is null, as clients expect.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from ...serving.answers import Free, SpeculationUsage
+from ...serving.dialect import ErrorForm
+from ...serving.errors import ApiError
+from ...serving.sse import named_event
+
+# -- blocks -------------------------------------------------------------------------------------
+
+
+class ThinkingContent(Struct, tag="thinking", kw_only=True):
+    """Reasoning. Clients send none back that has no signature."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
+class TextContent(Struct, tag="text", kw_only=True):
+    """The text of an answer."""
+
+    text: str = ""
+
+
+class ToolUseContent(Struct, tag="tool_use", kw_only=True):
+    """A tool call."""
+
+    id: str
+    name: str
+    input: Any = {}  # an object; raw JSON where msgspec cannot read what others can
+
+
+ContentBlock = ThinkingContent | TextContent | ToolUseContent
+
+
+class ThinkingAddition(Struct, tag="thinking_delta", kw_only=True):
+    """More reasoning."""
+
+    thinking: str
+
+
+class SignatureAddition(Struct, tag="signature_delta", kw_only=True):
+    """The signature of reasoning that is complete."""
+
+    signature: str
+
+
+class TextAddition(Struct, tag="text_delta", kw_only=True):
+    """More text."""
+
+    text: str
+
+
+class InputAddition(Struct, tag="input_json_delta", kw_only=True):
+    """More of the JSON text of a call's input."""
+
+    partial_json: str
+
+
+Addition = ThinkingAddition | SignatureAddition | TextAddition | InputAddition
+
+# -- the message --------------------------------------------------------------------------------
+
+
+class MessageUsage(Struct, kw_only=True):
+    """``usage`` of a message; ``input_tokens``: neither cached nor written."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation: dict[str, int]
+    output_tokens: int
+    service_tier: str = "standard"
+    closed_early: bool  # as in chat completions
+    moves: int  # likewise
+    image_tokens: int | UnsetType = UNSET  # of the prompt, where it has images
+    spliced_tokens: int  # of the prompt: those of earlier answers, not encoded from text
+    normalized: list[str] | UnsetType = UNSET  # rules of --normalize that changed the prompt
+    evicted_tokens: int | UnsetType = UNSET  # as in chat completions
+    speculation: SpeculationUsage
+    cache_explanation: Free | UnsetType = UNSET  # if asked for and known
+
+
+class Ending(Struct, kw_only=True):
+    """Why an answer ended; None: it has not."""
+
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+class MessageAnswer(Ending, tag="message", kw_only=True):
+    """Answer of /v1/messages."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[ContentBlock] = []
+    diagnostics: Free | None = None
+    usage: MessageUsage
+    token_ids: list[int] | UnsetType = UNSET  # if asked for: sent back, they render the message
+    prompt_token_ids: list[int] | UnsetType = UNSET  # if asked for
+
+
+class TokenCount(Struct, kw_only=True):
+    """Answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class MessageErrorParts(Struct, kw_only=True):
+    """The error of /v1/messages."""
+
+    type: str
+    message: str
+
+
+class MessageError(Struct, tag="error", kw_only=True):
+    """The body of an error of /v1/messages, and the last event of a stream that failed."""
+
+    error: MessageErrorParts
+    request_id: str | None = None
+
+
+# -- events -------------------------------------------------------------------------------------
+
+
+class MessageStart(Struct, tag="message_start", kw_only=True):
+    """The first event: the message without content."""
+
+    message: MessageAnswer
+
+
+class BlockStart(Struct, tag="content_block_start", kw_only=True):
+    """An empty block begins."""
+
+    index: int
+    content_block: ContentBlock
+
+
+class BlockDelta(Struct, tag="content_block_delta", kw_only=True):
+    """An addition to the open block."""
+
+    index: int
+    delta: Addition
+
+
+class BlockStop(Struct, tag="content_block_stop", kw_only=True):
+    """The block is complete."""
+
+    index: int
+
+
+class MessageDelta(Struct, tag="message_delta", kw_only=True):
+    """The reason of the end, and the usage."""
+
+    delta: Ending
+    usage: MessageUsage
+    token_ids: list[int] | UnsetType = UNSET  # of the message, if asked for
+
+
+class MessageStop(Struct, tag="message_stop", kw_only=True):
+    """The last event."""
+
+
+class Ping(Struct, tag="ping", kw_only=True):
+    """A sign of life while there is nothing else to send."""
+
+
+StreamEvent = (
+    MessageStart
+    | BlockStart
+    | BlockDelta
+    | BlockStop
+    | MessageDelta
+    | MessageStop
+    | Ping
+    | MessageError
+)
+
+
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def error_body(error: ApiError, request_id: str | None) -> MessageError:
+    """Anthropic's error object: the kind follows from the status."""
+    kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    parts = MessageErrorParts(type=kind, message=str(error))
+    return MessageError(error=parts, request_id=request_id)
+
+
+def error_event(error: ApiError, request_id: str | None) -> bytes:
+    """An error inside a stream."""
+    return named_event(error_body(error, request_id))
+
+
+ERRORS = ErrorForm(struct=MessageError, body=error_body, event=error_event)

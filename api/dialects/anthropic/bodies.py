@@ -1,0 +1,264 @@
+"""Bodies of Anthropic's Messages API. Unknown fields are ignored: clients send many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ...serving.peers import Absent, Empty, Off, Zero
+from ...serving.sampling import Count, Guess, One, Prediction, Sampling, Stop, StopTexts, TokenIds
+from ...types.fields import SameAs
+
+
+class CacheControl(Struct, kw_only=True):
+    """A cache breakpoint: the prompt up to and including its block is pinned in the cache."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(Struct, kw_only=True):
+    """Fields that every content block may have."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Block, tag="text", kw_only=True):
+    """A text block."""
+
+    text: str
+
+
+class ImageFields(Struct, kw_only=True):
+    """``source`` of an image: base64 data, or a URL, which must be a data URL or a file."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(Block, tag="image", kw_only=True):
+    """An image."""
+
+    source: ImageFields
+
+
+class DocumentBlock(Block, tag="document", kw_only=True):
+    """A document: its text is read, other forms are named."""
+
+    source: Any = None
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResultBlock(Block, tag="search_result", kw_only=True):
+    """A result of a search that the client ran."""
+
+    source: Any = None
+    title: str | None = None
+    content: Any = None
+
+
+class ToolReferenceBlock(Block, tag="tool_reference", kw_only=True):
+    """A tool that a search for tools found."""
+
+    tool_name: str
+
+
+class ThinkingBlock(Block, tag="thinking", kw_only=True):
+    """Earlier thinking of the model; the signature is not checked."""
+
+    thinking: str
+
+
+class RedactedThinkingBlock(Block, tag="redacted_thinking", kw_only=True):
+    """Encrypted thinking, which is ignored."""
+
+
+class ToolUseBlock(Block, tag="tool_use", kw_only=True):
+    """A tool call by the model."""
+
+    id: str
+    name: str
+    input: Any = None
+
+
+class ServerToolUseBlock(ToolUseBlock, tag="server_tool_use", kw_only=True):
+    """A call that the provider of another model ran."""
+
+
+class McpToolUseBlock(ToolUseBlock, tag="mcp_tool_use", kw_only=True):
+    """A call that it ran on an MCP server."""
+
+
+class ToolResultBlock(Block, tag="tool_result", kw_only=True):
+    """The result of a tool call."""
+
+    tool_use_id: str
+    content: Any = None
+    is_error: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Read the blocks of the content."""
+        if isinstance(self.content, list):
+            self.content = read_blocks(self.content)
+
+
+class OtherBlock(Block, kw_only=True):
+    """A block of another type. Results of calls that a provider ran are read, others left out."""
+
+    type: str
+    tool_use_id: Any = None
+    content: Any = None
+    is_error: Any = None
+
+    @property
+    def is_result(self) -> bool:
+        """Whether this is the result of a call that a provider ran."""
+        return self.type.endswith("_tool_result") and isinstance(self.tool_use_id, str)
+
+
+class SystemBlock(Block, kw_only=True):
+    """A block of the system prompt; those of other types than text are left out."""
+
+    known_kinds: ClassVar[frozenset[str]] = frozenset({"text"})
+    type: str
+    text: str | None = None
+
+
+AnyBlock = (
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ToolReferenceBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ServerToolUseBlock
+    | McpToolUseBlock
+    | ToolResultBlock
+)
+KNOWN = frozenset(str(each.__struct_config__.tag) for each in get_args(AnyBlock))
+
+
+def read_blocks(given: Sequence[object]) -> list[Block]:
+    """Content blocks; those of types that are not known are `OtherBlock`. Raises ValueError."""
+    blocks: list[Block] = []
+    for index, each in enumerate(given):
+        if isinstance(each, Block):
+            blocks.append(each)
+            continue
+        kind = each.get("type") if isinstance(each, dict) else None
+        is_known = kind in KNOWN or not isinstance(kind, str)
+        try:
+            blocks.append(msgspec.convert(each, AnyBlock if is_known else OtherBlock))
+        except msgspec.ValidationError as error:
+            raise ValueError(f"content[{index}]: {error}") from None
+    return blocks
+
+
+class Message(Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Any]
+    token_ids: TokenIds | None = None  # an extension: those of an answer, which render it
+
+    def __post_init__(self) -> None:
+        """Read the blocks of the content."""
+        if isinstance(self.content, list):
+            self.content = read_blocks(self.content)
+
+
+class ToolSpec(Struct, kw_only=True):
+    """One of ``tools``. Tools with a type of Anthropic's own work with its models only."""
+
+    known_kinds: ClassVar[frozenset[str]] = frozenset({"custom"})
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None  # left out until a search for tools has found it
+    cache_control: CacheControl | None = None
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the caller runs the tool."""
+        return self.type in (None, "custom")
+
+
+class AnyChoice(Struct, kw_only=True):
+    """``tool_choice``; ``name`` with the type "tool"."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, kw_only=True):
+    """``thinking``. A budget is ignored: chat templates have no such option."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonFormat(Struct, kw_only=True):
+    """Structured output: a JSON schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, kw_only=True):
+    """``output_config``."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class Diagnostics(Struct, kw_only=True):
+    """``diagnostics``: report why the prompt shares no more tokens with that message's prompt."""
+
+    previous_message_id: str | None = None
+
+
+class CountRequest(Sampling, kw_only=True):
+    """Body of /v1/messages/count_tokens; the fields that both bodies share."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    system: str | list[SystemBlock] | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: AnyChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None  # where the first beta of it stood
+    cache_control: CacheControl | None = None  # of the last block
+    chat_template_kwargs: dict[str, Any] | None = None
+    # known and refused
+    mcp_servers: Empty = None
+    reasoning_effort: Absent = None
+    logprobs: Off = None
+    top_logprobs: Zero = None
+
+    @property
+    def format(self) -> JsonFormat | None:
+        """The requested format of structured output, or None."""
+        given = None if self.output_config is None else self.output_config.format
+        return given or self.output_format
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """Body of /v1/messages."""
+
+    max_tokens: Count
+    n: One | None = None
+    stop_sequences: StopTexts | None = None
+    diagnostics: Diagnostics | None = None
+    prediction: Prediction | Guess | None = None  # an extension
+    stop: Annotated[Stop | None, SameAs("stop_sequences")] = None

@@ -1,0 +1,146 @@
+"""cache_control: the parts of a prompt to pin in the cache, and how many tokens that wrote.
+
+A breakpoint stands behind a block, and blocks are text. Its place among the tokens is found by
+rendering the conversation up to there (`BreakpointLocator`): what the two have in common is what
+later prompts can share.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from ....core.errors import InvalidRequest
+from ....core.interface.request import Pin
+from ...runtime.conversation.prompt_history import common_len
+from .bodies import (
+    Block,
+    CacheControl,
+    CountRequest,
+    Message,
+    SystemBlock,
+    TextBlock,
+    ToolResultBlock,
+)
+
+MAX_BREAKPOINTS = 4
+TTL = {"5m": 300.0, "1h": 3600.0}  # seconds
+# Templates want a message behind the system text. It begins as none does.
+NEXT = Message(role="user", content="\x01")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A breakpoint. ``head``: the body up to it, without the opening of an answer."""
+
+    head: CountRequest
+    ttl: float
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoints:
+    """The pins of a prompt, shortest first."""
+
+    pins: tuple[Pin, ...] = ()
+    page_size: int = 1  # tokens; the cache keeps whole pages
+
+    def written(self, num_cached: int, ttl: float | None = None) -> int:
+        """Tokens before the last breakpoint that the cache did not have; those of one ttl.
+
+        Whole pages only: tokens after the last full page are not cached.
+        """
+        total, done = 0, num_cached
+        for pin in self.pins:
+            kept = pin.num_tokens // self.page_size * self.page_size
+            fresh = max(0, kept - done)
+            done += fresh
+            total += fresh if ttl in (None, pin.ttl) else 0
+        return total
+
+
+def read_marks(body: CountRequest) -> list[Mark]:
+    """All breakpoints of a body; raises `InvalidRequest` for more than four."""
+    places = [*_in_tools(body), *_in_system(body), *_in_messages(body)]
+    if body.cache_control is not None and places and places[-1].control is None:
+        places[-1] = Place(body.cache_control, places[-1].head)
+    marked = [(each.control, each.head) for each in places if each.control is not None]
+    if len(marked) > MAX_BREAKPOINTS:
+        message = f"at most {MAX_BREAKPOINTS} blocks may carry cache_control, not {len(marked)}"
+        raise InvalidRequest(message, param="cache_control")
+    return [Mark(head(), TTL[control.ttl or "5m"]) for control, head in marked]
+
+
+def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int]) -> Breakpoints:
+    """Pins of the prompt, one for each head: the longest prefix that both share."""
+    places: dict[int, float] = {}
+    for ttl, head in zip(ttls, heads, strict=True):
+        num_tokens = common_len(head, ids)
+        if num_tokens:
+            places[num_tokens] = max(ttl, places.get(num_tokens, 0.0))
+    return Breakpoints(tuple(Pin(*each) for each in sorted(places.items())))
+
+
+class Place(NamedTuple):
+    """A content block, and the function that cuts the body after it."""
+
+    control: CacheControl | None
+    head: Callable[[], CountRequest]
+
+
+def _in_tools(body: CountRequest) -> Iterator[Place]:
+    """Breakpoints of tools, with all of the system text: templates render both together."""
+    tools = body.tools or []
+    for end, tool in enumerate(tools, start=1):
+        if tool.is_custom:
+            yield Place(tool.cache_control, partial(_tools_head, body, end))
+
+
+def _tools_head(body: CountRequest, end: int) -> CountRequest:
+    return replace(body, tools=(body.tools or [])[:end], messages=[NEXT])
+
+
+def _in_system(body: CountRequest) -> Iterator[Place]:
+    blocks = body.system if isinstance(body.system, list) else []
+    for end, block in enumerate(blocks, start=1):
+        yield Place(block.cache_control, partial(_system_head, body, blocks[:end]))
+    if isinstance(body.system, str):
+        yield Place(None, lambda: replace(body, messages=[NEXT]))
+
+
+def _system_head(body: CountRequest, blocks: list[SystemBlock]) -> CountRequest:
+    return replace(body, system=blocks, messages=[NEXT])
+
+
+def _in_messages(body: CountRequest) -> Iterator[Place]:
+    for index, message in enumerate(body.messages):
+        if isinstance(message.content, str):
+            yield Place(None, partial(_message_head, body, index, message))
+            continue
+        for end, block in enumerate(message.content, start=1):
+            cut = partial(_cut_head, body, index, end)
+            yield Place(_control(block), cut)
+
+
+def _cut_head(body: CountRequest, index: int, end: int) -> CountRequest:
+    message = body.messages[index]
+    ids = message.token_ids if end == len(message.content) else None
+    cut = replace(message, content=message.content[:end], token_ids=ids)
+    return _message_head(body, index, cut)
+
+
+def _message_head(body: CountRequest, index: int, last: Message) -> CountRequest:
+    return replace(body, messages=[*body.messages[:index], last])
+
+
+def _control(block: Block) -> CacheControl | None:
+    """Cache control of a block, or of the first text block of a tool result that has one."""
+    if block.cache_control is None and isinstance(block, ToolResultBlock):
+        inner = block.content if isinstance(block.content, list) else []
+        controls = [each.cache_control for each in inner if isinstance(each, TextBlock)]
+        return next((each for each in controls if each is not None), None)
+    return block.cache_control

@@ -1,0 +1,157 @@
+"""POST /v1/messages, /v1/messages/count_tokens and /v1/messages/render."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+from ....core.errors import InvalidRequest
+from ...runtime.conversation.chat_input import ChatInput
+from ...serving.answers import prewarm
+from ...serving.dialect import READS, Dialect
+from ...serving.render import Rendered, render_chat
+from ...serving.sampling import cache_options, is_prewarm, sampling_params
+from ...serving.serving_context import ANTHROPIC_TEMPERATURE, Service
+from ...serving.sse import ReadyReply, Reply
+from ...types.sampling_params import SamplingParams
+from .answers import ERRORS, MessageAnswer, StreamEvent, TokenCount
+from .bodies import CountRequest, MessagesRequest
+from .breakpoint_locator import BreakpointLocator
+from .breakpoints import Breakpoints, Mark, read_marks
+from .reading import read_conversation
+from .writing import PING, MessageReply, MessageWriter, new_id
+
+C = TypeVar("C", bound=CountRequest)
+NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format", "prompt": "messages"}
+
+
+class MessagesDialect(Dialect[C]):
+    """Names of fields and the form of errors, shared by the routes."""
+
+    names = NAMES
+    error_form = ERRORS
+    most_temperature = ANTHROPIC_TEMPERATURE
+    ping = PING
+
+
+class MessagesCount(MessagesDialect[CountRequest]):
+    """Count the tokens of a conversation."""
+
+    path = "/v1/messages/count_tokens"
+    body = CountRequest
+    answer = TokenCount
+    statuses = READS
+
+    def check(self, body: CountRequest) -> None:
+        """Check the model only: sampling parameters do not matter for a count."""
+        self.service.check_model(body.model)
+
+    async def open(self, body: CountRequest) -> Reply:
+        """Count the tokens of a conversation."""
+        chat = await self.service.apart(partial(read_conversation, body))
+        prompt = await self.service.chat.render(chat)
+        return ReadyReply(TokenCount(input_tokens=len(prompt.token_ids)))
+
+
+class MessagesRoute(MessagesDialect[MessagesRequest]):
+    """Answer one conversation, whole or as a stream."""
+
+    path = "/v1/messages"
+    body = MessagesRequest
+    answer: ClassVar[Any] = MessageAnswer
+    event: ClassVar[Any] = StreamEvent
+    in_batches = True
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._locator = BreakpointLocator(service.chat)
+
+    async def open(self, body: MessagesRequest) -> Reply:
+        """Render, find the breakpoints and submit; with ``max_tokens`` 0 only cache the prompt."""
+        client = self.service.chat
+        marks, chat = await self.read(body)
+        prompt = await client.render(chat)
+        chat, breakpoints = await self._with_pins(marks, chat, prompt.token_ids)
+        writer = self._writer(body, breakpoints)
+        if body.max_tokens == 0:
+            usage = await prewarm(self.service, chat, request_id=writer.id, prompt=prompt)
+            return writer.warmed(usage)
+        answer = await client.open(
+            chat, request_id=writer.id, prompt=prompt, hands_out=writer.returns_ids
+        )
+        return MessageReply(writer, answer)
+
+    async def read(self, body: MessagesRequest) -> tuple[Sequence[Mark], ChatInput]:
+        """The marked blocks of a body and its chat request; raises `InvalidRequest`."""
+        return await self.service.apart(lambda: (read_marks(body), read_chat(body)))
+
+    def _writer(self, body: MessagesRequest, breakpoints: Breakpoints) -> MessageWriter:
+        asked = body.diagnostics
+        return MessageWriter(
+            service=self.service,
+            breakpoints=breakpoints,
+            max_tokens=body.max_tokens,
+            shows_thoughts=body.thinking is None or body.thinking.display != "omitted",
+            previous_id=None if asked is None else asked.previous_message_id,
+            explains=bool(body.explain_cache),
+            returns_ids=bool(body.return_token_ids),
+        )
+
+    async def _with_pins(
+        self, marks: Sequence[Mark], chat: ChatInput, prompt_ids: Sequence[int]
+    ) -> tuple[ChatInput, Breakpoints]:
+        """The chat request with its breakpoints as pins; none where cache writes are off."""
+        if not marks or not chat.cache.write:
+            return chat, Breakpoints()
+        breakpoints = await self._locator.locate(marks, chat, prompt_ids)
+        breakpoints = replace(breakpoints, page_size=self.service.llm.page_size)
+        pins = (*chat.cache.pins, *breakpoints.pins)
+        return replace(chat, cache=replace(chat.cache, pins=pins)), breakpoints
+
+
+class MessagesRender(MessagesRoute):
+    """Render one conversation: the token ids of its prompt, which is checked and not computed."""
+
+    path = "/v1/messages/render"
+    answer = Rendered
+    event = None
+    statuses = READS
+    in_batches = False
+
+    async def open(self, body: MessagesRequest) -> Reply:
+        """Render and check, and submit nothing."""
+        _, chat = await self.read(body)
+        only_cached = body.max_tokens == 0
+        return ReadyReply(
+            await render_chat(self.service, chat, body, request_id=new_id(), is_prewarm=only_cached)
+        )
+
+
+def read_chat(body: MessagesRequest) -> ChatInput:
+    """The chat request of a body; raises `InvalidRequest`."""
+    if body.n not in (None, 1):
+        raise InvalidRequest("n must be 1", param="n")
+    if is_prewarm(body):
+        name = "prompt_cache_options.prewarm"
+        raise InvalidRequest(
+            f"{name} is not supported here: set max_tokens to 0 instead", param=name
+        )
+    return replace(
+        read_conversation(body),
+        params=read_params(body),
+        cache=cache_options(body),
+        cache_key=body.prompt_cache_key,
+    )
+
+
+def read_params(body: MessagesRequest) -> SamplingParams:
+    """Sampling parameters; ``max_tokens`` 0 is left out, since the engine needs at least 1."""
+    return sampling_params(
+        body,
+        guess=body.prediction,
+        max_tokens=body.max_tokens or 1,
+        stop=body.stop_sequences,
+        json_schema=None if body.format is None else body.format.schema,
+    )

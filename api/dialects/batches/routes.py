@@ -1,0 +1,174 @@
+"""The routes of /v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from ....core.errors import InvalidRequest, Unavailable
+from ...serving.decoding import decoder
+from ...serving.dialect import GENERATES, Dialect, Endpoints, delete, get, post
+from ...serving.errors import JsonResponse
+from ...serving.serving_context import Service
+from ...types.request_context import caller, random_id
+from .bodies import (
+    BatchBody,
+    BatchList,
+    CreateBatch,
+    FileBody,
+    FileDeleted,
+    FileList,
+    UploadForm,
+)
+from .database import Database
+from .jobs import BatchJobs
+from .lines import LineRunner
+from .store import BatchStore, Page, now
+from .upload import reading
+
+logger = logging.getLogger(__name__)
+PAGE, MAX_PAGE = 20, 100
+BINARY, FORM = "application/octet-stream", "multipart/form-data"
+KEPT = (404, 503)  # of a folder that another server may have still
+SHARE = 8  # one of so many requests that run may be of a batch
+decode_batch = decoder(CreateBatch)
+
+
+class Batches:
+    """The batches of a server: a context for as long as it serves."""
+
+    def __init__(self, service: Service, dialects: Mapping[str, Dialect[Any]]) -> None:
+        """``dialects``: by the path of a batch's requests.
+
+        Raises `InvalidRequest` for a folder that cannot be used.
+        """
+        folder = service.settings.batch_dir
+        database = Database(None if folder is None else Path(folder))
+        self.store = BatchStore(database, service.settings.limits)
+
+        def num_places() -> int:
+            most = service.llm.engine.limits.max_running
+            return service.settings.batch_running or max(1, most // SHARE)
+
+        runner = LineRunner(service, dialects, num_places=num_places)
+        self.jobs, self._is_kept = BatchJobs(self.store, dialects, runner), folder is not None
+
+    async def __aenter__(self) -> None:
+        """Go on with the batches of an earlier server; while that lives, the next request does."""
+        if self._is_kept:
+            try:
+                await self.jobs.resume()
+            except Unavailable as error:
+                logger.warning("batches wait: %s", error)
+
+    async def __aexit__(self, *_error: object) -> None:
+        """Leave batches to the next server."""
+        await self.jobs.close()
+
+
+class FileRoutes(Endpoints):
+    """Upload, list, read and delete files."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._store = service.shared[Batches].store
+
+    @post("/v1/files", FileBody, body=UploadForm, body_media=FORM, errors=(408, 413, 503, 507))
+    async def upload(self, request: Request) -> Response:
+        """Upload a file of requests, with the purpose batch."""
+        self.service.check_ready()
+        async with reading(request, self.service.settings.limits, self._store) as upload:
+            created, after = now(), upload.expires_after
+            file = FileBody(
+                id=f"file-{random_id()}",
+                bytes=upload.num_bytes,
+                created_at=created,
+                filename=upload.filename,
+                purpose=upload.purpose,
+                expires_at=self._store.expiry(created, None if after is None else after.seconds),
+            )
+            await self._store.add_file(file, caller(), upload.content)
+        return JsonResponse(file)
+
+    @get("/v1/files", FileList, query=("limit", "after", "purpose"), errors=(503,))
+    async def index(self, request: Request) -> Response:
+        """Files of the caller, the newest first; those of a ``purpose`` where one is named."""
+        purpose = request.query_params.get("purpose")
+        data, has_more = await self._store.listed(
+            FileBody, caller(), _page(request), purpose=purpose
+        )
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return JsonResponse(FileList(data=data, has_more=has_more, first_id=first, last_id=last))
+
+    @get("/v1/files/{id}", FileBody, errors=KEPT)
+    async def retrieve(self, request: Request) -> Response:
+        """A file, without its content."""
+        return JsonResponse(await self._store.find(FileBody, caller(), request.path_params["id"]))
+
+    @get("/v1/files/{id}/content", media=BINARY, errors=KEPT)
+    async def content(self, request: Request) -> Response:
+        """The content of a file."""
+        file = await self._store.find(FileBody, caller(), request.path_params["id"])
+        return StreamingResponse(
+            self._store.content(file.id),
+            headers={"content-length": str(file.bytes)},
+            media_type="application/octet-stream",
+        )
+
+    @delete("/v1/files/{id}", FileDeleted, errors=(*KEPT, 507))
+    async def delete(self, request: Request) -> Response:
+        """Delete a file."""
+        file_id = request.path_params["id"]
+        await self._store.delete_file(caller(), file_id)
+        return JsonResponse(FileDeleted(id=file_id))
+
+
+class BatchRoutes(Endpoints):
+    """Begin, list, read and cancel batches."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        batches: Batches = service.shared[Batches]
+        self._store, self._jobs = batches.store, batches.jobs
+
+    @post("/v1/batches", BatchBody, body=CreateBatch, errors=(*GENERATES, 507))
+    async def create(self, request: Request) -> Response:
+        """Answer the requests of a file in the background."""
+        body = await self.service.read(request, decode_batch)
+        await self._jobs.resume()
+        return JsonResponse(await self._jobs.create(body))
+
+    @get("/v1/batches", BatchList, query=("limit", "after"), errors=(503,))
+    async def index(self, request: Request) -> Response:
+        """Batches of the caller, the newest first."""
+        page = _page(request)
+        await self._jobs.resume()
+        data, has_more = await self._store.listed(BatchBody, caller(), page)
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return JsonResponse(BatchList(data=data, has_more=has_more, first_id=first, last_id=last))
+
+    @get("/v1/batches/{id}", BatchBody, errors=KEPT)
+    async def retrieve(self, request: Request) -> Response:
+        """A batch: its state and how many of its requests are answered."""
+        await self._jobs.resume()
+        return JsonResponse(await self._store.find(BatchBody, caller(), request.path_params["id"]))
+
+    @post("/v1/batches/{id}/cancel", BatchBody, errors=KEPT)
+    async def cancel(self, request: Request) -> Response:
+        """Stop a batch; what is answered is kept."""
+        await self._jobs.resume()
+        return JsonResponse(await self._jobs.cancel(request.path_params["id"]))
+
+
+def _page(request: Request) -> Page:
+    """The part of a list that ``limit`` and ``after`` name; raises `InvalidRequest`."""
+    given, after = request.query_params.get("limit", str(PAGE)), request.query_params.get("after")
+    is_number = given.isascii() and given.isdigit() and len(given) < 10
+    if not is_number or not 1 <= int(given) <= MAX_PAGE:
+        raise InvalidRequest(f"limit must be from 1 to {MAX_PAGE}", param="limit")
+    return Page(int(given), after)

@@ -1,0 +1,26 @@
+"""OPENAI: the routes of OpenAI's API, and others in its form."""
+
+from __future__ import annotations
+
+from ...serving.dialect import Api
+from ..batches.routes import BatchRoutes, FileRoutes
+from ..pooled.routes import EmbeddingsRoute, RerankRoute, ScoreRoute
+from ..responses.routes import KeptResponses, ResponsesCount, ResponsesRender, ResponsesRoute
+from .routes import ChatRender, ChatRoute, CompletionsRender, CompletionsRoute
+
+OPENAI = Api(
+    prefix="/v1",
+    dialects=(
+        ChatRoute,
+        CompletionsRoute,
+        EmbeddingsRoute,
+        RerankRoute,
+        ScoreRoute,
+        ResponsesRoute,
+        ChatRender,
+        CompletionsRender,
+        ResponsesCount,
+        ResponsesRender,
+    ),
+    endpoints=(KeptResponses, FileRoutes, BatchRoutes),
+)

@@ -1,0 +1,199 @@
+"""Bodies of OpenAI's routes, as `api.serving.sampling` has it: decoding is validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from ...media.sources import (
+    Detail,
+)
+from ...runtime.conversation.tools import (
+    NamedChoice,
+    ResponseFormat,
+    Tools,
+)
+from ...serving.peers import Absent, Empty, Off
+from ...serving.sampling import (
+    Count,
+    Guess,
+    Name,
+    NumChoices,
+    NumTop,
+    Positive,
+    Prediction,
+    Sampling,
+    Stop,
+    TokenIds,
+)
+from ...types.fields import Refused, SameAs
+
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+class StreamOptions(Struct):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # an extension: usage so far in every chunk
+
+
+Tokens = Annotated[int, Meta(ge=-2)]
+
+
+class OpenAISampling(Sampling, kw_only=True):
+    """Fields that the bodies of OpenAI's routes share."""
+
+    stream_options: StreamOptions | None = None
+    n: NumChoices | None = None
+    stop: Stop | None = None
+    max_tokens: Positive | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # an extension, as vLLM has it
+    # other names
+    max_output_tokens: Annotated[Positive | None, SameAs("max_tokens")] = None
+    max_new_tokens: Annotated[Positive | None, SameAs("max_tokens")] = None
+    n_predict: Annotated[Tokens | None, SameAs("max_tokens", -1, -2)] = None
+    stop_sequences: Annotated[Stop | None, SameAs("stop")] = None
+
+
+class ImageUrl(Struct):
+    """``image_url``: a data URL, or a file of --media-dir. ``detail`` low takes fewer tokens."""
+
+    url: str
+    detail: Detail | None = None
+
+
+class NamedImage(ImageUrl, kw_only=True):
+    """An image that has another field in the body than its message says."""
+
+    param: str
+
+
+class FileFields(Struct):
+    """``file``: its content as a data URL; ids name files of OpenAI's."""
+
+    file_data: str | None = None
+    filename: str | None = None
+
+
+class ContentPart(Struct):
+    """A part of a message: a text, an image, a file, or what the assistant said in place of an
+    answer. Parts of other types are left out, but for sounds and films of the user.
+    """
+
+    known_kinds: ClassVar[frozenset[str]] = frozenset({"text", "refusal", "image_url", "file"})
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: ImageUrl | None = None
+    file: FileFields | None = None
+
+
+class Message(Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: Name | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None  # what ``tool_calls`` was before
+    reasoning_content: str | None = None
+    token_ids: TokenIds | None = None  # an extension: those of an answer, which render it
+
+
+class NamedMessage(Message, kw_only=True):
+    """A message that has another place in the body than its index says."""
+
+    path: str
+
+
+class KeptMessage(NamedMessage, kw_only=True):
+    """An answer of ours from the store; its ids render it where the template writes it so."""
+
+    kept_ids: list[int] | None = None
+
+
+class ThinkingSwitch(Struct, kw_only=True):
+    """``thinking``, as DeepSeek's and GLM's servers have it."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Absent = None
+
+
+class Reasoning(Struct, kw_only=True):
+    """``reasoning``, as OpenRouter and SGLang have it."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+    max_tokens: Absent = None
+    exclude: Off = None
+
+
+class ChatRequest(OpenAISampling, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    prediction: Prediction | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    response_format: ResponseFormat | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: Reasoning | None = None
+    thinking: ThinkingSwitch | None = None
+    enable_thinking: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    token_sources: bool | None = None  # an extension: chunks tell who drafted each token
+
+
+class CompletionRequest(OpenAISampling, kw_only=True):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: Count | None = None  # 0, with echo: the prompt alone
+    max_completion_tokens: Annotated[Count | None, SameAs("max_tokens")] = None
+    prediction: Prediction | Guess | None = None  # an extension
+    echo: bool | None = None
+    logprobs: NumTop | None = None
+    best_of: int | None = None
+    response_format: ResponseFormat | None = None
+    add_special_tokens: bool | None = None
+    # for conversations alone
+    tools: Empty = None
+    tool_choice: Annotated[Any, Refused("none", "auto")] = None
+
+
+AnyRequest = ChatRequest | CompletionRequest
+
+
+NO_OPTIONS: Mapping[str, Any] = {}
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Body of /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    tools: Tools | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    chat_template: Empty = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Body of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None

@@ -1,0 +1,210 @@
+"""Encode answers of /v1/chat/completions, whole and as events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from msgspec import UNSET, Struct
+
+from ....core.interface.output import TokenLogprob
+from ....core.interface.request import Request
+from ...runtime.chat import ChatAnswer
+from ...serving.serving_context import Service
+from ...types.results import CallDelta, Choice, TextDelta, ToolCall
+from .answers import (
+    CallBody,
+    ChatBody,
+    ChatChoiceBody,
+    ChatLogprobs,
+    ChunkBody,
+    ChunkChoiceBody,
+    DeltaBody,
+    FunctionBody,
+    MessageBody,
+)
+from .bodies import (
+    ChatRequest,
+)
+from .prefill import RequestReply
+from .token_pieces import TokenPieces
+from .writing import Head, Writer, reason_body, token_infos
+
+OPENING = DeltaBody(role="assistant", content="")
+
+
+class ChatReply(RequestReply):
+    """The answer to one chat request."""
+
+    def __init__(self, writer: ChatWriter, answer: ChatAnswer) -> None:
+        self._writer, self._answer = writer, answer
+
+    @property
+    def request(self) -> Request:
+        """The engine's, of the first choice."""
+        return self._answer.request
+
+    async def whole(self) -> object:
+        """The n choices in one body."""
+        return self._writer.whole(self._answer, await self._answer.collect())
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """The n choices as events, interleaved."""
+        return self._writer.events(self._answer)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._answer.close()
+
+
+class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
+    """Encodes one answer."""
+
+    whole_kind, whole_type = "chat.completion", ChatBody
+    chunk_kind, chunk_type = "chat.completion.chunk", ChunkBody
+
+    def __init__(self, service: Service, head: Head, body: ChatRequest) -> None:
+        super().__init__(service, head, body)
+        self._tells_sources = bool(body.token_sources)
+        self._returns_ids = bool(body.return_token_ids)
+        self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # by choice
+            lambda: TokenPieces(service.llm.tokenizer, service.chat.syntax.thinking)
+        )
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    def whole(self, answer: ChatAnswer, choices: Sequence[Choice]) -> Struct:
+        """The answer in one body."""
+        body = ChatBody(
+            **self._head.fields(self.whole_kind),
+            choices=[self.choice(each) for each in choices],
+            usage=self.usage(answer.usage),
+            metrics=self.metrics(answer.usage, answer.num_choices),
+        )
+        if self._returns_ids:
+            body.prompt_token_ids = list(answer.prompt_token_ids)
+        return body
+
+    def nothing(self, index: int) -> ChatChoiceBody:
+        """The empty choice, for a prompt that was only cached."""
+        return self.choice(Choice(index=index, finish_reason="length"))
+
+    def nothing_chunks(self, index: int) -> list[bytes]:
+        """The same as events."""
+        ending = TextDelta(index=index, finish_reason="length")
+        return [self.opening(index), *self._chunks(ending)]
+
+    def choice(self, choice: Choice) -> ChatChoiceBody:
+        """One of the n answers."""
+        self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
+        message = MessageBody(content=choice.text)
+        if choice.reasoning:
+            message.reasoning_content = choice.reasoning
+        if choice.tool_calls:
+            message.content = choice.text or None
+            message.tool_calls = [_whole_call(call) for call in choice.tool_calls]
+        if self._returns_ids and choice.message_ids is not None:
+            message.token_ids = choice.message_ids
+        return ChatChoiceBody(
+            index=choice.index,
+            message=message,
+            logprobs=self._logprobs(choice.logprobs),
+            finish_reason=reason_body(choice.finish_reason),
+            stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if self._returns_ids else UNSET,
+        )
+
+    def opening(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        return self.chunk(ChunkChoiceBody(index=index, delta=OPENING))
+
+    def _logprobs(self, logprobs: list[TokenLogprob] | None) -> ChatLogprobs | None:
+        if logprobs is None:
+            return None
+        return ChatLogprobs(content=token_infos(self._service.llm.tokenizer, logprobs))
+
+    # -- streamed -------------------------------------------------------------------------------
+
+    async def events(self, answer: ChatAnswer) -> AsyncGenerator[bytes]:
+        """The answer as events."""
+        opened = False
+        self.follow(lambda: answer.usage)
+        async with aclosing(answer.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason is not None:
+                    self.refuse_aborted(delta.finish_reason, answer.num_tokens(delta.index))
+                if not opened:
+                    # Clients number the choices by the order in which they first see them.
+                    opened = True
+                    yield self._first(answer)
+                    for index in range(1, answer.num_choices):
+                        yield self.opening(index)
+                for chunk in self._chunks(delta):
+                    yield chunk
+        for last in self.end(answer.usage, answer.num_choices):
+            yield last
+
+    def _first(self, answer: ChatAnswer) -> bytes:
+        """The first chunk of all, with the prompt's token ids if they are asked for."""
+        first = ChunkChoiceBody(index=0, delta=OPENING)
+        if not self._returns_ids:
+            return self.chunk(first)
+        return self.event([first], prompt_token_ids=list(answer.prompt_token_ids))
+
+    def _chunks(self, delta: TextDelta) -> list[bytes]:
+        """The chunks of a delta: one for its content, and one for the end."""
+        self.tell(delta)
+        chunks = []
+        content = _delta_body(delta)
+        pieces = self._pieces[delta.index] if self._tells_sources else None
+        if pieces is not None:
+            pieces.hold(delta)
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        token_ids = delta.token_ids if self._returns_ids and delta.token_ids else UNSET
+        if content is not None or logprobs or token_ids is not UNSET:
+            choice = ChunkChoiceBody(
+                index=delta.index,
+                delta=content or DeltaBody(content=""),
+                logprobs=logprobs,
+                token_ids=token_ids,
+            )
+            if pieces is not None:
+                choice.token_sources = pieces.read(delta)
+            chunks.append(self.chunk(choice))
+        if delta.finish_reason is not None:
+            reason = reason_body(delta.finish_reason)
+            last = ChunkChoiceBody(index=delta.index, delta=DeltaBody(), finish_reason=reason)
+            if delta.stop_reason is not None:
+                last.stop_reason = delta.stop_reason
+            if self._returns_ids and delta.message_ids is not None:
+                last.delta.token_ids = delta.message_ids
+            if pieces is not None:
+                last.token_sources = pieces.rest()
+            chunks.append(self.chunk(last))
+        return chunks
+
+
+def _whole_call(call: ToolCall | CallDelta) -> CallBody:
+    function = FunctionBody(name=call.name, arguments=call.arguments)
+    return CallBody(id=call.id, type="function", function=function)
+
+
+def _delta_body(delta: TextDelta) -> DeltaBody | None:
+    """The delta of a chunk; None if a step adds nothing."""
+    if not (delta.reasoning or delta.text or delta.tool_calls):
+        return None
+    return DeltaBody(
+        reasoning_content=delta.reasoning or UNSET,
+        content=delta.text or UNSET,
+        tool_calls=[_call_delta(call) for call in delta.tool_calls] or UNSET,
+    )
+
+
+def _call_delta(call: CallDelta) -> CallBody:
+    if not call.id:
+        function = FunctionBody(arguments=call.arguments)
+        return CallBody(index=call.index, function=function)
+    body = _whole_call(call)
+    body.index = call.index
+    return body

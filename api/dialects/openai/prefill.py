@@ -1,0 +1,103 @@
+"""Prompts that are computed for another server, as ``kv_transfer_params`` of a body ask."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from ....core.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    ForetokenError,
+    InvalidRequest,
+    Unavailable,
+)
+from ....core.interface.request import Request
+from ...serving.errors import ApiError, unavailable
+from ...serving.sampling import is_prewarm
+from ...serving.serving_context import Service
+from ...serving.sse import Reply
+from .bodies import OpenAISampling
+
+if TYPE_CHECKING:
+    from ....core.tiers.transfer_params import TransferParams
+
+NO_ROOM = "the pages of earlier prompts wait to be read by other servers"
+
+
+class RequestReply(Reply):
+    """A reply to requests of the engine."""
+
+    @property
+    def request(self) -> Request:
+        """The first one."""
+        raise NotImplementedError
+
+
+def transfer_of(body: OpenAISampling, *, num_prompts: int = 1) -> Mapping[str, Any] | None:
+    """The ``kv_transfer_params`` of a body with one prompt; of others they mean nothing."""
+    params = body.kv_transfer_params
+    if params is None or num_prompts != 1 or is_prewarm(body):
+        return None
+    if body.stream and params.get("do_remote_decode"):
+        return None  # a stream has no place for the answer's parameters
+    return params
+
+
+async def handing_over(
+    service: Service,
+    transfer: Mapping[str, Any] | None,
+    open_reply: Callable[[], Awaitable[RequestReply]],
+) -> Reply:
+    """Open a reply; that of a prompt for another server gets parameters.
+
+    Raises what ``open_reply`` raises, and 503 for a prompt that cannot be computed for others now.
+    """
+    transfers = service.llm.built.transfers
+    if transfers is None or not transfers.is_prefill(transfer):
+        return await open_reply()
+    if transfers.is_full:
+        raise unavailable(NO_ROOM)
+    with _as_unavailable():
+        return PrefillReply(await open_reply(), transfers)
+
+
+class PrefillReply(Reply):
+    """The answer to a prompt for another server: where its KV is to be read."""
+
+    def __init__(self, reply: RequestReply, transfers: TransferParams) -> None:
+        self._reply, self._transfers = reply, transfers
+        self._is_answered = False
+
+    async def whole(self) -> object:
+        """The answer, with parameters."""
+        with _as_unavailable():
+            body = await self._reply.whole()
+        if isinstance(body, Struct):
+            setattr(body, "kv_transfer_params", self._transfers.write(self._reply.request))  # noqa: B010
+        self._is_answered = True
+        return body
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """The events, without parameters."""
+        return self._reply.events()
+
+    def close(self) -> None:
+        """Abort what still runs; pages of which nobody is told are free."""
+        self._reply.close()
+        if not self._is_answered:
+            self._transfers.drop(self._reply.request)
+
+
+@contextmanager
+def _as_unavailable() -> Iterator[None]:
+    """Turn what may pass into 503: routers try again, or elsewhere, for that alone."""
+    try:
+        yield
+    except (InvalidRequest, Unavailable, EngineDead, DeadlineExceeded, ApiError):
+        raise
+    except ForetokenError as error:
+        raise unavailable(str(error)) from error

@@ -1,0 +1,216 @@
+"""POST /v1/chat/completions and /v1/completions, and what renders their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from ....core.errors import InvalidRequest
+from ...runtime.conversation.chat_input import ChatInput
+from ...runtime.conversation.prompt_history import PromptNote, text_parts
+from ...runtime.generation import Answer
+from ...runtime.preprocess import Prompt, warm_params
+from ...serving.answers import prewarm, warm_usage
+from ...serving.dialect import READS, Dialect
+from ...serving.render import Rendered, render_chat, rendered
+from ...serving.sampling import cache_options, is_prewarm
+from ...serving.serving_context import Service
+from ...serving.sse import ReadyReply, Reply
+from ...types.sampling_params import SamplingParams
+from .answers import (
+    ChatBody,
+    ChunkBody,
+    TextBody,
+)
+from .bodies import (
+    ChatRequest,
+    CompletionRequest,
+)
+from .chat_writing import ChatReply, ChatWriter
+from .prefill import handing_over, transfer_of
+from .reading import completion_params, read_chat, read_prompts, refuse
+from .text_writing import CompletionWriter, TextReply, echo_ids, prompt_ids
+from .writing import Head
+
+
+class ChatRoute(Dialect[ChatRequest]):
+    """Answer one conversation, whole or as a stream."""
+
+    path = "/v1/chat/completions"
+    body = ChatRequest
+    answer: ClassVar[Any] = ChatBody
+    event: ClassVar[Any] = ChunkBody
+    in_batches = True
+
+    async def open(self, body: ChatRequest) -> Reply:
+        """Render and submit."""
+        chat = await self.read(body)
+        head = Head(prefix="chatcmpl", model=self.service.model)
+        writer = ChatWriter(self.service, head, body)
+        if is_prewarm(body):
+            return writer.warmed([await prewarm(self.service, chat, request_id=head.id)])
+        open_reply = partial(self._reply, writer, head, chat, body)
+        return await handing_over(self.service, transfer_of(body), open_reply)
+
+    async def _reply(
+        self, writer: ChatWriter, head: Head, chat: ChatInput, body: ChatRequest
+    ) -> ChatReply:
+        answer = await self.service.chat.open(
+            chat,
+            request_id=head.id,
+            hands_out=bool(body.return_token_ids),
+            transfer=transfer_of(body),
+        )
+        return ChatReply(writer, answer)
+
+    async def read(self, body: ChatRequest) -> ChatInput:
+        """The chat request of a body, within the server's room; raises `InvalidRequest`."""
+        chat = await self.service.apart(partial(read_chat, body))
+        self.service.check_room(1, chat.params.n)
+        return chat
+
+    def rename(self, error: InvalidRequest, body: ChatRequest) -> None:
+        """The name of a field in the body: response_format where the schema came from there."""
+        if error.param == "json_schema" and body.response_format is not None:
+            error.param = "response_format"
+
+
+class ChatRender(ChatRoute):
+    """Render one conversation: the token ids of its prompt, which is checked and not computed."""
+
+    path = "/v1/chat/completions/render"
+    answer = Rendered
+    event = None
+    statuses = READS
+    in_batches = False
+
+    async def open(self, body: ChatRequest) -> Reply:
+        """Render and check, and submit nothing."""
+        chat, head = await self.read(body), Head(prefix="chatcmpl", model=self.service.model)
+        return ReadyReply(
+            await render_chat(
+                self.service, chat, body, request_id=head.id, is_prewarm=is_prewarm(body)
+            )
+        )
+
+
+class CompletionsRoute(Dialect[CompletionRequest]):
+    """Answer one prompt or a list of them, whole or as a stream."""
+
+    path = "/v1/completions"
+    body = CompletionRequest
+    answer: ClassVar[Any] = TextBody
+    event: ClassVar[Any] = TextBody
+    in_batches = True
+
+    async def open(self, body: CompletionRequest) -> Reply:
+        """Tokenise and submit all prompts."""
+        params, prompts, echoed = await self.read(body)
+        head = Head(prefix="cmpl", model=self.service.model)
+        writer = CompletionWriter(self.service, head, body, echoed)
+        writer.prompt_ids = prompt_ids(head, len(prompts))
+        if is_prewarm(body):
+            reply = TextReply(writer, await self._open(head, prompts, params, body))
+            return writer.warmed([warm_usage(self.service, each) for each in await reply.read()])
+        transfer = transfer_of(body, num_prompts=len(prompts))
+        open_reply = partial(self._reply, writer, head, prompts, params, body)
+        return await handing_over(self.service, transfer, open_reply)
+
+    async def _reply(
+        self,
+        writer: CompletionWriter,
+        head: Head,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        body: CompletionRequest,
+    ) -> TextReply:
+        return TextReply(writer, await self._open(head, prompts, params, body))
+
+    async def read(
+        self, body: CompletionRequest
+    ) -> tuple[SamplingParams, list[Prompt], list[str] | None]:
+        """Parameters, prompts and, with ``echo``, their texts; raises `InvalidRequest`."""
+        refuse(body)
+        params, prompts = completion_params(body), read_prompts(body.prompt)
+        self.service.check_room(len(prompts), params.n)
+        generates = not params.prompt_only
+        echoed = await self._echoed(prompts, generates=generates) if body.echo else None
+        return warm_params(params) if is_prewarm(body) else params, prompts, echoed
+
+    async def _echoed(self, prompts: list[Prompt], *, generates: bool) -> list[str]:
+        tokenizer = self.service.llm.tokenizer
+        added_ids = await tokenizer.encode("")
+        texts: list[str] = []
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                vocab_size = self.service.llm.built.vocab_size
+                tokenizer.check_ids(prompt, vocab_size, generates=generates)
+                prompt = echo_ids(tokenizer, prompt, added_ids)
+            texts.append(prompt)
+        return texts
+
+    async def _open(
+        self, head: Head, prompts: list[Prompt], params: SamplingParams, body: CompletionRequest
+    ) -> list[Answer]:
+        answers: list[Answer] = []
+        transfer = transfer_of(body, num_prompts=len(prompts))
+        try:
+            for prompt, name in zip(prompts, prompt_ids(head, len(prompts)), strict=True):
+                answers.append(await open_text(self.service, body, prompt, params, name, transfer))
+        except BaseException:
+            for answer in answers:
+                self.service.llm.forget(answer)
+            raise
+        return answers
+
+
+class CompletionsRender(CompletionsRoute):
+    """Render prompts: the token ids of each, which is checked and not computed."""
+
+    path = "/v1/completions/render"
+    answer = list[Rendered]
+    event = None
+    statuses = READS
+    in_batches = False
+
+    async def open(self, body: CompletionRequest) -> Reply:
+        """Tokenise and check, and submit nothing."""
+        params, prompts, _ = await self.read(body)
+        head = Head(prefix="cmpl", model=self.service.model)
+        found = []
+        for prompt, name in zip(prompts, prompt_ids(head, len(prompts)), strict=True):
+            token_ids = await self.service.llm.check(
+                await text_ids(self.service, body, prompt), params
+            )
+            found.append(rendered(self.service, body, params, token_ids, name))
+        return ReadyReply(found)
+
+
+async def open_text(
+    service: Service,
+    body: CompletionRequest,
+    prompt: Prompt,
+    params: SamplingParams,
+    name: str,
+    transfer: Mapping[str, Any] | None = None,
+) -> Answer:
+    """Tokenise and submit one prompt under this name."""
+    note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
+    token_ids = await text_ids(service, body, prompt)
+    return await service.llm.open(
+        token_ids,
+        params,
+        request_id=name,
+        cache=cache_options(body),
+        note=note,
+        transfer=transfer,
+    )
+
+
+async def text_ids(service: Service, body: CompletionRequest, prompt: Prompt) -> Sequence[int]:
+    """Token ids of one prompt, which may be token ids already."""
+    if not isinstance(prompt, str):
+        return prompt
+    special = body.add_special_tokens is not False
+    return await service.llm.tokenizer.encode(prompt, add_special_tokens=special)

@@ -1,0 +1,85 @@
+"""``token_sources``: the drafter of each token of an answer, and the part its text belongs to.
+
+The parser of an answer knows text and no tokens. The text that it lets through is found again in
+the text of the tokens, so that a mark such as ``<think>`` is never reported as text.
+"""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections import deque
+
+from ...parsing.reasoning import Thinking
+from ...text.tokenizer import Tokenizer
+from ...types.results import TextDelta
+from .answers import Channel, TokenPiece
+
+
+class TokenPieces:
+    """``token_sources`` of one choice: the text, drafter and channel of each token.
+
+    The texts of the channels "reasoning" and "content" add up to those parts of the answer; a call
+    is told as the model wrote it, in the channel "tool". A token without text there (a mark, the
+    end, a part of a character) has the text "". The drafter of the target's own tokens is ""; it is
+    None where a text is the rest of a token that an earlier piece has counted.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, thinking: Thinking | None) -> None:
+        self._tokenizer = tokenizer
+        marks = ("", "") if thinking is None else (thinking.begin, thinking.end)
+        self._marks = {"reasoning": marks[0], "content": marks[1]}  # what stands before each
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._raw = ""  # text of the tokens that no piece has told yet
+        self._tokens: deque[tuple[int, str | None]] = deque()  # characters in it, drafter
+        self._channel: Channel = "content"  # of the last piece
+
+    def hold(self, delta: TextDelta) -> None:
+        """Add the tokens of a step; their text may come with a later one."""
+        special = self._tokenizer.special_ids
+        for token_id, source in zip(delta.token_ids, delta.sources, strict=False):
+            data = b"" if token_id in special else self._tokenizer.token_bytes(token_id)
+            text = self._decoder.decode(data)
+            self._raw += text
+            self._tokens.append((len(text), source))
+
+    def read(self, delta: TextDelta) -> list[TokenPiece]:
+        """The pieces of what a delta adds."""
+        pieces = []
+        if delta.reasoning:
+            pieces += self._read(delta.reasoning, "reasoning")
+        if delta.text:
+            pieces += self._read(delta.text, "content")
+        if delta.tool_calls:
+            self._channel = "tool"
+            pieces += self._take(len(self._raw))
+        return pieces
+
+    def rest(self) -> list[TokenPiece]:
+        """The tokens whose text the answer does not have."""
+        return self._take(len(self._raw), is_shown=False)
+
+    def _read(self, text: str, channel: Channel) -> list[TokenPiece]:
+        self._channel = channel
+        at = 0 if self._raw.startswith(text) else self._find(text, self._marks[channel])
+        if at < 0:  # a parser has rewritten it
+            return [(text, None, channel)]
+        return self._take(at, is_shown=False) + self._take(len(text))
+
+    def _find(self, text: str, mark: str) -> int:
+        """Find a text in the raw text, behind the mark if that is there; -1 if nowhere."""
+        at = self._raw.find(mark)
+        return self._raw.find(text, at + len(mark) if at >= 0 else 0)
+
+    def _take(self, count: int, *, is_shown: bool = True) -> list[TokenPiece]:
+        """The tokens of the next ``count`` characters, and those without any behind them."""
+        pieces: list[TokenPiece] = []
+        while self._tokens and (count or not self._tokens[0][0]):
+            length, source = self._tokens.popleft()
+            size = min(length, count)
+            text, self._raw, count = self._raw[:size], self._raw[size:], count - size
+            is_cut = size < length
+            if is_cut:
+                self._tokens.appendleft((length - size, None if is_shown else source))
+            if is_shown or (source is not None and not is_cut):
+                pieces.append((text if is_shown else "", source, self._channel))
+        return pieces

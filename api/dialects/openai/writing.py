@@ -1,0 +1,253 @@
+"""Writer: encodes answers of OpenAI's chat and text completions, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from time import time
+from typing import Any, ClassVar, Generic, TypeVar
+
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace as replace_fields
+
+from ...._version import __version__
+from ....core.interface.output import TokenLogprob
+from ....core.interface.request import Usage
+from ...serving.answers import refuse_aborted, speculation_body
+from ...serving.serving_context import Service
+from ...serving.sse import DONE, ReadyReply, Reply, event
+from ...text.tokenizer import Tokenizer
+from ...types.request_context import random_id
+from ...types.results import TextDelta, batch_usage
+from .answers import (
+    CompletionDetails,
+    MetricsBody,
+    PromptDetails,
+    SpeculationMetrics,
+    TokenInfo,
+    TokenInfoTop,
+    UsageBody,
+)
+from .bodies import AnyRequest
+
+C = TypeVar("C", bound=Struct)
+D = TypeVar("D", bound=Struct)
+FINGERPRINT = f"foretoken-{__version__}"
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The fields that all chunks of an answer share."""
+
+    prefix: str
+    model: str
+    created: int = field(default_factory=lambda: int(time()))
+    key: str = field(default_factory=random_id)
+
+    @property
+    def id(self) -> str:
+        """Id of the answer, and of the request inside the engine."""
+        return f"{self.prefix}-{self.key}"
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """Fields of `protocol.AnswerHead`."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+
+def usage_body(usage: Usage) -> UsageBody:
+    """``usage``, with details on the cache, the prediction and speculation."""
+    return UsageBody(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptDetails(
+            cached_tokens=usage.cached_tokens,
+            loaded_tokens=usage.loaded_tokens,
+            cache_write_tokens=usage.cache_write_tokens,
+            image_tokens=usage.image_tokens or UNSET,
+            spliced_tokens=usage.spliced_tokens,
+            normalized=[*usage.normalized] or UNSET,
+        ),
+        completion_tokens_details=CompletionDetails(
+            accepted_prediction_tokens=usage.accepted_prediction_tokens,
+            rejected_prediction_tokens=usage.rejected_prediction_tokens,
+        ),
+        closed_early=usage.closed_early,
+        moves=usage.moves,
+        evicted_tokens=usage.evicted_tokens or UNSET,
+        speculation=speculation_body(usage),
+    )
+
+
+def metrics_body(usage: Usage, depth: object) -> MetricsBody | UnsetType:
+    """``metrics`` of one answer; none where nothing was drafted. ``depth``: if a number, fixed."""
+    steps = usage.draft_steps
+    if not steps:
+        return UNSET
+    by_accepted = dict(usage.steps_by_accepted)
+    by_accepted[0] = by_accepted.get(0, 0) - (usage.verify_steps - steps)  # those without a draft
+    most = max(by_accepted, default=0)
+    if isinstance(depth, int):
+        most = max(most, depth)
+    return MetricsBody(
+        speculative_decoding=SpeculationMetrics(
+            mean_acceptance_length=1 + usage.accepted_tokens / steps,
+            draft_acceptance_rate=usage.accepted_tokens / usage.proposed_tokens,
+            acceptance_histogram=[by_accepted.get(count, 0) for count in range(most + 1)],
+            num_spec_steps=steps,
+            num_accepted_draft_tokens=usage.accepted_tokens,
+            num_draft_tokens=usage.proposed_tokens,
+            num_spec_tokens=most,
+        )
+    )
+
+
+def reason_body(reason: str) -> str:
+    """The ``finish_reason`` of OpenAI's API, which has no "abort": a deadline becomes "length".
+
+    Its ``stop_reason`` says "deadline". Clients check ``finish_reason`` against a closed list.
+    """
+    return "length" if reason == "abort" else reason
+
+
+def token_infos(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[TokenInfo]:
+    """One entry per token, with its bytes."""
+    return [
+        TokenInfo(
+            **_entry(tokenizer, each.token_id, each.logprob),
+            top_logprobs=[TokenInfoTop(**_entry(tokenizer, *top)) for top in each.top],
+        )
+        for each in logprobs
+    ]
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    return {
+        "token": data.decode("utf-8", "replace"),
+        "logprob": finite(logprob),
+        "bytes": list(data),
+    }
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as a JSON key: a part of a character is written as bytes, so that keys differ."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as a finite number, since JSON has no infinity."""
+    # Not max(): it gives a NaN back.
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
+class Writer(Generic[C, D]):
+    """Encodes the answer to one request: choices ``C`` in whole, ``D`` in chunks."""
+
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    whole_type: ClassVar[type[Struct]]
+    chunk_type: ClassVar[type[Struct]]
+
+    def __init__(self, service: Service, head: Head, body: AnyRequest) -> None:
+        self._service = service
+        self._head = head
+        options = body.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._tells_usage = bool(options and options.continuous_usage_stats)  # in every chunk
+        self._usage_so_far: Callable[[], Usage] = Usage
+        self._num_told = 0  # tokens of the chunks so far
+        given = body.speculation
+        self._depth = service.llm.built.settings.get("speculation") if given is None else given
+        self._explains = bool(body.explain_cache)
+        self.prompt_ids: Sequence[str] = [head.id]  # under which its prompts are remembered
+
+    def refuse_aborted(self, reason: str, num_tokens: int) -> None:
+        """Raise `ApiError` if the answer was aborted before its first token or by a shutdown."""
+        refuse_aborted(self._service, reason, num_tokens)
+
+    def nothing(self, index: int) -> C:
+        """The choice of a prompt that was only to be cached."""
+        raise NotImplementedError
+
+    def nothing_chunks(self, index: int) -> list[bytes]:
+        """The same as events."""
+        raise NotImplementedError
+
+    def answer(self, choices: list[C], usage: Usage, **more: object) -> Struct:
+        """All choices in one body."""
+        fields = self._head.fields(self.whole_kind)
+        return self.whole_type(**fields, choices=choices, usage=self.usage(usage), **more)
+
+    def metrics(self, usage: Usage, num_answers: int) -> MetricsBody | UnsetType:
+        """``metrics``, which only a single answer has."""
+        return metrics_body(usage, self._depth) if num_answers == 1 else UNSET
+
+    def follow(self, usage: Callable[[], Usage]) -> None:
+        """Take the usage of the chunks to come from here."""
+        self._usage_so_far = usage
+
+    def tell(self, delta: TextDelta) -> None:
+        """Count the tokens of a delta, of which the next chunk tells."""
+        self._num_told += len(delta.token_ids)
+
+    def chunk(self, choice: D) -> bytes:
+        """One chunk of one choice."""
+        return self.event([choice])
+
+    def event(self, choices: list[D], **more: object) -> bytes:
+        """One chunk of some choices; ``more``: its other fields."""
+        usage = None
+        if self._tells_usage:  # of the tokens told, whatever the engine has computed meanwhile
+            usage = usage_body(replace(self._usage_so_far(), completion_tokens=self._num_told))
+        return self._event(choices, usage, **more)
+
+    def end(self, usage: Usage, num_answers: int = 0) -> Iterator[bytes]:
+        """The events after the last choice."""
+        if self._include_usage:
+            yield self._event([], self.usage(usage), metrics=self.metrics(usage, num_answers))
+        yield DONE
+
+    def warmed(self, usages: Sequence[Usage]) -> Reply:
+        """The answer to prompts that were only cached: an empty choice for each."""
+        usage, indices = batch_usage(usages), range(len(usages))
+        chunks = [chunk for index in indices for chunk in self.nothing_chunks(index)]
+        whole = self.answer([self.nothing(index) for index in indices], usage)
+        return ReadyReply(whole, [*chunks, *self.end(usage)])
+
+    def usage(self, usage: Usage) -> UsageBody:
+        """``usage``, with the reason for a cache miss, or a list of reasons for several prompts."""
+        spent = usage_body(usage)
+        if not self._explains:
+            return spent
+        found = [self._service.llm.explain(each) for each in self.prompt_ids]
+        reasons = [None if each is None else each.body() for each in found]
+        if len(reasons) > 1:
+            spent.cache_explanations = reasons
+        elif reasons[0] is not None:
+            spent.cache_explanation = reasons[0]
+        return spent
+
+    def _event(self, choices: list[D], usage: UsageBody | None, **more: object) -> bytes:
+        chunk = self._chunk
+        chunk.choices = choices
+        if self._include_usage or self._tells_usage:
+            chunk.usage = usage
+        return event(replace_fields(chunk, **more) if more else chunk)
+
+    @cached_property
+    def _chunk(self) -> Any:  # noqa: ANN401 - a `chunk_type`
+        """The reusable chunk of this answer: only its choices change."""
+        return self.chunk_type(**self._head.fields(self.chunk_kind), choices=[])

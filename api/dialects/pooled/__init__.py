@@ -1,0 +1,1 @@
+"""Routes whose answer is no text: vectors and scores."""

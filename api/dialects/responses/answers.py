@@ -1,0 +1,357 @@
+"""Answers and events of the Responses API: the server encodes them, /openapi.json describes them.
+
+An `UNSET` field is left out; None is null, as clients expect.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType, field
+
+from ...serving.answers import Free, SpeculationUsage
+from ..openai.answers import CompletionDetails, PromptDetails, TokenInfo
+from .bodies import FlatChoice, FlatTool, Item, Metadata, ReasoningOptions, TextOptions
+
+Status = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+# -- items --------------------------------------------------------------------------------------
+
+
+class OutputText(Struct, tag="output_text", kw_only=True):
+    """The part of a message."""
+
+    text: str
+    annotations: list[Free] = []
+    logprobs: list[TokenInfo] = []
+
+
+class ReasoningText(Struct, tag="reasoning_text", kw_only=True):
+    """The part of a reasoning item."""
+
+    text: str
+
+
+ContentPart = OutputText | ReasoningText
+
+
+class MessageItem(Struct, tag="message", kw_only=True):
+    """The content of an answer; its part is there once it is complete."""
+
+    id: str
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(Struct, tag="reasoning", kw_only=True):
+    """The reasoning before an answer: the text itself, without a summary."""
+
+    id: str
+    status: Status
+    summary: list[Free] = []
+    content: list[ReasoningText] = []
+
+
+class FunctionCallItem(Struct, tag="function_call", kw_only=True):
+    """A call; ``arguments`` is JSON text."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | UnsetType = UNSET  # of the function, if the request has it in one
+
+
+class CustomCallItem(Struct, tag="custom_tool_call", kw_only=True):
+    """A call of a custom tool."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+class SearchCallItem(Struct, tag="tool_search_call", kw_only=True):
+    """A search for tools, which the client does."""
+
+    id: str
+    status: Status
+    call_id: str
+    execution: Literal["client"] = "client"
+    arguments: Free = {}
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | SearchCallItem
+
+
+# -- the response -------------------------------------------------------------------------------
+
+
+class OutputDetails(CompletionDetails, kw_only=True):
+    """``usage.output_tokens_details``."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct, kw_only=True):
+    """``usage`` of a response."""
+
+    input_tokens: int
+    input_tokens_details: PromptDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+    closed_early: bool  # as in chat completions
+    moves: int  # likewise
+    evicted_tokens: int | UnsetType = UNSET  # as in chat completions
+    speculation: SpeculationUsage
+    cache_explanation: Free | UnsetType = UNSET  # if asked for and known
+
+
+class ResponseError(Struct, kw_only=True):
+    """``error`` of a response that failed; ``code`` is one of a closed list."""
+
+    code: str
+    message: str
+    type: str
+    param: str | None = None
+
+
+class IncompleteDetails(Struct, kw_only=True):
+    """``incomplete_details``: why the answer was cut."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ReasoningSettings(ReasoningOptions, kw_only=True):
+    """``reasoning``: the effort that was asked for; there are no summaries."""
+
+    summary: str | None = None
+
+
+class ResponseBody(Struct, kw_only=True):
+    """Answer of /v1/responses; it repeats the fields of the request."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int = 0
+    completed_at: int | None = None
+    model: str = ""
+    system_fingerprint: str = ""
+    status: ResponseStatus = "in_progress"
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+    stop_reason: int | str | UnsetType = UNSET  # the stop token id or the stop string
+    prompt_cache_diagnostics: Free | UnsetType = UNSET
+    # of the request
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: Metadata = {}
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    reasoning: ReasoningSettings = field(default_factory=ReasoningSettings)
+    safety_identifier: str | None = None
+    store: bool = True
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice = "auto"
+    user: str | None = None
+    # in force, which may differ from what was asked for
+    parallel_tool_calls: bool = True
+    service_tier: str = "default"
+    temperature: float = 1.0
+    text: TextOptions = field(default_factory=TextOptions)
+    tools: list[FlatTool] = []
+    top_logprobs: int = 0
+    top_p: float = 1.0
+    truncation: str = "disabled"  # "auto" would drop what does not fit: here that is an error
+
+
+class ItemList(Struct, kw_only=True):
+    """Answer of /v1/responses/{id}/input_items; output items of earlier turns are among them."""
+
+    object: Literal["list"] = "list"
+    data: list[Item]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool = False
+
+
+class Deleted(Struct, kw_only=True):
+    """Answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class InputTokens(Struct, kw_only=True):
+    """Answer of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+# -- events -------------------------------------------------------------------------------------
+
+
+class Event(Struct, kw_only=True):
+    """The number that every event of a stream has, from 0; its writer sets it."""
+
+    sequence_number: int = 0
+
+
+class ResponseEvent(Event, kw_only=True):
+    """An event about the whole response."""
+
+    response: ResponseBody
+
+
+class ResponseCreated(ResponseEvent, tag="response.created"):
+    """The first event."""
+
+
+class ResponseInProgress(ResponseEvent, tag="response.in_progress"):
+    """The second event."""
+
+
+class ResponseCompleted(ResponseEvent, tag="response.completed"):
+    """The last event of an answer that the model ended."""
+
+
+class ResponseIncomplete(ResponseEvent, tag="response.incomplete"):
+    """The last event of an answer that a limit ended."""
+
+
+class ResponseFailed(ResponseEvent, tag="response.failed"):
+    """The last event of an answer that an error ended."""
+
+
+class OutputEvent(Event, kw_only=True):
+    """An event about an output item."""
+
+    output_index: int
+
+
+class ItemAdded(OutputEvent, tag="response.output_item.added", kw_only=True):
+    """An item begins."""
+
+    item: OutputItem
+
+
+class ItemDone(OutputEvent, tag="response.output_item.done", kw_only=True):
+    """An item is complete."""
+
+    item: OutputItem
+
+
+class ItemEvent(OutputEvent, kw_only=True):
+    """An event inside an output item."""
+
+    item_id: str
+
+
+class PartEvent(ItemEvent, kw_only=True):
+    """An event inside the content part of an item, of which there is one."""
+
+    content_index: int = 0
+
+
+class PartAdded(PartEvent, tag="response.content_part.added", kw_only=True):
+    """The part begins."""
+
+    part: ContentPart
+
+
+class PartDone(PartEvent, tag="response.content_part.done", kw_only=True):
+    """The part is complete."""
+
+    part: ContentPart
+
+
+class OutputTextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
+    """More text of a message."""
+
+    delta: str
+    logprobs: list[TokenInfo]
+
+
+class OutputTextDone(PartEvent, tag="response.output_text.done", kw_only=True):
+    """The whole text of a message."""
+
+    text: str
+    logprobs: list[TokenInfo]
+
+
+class ReasoningTextDelta(PartEvent, tag="response.reasoning_text.delta", kw_only=True):
+    """More reasoning."""
+
+    delta: str
+
+
+class ReasoningTextDone(PartEvent, tag="response.reasoning_text.done", kw_only=True):
+    """The whole reasoning."""
+
+    text: str
+
+
+class ArgumentsDelta(ItemEvent, tag="response.function_call_arguments.delta", kw_only=True):
+    """More of the arguments of a call."""
+
+    delta: str
+
+
+class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done", kw_only=True):
+    """The whole arguments of a call."""
+
+    arguments: str
+    name: str
+
+
+class InputDelta(ItemEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
+    """The input of a custom tool's call: all of it, for it is read out of the arguments."""
+
+    delta: str
+
+
+class InputDone(ItemEvent, tag="response.custom_tool_call_input.done", kw_only=True):
+    """The whole input of a custom tool's call."""
+
+    input: str
+
+
+ENDINGS: dict[str, type[ResponseEvent]] = {
+    "completed": ResponseCompleted,
+    "incomplete": ResponseIncomplete,
+    "failed": ResponseFailed,
+}
+"""The last event of a stream, by the status of its response."""
+
+StreamEvent = (
+    ResponseCreated
+    | ResponseInProgress
+    | ItemAdded
+    | PartAdded
+    | ReasoningTextDelta
+    | ReasoningTextDone
+    | OutputTextDelta
+    | OutputTextDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | InputDelta
+    | InputDone
+    | PartDone
+    | ItemDone
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+)

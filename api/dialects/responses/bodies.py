@@ -1,0 +1,192 @@
+"""Bodies of /v1/responses. As in `api.serving.sampling`, decoding is validation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from ...media.sources import Detail
+from ...serving.peers import Absent, Empty, Off
+from ...serving.sampling import Guess, NumTop, One, Positive, Prediction
+from ...types.fields import SameAs
+from ..openai.bodies import OpenAISampling, StreamOptions
+
+MAX_METADATA = 16
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+LOGPROBS = "message.output_text.logprobs"  # of ``include``
+
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)]
+
+
+class CustomFormat(Struct, kw_only=True, omit_defaults=True):
+    """``format`` of a custom tool: the grammar of its input."""
+
+    type: str | None = None
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class FlatTool(Struct, kw_only=True):
+    """One of ``tools``: a function, a custom tool, a namespace of such, or the client's search.
+
+    Tools of other types are those of a provider, and ignored.
+    """
+
+    known_kinds: ClassVar[frozenset[str]] = frozenset(
+        {"function", "custom", "namespace", "tool_search"}
+    )
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: CustomFormat | UnsetType | None = UNSET  # of a custom tool
+    tools: list[FlatTool] | UnsetType = UNSET  # of a namespace
+    execution: str | UnsetType | None = UNSET  # of ``tool_search``: "client"
+
+
+class ItemPart(Struct, kw_only=True, omit_defaults=True):
+    """A part of a message, a tool output or reasoning; `inputs` says what is read of each type."""
+
+    known_kinds: ClassVar[frozenset[str]] = frozenset(
+        {*TEXT_PARTS, "refusal", "input_image", "input_file"}
+    )
+    type: str
+    text: str | None = None
+    image_url: str | None = None  # a data URL, or a file of --media-dir
+    detail: Detail | None = None
+    refusal: str | None = None
+    file_data: str | None = None  # a data URL
+    filename: str | None = None
+    annotations: Any = None  # of an earlier answer, as ``logprobs``
+    logprobs: Any = None
+
+
+Parts = str | list[ItemPart]
+
+
+class Item(Struct, kw_only=True, omit_defaults=True):
+    """One input item. ``type`` decides which of the other fields it has, and of which form.
+
+    It is no union, since clients may leave ``type`` out, and send types that are not known yet. It
+    has all fields of output items, which are the input of the next turn.
+    """
+
+    known_kinds: ClassVar[frozenset[str]] = frozenset(
+        {"message", "reasoning", "item_reference", "agent_message", "additional_tools",
+         "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+         "tool_search_call", "tool_search_output"}
+    )  # fmt: skip
+    type: str | None = None  # none: a message, or with an id alone a reference
+    id: str | None = None
+    status: str | None = None
+    role: str | None = None
+    author: str | None = None
+    recipient: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None  # of the function that is called
+    content: Any = None
+    arguments: Any = None
+    input: Any = None  # of a custom tool's call
+    action: Any = None  # of calls with a type of their own, as ``operation`` and ``code``
+    operation: Any = None
+    code: Any = None
+    output: Any = None
+    outputs: Any = None
+    error: Any = None
+    summary: Any = None
+    execution: str | None = None
+    tools: list[FlatTool] | None = None
+    token_ids: Any = None  # of other APIs' messages: refused
+
+
+class AnswerItem(Item, kw_only=True, omit_defaults=True):
+    """The first item of a stored answer, with the token ids of all of it."""
+
+    answer_ids: list[int]
+
+
+class ToolName(Struct, kw_only=True):
+    """One of the tools that a ``tool_choice`` allows."""
+
+    type: str = "function"
+    name: str | None = None
+    namespace: str | None = None
+
+
+class FlatChoice(Struct, kw_only=True, omit_defaults=True):
+    """``tool_choice`` that names a function, or lists those that may be called."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ToolName] | None = None
+
+
+class TextFormat(Struct, kw_only=True, omit_defaults=True):
+    """``text.format``: what `ResponseFormat` is in chat completions, in one level."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Struct, kw_only=True):
+    """``text``; its verbosity is ignored."""
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Struct, kw_only=True):
+    """``reasoning``: the reasoning effort, which the chat template may support."""
+
+    effort: str | None = None
+
+
+class EventOptions(StreamOptions):
+    """``stream_options``: the usage comes with the last event in any case."""
+
+    continuous_usage_stats: Off = None
+
+
+class ResponsesRequest(OpenAISampling, kw_only=True):
+    """Body of /v1/responses, and of /v1/responses/input_tokens."""
+
+    stream_options: EventOptions | None = None
+    n: One | None = None
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None  # as a missing one: true
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    max_output_tokens: Positive | None = None
+    top_logprobs: NumTop | None = None
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    # extensions
+    prediction: Prediction | Guess | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    # other names
+    max_completion_tokens: Annotated[Positive | None, SameAs("max_output_tokens")] = None
+    # known and refused
+    background: Off = None
+    conversation: Empty = None
+    prompt: Absent = None
+    logprobs: Off = None
+    return_token_ids: Off = None

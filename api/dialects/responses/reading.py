@@ -1,0 +1,100 @@
+"""Convert a body of /v1/responses to a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ....core.errors import InvalidRequest
+from ...runtime.conversation.chat_input import ChatInput
+from ...runtime.conversation.tools import ANY_OBJECT, as_strict_as
+from ...serving.sampling import cache_options, sampling_params
+from ...types.sampling_params import SamplingParams
+from ..openai.bodies import Message, NamedMessage
+from ..openai.reading import plain_messages, read_handles, read_images, read_paths, thinking_options
+from .bodies import LOGPROBS, Item, ResponsesRequest, TextFormat
+from .items import to_messages
+from .tools import ServedTool, read_tools, served_tools, tool_choice
+
+FORMAT_NAMES = ("json_schema", "grammar")  # what it has become on the way
+NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
+
+
+def make_chat_input(
+    body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]
+) -> tuple[ChatInput, list[ServedTool]]:
+    """Make the chat request, and its tools: ``items`` follow those of the ``history``."""
+    messages, served = _messages(body, history, items), read_tools(body, [*history, *items])
+    chat = ChatInput(
+        messages=plain_messages(messages),
+        images=read_images(messages),
+        handles=read_handles(messages),
+        paths=read_paths(messages),
+        params=_params(body),
+        tools=[each.tool for each in served],
+        tool_choice=tool_choice(body, served),
+        template=_template_options(body),
+        cache=cache_options(body),
+        cache_key=body.prompt_cache_key,
+    )
+    return chat, served
+
+
+def rename(error: InvalidRequest, body: ResponsesRequest) -> None:
+    """The name of a field in the bodies of this API."""
+    error.param = _name(error.param, body)
+
+
+def _name(param: str | None, body: ResponsesRequest) -> str | None:
+    has_format = body.text is not None and body.text.format is not None
+    if has_format and (param in FORMAT_NAMES or (param == "tools" and not served_tools(body))):
+        return "text.format"
+    if param is None:
+        return None
+    return "input" if param.startswith("messages[") else NAMES.get(param, param)
+
+
+def check_n(body: ResponsesRequest) -> None:
+    """Raise `InvalidRequest` for another number of answers than one."""
+    if body.n not in (None, 1):
+        raise InvalidRequest("n must be 1: a response has one answer", param="n")
+
+
+def _messages(
+    body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]
+) -> list[Message]:
+    messages = to_messages([*history, *items], first_path=len(history))
+    if body.instructions:
+        system = NamedMessage(role="system", content=body.instructions, path="instructions")
+        messages.insert(0, system)
+    if not messages:
+        raise InvalidRequest("input must not be empty", param="input")
+    return messages
+
+
+def _params(body: ResponsesRequest) -> SamplingParams:
+    wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
+    asked = body.max_output_tokens
+    return sampling_params(
+        body,
+        guess=body.prediction,
+        n=body.n,
+        stop=body.stop,
+        max_tokens=body.max_tokens if asked is None else asked,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        json_schema=_schema(body.text.format if body.text else None),
+    )
+
+
+def _template_options(body: ResponsesRequest) -> dict[str, object]:
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return thinking_options(body.chat_template_kwargs, effort, thinks=body.enable_thinking)
+
+
+def _schema(format: TextFormat | None) -> Mapping[str, object] | None:
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object" and format.schema is None:
+        return ANY_OBJECT
+    if format.schema is None:
+        raise InvalidRequest("text.format needs a schema", param="text.format.schema")
+    return as_strict_as(format.strict, format.schema)

@@ -1,0 +1,213 @@
+"""POST /v1/responses, and the routes of stored responses."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....core.errors import InvalidRequest
+from ...runtime.conversation.chat_input import ChatInput
+from ...serving.answers import prewarm
+from ...serving.dialect import READS, Dialect, Endpoints, delete, get
+from ...serving.errors import ApiError, JsonResponse
+from ...serving.render import Rendered, render_chat
+from ...serving.sampling import is_prewarm
+from ...serving.serving_context import Service
+from ...serving.sse import ReadyReply, Reply
+from ...types.request_context import Owner, owner_of
+from .answers import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
+from .bodies import Item, ResponsesRequest
+from .items import kept_items, read_items
+from .reading import check_n, make_chat_input, rename
+from .replies import ResponseReply, ready_reply
+from .store import ResponseStore
+from .tools import ServedTool
+from .writing import ResponseWriter, new_id
+
+MAX_PAGE = 100
+PAGE = 20  # items, as OpenAI has it
+STORED = ("cache_salt",)  # the parameters that name the owner of a response
+
+
+def response_store(service: Service) -> ResponseStore:
+    """The responses that all routes of a server share."""
+    store = ResponseStore(max_seconds=service.settings.limits.store_seconds)
+    found: ResponseStore = service.shared.setdefault(ResponseStore, store)
+    return found
+
+
+class ResponsesDialect(Dialect[ResponsesRequest]):
+    """Decoding, checks and names of fields, shared by the routes."""
+
+    body = ResponsesRequest
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.store = response_store(service)
+
+    def check(self, body: ResponsesRequest) -> None:
+        """Check the model and the number of answers."""
+        super().check(body)
+        check_n(body)
+
+    def rename(self, error: InvalidRequest, body: ResponsesRequest) -> None:
+        """The name of a field in the bodies of this API."""
+        rename(error, body)
+
+    async def read_chat(
+        self, body: ResponsesRequest
+    ) -> tuple[ChatInput, list[ServedTool], list[Item]]:
+        """The chat request with the stored history, its tools, and the new items."""
+        owner = owner_of(body.cache_salt)
+        history: list[Item] = []
+        if body.previous_response_id is not None:
+            history = self.store.history(owner, body.previous_response_id)
+        items = read_items(body.input, lambda item_id: self.store.item(owner, item_id))
+        limits = self.service.settings.limits
+        limits.check("input", len(history) + len(items), "max_messages")
+        chat, served = await self.service.apart(partial(make_chat_input, body, history, items))
+        return chat, served, items
+
+
+class ResponsesCount(ResponsesDialect):
+    """Count the tokens of an input."""
+
+    path = "/v1/responses/input_tokens"
+    answer = InputTokens
+    statuses = READS
+
+    async def open(self, body: ResponsesRequest) -> Reply:
+        """Count the tokens of an input."""
+        chat, *_ = await self.read_chat(body)
+        prompt = await self.service.chat.render(chat)
+        return ReadyReply(InputTokens(input_tokens=len(prompt.token_ids)))
+
+
+class ResponsesRender(ResponsesDialect):
+    """Render an input: the token ids of its prompt, which is checked and not computed."""
+
+    path = "/v1/responses/render"
+    answer = Rendered
+    statuses = READS
+
+    async def open(self, body: ResponsesRequest) -> Reply:
+        """Render and check; nothing is submitted and nothing stored."""
+        chat, *_ = await self.read_chat(body)
+        return ReadyReply(
+            await render_chat(
+                self.service, chat, body, request_id=new_id(), is_prewarm=is_prewarm(body)
+            )
+        )
+
+
+class ResponsesRoute(ResponsesDialect):
+    """Answer the input, whole or as a stream."""
+
+    path = "/v1/responses"
+    answer = ResponseBody
+    event = StreamEvent
+    in_batches = True
+
+    async def open(self, body: ResponsesRequest) -> Reply:
+        """Render and submit."""
+        chat, served, items = await self.read_chat(body)
+        params = self.service.llm.built.sampling_defaults.fill(chat.params)
+        writer = ResponseWriter(self.service, body, params, served)
+        owner = owner_of(body.cache_salt)
+        is_stored = body.store is not False
+
+        def keep(response: ResponseBody) -> None:
+            if is_stored:
+                self.store.put(owner, response, kept_items(items), writer.answer_ids)
+
+        if is_prewarm(body):
+            usage = await prewarm(self.service, chat, request_id=writer.id)
+            response = writer.prewarmed(usage)
+            keep(response)
+            return ready_reply(writer, response)
+        answer = await self.service.chat.open(chat, request_id=writer.id, hands_out=is_stored)
+        return ResponseReply(writer, answer, keep)
+
+
+class KeptResponses(Endpoints):
+    """GET and DELETE of stored responses."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.store = response_store(service)
+
+    @get("/v1/responses/{id}", ResponseBody, query=STORED, errors=(404,))
+    async def retrieve(self, request: Request) -> Response:
+        """A stored response."""
+        if request.query_params.get("stream") == "true":
+            raise InvalidRequest("stream is not supported here", param="stream")
+        owner, response_id = _named(request)
+        found = self.store.get(owner, response_id)
+        if found is None:
+            raise _unknown(response_id)
+        return JsonResponse(found)
+
+    @delete("/v1/responses/{id}", Deleted, query=STORED, errors=(404,))
+    async def delete(self, request: Request) -> Response:
+        """Delete a stored response."""
+        owner, response_id = _named(request)
+        if not self.store.delete(owner, response_id):
+            raise _unknown(response_id)
+        return JsonResponse(Deleted(id=response_id))
+
+    @get(
+        "/v1/responses/{id}/input_items",
+        ItemList,
+        query=("limit", "after", "order", *STORED),
+        errors=(404,),
+    )
+    async def input_items(self, request: Request) -> Response:
+        """The input items of a stored response, page by page; newest first by default."""
+        owner, response_id = _named(request)
+        items = self.store.inputs(owner, response_id)
+        if items is None:
+            raise _unknown(response_id)
+        if _order(request) == "desc":
+            items.reverse()
+        return JsonResponse(_page(items, _limit(request), request.query_params.get("after")))
+
+
+def _named(request: Request) -> tuple[Owner, str]:
+    owner = owner_of(request.query_params.get("cache_salt"))
+    return owner, request.path_params["id"]
+
+
+def _unknown(response_id: str) -> ApiError:
+    return ApiError(404, f"Response with id '{response_id}' not found.", code="response_not_found")
+
+
+def _order(request: Request) -> Literal["asc", "desc"]:
+    order = request.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", param="order")
+    return "asc" if order == "asc" else "desc"
+
+
+def _limit(request: Request) -> int:
+    given = request.query_params.get("limit", str(PAGE))
+    is_number = given.isascii() and given.isdigit() and len(given) <= len(str(MAX_PAGE))
+    if not is_number or not 1 <= int(given) <= MAX_PAGE:
+        raise InvalidRequest(f"limit must be from 1 to {MAX_PAGE}", param="limit")
+    return int(given)
+
+
+def _page(items: list[Item], limit: int, after: str | None) -> ItemList:
+    ids = [item.id for item in items]
+    if after is not None and after not in ids:
+        raise InvalidRequest(f"after: no item has the id {after}", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    return ItemList(
+        data=page,
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=start + limit < len(items),
+    )

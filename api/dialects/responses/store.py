@@ -1,0 +1,235 @@
+"""Stored responses: kept in memory for a bounded time and size, to be continued."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+import msgspec
+from msgspec import Raw
+from msgspec.structs import asdict
+
+from ...serving.errors import ApiError
+from ...types.request_context import Owner, Shares
+from .answers import ResponseBody
+from .bodies import AnswerItem, Item
+from .items import kept_items
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 64 * 2**20
+MAX_SECONDS = 3600.0  # since a response was used last
+OVERHEAD = 1024  # bytes, about, of a response beside its texts
+ITEM_BYTES = 256  # about, to find an item by its id
+Place = tuple[Owner, str]
+_decode_items = msgspec.json.Decoder(list[Item]).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One turn as JSON: its own input items; earlier turns are stored separately."""
+
+    previous_id: str | None
+    response: bytes
+    inputs: bytes
+    outputs: bytes
+    answer_ids: bytes  # of the tokens of all outputs, int32
+    item_ids: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size in bytes, including its path."""
+        texts = len(self.response) + len(self.inputs) + len(self.outputs) + len(self.answer_ids)
+        return OVERHEAD + texts + sum(ITEM_BYTES + len(each) for each in self.item_ids)
+
+    def items(self) -> list[Item]:
+        """The input items and those of the answer."""
+        return _decode_items(self.inputs) + _decode_items(self.outputs)
+
+    def turn(self) -> list[Item]:
+        """The same; the first item of the answer has the answer's token ids."""
+        outputs = _decode_items(self.outputs)
+        if outputs and self.answer_ids:
+            ids = array("i", self.answer_ids).tolist()
+            outputs[0] = AnswerItem(**asdict(outputs[0]), answer_ids=ids)
+        return _decode_items(self.inputs) + outputs
+
+
+class ResponseStore:
+    """The last responses by owner and id; the least recently used goes first, as `Shares` has it.
+
+    Using a response counts as using the responses before it, which are needed to continue it. A
+    single response is kept even if it exceeds ``max_bytes``. A response that was not used for
+    ``max_seconds`` is dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+        max_seconds: float = MAX_SECONDS,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._clock, self._max_seconds = clock, max_seconds
+        self._used: OrderedDict[Place, float] = OrderedDict()  # when; the longest ago first
+        self._kept: dict[Place, Kept] = {}
+        self._places: dict[Place, str] = {}  # of items
+        self._shares: Shares[Place] = Shares(max_bytes, max_responses)
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size of all responses in bytes."""
+        return self._shares.num_bytes
+
+    def __len__(self) -> int:
+        """Number of stored responses."""
+        return len(self._kept)
+
+    def put(
+        self,
+        owner: Owner,
+        response: ResponseBody,
+        inputs: Sequence[Item],
+        answer_ids: Sequence[int] = (),
+    ) -> None:
+        """Keep a response with the items that it answers. O(items of its conversation).
+
+        An item whose id is there already in the conversation gets one of its own. ``answer_ids``:
+        the tokens of its output, if they can stand for it.
+        """
+        response_id, previous_id = response.id, response.previous_response_id
+        inputs = _renamed(inputs, self._item_ids(owner, previous_id))
+        known = [*inputs, *response.output]
+        kept = Kept(
+            previous_id,
+            msgspec.json.encode(response),
+            msgspec.json.encode(inputs),
+            msgspec.json.encode(response.output),
+            array("i", answer_ids).tobytes(),
+            tuple(item.id for item in known if item.id is not None),
+        )
+        self.delete(owner, response_id)
+        self._expire()
+        self._kept[owner, response_id] = kept
+        self._shares.add(owner, (owner, response_id), kept.num_bytes)
+        for item_id in kept.item_ids:
+            self._places[owner, item_id] = response_id
+        self._touch(owner, response_id)
+        self._shrink()
+
+    def get(self, owner: Owner, response_id: str) -> Raw | None:
+        """The response as it was sent."""
+        self._expire()
+        found = self._kept.get((owner, response_id))
+        return None if found is None else Raw(found.response)
+
+    def delete(self, owner: Owner, response_id: str) -> bool:
+        """Forget a response; what follows it can no longer be continued."""
+        kept = self._kept.pop((owner, response_id), None)
+        if kept is None:
+            return False
+        self._shares.remove((owner, response_id))
+        self._used.pop((owner, response_id), None)
+        for item_id in kept.item_ids:
+            if self._places.get((owner, item_id)) == response_id:
+                del self._places[owner, item_id]
+        return True
+
+    def history(self, owner: Owner, response_id: str) -> list[Item]:
+        """The items of all turns up to a response, its output included, with the answers' tokens.
+
+        Raises `ApiError` 400 where one of them is not here.
+        """
+        self._expire()
+        items: list[Item] = []
+        for kept in reversed(self._turns(owner, response_id)):
+            items += kept.turn()
+        self._touch(owner, response_id)
+        return items
+
+    def inputs(self, owner: Owner, response_id: str) -> list[Item] | None:
+        """The items that a response answers, those of the turns before it included.
+
+        Turns before one that is no longer here are left out.
+        """
+        self._expire()
+        if (owner, response_id) not in self._kept:
+            return None
+        last, *earlier = self._path(owner, response_id)
+        items: list[Item] = []
+        for kept in reversed(earlier):
+            items += kept.items()
+        return items + _decode_items(last.inputs)
+
+    def item(self, owner: Owner, item_id: str) -> Item | None:
+        """An item of any kept turn."""
+        self._expire()
+        response_id = self._places.get((owner, item_id))
+        if response_id is None:
+            return None
+        kept = self._kept[owner, response_id]
+        self._touch(owner, response_id)
+        return next(item for item in kept.items() if item.id == item_id)
+
+    def _turns(self, owner: Owner, response_id: str) -> list[Kept]:
+        """A turn and all before it, the last first; raises `ApiError` where one is not here."""
+        turns = self._path(owner, response_id)
+        missing = turns[-1].previous_id if turns else response_id
+        if missing is not None:
+            raise _no_previous(missing)
+        return turns
+
+    def _path(self, owner: Owner, response_id: str | None) -> list[Kept]:
+        """A turn and those before it that are here, the last first."""
+        turns: list[Kept] = []
+        wanted = response_id
+        while wanted is not None and (kept := self._kept.get((owner, wanted))) is not None:
+            turns.append(kept)
+            wanted = kept.previous_id
+        return turns
+
+    def _item_ids(self, owner: Owner, response_id: str | None) -> set[str]:
+        return {each for kept in self._path(owner, response_id) for each in kept.item_ids}
+
+    def _touch(self, owner: Owner, response_id: str) -> None:
+        turns = self._path(owner, response_id)
+        ids = [response_id, *(kept.previous_id for kept in turns if kept.previous_id is not None)]
+        now = self._clock()
+        for each in reversed(ids[: len(turns)]):
+            self._shares.touch((owner, each))
+            self._used[owner, each] = now
+            self._used.move_to_end((owner, each))
+
+    def _expire(self) -> None:
+        """Drop what was not used for too long. O(what is dropped)."""
+        oldest = self._clock() - self._max_seconds
+        while self._used and (first := next(iter(self._used.items())))[1] <= oldest:
+            self.delete(*first[0])
+
+    def _shrink(self) -> None:
+        while len(self._kept) > 1 and (excess := self._shares.excess()) is not None:
+            self.delete(*excess)
+
+
+def _renamed(items: Sequence[Item], taken: set[str]) -> list[Item]:
+    """Items with an id that none before them has; pages of a listing go on behind an id."""
+    renamed: list[Item] = []
+    for item in items:
+        if item.id in taken:
+            [item] = kept_items([msgspec.structs.replace(item, id=None)])
+        if item.id is not None:
+            taken.add(item.id)
+        renamed.append(item)
+    return renamed
+
+
+def _no_previous(response_id: str) -> ApiError:
+    return ApiError(
+        400,
+        f"Previous response with id '{response_id}' not found.",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )
