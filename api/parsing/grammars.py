@@ -18,8 +18,7 @@ from ..structured.grammar_text import (
 )
 from ..structured.schemas.preparing import Strictness, with_options
 from ..types.sampling_params import MAX_GRAMMAR_CHARS
-from .reading.offers import kinds, listed_values, required_names
-from .tagged import Tags
+from .reading.offers import required_names
 
 if TYPE_CHECKING:
     from ..types.results import Tool
@@ -174,35 +173,6 @@ MAX_PROPERTIES = 4096  # of one tool; the text of more is too long in any case
 _KEY = re.compile(r"\w+", re.ASCII)
 
 
-def pythonic_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    """``[f(city="Paris"), g()]``; values are written as in JSON, which the reader takes too."""
-    indices = {tool.name: index for index, tool in enumerate(tools)}
-
-    def written(tool: Tool) -> str:
-        return f'"{tool.name}(" {_keywords(lark, tool, f"args_{indices[tool.name]}")} ")"'
-
-    one = lark.each(tools, written)
-    return f'"[" {one} (", " {one})* "]"' if parallel else f'"[" {one} "]"'
-
-
-def _keywords(lark: Lark, tool: Tool, name: str) -> str:
-    properties = properties_of(tool)
-    if not properties and takes_any(tool):
-        lark.rule("KEY", r"/[a-z_][a-z0-9_]{0,63}/")
-        lark.rule("keyword", f'KEY "=" {value({}, strict=False)}')
-        return '(keyword (", " keyword)*)?'
-    members = []
-    for key, schema in properties.items():
-        written = f"{lark_text(key + '=')} {_of(tool, key, schema)}"
-        members.append((written, key in required_of(tool)))
-    return listed(lark, members, name)
-
-
-def _of(tool: Tool, key: str, schema: Mapping[str, Any]) -> str:
-    """JSON of one argument."""
-    return value(schema, strict=tool.strict, of=f"{tool.name}: {key}")
-
-
 def listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str, *, comma: str = ", ") -> str:
     """All members in order, those that are not required perhaps, with commas between them.
 
@@ -216,39 +186,6 @@ def listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str, *, comma:
         first = lark.rule(f"{name}_first_{index}", f"{member} {rest}{skips[0]}")
         rest = lark.rule(f"{name}_rest_{index}", f"{lark_text(comma)} {member} {rest}{skips[1]}")
     return first
-
-
-def tagged_block(lark: Lark, tools: Sequence[Tool], tags: Tags) -> str:
-    """One function with tags; several calls are several blocks."""
-    # A text is whatever comes before the tag.
-    lark.up_to(tags.value_end, "plain")
-    close = f'{lark.mark(tags.function_end)} "\\n"' if tags.function_end else ""
-
-    def written(tool: Tool) -> str:
-        begin = lark_text(f"\n{tags.function}{tool.name}{tags.quote}{tags.named}\n")
-        if not tags.function:
-            begin = lark_text(f"{tool.name}\n")
-        return f"{begin} {_tagged(lark, tool, tags)} {close}"
-
-    return f"{lark.each(tools, written)} {lark.mark(tags.end)}"
-
-
-def _tagged(lark: Lark, tool: Tool, tags: Tags) -> str:
-    parts = []
-    brk, behind = (r'"\n"', r'"\n"') if tags.has_breaks else ("", r'"\n"')
-    for key, schema in properties_of(tool).items():
-        marks = r' "\n" '.join(map(lark.mark, tags.value))
-        begin = f"{lark.mark(tags.parameter)} {lark_text(key + tags.quote)} {marks} {brk}"
-        end = f"{brk} {lark.mark(tags.value_end)} {behind}"
-        if "string" not in (kinds(schema, tool.parameters or {}) or {"string"}):
-            part = f"{begin} {_of(tool, key, schema)} {end}"
-        elif texts := [each for each in listed_values(schema) if isinstance(each, str)]:
-            part = f"{begin} ({' | '.join(map(lark_text, texts))}) {end}"
-        else:
-            _check_text(tool, schema)
-            part = f"{begin} plain {behind}"
-        parts.append(part if key in required_of(tool) else f"({part})?")
-    return " ".join(parts)
 
 
 def not_strict(tool: Tool, part: str) -> InvalidRequest:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import InvalidRequest, shown
 from ..structured.grammar_text import lark_text
-from .families import FAMILIES, family_of
+from .families import FAMILIES, family_of, reader_of
+from .formats.harmony import HARMONY, HARMONY_THINK
 from .grammars import Lark
-from .harmony import HARMONY, HARMONY_THINK
 from .output_parser import OutputParser, PlainParser, ReaderParser
 from .reasoning import (
     COHERE_THINK,
@@ -96,8 +96,8 @@ class Syntax:
         """
         parser: OutputParser = PlainParser()
         if self._reads_thoughts or (tools and self.has_tools):
-            family = FAMILIES[self.tool_parser]
-            parser = ReaderParser(family.reader(tools, has_form=has_form))
+            reader = reader_of(self.tool_parser, tools, has_form=has_form)
+            parser = ReaderParser(reader)
         if self._reads_thoughts:
             return parser
         if self.thinking is None:

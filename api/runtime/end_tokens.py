@@ -13,7 +13,7 @@ from itertools import pairwise, takewhile
 from typing import Any
 
 from ..parsing.families import FAMILIES
-from ..parsing.harmony import CALL, RETURN
+from ..parsing.formats.harmony import CALL, RETURN
 from ..text.tokenizer import Tokenizer
 
 NAMES = frozenset(

@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from uuid import uuid4
 
-from ..types.request_context import Shares, caller, note_error
+from ..types.request_context import caller, note_error
+from ..types.shares import Shares
 from .errors import ApiError, to_api_error
 from .sse import Reply
 

@@ -12,7 +12,8 @@ from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from ...core.errors import QueueFull
-from ..types.request_context import FAIR_SHARE, NO_ORIGIN, Origin
+from ..types.request_context import NO_ORIGIN, Origin
+from ..types.shares import FAIR_SHARE
 
 T = TypeVar("T")
 STACK_BYTES = 64 * 2**20  # address space: what is nested within all limits is walked by recursion

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
 from ...core.errors import DeadlineExceeded
 from ...core.interface.request import Usage
+from .shares import Owner
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -219,11 +219,6 @@ def note_answer(answer: EngineAnswer) -> None:
         context.answers.append(answer)
 
 
-Owner = bytes
-K = TypeVar("K", bound=Hashable)
-FAIR_SHARE = 0.25  # of a memory that all owners have in common
-
-
 def caller_of(key: str | bytes) -> bytes:
     """A caller by its key, which is not kept."""
     given = key if isinstance(key, bytes) else key.encode("latin-1")  # as starlette read it
@@ -245,60 +240,6 @@ def tenant_of(cache_salt: str | None) -> str | None:
     if cache_salt is not None:
         return cache_salt
     return f"key-{caller().hex()[:16]}" if caller() else None
-
-
-class Shares(Generic[K]):
-    """Shares of a bounded memory by owner, and the entry that is dropped next.
-
-    That is the oldest entry of the owner with the most, if it has more than a quarter; else the
-    oldest of all. So an owner within its quarter keeps its entries, and a single owner has all.
-    """
-
-    def __init__(self, max_bytes: int, max_entries: float = float("inf")) -> None:
-        self.num_bytes = 0
-        self._max_bytes, self._max_entries = max_bytes, max_entries
-        self._entries: OrderedDict[K, tuple[Owner, int]] = OrderedDict()  # oldest first
-        self._by_owner: dict[Owner, OrderedDict[K, None]] = {}
-        self._bytes: dict[Owner, int] = {}
-        self._large: set[Owner] = set()  # those beyond their share, of whom there are few
-
-    def add(self, owner: Owner, key: K, num_bytes: int) -> None:
-        """A new entry, the youngest."""
-        self._entries[key] = (owner, num_bytes)
-        self._by_owner.setdefault(owner, OrderedDict())[key] = None
-        self._count(owner, num_bytes)
-
-    def remove(self, key: K) -> None:
-        """Remove an entry that is there."""
-        owner, num_bytes = self._entries.pop(key)
-        del self._by_owner[owner][key]
-        self._count(owner, -num_bytes)
-        if not self._by_owner[owner]:
-            del self._by_owner[owner], self._bytes[owner]
-
-    def touch(self, key: K) -> None:
-        """Make an entry the youngest."""
-        self._entries.move_to_end(key)
-        self._by_owner[self._entries[key][0]].move_to_end(key)
-
-    def excess(self) -> K | None:
-        """The entry that must go next; None while all is within the bounds. O(1)."""
-        if self.num_bytes <= self._max_bytes and len(self._entries) <= self._max_entries:
-            return None
-        if self._large:
-            return next(iter(self._by_owner[max(self._large, key=self._part)]))
-        return next(iter(self._entries))
-
-    def _count(self, owner: Owner, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self._bytes[owner] = self._bytes.get(owner, 0) + num_bytes
-        mark = self._large.add if self._part(owner) > FAIR_SHARE else self._large.discard
-        mark(owner)
-
-    def _part(self, owner: Owner) -> float:
-        """An owner's share of the memory, by bytes or by entries, whichever is more."""
-        in_entries = len(self._by_owner[owner]) / self._max_entries
-        return max(self._bytes[owner] / self._max_bytes, in_entries)
 
 
 class Origin(NamedTuple):

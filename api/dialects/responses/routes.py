@@ -17,7 +17,8 @@ from ...serving.render import Rendered, render_chat
 from ...serving.sampling import is_prewarm
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply
-from ...types.request_context import Owner, owner_of
+from ...types.request_context import owner_of
+from ...types.shares import Owner
 from .answers import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from .bodies import Item, ResponsesRequest
 from .items import kept_items, read_items

@@ -13,7 +13,7 @@ from msgspec import Raw
 from msgspec.structs import asdict
 
 from ...serving.errors import ApiError
-from ...types.request_context import Owner, Shares
+from ...types.shares import Owner, Shares
 from .answers import ResponseBody
 from .bodies import AnswerItem, Item
 from .items import kept_items

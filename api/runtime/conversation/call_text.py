@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...parsing.families import FAMILIES
-from ...parsing.generic import as_text
+from ...parsing.formats.generic import as_text
 from .tools import json_text
 
 JSON_LISTS = ("granite", "phi4", "hunyuan")  # formats with a list of objects between their marks

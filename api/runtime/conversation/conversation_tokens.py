@@ -18,7 +18,7 @@ from typing import Any
 
 from ....core.errors import InvalidRequest
 from ....core.interface.images import PromptImage, with_image_rows
-from ...parsing.harmony import HARMONY_THINK, marked_call, without_calls
+from ...parsing.formats.harmony import HARMONY_THINK, marked_call, without_calls
 from ...parsing.output_format import Syntax
 from ...parsing.output_parser import (
     CallArguments,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from ...parsing.generic import RESULT_BEGIN, RESULT_END, as_text, needs_text
+from ...parsing.formats.generic import RESULT_BEGIN, RESULT_END, as_text, needs_text
 from ...parsing.reading.json_text import INVALID
 from ...types.results import Tool
 from .call_text import with_call_text

@@ -16,7 +16,8 @@ from ....core.interface.adapter import adapter_of, salt_of
 from ....core.interface.request import Request, Usage
 from ....radix_cache.namespaces import FlushedNamespaces
 from ...parsing.reasoning import Thinking
-from ...types.request_context import Owner, Shares, caller, owner_of
+from ...types.request_context import caller, owner_of
+from ...types.shares import Owner, Shares
 
 MAX_BYTES = 32 * 2**20
 TOKEN_BYTES = 4

@@ -26,7 +26,7 @@ from typing import Any
 
 from ....core.errors import InvalidRequest
 from ...parsing.families import FAMILIES
-from ...parsing.generic import RESULT_BEGIN, RESULT_END
+from ...parsing.formats.generic import RESULT_BEGIN, RESULT_END
 from ...parsing.output_format import THINKING, Syntax
 from ...text.chat_template import INLINE_CHARS
 from ...text.marks import Marks, escape, unused_char

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...parsing.calls import with_numbered_ids, with_short_ids
-from ...parsing.generic import GENERIC
-from ...parsing.harmony import with_thinking
+from ...parsing.families import FAMILIES
+from ...parsing.family import as_they_are
+from ...parsing.formats.generic import GENERIC
 from ...parsing.output_format import Syntax
 from ...text.chat_template import MESSAGE_CHARS, TemplateRefusal, check_messages
 from ...text.tokenizer import APART_BYTES, log_refusal
@@ -24,13 +24,6 @@ from .template_facts import CONTENTS, PROBES, TemplateFacts, probe
 
 Messages = Sequence[Mapping[str, Any]]
 TOOL_CHARS = 512  # a tool takes about as long as so much text
-OWN_FORMS: Mapping[str, Callable[[Messages], Messages]] = {
-    "mistral": with_short_ids,
-    "kimi": with_numbered_ids,
-    "harmony": with_thinking,
-}
-"""Changes to messages that the templates of some families expect."""
-
 CanSplice = Callable[[Messages, Write], Awaitable[bool]]
 
 
@@ -118,8 +111,9 @@ class TemplateWriter:
         if parser == GENERIC:
             return fit_as_text(messages, tools, facts), []
         turns = fit(messages, facts, parser)
-        if parser in OWN_FORMS:
-            written = OWN_FORMS[parser]([turn.message for turn in turns])
+        family = FAMILIES.get(parser)
+        if family is not None and family.prepare is not as_they_are:
+            written = family.prepare([turn.message for turn in turns])
             turns = [Turn(each, turn.index) for turn, each in zip(turns, written, strict=True)]
         return turns, [tool.body for tool in tools]
 

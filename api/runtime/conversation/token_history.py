@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ...text.chat_template import REASONING
-from ...types.request_context import Owner, Shares
+from ...types.shares import Owner, Shares
 
 MAX_BYTES = 32 * 2**20
 OVERHEAD = 768  # bytes, about, of a remembered answer beside its ids

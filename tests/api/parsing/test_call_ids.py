@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from foretoken.api.parsing.calls import with_numbered_ids, with_short_ids
+from foretoken.api.parsing.formats.kimi import with_numbered_ids
+from foretoken.api.parsing.formats.mistral import with_short_ids
 
 CALL = {"id": "call_0123456789abcdef", "type": "function", "function": {"name": "f"}}
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.parsing.generic import as_text, describe, needs_text
+from foretoken.api.parsing.formats.generic import as_text, describe, needs_text
 from foretoken.api.types.results import Tool, ToolChoice
 from support.parse_harness import WEATHER, F, read, syntax
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.parsing.call_grammars import GEMMA, TAGGED
 from foretoken.api.parsing.families import FAMILIES
+from foretoken.api.parsing.formats.gemma import GEMMA
+from foretoken.api.parsing.formats.tagged import TAGGED
 from foretoken.api.parsing.grammars import value
 from foretoken.api.parsing.reading.offers import kinds
 from foretoken.api.structured.grammar_text import json_rule

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from foretoken.api.runtime.conversation.prompt_history import MAX_BYTES
-from foretoken.api.types.request_context import FAIR_SHARE, Shares
+from foretoken.api.types.shares import FAIR_SHARE, Shares
 
 ALICE, BOB = "alice", "bob"
 PUBLIC = "You are the support agent, polite to everyone. "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foretoken import InvalidRequest
-from foretoken.api.parsing.harmony import with_thinking
+from foretoken.api.parsing.formats.harmony import with_thinking
 from foretoken.api.text.chat_template import completed
 from foretoken.api.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from itertools import cycle, islice
 
 import pytest
 
-from foretoken.api.parsing.families import FAMILIES
+from foretoken.api.parsing.families import FAMILIES, reader_of
 from foretoken.api.parsing.output_parser import ReaderParser
 from foretoken.api.parsing.reasoning import THINK, ThinkingState, thinking_parser
 from foretoken.api.runtime.conversation.normalize import steady
@@ -80,16 +80,14 @@ def test_readers_of_calls_that_come_in_pieces(family):
     marks = FAMILIES[family].marks
     for beginning in ["", *BEGINNINGS.get(family, [marks[0], "".join(marks)])]:
         for piece in PIECES:
-            parser = ReaderParser(FAMILIES[family].reader(tools))
+            parser = ReaderParser(reader_of(family, tools))
             text = beginning + repeated(piece, NUM_CHARS)
             assert seconds(_feed, parser, text) < SECONDS, (beginning, piece)
 
 
 def test_a_reader_of_thoughts_that_come_in_pieces():
     for piece in ("<", "</think", "</think>", " "):
-        parser = thinking_parser(
-            THINK, ThinkingState.OPEN, ReaderParser(FAMILIES["hermes"].reader([]))
-        )
+        parser = thinking_parser(THINK, ThinkingState.OPEN, ReaderParser(reader_of("hermes", [])))
         assert seconds(_feed, parser, repeated(piece, NUM_CHARS)) < SECONDS, piece
 
 

@@ -12,11 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...core.errors import InvalidRequest
-from .tool_call_formats import HERMES_BEGIN, HERMES_END
+from ....core.errors import InvalidRequest
+from ..family import Family
+from .hermes import HERMES, HERMES_BEGIN, HERMES_END, HERMES_GRAMMAR
 
 if TYPE_CHECKING:
-    from ..types.results import Tool
+    from ...types.results import Tool
 
 GENERIC = "generic"
 RESULT_BEGIN, RESULT_END = "<tool_response>", "</tool_response>"
@@ -128,3 +129,6 @@ def _content(message: Message) -> str:
         parts = (part.get("text", "") if isinstance(part, Mapping) else part for part in content)
         return "\n".join(map(str, parts))
     return "" if content is None else str(content)
+
+
+GENERIC_FAMILY = Family((HERMES_BEGIN, HERMES_END), (), HERMES, lambda *_: HERMES_GRAMMAR)

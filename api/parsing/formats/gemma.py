@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..structured.grammar_text import lark_text
-from .grammars import Lark, listed, not_strict, properties_of, required_of, takes_any
-from .output_parser import CallArguments, Cut, Malformed, Reading, collected
-from .reading.answer import Beginning
-from .reading.call_state import CallState
-from .reading.ends import Ends
-from .reading.json_call import json_block, surplus
-from .reading.json_text import json_string, scalar
-from .reading.offers import kinds, listed_values
+from ...structured.grammar_text import lark_text
+from ..call_grammars import Marked
+from ..family import Family
+from ..grammars import Lark, listed, not_strict, properties_of, required_of, takes_any
+from ..output_parser import CallArguments, Cut, Malformed, Reading, collected
+from ..reading.answer import Beginning
+from ..reading.call_state import CallState
+from ..reading.ends import Ends
+from ..reading.json_call import json_block, surplus
+from ..reading.json_text import json_string, scalar
+from ..reading.offers import kinds, listed_values
 
 if TYPE_CHECKING:
-    from ..types.results import Tool
+    from ...types.results import Tool
 
 MAX_DEPTH = 64  # objects within objects
 _CALL = "call:"
@@ -258,3 +260,24 @@ def _of(tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any], quote: s
         raise not_strict(tool, "a keyword of its schema")
     others = {"string": "text", "array": "list", "object": "object", **_RULES}
     return " | ".join(others[name] for name in sorted(names) if name in others) or "any"
+
+
+def _gemma(marks: GemmaMarks) -> Marked:
+    def block(lark: Lark, tools: Sequence[Tool], _: bool) -> str:
+        return gemma_block(lark, tools, marks)
+
+    return Marked(marks.begin, block)
+
+
+GEMMA_MARKS = {"gemma4": GEMMA4, "function-gemma": FUNCTION_GEMMA}
+GEMMA = {name: _gemma(marks) for name, marks in GEMMA_MARKS.items()}
+
+
+def _family(name: str) -> Family:
+    marks = GEMMA_MARKS[name]
+    all_marks = (marks.begin, marks.end, marks.quote)
+    clues = (marks.begin, marks.quote)
+    return Family(all_marks, clues, gemma_beginnings(marks), lambda *_: GEMMA[name])
+
+
+GEMMA4_FAMILY, FUNCTION_GEMMA_FAMILY = _family("gemma4"), _family("function-gemma")

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from .output_parser import CallArguments, Cut, Ended, Malformed, Reading, Source, collected
-from .reading.answer import Beginning, Where
-from .reading.call_state import CallState
-from .reading.ends import NO_ENDS, Ends
-from .reading.json_call import json_block
-from .reading.json_text import scalar
+from ...structured.grammar_text import lark_text
+from ..call_grammars import Bare, CallGrammar, Marked
+from ..family import Family
+from ..grammars import Lark, listed, properties_of, required_of, takes_any, value
+from ..output_parser import CallArguments, Cut, Ended, Malformed, Reading, Source, collected
+from ..reading.answer import Beginning, Where
+from ..reading.call_state import CallState
+from ..reading.ends import NO_ENDS, Ends
+from ..reading.json_call import json_block
+from ..reading.json_text import scalar
+
+if TYPE_CHECKING:
+    from ...types.results import Tool
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 64  # lists within lists
@@ -328,3 +337,61 @@ def _escape(source: Source) -> Reading[None]:
     if not _HEX.fullmatch(digits) or int(digits, 16) > 0x10FFFF:
         raise Malformed
     yield CallArguments(json.dumps(chr(int(digits, 16)))[1:-1])  # half a character stays escaped
+
+
+def pythonic_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    """``[f(city="Paris"), g()]``; values are written as in JSON, which the reader takes too."""
+    indices = {tool.name: index for index, tool in enumerate(tools)}
+
+    def written(tool: Tool) -> str:
+        return f'"{tool.name}(" {_keywords(lark, tool, f"args_{indices[tool.name]}")} ")"'
+
+    one = lark.each(tools, written)
+    return f'"[" {one} (", " {one})* "]"' if parallel else f'"[" {one} "]"'
+
+
+def _keywords(lark: Lark, tool: Tool, name: str) -> str:
+    properties = properties_of(tool)
+    if not properties and takes_any(tool):
+        lark.rule("KEY", r"/[a-z_][a-z0-9_]{0,63}/")
+        lark.rule("keyword", f'KEY "=" {value({}, strict=False)}')
+        return '(keyword (", " keyword)*)?'
+    members = []
+    for key, schema in properties.items():
+        written = f"{lark_text(key + '=')} {_of(tool, key, schema)}"
+        members.append((written, key in required_of(tool)))
+    return listed(lark, members, name)
+
+
+def _of(tool: Tool, key: str, schema: Mapping[str, Any]) -> str:
+    """JSON of one argument."""
+    return value(schema, strict=tool.strict, of=f"{tool.name}: {key}")
+
+
+LFM2_CALLS, LFM2_CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"
+OLMO_CALLS, OLMO_CALLS_END = "<function_calls>", "</function_calls>"
+
+
+def _marked_list(begin: str, end: str) -> Marked:
+    """The calls of `PYTHONIC` between marks."""
+
+    def block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+        return f"{pythonic_block(lark, tools, parallel)} {lark.mark(end)}"
+
+    return Marked(begin, block, repeats=False)
+
+
+PYTHONIC_GRAMMAR = Bare(("[", PYTHON_START), pythonic_block)
+LFM2 = _marked_list(LFM2_CALLS, LFM2_CALLS_END)
+OLMO3 = _marked_list(OLMO_CALLS, OLMO_CALLS_END)
+
+
+def _family(begin: str, end: str, grammar: CallGrammar) -> Family:
+    return Family((begin, end), (begin,), marked_pythonic(begin, end), lambda *_: grammar)
+
+
+LFM2_FAMILY = _family(LFM2_CALLS, LFM2_CALLS_END, LFM2)
+OLMO3_FAMILY = _family(OLMO_CALLS, OLMO_CALLS_END, OLMO3)
+PYTHONIC_FAMILY = Family(
+    (PYTHON_START, PYTHON_END), ("[func_name1(",), PYTHONIC, lambda *_: PYTHONIC_GRAMMAR
+)

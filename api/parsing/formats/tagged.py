@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .output_parser import CallArguments, Cut, Malformed, Reading, Source, collected
-from .reading.answer import Beginning
-from .reading.call_state import CallState
-from .reading.ends import Ends
-from .reading.json_call import json_block
-from .reading.json_text import CONSTANTS, INVALID, is_json, object_text, repaired
-from .reading.offers import kinds
+from ...structured.grammar_text import lark_text
+from ..call_grammars import Marked
+from ..family import Family
+from ..grammars import Lark, _check_text, properties_of, required_of
+from ..output_parser import CallArguments, Cut, Malformed, Reading, Source, collected
+from ..reading.answer import Beginning
+from ..reading.call_state import CallState
+from ..reading.ends import Ends
+from ..reading.json_call import json_block
+from ..reading.json_text import CONSTANTS, INVALID, is_json, object_text, repaired
+from ..reading.offers import kinds, listed_values
+from .pythonic import _of
+
+if TYPE_CHECKING:
+    from ...types.results import Tool
 
 _QUOTES = frozenset("\"'`\\,;)]")  # beside a tag they say that it is quoted
 
@@ -474,3 +483,60 @@ def _as_json(word: str, text: str, types: frozenset[str]) -> str:
         return word
     found = repaired(word) if word.startswith(("{", "[")) else None
     return found if found and INVALID not in found else json.dumps(text, ensure_ascii=False)
+
+
+def tagged_block(lark: Lark, tools: Sequence[Tool], tags: Tags) -> str:
+    """One function with tags; several calls are several blocks."""
+    # A text is whatever comes before the tag.
+    lark.up_to(tags.value_end, "plain")
+    close = f'{lark.mark(tags.function_end)} "\\n"' if tags.function_end else ""
+
+    def written(tool: Tool) -> str:
+        begin = lark_text(f"\n{tags.function}{tool.name}{tags.quote}{tags.named}\n")
+        if not tags.function:
+            begin = lark_text(f"{tool.name}\n")
+        return f"{begin} {_tagged(lark, tool, tags)} {close}"
+
+    return f"{lark.each(tools, written)} {lark.mark(tags.end)}"
+
+
+def _tagged(lark: Lark, tool: Tool, tags: Tags) -> str:
+    parts = []
+    brk, behind = (r'"\n"', r'"\n"') if tags.has_breaks else ("", r'"\n"')
+    for key, schema in properties_of(tool).items():
+        marks = r' "\n" '.join(map(lark.mark, tags.value))
+        begin = f"{lark.mark(tags.parameter)} {lark_text(key + tags.quote)} {marks} {brk}"
+        end = f"{brk} {lark.mark(tags.value_end)} {behind}"
+        if "string" not in (kinds(schema, tool.parameters or {}) or {"string"}):
+            part = f"{begin} {_of(tool, key, schema)} {end}"
+        elif texts := [each for each in listed_values(schema) if isinstance(each, str)]:
+            part = f"{begin} ({' | '.join(map(lark_text, texts))}) {end}"
+        else:
+            _check_text(tool, schema)
+            part = f"{begin} plain {behind}"
+        parts.append(part if key in required_of(tool) else f"({part})?")
+    return " ".join(parts)
+
+
+def _grammar(tags: Tags) -> Marked:
+    def block(lark: Lark, tools: Sequence[Tool], _: bool) -> str:
+        return tagged_block(lark, tools, tags)
+
+    return Marked(tags.begin, block, between="\n")
+
+
+TAGS = {"qwen3-coder": QWEN_CODER, "seed": SEED, "minimax": MINIMAX, "glm": GLM}
+TAGGED = {name: _grammar(tags) for name, tags in TAGS.items()}
+
+
+def _family(name: str, *clues: str) -> Family:
+    tags = TAGS[name]
+    inner = (tags.parameter, *tags.value, tags.value_end) if not tags.function else ()
+    marks = (tags.begin, tags.end, *inner)
+    return Family(marks, clues, tagged_beginnings(tags), lambda *_: TAGGED[name])
+
+
+MINIMAX_FAMILY = _family("minimax", "<invoke name=")
+SEED_FAMILY = _family("seed", "<seed:tool_call>")
+GLM_FAMILY = _family("glm", "<arg_key>")
+QWEN_CODER_FAMILY = _family("qwen3-coder", QWEN_CODER.begin, "<function=")

@@ -12,9 +12,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..structured.grammar_text import lark_text
-from .grammars import Lark, arguments
-from .output_parser import (
+from ...structured.grammar_text import lark_text
+from ..family import Family
+from ..grammars import Lark, arguments
+from ..output_parser import (
     Content,
     Cut,
     Event,
@@ -25,18 +26,18 @@ from .output_parser import (
     Source,
     collected,
 )
-from .reading.answer import Beginning, read_words
-from .reading.call_state import CallState, followed
-from .reading.ends import Ends
-from .reading.json_call import FENCE, fence, surplus
-from .reading.json_text import object_of, object_text
-from .reading.offers import Offers
-from .reasoning import Thinking
+from ..reading.answer import Beginning, read_words
+from ..reading.call_state import CallState, followed
+from ..reading.ends import Ends
+from ..reading.json_call import FENCE, fence, surplus
+from ..reading.json_text import object_of, object_text
+from ..reading.offers import Offers
+from ..reasoning import Thinking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..types.results import Tool
+    from ...types.results import Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -251,3 +252,12 @@ def _thought(lark: Lark) -> str:
 
 
 HARMONY = HarmonyGrammar()
+HARMONY_FAMILY = Family(
+    MARKS,
+    (CHANNEL, "analysis"),
+    (),
+    lambda *_: HARMONY,
+    read_harmony,
+    reads_thoughts=True,
+    prepare=with_thinking,
+)

@@ -1,0 +1,30 @@
+"""Names of functions in a call, and what stands between name and arguments."""
+
+from __future__ import annotations
+
+import re
+
+from ..output_parser import Cut, Malformed, Reading, Source
+
+NAME = re.compile(r"[\w.:-]+")
+
+
+def see_arguments(source: Source) -> Reading[None]:
+    """See that arguments come although no mark is before them. Raises `Malformed`."""
+    at = yield from source.behind_white()
+    if (yield from source.char(at)) not in ("{", "`"):
+        raise Malformed
+
+
+def skip_to(source: Source, mark: str) -> Reading[None]:
+    """Take white space, if a mark is behind it."""
+    at = yield from source.behind_white()
+    if (yield from source.ahead(mark, at)):
+        source.take(at)
+
+
+def read_name(source: Source) -> Reading[str]:
+    name = yield from source.run(NAME)
+    if not name and not (yield from source.peek()):
+        raise Cut
+    return name
