@@ -186,15 +186,6 @@ COMMANDS = (
         has_model=True,
     ),
     Command(
-        "deploy",
-        "print manifests for many engines: Ray Serve, KubeRay or llm-d",
-        "ray|kuberay|llm-d [flags]",
-        "deploy:deploy",
-        "deploy:add_flags",
-        epilog="Flags of the engine are those of each replica or server. When to use which target: "
-        "docs/scale.md.",
-    ),
-    Command(
         "selftest",
         "check and time the native kernels",
         "[flags]",

@@ -21,7 +21,6 @@ import yaml
 
 import foretoken
 from foretoken.api.build.adapter_loader import OwnAdapters
-from foretoken.api.cli import commands
 from foretoken.api.cli.config import REPLICA, Given
 from foretoken.api.cluster.front.front_metrics import FrontMetrics
 from foretoken.api.runtime.adapters import Adapters
@@ -466,15 +465,8 @@ def seconds(text: str) -> float:
     return float(text.removesuffix("s"))
 
 
-@pytest.mark.parametrize(
-    ("target", "name"), [("ray", "ray-serve"), ("kuberay", "kuberay"), ("llm-d", "llm-d")]
-)
-def test_example_manifests_are_what_the_command_prints(
-    target: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert commands.main(["deploy", target]) == 0
-    command = f"run: foretoken deploy {target} > docs/operations/{name}.yaml"
-    assert (FOLDER / f"{name}.yaml").read_text() == capsys.readouterr().out, command
+@pytest.mark.parametrize("name", ["ray-serve", "kuberay", "llm-d"])
+def test_the_guide_links_to_the_example_manifests(name: str) -> None:
     assert f"operations/{name}.yaml" in GUIDE
 
 
@@ -488,11 +480,7 @@ def test_commands_of_the_guide_have_flags_that_exist() -> None:
     assert len(given) == 2
     for each in given:
         flags(["serve", *shlex.split(each)])
-    deployed = [line for line in lines if line.startswith("foretoken deploy ")]
-    assert len(deployed) == 2
-    for each in deployed:
-        flags(shlex.split(each.partition(" > ")[0])[1:])
-    commands_of_it = (["serve"], ["deploy", "ray"])
+    commands_of_it = (["serve"], ["replica"])
     helps = [flags(args).parser.format_help(shows_all=True) for args in commands_of_it]
     known = set(re.findall(r"--[a-z-]+", " ".join(helps)))
     foreign = {

@@ -1,4 +1,4 @@
-"""`foretoken deploy` prints manifests that schemas accept and whose parts fit each other.
+"""The example manifests of docs/operations pass schemas, and their parts fit each other.
 
 The references of the kinds without a schema in a package, with the version that was read:
 RayService: KubeRay 1.7, ray-operator/config/crd/bases/ray.io_rayservices.yaml (v1);
@@ -8,13 +8,10 @@ EndpointPickerConfig: llm-d's router 0.10, the README of each plugin.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,41 +20,19 @@ import pytest
 import yaml
 
 import foretoken
-from foretoken.api.cli import commands
 from foretoken.core.config import EngineConfig
 from support.given import given, listening
 from support.probes import KINDS, SECRET, outcomes, settings_of
 
-PLAIN = {"ray": [], "kuberay": [], "llm-d": []}
-RICH = {  # every flag that adds something
-    "ray": ["--gpus", "1", "--max-replicas", "4", "--model", "/models/x", "--kv-memory", "4GiB"],
-    "kuberay": [
-        *["--gpus", "1", "--min-replicas", "2", "--replicas", "3", "--max-replicas", "4"],
-        *["--model", "/models/x", "--models-claim", "models", "--memory", "1.5GiB"],
-        *["--port", "80", "--route", "session", "--drain-seconds", "90", "--name", "a-b"],
-        *["--chat-template", "/models/t.jinja", "--page-size", "64", "--cpus", "2.5"],
-    ],
-    "llm-d": [
-        *["--gpus", "1", "--replicas", "3", "--model", "org/x", "--models-claim", "models"],
-        *["--port", "80", "--drain-seconds", "90", "--name", "a-b", "--kv-memory", "4GiB"],
-    ],
-}
-CASES = [(target, flags) for each in (PLAIN, RICH) for target, flags in each.items()]
-KUBERNETES = [case for case in CASES if case[0] != "ray"]
+FOLDER = Path(__file__).parents[3] / "docs/operations"
+KUBERNETES = ("kuberay", "llm-d")
 CUSTOM = {"RayService", "InferencePool"}
 OF_THE_FRONT = ("--front", "--replicas", "--route")
 """Flags that `foretoken serve` has where it is a front; left out until it has them."""
 
 
-def printed(target: str, flags: list[str]) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert commands.main(["deploy", target, *flags]) == 0
-    return out.getvalue()
-
-
-def objects(target: str, flags: list[str]) -> list[dict[str, Any]]:
-    return [*yaml.safe_load_all(printed(target, flags))]
+def objects(name: str) -> list[dict[str, Any]]:
+    return [*yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text("utf-8"))]
 
 
 def only(kind: str, found: list[dict[str, Any]], name: str = "") -> dict[str, Any]:
@@ -93,16 +68,15 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of Ray
-@pytest.mark.parametrize(("target", "flags"), [case for case in CASES if case[0] != "llm-d"])
-def test_serve_configs_pass_rays_own_schema(target: str, flags: list[str], policy: None) -> None:
+@pytest.mark.parametrize("target", ["ray-serve", "kuberay"])
+def test_serve_configs_pass_rays_own_schema(target: str, policy: None) -> None:
     schema = pytest.importorskip("ray.serve.schema", reason="the extra ray is not installed")
-    found = objects(target, flags)
-    config = found[0] if target == "ray" else serve_config(found)
+    found = objects(target)
+    config = found[0] if target == "ray-serve" else serve_config(found)
     [application] = schema.ServeDeploySchema.model_validate(config).applications
     [deployment] = application.deployments
     unknown = set(config["applications"][0]["deployments"][0]) - set(type(deployment).model_fields)
     assert unknown == set()  # the schema itself ignores what it does not know
-    assert deployment.is_autoscaling_configured() == ("--max-replicas" in flags)
 
 
 def serve_config(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -110,10 +84,10 @@ def serve_config(found: list[dict[str, Any]]) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize(("target", "flags"), KUBERNETES)
-def test_core_kinds_pass_the_schemas_of_kubernetes(target: str, flags: list[str]) -> None:
+@pytest.mark.parametrize("target", KUBERNETES)
+def test_core_kinds_pass_the_schemas_of_kubernetes(target: str) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="the extra test has it").validate
-    found = objects(target, flags)
+    found = objects(target)
     for each in found:
         if each["kind"] not in CUSTOM:
             validate(each, "1.37", strict=True)
@@ -122,9 +96,8 @@ def test_core_kinds_pass_the_schemas_of_kubernetes(target: str, flags: list[str]
         validate(pod, "1.37", strict=True)
 
 
-@pytest.mark.parametrize("flags", [PLAIN["kuberay"], RICH["kuberay"]], ids=["plain", "rich"])
-def test_a_ray_service_has_what_its_reference_requires(flags: list[str]) -> None:
-    service = only("RayService", objects("kuberay", flags))
+def test_a_ray_service_has_what_its_reference_requires() -> None:
+    service = only("RayService", objects("kuberay"))
     assert service["apiVersion"] == "ray.io/v1"
     assert service["spec"].keys() == {
         "serveConfigV2", "excludeHeadPodFromServeSvc", "rayClusterConfig",
@@ -146,9 +119,8 @@ def test_a_ray_service_has_what_its_reference_requires(flags: list[str]) -> None
         assert each["template"]["spec"]["containers"][0]["image"]
 
 
-@pytest.mark.parametrize("flags", [PLAIN["llm-d"], RICH["llm-d"]], ids=["plain", "rich"])
-def test_an_inference_pool_has_what_its_reference_requires(flags: list[str]) -> None:
-    found = objects("llm-d", flags)
+def test_an_inference_pool_has_what_its_reference_requires() -> None:
+    found = objects("llm-d")
     pool = only("InferencePool", found)
     assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
     spec = pool["spec"]
@@ -169,9 +141,9 @@ def test_an_inference_pool_has_what_its_reference_requires(flags: list[str]) -> 
 # -- parts that fit each other ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("target", "flags"), KUBERNETES)
-def test_services_lead_to_ports_of_pods(target: str, flags: list[str]) -> None:
-    found = objects(target, flags)
+@pytest.mark.parametrize("target", KUBERNETES)
+def test_services_lead_to_ports_of_pods(target: str) -> None:
+    found = objects(target)
     services = [each for each in found if each["kind"] == "Service"]
     assert len(services) == 2
     for each in services:
@@ -181,9 +153,9 @@ def test_services_lead_to_ports_of_pods(target: str, flags: list[str]) -> None:
         assert {port["targetPort"] for port in each["spec"]["ports"]} <= ports
 
 
-@pytest.mark.parametrize(("target", "flags"), KUBERNETES)
-def test_flags_of_the_containers_are_known_to_foretoken(target: str, flags: list[str]) -> None:
-    ours = [c for c in containers(objects(target, flags)).values() if "command" in c]
+@pytest.mark.parametrize("target", KUBERNETES)
+def test_flags_of_the_containers_are_known_to_foretoken(target: str) -> None:
+    ours = [c for c in containers(objects(target)).values() if "command" in c]
     assert len(ours) == 1
     [container] = ours
     assert container["command"] == ["foretoken"]
@@ -202,10 +174,10 @@ def test_flags_of_the_containers_are_known_to_foretoken(target: str, flags: list
 
 
 def test_the_front_is_reached_before_it_is_ready_and_is_one() -> None:
-    found = objects("kuberay", RICH["kuberay"])
+    found = objects("kuberay")
     service = only("Service", found, "-front")
     assert service["spec"]["publishNotReadyAddresses"] is True
-    assert "publishNotReadyAddresses" not in only("Service", found, "a-b")["spec"]
+    assert "publishNotReadyAddresses" not in only("Service", found, "foretoken")["spec"]
     [port] = service["spec"]["ports"]
     args = serve_config(found)["applications"][0]["args"]
     assert args["front"] == f"tcp://{service['metadata']['name']}:{port['port']}"
@@ -213,33 +185,29 @@ def test_the_front_is_reached_before_it_is_ready_and_is_one() -> None:
     assert front["spec"]["replicas"] == 1
     assert front["spec"]["strategy"] == {"type": "Recreate"}
     text = " ".join(containers(found)["front"]["args"])
-    assert f"--front tcp://0.0.0.0:{port['port']} --replicas 3 --route session" in text
-    assert "--chat-template /models/t.jinja" in text
-    assert "--page-size" not in text  # that is the replicas'
+    assert f"--front tcp://0.0.0.0:{port['port']} --replicas 2" in text
 
 
 def test_pods_of_ray_have_room_for_one_replica_each() -> None:
-    found = objects("kuberay", RICH["kuberay"])
+    found = objects("kuberay")
     [deployment] = serve_config(found)["applications"][0]["deployments"]
     worker = containers(found)["ray-worker"]
     assert deployment["max_replicas_per_node"] == 1
-    assert deployment["ray_actor_options"] == {"num_cpus": 2.5, "num_gpus": 1}
+    assert deployment["ray_actor_options"] == {"num_cpus": 4.0, "num_gpus": 0}
     assert worker["resources"] == {
-        "requests": {"cpu": "2.5", "memory": "1536Mi"},
-        "limits": {"memory": "1536Mi", "nvidia.com/gpu": 1},
+        "requests": {"cpu": "4", "memory": "8192Mi"},
+        "limits": {"memory": "8192Mi"},
     }
     cluster = only("RayService", found)["spec"]["rayClusterConfig"]
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
-    scaling, [group] = deployment["autoscaling_config"], cluster["workerGroupSpecs"]
-    numbers = [scaling[f"{name}_replicas"] for name in ("min", "initial", "max")]
-    assert numbers == [2, 3, 4] == [group[n] for n in ("minReplicas", "replicas", "maxReplicas")]
-    assert cluster["enableInTreeAutoscaling"] is True
+    [group] = cluster["workerGroupSpecs"]
+    assert deployment["num_replicas"] == group["replicas"] == 2
 
 
-@pytest.mark.parametrize(("target", "flags"), KUBERNETES)
-def test_pods_have_no_rights_and_time_to_drain(target: str, flags: list[str]) -> None:
-    drain = float(flags[flags.index("--drain-seconds") + 1]) if flags else 30.0
-    for _, spec in pods(objects(target, flags)):
+@pytest.mark.parametrize("target", KUBERNETES)
+def test_pods_have_no_rights_and_time_to_drain(target: str) -> None:
+    drain = 30.0  # where nothing else is said
+    for _, spec in pods(objects(target)):
         [container] = spec["containers"]
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] > 0
@@ -257,7 +225,7 @@ def test_pods_have_no_rights_and_time_to_drain(target: str, flags: list[str]) ->
 
 
 def test_keys_come_from_the_secret_alone() -> None:
-    found = objects("kuberay", RICH["kuberay"])
+    found = objects("kuberay")
     secrets = {
         (name, each["name"]): each["valueFrom"]["secretKeyRef"]
         for name, container in containers(found).items()
@@ -267,7 +235,7 @@ def test_keys_come_from_the_secret_alone() -> None:
     assert {key[1] for key in secrets} == {
         "FORETOKEN_API_KEY", "FORETOKEN_ADMIN_KEY", "FORETOKEN_CLUSTER_KEY",
     }  # fmt: skip
-    assert {each["name"] for each in secrets.values()} == {"a-b"}
+    assert {each["name"] for each in secrets.values()} == {"foretoken"}
     assert (
         secrets["front", "FORETOKEN_CLUSTER_KEY"] == secrets["ray-worker", "FORETOKEN_CLUSTER_KEY"]
     )
@@ -276,16 +244,14 @@ def test_keys_come_from_the_secret_alone() -> None:
 
 
 @pytest.mark.parametrize(("target", "name"), [("kuberay", "front"), ("llm-d", "server")])
-@pytest.mark.parametrize("flags", [PLAIN, RICH], ids=["plain", "rich"])
 def test_each_probe_succeeds_on_a_server_with_the_containers_own_keys_while_it_is_ready(
     target: str,
     name: str,
-    flags: dict[str, list[str]],
     engine: Any,
     serve: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    container = containers(objects(target, flags[target]))[name]
+    container = containers(objects(target))[name]
     settings = settings_of(container, monkeypatch)
     assert settings.api_keys == ((SECRET,) if target == "kuberay" else ())
     server = serve(**{each.name: getattr(settings, each.name) for each in fields(settings)
@@ -303,9 +269,8 @@ def picker_config(found: list[dict[str, Any]]) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("flags", [PLAIN["llm-d"], RICH["llm-d"]], ids=["plain", "rich"])
-def test_the_picker_reads_what_the_servers_publish(flags: list[str]) -> None:
-    found = objects("llm-d", flags)
+def test_the_picker_reads_what_the_servers_publish() -> None:
+    found = objects("llm-d")
     config = picker_config(found)
     server = containers(found)["server"]
     args = server["args"]
@@ -335,7 +300,7 @@ def test_the_picker_reads_what_the_servers_publish(flags: list[str]) -> None:
 
 
 def test_plugins_that_the_picker_uses_are_declared() -> None:
-    config = picker_config(objects("llm-d", []))
+    config = picker_config(objects("llm-d"))
     declared = {each["type"] for each in config["plugins"]}
     used = [each for profile in config["schedulingProfiles"] for each in profile["plugins"]]
     for source in config["dataLayer"]["sources"]:
@@ -345,22 +310,17 @@ def test_plugins_that_the_picker_uses_are_declared() -> None:
 
 
 def test_the_picker_hashes_pages_of_the_servers_size() -> None:
-    def page(*flags: str) -> int:
-        [parameters] = [
-            each["parameters"]
-            for each in picker_config(objects("llm-d", [*flags]))["plugins"]
-            if each["type"] == "precise-prefix-cache-producer"
-        ]
-        size: int = parameters["tokenProcessorConfig"]["blockSizeTokens"]
-        return size
-
-    assert page() == EngineConfig().sizes("cpu").page_size
-    assert page("--gpus", "1") == EngineConfig().sizes("cuda").page_size
-    assert page("--gpus", "1", "--page-size", "64") == 64
+    [parameters] = [
+        each["parameters"]
+        for each in picker_config(objects("llm-d"))["plugins"]
+        if each["type"] == "precise-prefix-cache-producer"
+    ]
+    size = parameters["tokenProcessorConfig"]["blockSizeTokens"]
+    assert size == EngineConfig().sizes("cpu").page_size
 
 
 def test_servers_without_keys_admit_the_namespace_alone() -> None:
-    found = objects("llm-d", [])
+    found = objects("llm-d")
     policy = only("NetworkPolicy", found)["spec"]
     [(labels, server)] = [
         each for each in pods(found) if each[1]["containers"][0]["name"] == "server"
@@ -372,100 +332,22 @@ def test_servers_without_keys_admit_the_namespace_alone() -> None:
     assert {port["port"] for port in rule["ports"]} == listening_on
 
 
-# -- the command ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("target", PLAIN)
-def test_an_output_says_that_it_was_never_run(target: str) -> None:
-    head = printed(target, []).partition("\n\n")[0]
+@pytest.mark.parametrize("name", ["ray-serve", *KUBERNETES])
+def test_an_example_says_that_it_was_never_run(name: str) -> None:
+    head = (FOLDER / f"{name}.yaml").read_text("utf-8").partition("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
     text = " ".join(head.replace("#", " ").split())
     assert re.search(r"[Nn]ever (applied to a cluster|deployed)", text)
 
 
-def test_options_of_the_engine_reach_the_replicas() -> None:
-    flags = ["--kv-memory", "4GiB", "--draft", "radix,suffix", "--cpus", "2.5"]
-    options = {"threads": 2, "draft": "radix,suffix", "kv_memory": 4 * 2**30}
-    [config] = objects("ray", flags)
-    assert config["applications"][0]["args"]["options"] == options
-    EngineConfig(**options)
-    args = containers(objects("llm-d", flags))["server"]["args"]
-    assert given(*args[1:]).options(EngineConfig).items() >= options.items()
-
-
-def test_adapters_are_named_to_the_front_and_to_whole_servers() -> None:
-    flags = ["--lora", "sql=/models/sql", "--lora", "legal=/models/legal"]
-    for target, container in (("kuberay", "front"), ("llm-d", "server")):
-        args = containers(objects(target, flags))[container]["args"]
-        found = [word for flag, word in pairwise(args) if flag == "--lora"]
-        assert found == ["sql=/models/sql", "legal=/models/legal"], target
-    assert "/models/sql" not in str(objects("kuberay", flags)[-1])  # the replicas
-
-
-def test_replicas_on_a_gpu_use_it_and_leave_their_threads_alone() -> None:
-    [config] = objects("ray", ["--gpus", "1"])
-    assert config["applications"][0]["args"]["options"] == {"device": "cuda"}
-
-
 def test_the_serve_config_names_what_there_is() -> None:
-    path = Path(foretoken.__file__).parent / "api/cluster/ray_app.py"
-    if not path.exists():
-        pytest.skip("api/cluster/ray_app.py is not there yet")
-    source = path.read_text("utf-8")
-    [config] = objects("ray", RICH["ray"])
+    source = Path(foretoken.__file__).with_name("api") / "cluster/ray_app.py"
+    [config] = objects("ray-serve")
     [application] = config["applications"]
     [deployment] = application["deployments"]
-    policy = deployment["autoscaling_config"]["policy"]["policy_function"]
-    for name in (application["import_path"], policy):
-        module, _, function = name.partition(":")
-        assert module == "foretoken.api.cluster.ray_app"
-        assert re.search(rf"^(class|def) {function}\b", source, re.MULTILINE), name
-    assert f'"{deployment["name"]}"' in source
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        ([], "target"),
-        (["nomad"], "target"),
-        (["ray", "a"], "a"),
-        (["ray", "--replicas", "0"], "replicas"),
-        (["ray", "--replica", "2"], "--replica"),
-        (["kuberay", "--min-replicas", "3"], "max_replicas"),
-        (["kuberay", "--min-replicas", "3", "--max-replicas", "2"], "min_replicas (3) exceeds"),
-        (["ray", "--replicas", "5", "--max-replicas", "2"], "replicas"),
-        (["ray", "--replicas", "1", "--min-replicas", "2", "--max-replicas", "3"], "replicas"),
-        (["ray", "--front", "tcp://a:0"], "front"),
-        (["ray", "--front", "a"], "front"),
-        (["ray", "--route", "even"], "route"),
-        (["ray", "--image", "a"], "image"),
-        (["kuberay", "--front", "tcp://a:1"], "front"),
-        (["kuberay", "--route", "random"], "--route"),
-        (["kuberay", "--name", "A_b"], "name"),
-        (["kuberay", "--models-claim", "a b"], "models_claim"),
-        (["kuberay", "--model", ""], "model"),
-        (["kuberay", "--image=--x"], "image"),
-        (["kuberay", "--port", "0"], "port"),
-        (["kuberay", "--gpus", "-1"], "gpus"),
-        (["kuberay", "--cpus", "nan"], "cpus"),
-        (["kuberay", "--memory", "much"], "--memory"),
-        (["kuberay", "--gpus", "1", "--quantize", "int4"], "quantize"),
-        (["llm-d", "--max-replicas", "3"], "max_replicas"),
-        (["ray", "--lora", "sql=/models/sql"], "start the front with --lora"),
-        (["llm-d", "--kv-events", "tcp://127.0.0.1:5557"], "kv_events"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_exits_2_with_one_line_that_names_it(
-    args: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code: object = commands.main(["deploy", *args])
-    except SystemExit as exited:
-        code = exited.code
-    shown = capsys.readouterr()
-    assert code == 2
-    assert shown.out == ""
-    [line] = shown.err.splitlines()
-    assert line.startswith("foretoken deploy: ")
-    assert named in line
+    module, _, function = application["import_path"].partition(":")
+    assert module == "foretoken.api.cluster.ray_app"
+    text = source.read_text("utf-8")
+    assert re.search(rf"^(class|def) {function}\b", text, re.MULTILINE)
+    assert f'"{deployment["name"]}"' in text
+    EngineConfig(**application["args"]["options"])
