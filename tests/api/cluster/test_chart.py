@@ -115,7 +115,7 @@ def test_engines_dial_in_to_the_front_with_one_key() -> None:
     [port] = service["spec"]["ports"]
     parsed = _parser().parse_args(engine["args"])
     assert parsed.front == f"tcp://{service['metadata']['name']}:{port['port']}"
-    assert (parsed.model, parsed.kv_memory) == ("/models/name", "4GiB")
+    assert (parsed.model, parsed.kv_memory) == ("/models/name", 4 * 2**30)
     assert service["spec"]["publishNotReadyAddresses"] is True
     labels = front["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"] == labels
