@@ -96,10 +96,8 @@ def test_the_command_is_one_that_the_server_takes() -> None:
     [container] = objects(**CHANGED)["Deployment"]["spec"]["template"]["spec"]["containers"]
     parsed = _parser().parse_args(container["args"])
     assert (parsed.model, parsed.max_queued, parsed.drain_seconds) == ("/models/name", 32, 30)
-    assert (
-        "--front"
-        not in objects()["Deployment"]["spec"]["template"]["spec"]["containers"][0]["args"]
-    )
+    [alone] = objects()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert "--front" not in alone["args"]
 
 
 def test_engines_dial_in_to_the_front_with_one_key() -> None:
