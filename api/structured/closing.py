@@ -28,11 +28,14 @@ RETRY = 8  # tokens from a place without an end in time to the next one that is 
 class _Place:
     """A place where an end is looked for: the shortest, and those that were found behind tokens.
 
-    ``known``: None until the tokens were judged.
+    ``known``: None until the tokens were judged. ``guess``: the end that was found last, here or
+    before. ``is_inside``: it is inside a character, behind which the next place is looked at.
     """
 
     end: Ids | None
     known: Sequence[Ids] | None = None
+    guess: Ids | None = None
+    is_inside: bool = False
 
 
 class ClosingPath:
@@ -46,7 +49,7 @@ class ClosingPath:
     def __init__(self, closer: Closer, first: Ids, limit: int) -> None:
         self._closer = closer
         self._limit = limit
-        self._places: dict[int, _Place] = {0: _Place(first)}  # up to the last that was asked
+        self._places: dict[int, _Place] = {0: _Place(first, guess=first)}  # up to the last asked
 
     def forget(self, first: int, last: int) -> None:
         """Forget what is behind the place ``last``, and what ``first`` makes needless."""
@@ -105,7 +108,10 @@ class ClosingPath:
             self._finish(there, at)
             tokens = between(at, following)
             there.try_consume_tokens(list(tokens))
-            self._places[following] = _Place(self._end(there, at, following, tokens))
+            end = self._end(there, at, following, tokens)
+            guess = self._places[at].guess if end is None else end
+            is_inside = bool(self._closer.table.is_partial[tokens[-1]])
+            self._places[following] = _Place(end, guess=guess, is_inside=is_inside)
             at = following
         return self._places[at]
 
@@ -120,15 +126,15 @@ class ClosingPath:
 
     def _following(self, number: int) -> int:
         """The next place where an end is looked for."""
-        end = self._places[number].end
-        if end is None or (spare := self._spare(number, end)) < 0:
-            return number + RETRY
+        place = self._places[number]
+        if place.end is None or (spare := self._spare(number, place.end)) < 0:
+            return number + (1 if place.is_inside else RETRY)
         return number + max(1, (spare - self._closer.zone) // (1 + self._closer.growth))
 
     def _end(self, matcher: Matcher, before: int, number: int, tokens: Ids) -> Ids | None:
         place = self._places[before]
         guesses = [*(place.known or ())]
-        if place.end is not None:
-            ends = self._closer.behind(place.end, tokens[0]) if len(tokens) == 1 else [place.end]
-            guesses += ends
+        if place.guess is not None:
+            is_next = len(tokens) == 1 and place.end is not None
+            guesses += self._closer.behind(place.guess, tokens[0]) if is_next else [place.guess]
         return self._closer.end(matcher, guesses, self._limit - number - 1)

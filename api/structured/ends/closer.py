@@ -103,9 +103,11 @@ class Closer:
         """The rests of an end that may be left behind a token: all, or what it does not write."""
         text, said = text_of(self.tokens, end), self.tokens.texts[token_id]
         found = [end[1:]] if end and end[0] == token_id else []
+        first = _first_mark(text)  # the token may also end the text that stands before it
         for part in dict.fromkeys((said, said[_first_mark(said) :])):
-            if part and text.startswith(part) and part != text:
-                found.append(self._without(end, len(part)))
+            for at in dict.fromkeys((0, first)):
+                if part and text.startswith(part, at) and at + len(part) < len(text):
+                    found.append(self._without(end, at + len(part)))
         if said and len(said) < len(text):
             found.append(self._without(end, len(said)))  # of a text whose length counts
         return [*found, end]

