@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
 
@@ -48,6 +48,56 @@ GivenTools = Sequence[Mapping[str, Any]]
 """Tools as OpenAI's clients write them."""
 GivenChoice = Literal["auto", "none", "required"] | Mapping[str, Any] | None
 """``tool_choice`` likewise."""
+
+
+class OneCall(TypedDict, total=False):
+    """Options of a call with one prompt."""
+
+    request_id: str | None
+    lora: str | None
+
+
+class ManyCalls(TypedDict, total=False):
+    """Options of a call with a list of prompts."""
+
+    request_id: Sequence[str] | None
+    lora: str | None
+
+
+class ChatFields(TypedDict, total=False):
+    """Options that only conversations have."""
+
+    tools: GivenTools | None
+    tool_choice: GivenChoice
+    parallel_tool_calls: bool
+
+
+class OneChat(OneCall, ChatFields, total=False):
+    """Options of a call with one conversation."""
+
+
+class ManyChats(ManyCalls, ChatFields, total=False):
+    """Options of a call with a list of conversations."""
+
+
+class PooledCall(TypedDict, total=False):
+    """Options of calls whose answer is no text."""
+
+    cache_salt: str | None
+    lora: str | None
+
+
+class EmbedCall(PooledCall, total=False):
+    """Options of `embed`."""
+
+    dimensions: int | None
+
+
+class RerankCall(PooledCall, total=False):
+    """Options of `rerank`."""
+
+    top_n: int | None
+    instruct: str | None
 
 
 class ChatOptions:
@@ -135,19 +185,12 @@ class AsyncLLM(EngineClient):
         self,
         prompt: str | list[int],
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        lora: str | None = None,
+        **options: Unpack[OneCall],
     ) -> Completion: ...
 
     @overload
     async def generate(
-        self,
-        prompt: Sequence[Prompt],
-        params: Params = None,
-        *,
-        request_id: Sequence[str] | None = None,
-        lora: str | None = None,
+        self, prompt: Sequence[Prompt], params: Params = None, **options: Unpack[ManyCalls]
     ) -> list[Completion]: ...
 
     async def generate(
@@ -172,25 +215,12 @@ class AsyncLLM(EngineClient):
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        lora: str | None = None,
-        tools: GivenTools | None = None,
-        tool_choice: GivenChoice = None,
-        parallel_tool_calls: bool = True,
+        **options: Unpack[OneChat],
     ) -> Completion: ...
 
     @overload
     async def chat(
-        self,
-        messages: Sequence[Conversation],
-        params: Params = None,
-        *,
-        request_id: Sequence[str] | None = None,
-        lora: str | None = None,
-        tools: GivenTools | None = None,
-        tool_choice: GivenChoice = None,
-        parallel_tool_calls: bool = True,
+        self, messages: Sequence[Conversation], params: Params = None, **options: Unpack[ManyChats]
     ) -> list[Completion]: ...
 
     async def chat(
@@ -264,22 +294,12 @@ class AsyncLLM(EngineClient):
 
     @overload
     async def embed(  # type: ignore[overload-overlap]
-        self,
-        inputs: str | list[int],
-        *,
-        dimensions: int | None = None,
-        cache_salt: str | None = None,
-        lora: str | None = None,
+        self, inputs: str | list[int], **options: Unpack[EmbedCall]
     ) -> Embedding: ...
 
     @overload
     async def embed(
-        self,
-        inputs: Sequence[Prompt],
-        *,
-        dimensions: int | None = None,
-        cache_salt: str | None = None,
-        lora: str | None = None,
+        self, inputs: Sequence[Prompt], **options: Unpack[EmbedCall]
     ) -> list[Embedding]: ...
 
     async def embed(

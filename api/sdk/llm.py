@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from ...core.errors import EngineDead, ForetokenError
 from ..build.built import Built
@@ -18,7 +18,16 @@ from ..runtime.preprocess import Conversation, Prompt
 from ..runtime.serving_engine import ServingEngine
 from ..types.results import Completion, Embedding, RankedDocument, TextDelta
 from ..types.sampling_params import SamplingParams
-from .async_llm import AsyncLLM, GivenChoice, GivenTools, Params, RequestIds
+from .async_llm import (
+    AsyncLLM,
+    EmbedCall,
+    ManyCalls,
+    ManyChats,
+    OneCall,
+    OneChat,
+    Params,
+    RerankCall,
+)
 
 T = TypeVar("T")
 OURS = "foretoken-"  # how the names of our threads begin, whatever they do
@@ -100,6 +109,10 @@ class _LoopThread:
 def _may_wait() -> bool:
     """False on the loop's own thread, where waiting would block the loop for ever."""
     return not threading.current_thread().name.startswith(OURS)
+
+
+_Call = Callable[..., Coroutine[Any, Any, T | list[T]]]
+"""A method of `AsyncLLM` that takes one input or several."""
 
 
 class _Reader:
@@ -184,181 +197,79 @@ class LLM:
         self,
         prompt: str | list[int],
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        lora: str | None = None,
+        **options: Unpack[OneCall],
     ) -> Completion: ...
 
     @overload
     def generate(
-        self,
-        prompt: Sequence[Prompt],
-        params: Params = None,
-        *,
-        request_id: Sequence[str] | None = None,
-        lora: str | None = None,
+        self, prompt: Sequence[Prompt], params: Params = None, **options: Unpack[ManyCalls]
     ) -> list[Completion]: ...
 
     def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: Params = None,
-        *,
-        request_id: RequestIds = None,
-        lora: str | None = None,
+        self, prompt: Prompt | Sequence[Prompt], params: Params = None, **options: Any
     ) -> Completion | list[Completion]:
-        """Complete one prompt (text or token ids) or a list of them, in order.
-
-        ``lora``: the adapter of all of them, in place of `SamplingParams.lora`.
-        """
-        return self._run(self._llm.generate(prompt, params, request_id=request_id, lora=lora))  # type: ignore[arg-type,misc]
+        """Complete one prompt (text or token ids) or a list of them: `AsyncLLM.generate`."""
+        generate: _Call[Completion] = self._llm.generate
+        return self._run(generate(prompt, params, **options))
 
     @overload
     def chat(
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        lora: str | None = None,
-        tools: GivenTools | None = None,
-        tool_choice: GivenChoice = None,
-        parallel_tool_calls: bool = True,
+        **options: Unpack[OneChat],
     ) -> Completion: ...
 
     @overload
     def chat(
-        self,
-        messages: Sequence[Conversation],
-        params: Params = None,
-        *,
-        request_id: Sequence[str] | None = None,
-        lora: str | None = None,
-        tools: GivenTools | None = None,
-        tool_choice: GivenChoice = None,
-        parallel_tool_calls: bool = True,
+        self, messages: Sequence[Conversation], params: Params = None, **options: Unpack[ManyChats]
     ) -> list[Completion]: ...
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         params: Params = None,
-        *,
-        request_id: RequestIds = None,
-        lora: str | None = None,
-        tools: GivenTools | None = None,
-        tool_choice: GivenChoice = None,
-        parallel_tool_calls: bool = True,
+        **options: Any,
     ) -> Completion | list[Completion]:
-        """The next message of one conversation or of a list of them.
-
-        ``tools`` and ``tool_choice`` have the form of OpenAI's API; tool calls are in the
-        completion's ``tool_calls``.
-        """
-        chat: Callable[..., Coroutine[Any, Any, Completion | list[Completion]]] = self._llm.chat
-        return self._run(
-            chat(
-                messages,
-                params,
-                request_id=request_id,
-                lora=lora,
-                tools=tools,
-                tool_choice=tool_choice,
-                parallel_tool_calls=parallel_tool_calls,
-            )
-        )
+        """The next message of one conversation or of a list of them: `AsyncLLM.chat`."""
+        chat: _Call[Completion] = self._llm.chat
+        return self._run(chat(messages, params, **options))
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        lora: str | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OneCall]
     ) -> Iterator[TextDelta]:
         """One delta per step, with all its tokens. Leaving early aborts the request."""
-        return self._read(self._llm.stream(prompt, params, request_id=request_id, lora=lora))
+        return self._read(self._llm.stream(prompt, params, **options))
 
     def stream_chat(
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        lora: str | None = None,
-        tools: GivenTools | None = None,
-        tool_choice: GivenChoice = None,
-        parallel_tool_calls: bool = True,
+        **options: Unpack[OneChat],
     ) -> Iterator[TextDelta]:
         """Deltas of the next message, split as in `Choice`. Leaving early aborts the request."""
-        return self._read(
-            self._llm.stream_chat(
-                messages,
-                params,
-                request_id=request_id,
-                lora=lora,
-                tools=tools,
-                tool_choice=tool_choice,
-                parallel_tool_calls=parallel_tool_calls,
-            )
-        )
+        return self._read(self._llm.stream_chat(messages, params, **options))
 
     @overload
     def embed(  # type: ignore[overload-overlap]
-        self,
-        inputs: str | list[int],
-        *,
-        dimensions: int | None = None,
-        cache_salt: str | None = None,
-        lora: str | None = None,
+        self, inputs: str | list[int], **options: Unpack[EmbedCall]
     ) -> Embedding: ...
 
     @overload
-    def embed(
-        self,
-        inputs: Sequence[Prompt],
-        *,
-        dimensions: int | None = None,
-        cache_salt: str | None = None,
-        lora: str | None = None,
-    ) -> list[Embedding]: ...
+    def embed(self, inputs: Sequence[Prompt], **options: Unpack[EmbedCall]) -> list[Embedding]: ...
 
     def embed(
-        self,
-        inputs: Prompt | Sequence[Prompt],
-        *,
-        dimensions: int | None = None,
-        cache_salt: str | None = None,
-        lora: str | None = None,
+        self, inputs: Prompt | Sequence[Prompt], **options: Any
     ) -> Embedding | list[Embedding]:
-        """The vector of one text (or token ids), or those of a list of them, in order.
-
-        A vector is the hidden state of the last token, of length 1. ``dimensions``: cut it before,
-        for models whose config names this length. Raises `InvalidRequest`, naming the input.
-        """
-        embed: Callable[..., Coroutine[Any, Any, Embedding | list[Embedding]]] = self._llm.embed
-        return self._run(embed(inputs, dimensions=dimensions, cache_salt=cache_salt, lora=lora))
+        """The vector of one text (or token ids), or those of a list of them: `AsyncLLM.embed`."""
+        embed: _Call[Embedding] = self._llm.embed
+        return self._run(embed(inputs, **options))
 
     def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        instruct: str | None = None,
-        cache_salt: str | None = None,
-        lora: str | None = None,
+        self, query: str, documents: Sequence[str], **options: Unpack[RerankCall]
     ) -> list[RankedDocument]:
-        """Documents with their scores for a query, the best first; ``top_n``: at most so many.
-
-        For models that answer yes or no, as Qwen3-Reranker. ``instruct``: what makes a document
-        relevant. Raises `InvalidRequest`.
-        """
-        return self._run(
-            self._llm.rerank(
-                query, documents, top_n=top_n, instruct=instruct, cache_salt=cache_salt, lora=lora
-            )
-        )
+        """Documents with their scores for a query, the best first: `AsyncLLM.rerank`."""
+        return self._run(self._llm.rerank(query, documents, **options))
 
     def _read(self, deltas: AsyncGenerator[TextDelta]) -> Iterator[TextDelta]:
         reader = _Reader(deltas)
