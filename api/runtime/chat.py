@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
 from typing import Any
-from uuid import uuid4
 
 from msgspec.structs import replace
 
@@ -28,7 +27,7 @@ from ..parsing.output_parser import (
     OutputParser,
     Reasoning,
 )
-from ..types.request_context import owner_of
+from ..types.request_context import owner_of, random_id
 from ..types.results import CallDelta, Choice, Completion, TextDelta, ToolChoice
 from ..types.sampling_params import SamplingParams
 from .conversation.chat_input import ChatInput
@@ -122,7 +121,7 @@ class ChoiceReader:
             case Content(text):
                 part.text += text if self._has_text else ""
             case CallBegin(name):
-                call_id = f"call_{uuid4().hex[:24]}"
+                call_id = f"call_{random_id()[:24]}"
                 part.tool_calls.append(CallDelta(index=self._num_calls, id=call_id, name=name))
                 self._num_calls += 1
                 self._is_called = False

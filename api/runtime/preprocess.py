@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import uuid
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from ...core.interface.sampling import Pooling, SamplingMetadata
 from ...core.sampling.seeds import sibling_seed
 from ..structured.matcher import Grammar
 from ..text.tokenizer import Tokenizer
-from ..types.request_context import tenant_of
+from ..types.request_context import random_id, tenant_of
 from ..types.sampling_params import SamplingParams
 from .adapters import ServedAdapter
 from .serving_engine import ServingEngine
@@ -243,7 +242,7 @@ def submit(engine: ServingEngine, request: Request) -> TokenStream:
         if error.param != "request_id":
             raise
     # Our own ids are checked already: an aborted namesake is still on its way out.
-    request.request_id = f"{request.request_id}~{uuid.uuid4().hex[:8]}"
+    request.request_id = f"{request.request_id}~{random_id()[:8]}"
     return engine.submit(request)
 
 

@@ -12,9 +12,8 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from uuid import uuid4
 
-from ..types.request_context import caller, note_error
+from ..types.request_context import caller, note_error, random_id
 from ..types.shares import Shares
 from .errors import ApiError, to_api_error
 from .sse import Reply
@@ -38,7 +37,7 @@ class ResumableStream:
         forget: Callable[[], None],
         seconds: float,
     ) -> None:
-        self.name = uuid4().hex
+        self.name = random_id()
         self.owner = caller()
         self._reply, self._on_error = reply, on_error
         self._forget, self._seconds = forget, seconds

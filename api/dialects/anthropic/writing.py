@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from uuid import uuid4
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
@@ -16,6 +15,7 @@ from ...runtime.chat import ChatAnswer
 from ...serving.answers import Free, refuse_aborted, speculation_body
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply, named_event
+from ...types.request_context import random_id
 from ...types.results import TextDelta
 from .answers import (
     ContentBlock,
@@ -41,7 +41,7 @@ PING = named_event(Ping())
 
 def new_id() -> str:
     """Id of a new message, and of its request inside the engine."""
-    return f"msg_{uuid4().hex[:24]}"
+    return f"msg_{random_id()[:24]}"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,10 +10,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ....core.errors import InvalidRequest, Unavailable
+from ....core.errors import Unavailable
 from ...serving.decoding import decoder
 from ...serving.dialect import GENERATES, Dialect, Endpoints, delete, get, post
 from ...serving.errors import JsonResponse
+from ...serving.paging import page_limit
 from ...serving.serving_context import Service
 from ...types.request_context import caller, random_id
 from .bodies import (
@@ -32,7 +33,6 @@ from .store import BatchStore, Page, now
 from .upload import reading
 
 logger = logging.getLogger(__name__)
-PAGE, MAX_PAGE = 20, 100
 BINARY, FORM = "application/octet-stream", "multipart/form-data"
 KEPT = (404, 503)  # of a folder that another server may have still
 SHARE = 8  # one of so many requests that run may be of a batch
@@ -167,8 +167,4 @@ class BatchRoutes(Endpoints):
 
 def _page(request: Request) -> Page:
     """The part of a list that ``limit`` and ``after`` name; raises `InvalidRequest`."""
-    given, after = request.query_params.get("limit", str(PAGE)), request.query_params.get("after")
-    is_number = given.isascii() and given.isdigit() and len(given) < 10
-    if not is_number or not 1 <= int(given) <= MAX_PAGE:
-        raise InvalidRequest(f"limit must be from 1 to {MAX_PAGE}", param="limit")
-    return Page(int(given), after)
+    return Page(page_limit(request), request.query_params.get("after"))

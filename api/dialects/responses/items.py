@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
@@ -13,6 +12,7 @@ from ...media.sources import UNHEARD, file_text, unread_file
 from ...runtime.conversation.left_out import tell_left_out
 from ...runtime.conversation.seen_images import UNSEEN
 from ...serving.decoding import is_unknown
+from ...types.request_context import random_id
 from ..openai.bodies import ContentPart, KeptMessage, Message, NamedImage, NamedMessage
 from .bodies import ROLES, TEXT_PARTS, AnswerItem, Item, ItemPart
 from .tools import flat_name, found_text
@@ -58,7 +58,7 @@ def _kept(item: Item) -> Item:
         content = [ItemPart(type=kind, text=content)]
     return msgspec.structs.replace(
         item,
-        id=item.id or f"{prefix}_{uuid4().hex}",
+        id=item.id or f"{prefix}_{random_id()}",
         status=item.status or "completed",
         content=content,
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 from msgspec import UNSET
 
 from ....core.interface.output import TokenLogprob
 from ...parsing.reading.json_text import INVALID
 from ...runtime.conversation.tools import plain_arguments
+from ...types.request_context import random_id
 from ...types.results import CallDelta, TextDelta
 from ..openai.answers import TokenInfo
 from .answers import (
@@ -102,7 +102,7 @@ class TextBuilder(ItemBuilder):
 class ReasoningBuilder(TextBuilder):
     """A reasoning item."""
 
-    id: str = field(default_factory=lambda: f"rs_{uuid4().hex}")
+    id: str = field(default_factory=lambda: f"rs_{random_id()}")
 
     def part(self, text: str) -> ReasoningText:
         """The part of a reasoning item."""
@@ -127,7 +127,7 @@ class ReasoningBuilder(TextBuilder):
 class MessageBuilder(TextBuilder):
     """A message item."""
 
-    id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
+    id: str = field(default_factory=lambda: f"msg_{random_id()}")
     logprobs: list[TokenInfo] = field(default_factory=list)
 
     def part(self, text: str) -> OutputText:
@@ -157,7 +157,7 @@ class CallBuilder(ItemBuilder):
     call: CallDelta  # its first delta
     name: str
     namespace: str | None = None
-    id: str = field(default_factory=lambda: f"fc_{uuid4().hex}")
+    id: str = field(default_factory=lambda: f"fc_{random_id()}")
 
     def item(self) -> OutputItem:
         """The item as it is now."""
@@ -186,7 +186,7 @@ class CallBuilder(ItemBuilder):
 class CustomCallBuilder(CallBuilder):
     """A call of a custom tool, whose input is the one argument that the model wrote."""
 
-    id: str = field(default_factory=lambda: f"ctc_{uuid4().hex}")
+    id: str = field(default_factory=lambda: f"ctc_{random_id()}")
 
     def item(self) -> OutputItem:
         """The item as it is now."""
@@ -216,7 +216,7 @@ class CustomCallBuilder(CallBuilder):
 class SearchCallBuilder(CallBuilder):
     """A search for tools."""
 
-    id: str = field(default_factory=lambda: f"tsc_{uuid4().hex}")
+    id: str = field(default_factory=lambda: f"tsc_{random_id()}")
 
     def item(self) -> OutputItem:
         """The item as it is now."""

@@ -13,6 +13,7 @@ from ...runtime.conversation.chat_input import ChatInput
 from ...serving.answers import prewarm
 from ...serving.dialect import READS, Dialect, Endpoints, delete, get
 from ...serving.errors import ApiError, JsonResponse
+from ...serving.paging import page_limit
 from ...serving.render import Rendered, render_chat
 from ...serving.sampling import is_prewarm
 from ...serving.serving_context import Service
@@ -28,8 +29,6 @@ from .store import ResponseStore
 from .tools import ServedTool
 from .writing import ResponseWriter, new_id
 
-MAX_PAGE = 100
-PAGE = 20  # items, as OpenAI has it
 STORED = ("cache_salt",)  # the parameters that name the owner of a response
 
 
@@ -173,7 +172,7 @@ class KeptResponses(Endpoints):
             raise _unknown(response_id)
         if _order(request) == "desc":
             items.reverse()
-        return JsonResponse(_page(items, _limit(request), request.query_params.get("after")))
+        return JsonResponse(_page(items, page_limit(request), request.query_params.get("after")))
 
 
 def _named(request: Request) -> tuple[Owner, str]:
@@ -190,14 +189,6 @@ def _order(request: Request) -> Literal["asc", "desc"]:
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")
     return "asc" if order == "asc" else "desc"
-
-
-def _limit(request: Request) -> int:
-    given = request.query_params.get("limit", str(PAGE))
-    is_number = given.isascii() and given.isdigit() and len(given) <= len(str(MAX_PAGE))
-    if not is_number or not 1 <= int(given) <= MAX_PAGE:
-        raise InvalidRequest(f"limit must be from 1 to {MAX_PAGE}", param="limit")
-    return int(given)
 
 
 def _page(items: list[Item], limit: int, after: str | None) -> ItemList:

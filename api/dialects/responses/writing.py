@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import aclosing
 from time import time
-from uuid import uuid4
 
 from msgspec.structs import asdict, replace
 
@@ -15,6 +14,7 @@ from ...runtime.cache_diagnostics import openai_diagnostics
 from ...runtime.chat import ChatAnswer
 from ...serving.answers import refuse_aborted
 from ...serving.serving_context import Service
+from ...types.request_context import random_id
 from ...types.results import TextDelta
 from ...types.sampling_params import SamplingParams
 from ..openai.answers import TokenInfo
@@ -136,7 +136,7 @@ class ResponseWriter:
 
 def new_id() -> str:
     """Id of a new response, and of its request inside the engine."""
-    return f"resp_{uuid4().hex}"
+    return f"resp_{random_id()}"
 
 
 def new_response(body: ResponsesRequest, params: SamplingParams, model: str) -> ResponseBody:

@@ -20,8 +20,8 @@ from starlette.routing import BaseRoute, Route
 
 from ...._version import __version__
 from ...dialects import APIS, api_of_path
-from ...dialects.responses.routes import MAX_PAGE
 from ...serving.dialect import Endpoints, Operation, get
+from ...serving.paging import MAX_PAGE
 from ...serving.serving_context import Service
 from ...types.fields import marks_of, structs_in, written_name
 from ...types.results import Body
