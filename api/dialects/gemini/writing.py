@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 
 from msgspec import UNSET
 
-from ....core.errors import ForetokenError
 from ....core.interface.output import TokenLogprob
 from ....core.interface.request import Usage
 from ...runtime.chat import ChatAnswer
 from ...serving.answers import refuse_aborted, speculation_body
 from ...serving.serving_context import Service
 from ...serving.sse import Reply, event
-from ...types.results import CallDelta, Choice, TextDelta, ToolCall
+from ...serving.whole_calls import WholeCall, WholeCalls, whole_calls
+from ...types.results import Choice, TextDelta
 from .answers import (
     AnsweredContent,
     AnsweredPart,
@@ -41,7 +41,7 @@ class GeminiReply(Reply):
     ) -> None:
         self._service, self._answer, self._id = service, answer, answer_id
         self._shows_thoughts = shows_thoughts
-        self._calls: defaultdict[int, dict[int, ToolCall]] = defaultdict(dict)  # not complete
+        self._calls: defaultdict[int, WholeCalls] = defaultdict(WholeCalls)  # by choice
 
     async def whole(self) -> object:
         """All candidates in one body."""
@@ -73,7 +73,7 @@ class GeminiReply(Reply):
 
     def _candidate(self, choice: Choice) -> Candidate:
         self._refuse_aborted(choice.finish_reason, len(choice.token_ids))
-        calls = [each for each in map(_answered, choice.tool_calls) if each is not None]
+        calls = whole_calls(choice.tool_calls)
         made = self._made(choice.index, choice.reasoning, choice.text, calls)
         made.finish_reason = REASONS.get(choice.finish_reason, "STOP")
         if choice.logprobs is not None:
@@ -81,7 +81,7 @@ class GeminiReply(Reply):
         return made
 
     def _step(self, delta: TextDelta) -> Candidate:
-        calls = self._complete_calls(self._calls[delta.index], delta.tool_calls)
+        calls = self._calls[delta.index].take(delta.tool_calls)
         made = self._made(delta.index, delta.reasoning, delta.text, calls)
         if delta.finish_reason is not None:
             self._refuse_aborted(delta.finish_reason, self._answer.num_tokens(delta.index))
@@ -90,28 +90,17 @@ class GeminiReply(Reply):
             made.logprobs_result = self._logprobs(delta.logprobs)
         return made
 
-    def _made(self, index: int, thoughts: str, text: str, calls: Sequence[CallPart]) -> Candidate:
+    def _made(self, index: int, thoughts: str, text: str, calls: Iterable[WholeCall]) -> Candidate:
         parts = []
         if thoughts and self._shows_thoughts:
             parts.append(AnsweredPart(text=thoughts, thought=True))
         if text:
             parts.append(AnsweredPart(text=text))
-        parts += [AnsweredPart(function_call=call) for call in calls]
+        parts += [
+            AnsweredPart(function_call=CallPart(id=each.id, name=each.name, args=each.arguments))
+            for each in calls
+        ]
         return Candidate(content=AnsweredContent(parts=parts), index=index)
-
-    def _complete_calls(
-        self, open_calls: dict[int, ToolCall], deltas: Sequence[CallDelta]
-    ) -> list[CallPart]:
-        """The calls that these deltas complete: an event has a call whole."""
-        done = []
-        for delta in deltas:
-            call = open_calls.setdefault(
-                delta.index, ToolCall(id=delta.id, name=delta.name, arguments="")
-            )
-            call.arguments += delta.arguments
-            if delta.is_done and (answered := _answered(open_calls.pop(delta.index))) is not None:
-                done.append(answered)
-        return done
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> LogprobsResult:
         return LogprobsResult(
@@ -143,11 +132,3 @@ class GeminiReply(Reply):
 
     def _refuse_aborted(self, reason: str, num_tokens: int) -> None:
         refuse_aborted(self._service, reason, num_tokens)
-
-
-def _answered(call: ToolCall) -> CallPart | None:
-    """A call; None for arguments that are no object, because the answer was cut."""
-    try:
-        return CallPart(id=call.id, name=call.name, args=call.parsed())
-    except ForetokenError:
-        return None

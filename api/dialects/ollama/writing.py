@@ -9,12 +9,12 @@ from typing import Protocol
 
 from msgspec import UNSET
 
-from ....core.errors import ForetokenError
 from ....core.interface.request import Usage
 from ...serving.answers import refuse_aborted
 from ...serving.serving_context import Service
 from ...serving.sse import ReadyReply, Reply, encode
-from ...types.results import CallDelta, TextDelta, ToolCall
+from ...serving.whole_calls import WholeCalls
+from ...types.results import TextDelta
 from .answers import (
     AnsweredCall,
     AnsweredFunction,
@@ -43,7 +43,7 @@ class AnswerWriter:
 
     def __init__(self, service: Service, *, is_chat: bool) -> None:
         self._service, self._is_chat = service, is_chat
-        self._calls: dict[int, ToolCall] = {}  # that are not complete
+        self._calls = WholeCalls()
 
     def part(
         self, content: str = "", thinking: str = "", calls: list[AnsweredCall] | None = None
@@ -82,7 +82,12 @@ class AnswerWriter:
         """One part for each step that adds something, and the last one."""
         async with aclosing(answer.deltas()) as deltas:
             async for delta in deltas:
-                calls = self._complete_calls(delta.tool_calls)
+                calls = [
+                    AnsweredCall(
+                        function=AnsweredFunction(name=each.name, arguments=each.arguments)
+                    )
+                    for each in self._calls.take(delta.tool_calls)
+                ]
                 if delta.text or delta.reasoning or calls:
                     yield self.part(delta.text, delta.reasoning, calls)
                 if (reason := delta.finish_reason) is not None:
@@ -107,26 +112,6 @@ class AnswerWriter:
         for name in AnswerPart.__struct_fields__:
             setattr(whole, name, getattr(last, name))
         return whole
-
-    def _complete_calls(self, deltas: list[CallDelta]) -> list[AnsweredCall]:
-        """The calls that these deltas complete: Ollama sends no parts of one.
-
-        A call whose arguments are no object, because the answer was cut, is left out.
-        """
-        done = []
-        for delta in deltas:
-            call = self._calls.setdefault(
-                delta.index, ToolCall(id=delta.id, name=delta.name, arguments="")
-            )
-            call.arguments += delta.arguments
-            if delta.is_done:
-                try:
-                    arguments = self._calls.pop(delta.index).parsed()
-                except ForetokenError:
-                    continue
-                function = AnsweredFunction(name=call.name, arguments=arguments)
-                done.append(AnsweredCall(function=function))
-        return done
 
 
 class OllamaReply(Reply):
