@@ -236,13 +236,17 @@ class Api:
     prefix: str
     dialects: Sequence[type[Dialect[Any]]]
     endpoints: Sequence[type[Endpoints]] = ()
-    error_form: ErrorForm = OPENAI_ERRORS
     header: bytes | None = None
     moved: tuple[str, str] | None = None
     id_header: bytes | None = None
     key_headers: Sequence[bytes] = (b"x-api-key",)
     key_parameter: str | None = None
     is_served: Callable[[Settings], bool] = lambda _settings: True
+
+    @property
+    def error_form(self) -> ErrorForm:
+        """The form of its errors, which that of its dialects is."""
+        return self.dialects[0].error_form
 
     def has(self, path: str) -> bool:
         """Whether a path belongs to it."""

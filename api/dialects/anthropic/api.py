@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from ...serving.dialect import Api
-from .answers import ERRORS
 from .routes import MessagesCount, MessagesRender, MessagesRoute
 
 ANTHROPIC = Api(
     prefix="/v1/messages",
     dialects=(MessagesRoute, MessagesCount, MessagesRender),
-    error_form=ERRORS,
     header=b"anthropic-version",
     id_header=b"request-id",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...serving.dialect import Api
-from .answers import ERRORS
 from .routes import CountTokens, GeminiModelRoutes, GenerateContent, StreamGenerateContent
 
 KEY = b"x-goog-api-key"
@@ -11,7 +10,6 @@ GEMINI = Api(
     prefix="/v1beta",
     dialects=(GenerateContent, StreamGenerateContent, CountTokens),
     endpoints=(GeminiModelRoutes,),
-    error_form=ERRORS,
     header=KEY,
     moved=("/v1/models", "/v1beta/models"),  # newer clients name the version v1
     key_headers=(KEY,),

@@ -6,7 +6,6 @@ Some clients take a server that has them for Ollama itself.
 from __future__ import annotations
 
 from ...serving.dialect import Api
-from .answers import ERRORS
 from .models import OllamaModels
 from .routes import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate
 
@@ -14,6 +13,5 @@ OLLAMA = Api(
     prefix="/api",
     dialects=(OllamaChat, OllamaGenerate, OllamaEmbed, OllamaEmbeddings),
     endpoints=(OllamaModels,),
-    error_form=ERRORS,
     is_served=lambda settings: settings.ollama,
 )

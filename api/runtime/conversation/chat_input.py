@@ -45,7 +45,7 @@ class Handle:
 class ChatInput:
     """A chat request.
 
-    ``messages`` are in the plain shape of chat templates (`openai.schema.plain_messages`);
+    ``messages`` are in the plain shape of chat templates, as OpenAI has it;
     ``images``: those that marks in the messages stand for, in their order;
     ``handles``: those that are rendered by their token ids;
     ``params`` hold what asks for structured output (json_schema, regex, grammar, choice).

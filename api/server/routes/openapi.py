@@ -156,6 +156,8 @@ class _Shapes:
                 continue
             done.add(struct)
             marks = marks_of(struct)
+            if struct.__name__ not in self.components and (marks.refused or marks.same):
+                raise ValueError(f"two structs with marked fields are named {struct.__name__}")
             for name, _ in marks.refused:
                 del self.components[struct.__name__]["properties"][written_name(struct, name)]
             for name, other in marks.same:
