@@ -34,7 +34,7 @@ def test_version_and_help_are_instant_and_torch_free():
         "    print(end='\\0')\n"
         "assert not {'torch', 'transformers', 'uvicorn', 'zmq'} & set(sys.modules)"
     )
-    names = ("serve", "replica", "run", "chat", "deploy", "bench", "certify", "launch", "pull")
+    names = ("serve", "replica", "run", "chat", "bench", "certify", "launch", "pull")
     asked = ["--version", "--help", *(f"{name} --help" for name in names)]
     shown = subprocess.run(
         [sys.executable, "-c", code, *asked], check=True, capture_output=True, text=True
