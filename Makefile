@@ -73,7 +73,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy core draft radix_cache api bench
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m foretoken.bench.lab.engine $(ARGS)
+	$(BIN)/foretoken bench real $(ARGS)
 
 # Mistakes are made one by one in a copy of the code: each must make a test fail. A sample of them
 # takes some minutes; `make prove PROVE_SAMPLE=1000` makes them all.

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
     ("argv", "said"),
     [
         (["/usr/bin/foretoken", "bench", "serve"], "foretoken bench serve"),
-        (["bench/lab/engine.py", "--model", "/home/me/qwen"],
-         "python -m foretoken.bench.lab.engine --model qwen"),
+        (["bench/lab/profile.py", "--model", "/home/me/qwen"],
+         "python -m foretoken.bench.lab.profile --model qwen"),
         (["foretoken", "bench", "phases", "--out", "a/b.json"],
          "foretoken bench phases --out a/b.json"),
     ],
