@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +74,7 @@ def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
         return ModelSource(gguf_file(path) or path, gguf_name(path), names)
     if not is_hub_id(str(model)):
         problem = "no such folder or GGUF file, and not a hub id of the form owner/name"
-        raise ModelLoadError(f"{model}: {problem} (`foretoken models` lists what there is)")
+        raise ModelLoadError(f"{model}: {problem} (`foretoken list` shows what there is)")
     hub_id, revision = split_revision(str(model))
     aliases = () if revision is None else (str(model),)
     return ModelSource(download(str(model)), hub_id, frozenset(aliases))
@@ -141,8 +142,8 @@ def name_and_bytes(model: str | None) -> tuple[str, int] | None:
 # -- what can be served ---------------------------------------------------------------------------
 
 
-def list_models() -> int:
-    """``foretoken models``: print the models that can be served without a download."""
+def ready_models() -> Iterator[str]:
+    """Yield a line for each model that needs no download and is in no cache."""
     default = find_model().name
     for model, what in (
         (SMOLLM2, "SmolLM2-135M-Instruct, 4-bit GGUF, chat"),
@@ -150,17 +151,20 @@ def list_models() -> int:
     ):
         problem = _problem(model)
         is_default = "  (default)" if not problem and find_model(model).name == default else ""
-        print(f"{model:10} {problem or 'ready':8} {what}{is_default}")
-    print(
-        "\nDIR         a folder in Hugging Face layout with safetensors"
+        yield f"{model:10} {problem or 'ready':8} {what}{is_default}"
+
+
+def other_models() -> str:
+    """Describe which other models can be served, and how large they may be."""
+    return (
+        "DIR         a folder in Hugging Face layout with safetensors"
         "\nFILE.gguf   a GGUF file, or a folder with one"
         "\nowner/name  a model of the Hugging Face hub, downloaded on first use"
         f"\n\n{_room()}"
         f"\n\nOwn decoder: {', '.join(_families())}."
         "\nOther causal language models: transformers' modules on the engine's pages and kernels,"
-        "\nor refused with the reason: `foretoken models check MODEL` says which and loads nothing."
+        "\nor refused with the reason: `foretoken show MODEL` says which and loads nothing."
     )
-    return 0
 
 
 def _room() -> str:
@@ -204,7 +208,7 @@ def _rough_copy(num_bytes: int | None) -> str:
 
 
 def check_model(model: str) -> int:
-    """``foretoken models check MODEL``: print its type, memory and path; 2 if it is refused.
+    """``foretoken show MODEL``: print its type, memory and path; 2 if it is refused.
 
     Where only the weights are missing, both are printed: what the config implies, and the reason.
     """

@@ -107,7 +107,12 @@ COMMANDS = (
         "ends with the client.",
         takes_rest=True,
     ),
-    Command("list", "list the models of this machine", "", "models:list_all"),
+    Command(
+        "list",
+        "list the models of this machine, and what else can be served",
+        "",
+        "models:list_all",
+    ),
     Command(
         "show",
         "describe a model without loading it: files, type, memory, code path, or the reason why it "
@@ -119,7 +124,7 @@ COMMANDS = (
     ),
     Command(
         "models",
-        "list what can be served, or describe a model",
+        "former name of list, and with check MODEL of show",
         "[check MODEL]",
         "models:models",
         "models:add_models_flags",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from ...core.config import format_size
@@ -44,25 +45,24 @@ def pull(parsed: argparse.Namespace) -> int:
 
 
 def list_all(_parsed: argparse.Namespace) -> int:
-    """Print the models that need no download, those of the cache with revision and size."""
+    """Print the models of this machine, and what else can be served."""
     from ..build import hub
-    from ..build.model_files import SMOLLM2, smollm2_file
+    from ..build.model_files import other_models, ready_models
 
-    if smollm2_file() is not None:
-        print(SMOLLM2)
-    print("builtin")
+    print(*ready_models(), sep="\n")
     for each in hub.cached_models():
         refs = ", ".join((each.commit[: hub.SHORT], *each.refs))
         print(f"{each.name:48} {format_size(each.num_bytes):>10}  {refs}")
+    print(f"\n{other_models()}")
     return 0
 
 
 def models(parsed: argparse.Namespace) -> int:
-    """Print what can be served, or describe one model."""
-    from ..build.model_files import list_models
-
+    """Do what ``list`` and ``show`` do, by the names that they had."""
+    now = "list" if parsed.action is None else "show MODEL"
+    print(f"foretoken models: this is `foretoken {now}` now", file=sys.stderr)
     if parsed.action is None:
-        return list_models()
+        return list_all(parsed)
     if parsed.model is None:
         parsed.parser.error("models check needs a model: a folder, a GGUF file or a name")
     return _check(parsed.model)
@@ -78,7 +78,7 @@ def remove(parsed: argparse.Namespace) -> int:
 
 
 def show(parsed: argparse.Namespace) -> int:
-    """Print the files of a model and what `foretoken models check` says; downloads nothing.
+    """Print the files of a model and what it needs; downloads nothing.
 
     2: it cannot be served.
     """

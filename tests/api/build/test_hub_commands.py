@@ -170,3 +170,14 @@ def test_a_token_opens_a_private_model(capsys, monkeypatch):
 
 def test_a_local_model_is_shown_too(capsys):
     assert "own decoder" in told(capsys, "show", "builtin")
+
+
+def test_the_former_names_say_which_are_theirs_now(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["models"]) == 0
+    shown = capsys.readouterr()
+    assert "`foretoken list`" in shown.err
+    assert "Own decoder: " in shown.out
+    assert commands.main(["models", "check", "builtin"]) == 0
+    shown = capsys.readouterr()
+    assert "`foretoken show MODEL`" in shown.err
+    assert "parameters" in shown.out

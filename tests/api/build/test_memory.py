@@ -178,7 +178,7 @@ def test_show_says_what_is_needed_and_what_is_free(monkeypatch, capsys) -> None:
 def test_the_list_says_how_large_a_model_may_be(capsys, monkeypatch) -> None:
     where = "foretoken.core.ops.machine.system_memory.available_memory"
     monkeypatch.setattr(where, lambda: 16 * GIB)
-    assert main(["models"]) == 0
+    assert main(["list"]) == 0
     found = re.search(
         r"for about (\S+) billion parameters in 4 bits, (\S+) in 8, (\S+) in 16",
         capsys.readouterr().out,

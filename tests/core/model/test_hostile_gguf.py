@@ -38,8 +38,8 @@ def file(whole: bytes, tmp_path: Path) -> Path:
 
 def refused(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The line with which the command refuses a file."""
-    assert main(["models", "check", str(path)]) == 2
-    (line,) = capsys.readouterr().out.splitlines()
+    assert main(["show", str(path)]) == 2
+    (_folder, line) = capsys.readouterr().out.splitlines()
     assert line.startswith("refused   ")
     return line
 

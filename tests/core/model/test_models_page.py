@@ -1,4 +1,4 @@
-"""docs/models.md is what the code says; what `foretoken models check` prints."""
+"""docs/models.md is what the code says; what `foretoken show` prints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_check_prints_what_an_own_model_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_checkpoint(tmp_path)
-    assert main(["models", "check", str(folder)]) == 0
+    assert main(["show", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "qwen3" in printed
     assert "own decoder" in printed
@@ -39,7 +39,7 @@ def test_check_prints_what_a_model_of_transformers_modules_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_tiny(tmp_path, "axk1")
-    assert main(["models", "check", str(folder)]) == 0
+    assert main(["show", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "transformers' modules" in printed
     # 2 layers of 4 heads of 24 items of 4 bytes, keys and values padded to them
@@ -51,7 +51,7 @@ def test_check_prints_that_latents_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_tiny(tmp_path, "deepseek_v3")
-    assert main(["models", "check", str(folder)]) == 0
+    assert main(["show", str(folder)]) == 0
     # 2 layers of 24 + 8 items of 4 bytes
     assert "KV        256 bytes a token; 1 GiB holds 4,194,304 tokens; latent KV\n" in (
         capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_check_prints_the_state_of_a_sequence(
     values |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
     values |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert main(["models", "check", str(tmp_path)]) == 2  # it has no weights
+    assert main(["show", str(tmp_path)]) == 2  # it has no weights
     printed = capsys.readouterr().out
     # 3 layers of 2 heads of 256 items of 2 bytes, keys and values
     assert "KV        6 KiB a token" in printed
@@ -80,13 +80,13 @@ def test_check_prints_how_weights_are_quantised(
 ) -> None:
     folder = make_checkpoint(tmp_path / "awq", intermediate_size=96)
     quantize_checkpoint(folder, "awq_32")
-    assert main(["models", "check", str(folder)]) == 0
+    assert main(["show", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "safetensors, AWQ, 4 bits; at most" in printed
     assert "computed in bfloat16" in printed
     plain = save_tiny(tmp_path / "plain", "olmo2")
     file = write_gguf(plain, tmp_path / "model.gguf", kind=GgmlType.Q8_0)
-    assert main(["models", "check", str(file)]) == 0
+    assert main(["show", str(file)]) == 0
     assert "GGUF, Q8_0; at most" in capsys.readouterr().out
 
 
@@ -94,16 +94,16 @@ def test_check_says_why_a_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_config("recurrent_gemma").save_pretrained(tmp_path)
-    assert main(["models", "check", str(tmp_path)]) == 2
+    assert main(["show", str(tmp_path)]) == 2
     assert "keep a state that is not in transformers' cache" in capsys.readouterr().out
-    assert main(["models", "check", str(tmp_path / "nowhere")]) == 2
+    assert main(["show", str(tmp_path / "nowhere")]) == 2
 
 
 def test_check_of_a_config_alone_prints_what_it_implies_and_that_weights_are_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_config("stablelm").save_pretrained(tmp_path)
-    assert main(["models", "check", str(tmp_path)]) == 2
+    assert main(["show", str(tmp_path)]) == 2
     printed = capsys.readouterr().out
     assert "context   512 tokens" in printed
     assert f"refused   {tmp_path} has neither model.safetensors nor model." in printed
