@@ -489,6 +489,8 @@ def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
     if given is None:
         return {}
     found = _parse_object(OVERRIDES, given)
+    if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
+        found = {**found, "top_k": int(top_k)}  # as some files write it
     for name in found:
         known = f"has no field {shown(name)}; its fields are {', '.join(RECOMMENDED)}"
         require(name in RECOMMENDED, OVERRIDES, known)

@@ -119,6 +119,7 @@ def test_a_gguf_file_that_names_none_has_those_of_its_family(
     assert found(file, generation_config="none") == {}
     override = found(file, override_generation_config={"top_k": 3})
     assert override == {**values, "top_k": 3}
+    assert found(file, override_generation_config='{"top_k": 3.0}') == override
 
 
 def test_where_values_come_from_is_told(checkpoint: Path, tmp_path: Path) -> None:
