@@ -11,10 +11,12 @@ from starlette.responses import Response
 from ....core.errors import InvalidRequest
 from ...serving.dialect import READS, Dialect, Endpoints, get
 from ...serving.errors import JsonResponse
+from ...serving.limits import Limits
 from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import random_id
+from ...types.sampling_params import num_stop_bytes
 from .answers import ERRORS, GeminiModel, GeminiModels, GenerateAnswer, TokensCounted
-from .bodies import CountBody, CountTokensBody, GenerateBody, gemini_decoder
+from .bodies import CountBody, CountTokensBody, GenerateBody, GenerationConfig, gemini_decoder
 from .reading import read_chat
 from .writing import GeminiReply
 
@@ -50,12 +52,31 @@ class GeminiDialect(Dialect[B]):
         return body
 
 
+def check_limits(limits: Limits, body: CountBody) -> None:
+    """Raise `InvalidRequest` for a body that exceeds a limit of the server."""
+    limits.check("contents", len(body.contents), "max_messages")
+    functions = [each for group in body.tools or () for each in group.function_declarations or ()]
+    limits.check("tools", len(functions), "max_tools")
+    config = body.generation_config or GenerationConfig()
+    limits.check(f"{_CONFIG}.candidateCount", config.candidate_count or 1, "max_n")
+    limits.check(f"{_CONFIG}.logprobs", config.logprobs or 0, "max_top_logprobs")
+    num_bytes = num_stop_bytes(config.stop_sequences or ())
+    limits.check(f"{_CONFIG}.stopSequences", num_bytes, "max_stop_bytes")
+
+
 class GenerateContent(GeminiDialect[GenerateBody]):
     """Answer one conversation."""
 
     path = MODELS + "/{model:path}:generateContent"
     body = GenerateBody
     answer = GenerateAnswer
+
+    def check(self, body: GenerateBody) -> None:
+        """Check the model, the temperature and the limits."""
+        super().check(body)
+        config = body.generation_config
+        self.service.check_range(config, most_temperature=self.most_temperature)
+        check_limits(self.service.settings.limits, body)
 
     async def open(self, body: GenerateBody) -> Reply:
         """Render and submit."""
@@ -102,6 +123,7 @@ class CountTokens(GeminiDialect[CountTokensBody]):
         if request is None and not body.contents:
             raise InvalidRequest("contents must not be empty", param="contents")
         counted = request or CountBody(contents=body.contents or [])
+        check_limits(self.service.settings.limits, counted)
         chat = await self.service.apart(partial(read_chat, counted))
         prompt = await self.service.chat.render(chat)
         return ReadyReply(TokensCounted(total_tokens=len(prompt.token_ids)))

@@ -320,3 +320,31 @@ def test_requests_with_googles_header_may_name_the_version_v1(server, say):
 def test_an_unknown_model_is_not_found(server):
     answer = httpx.post(f"{server.url}/v1beta/models/other:generateContent", json={"contents": HI})
     assert (answer.status_code, answer.json()["error"]["status"]) == (404, "NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"contents": HI * 3}, "contents"),
+        ({"tools": [{"functionDeclarations": [WEATHER] * 2}]}, "tools"),
+        ({"generationConfig": {"candidateCount": 3}}, "generationConfig.candidateCount"),
+        ({"generationConfig": {"logprobs": 2, "responseLogprobs": True}},
+         "generationConfig.logprobs"),
+        ({"generationConfig": {"stopSequences": ["abcd"]}}, "generationConfig.stopSequences"),
+    ],
+)  # fmt: skip
+def test_what_is_beyond_a_limit_of_the_server_is_refused_and_named(serve, engine, body, field):
+    low = {"max_messages": 2, "max_tools": 1, "max_n": 2, "max_top_logprobs": 1,
+           "max_stop_bytes": 3}  # fmt: skip
+    answer = post(serve(**low), **body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["details"][0]["fieldViolations"][0]["field"] == field
+    assert not engine.requests
+
+
+def test_a_temperature_beyond_the_apis_own_is_refused_if_strict(serve, say):
+    say("Yes.")
+    hot = {"temperature": 3.0}
+    assert post(serve(), generationConfig=hot).status_code == 200
+    assert post(serve(strict=True), generationConfig=hot).status_code == 400
